@@ -1,0 +1,96 @@
+# Every verb sets itself up: `make demo` and `make test` work on a fresh machine, as root or not.
+#   PYTHON=python3.12    interpreter to build the environment from (3.11 or 3.12)
+#   TORCH='...'          what pip is given for torch, e.g. TORCH='torch==2.11.0' or options of an index
+#   INSTALL=0            use PYTHON as it is, install nothing (hosts without network)
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+INSTALL ?= 1
+VENV ?= .venv
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+# Many tests wait for a timeout of the product, so three processes keep two cores busy.
+TEST_PROCESSES ?= 3
+
+ROOTS := proto services/common services/driver services/executor services/checkpoint kernels clients/python clients/cli
+empty :=
+space := $(empty) $(empty)
+export PYTHONPATH := $(subst $(space),:,$(addprefix $(CURDIR)/,$(ROOTS)))$(if $(PYTHONPATH),:$(PYTHONPATH))
+# A slow reverse look-up would stall a rendezvous for five seconds; workers run one thread each.
+export RES_OPTIONS := timeout:1 attempts:1
+export OMP_NUM_THREADS := 1
+
+ifeq ($(INSTALL),0)
+PY := $(PYTHON)
+READY :=
+else
+PY := $(CURDIR)/$(VENV)/bin/python
+READY := $(VENV)/.ready
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+endif
+PIP = $(PY) -m pip install --quiet --disable-pip-version-check
+
+.PHONY: help demo test test-gpu check proto proto-check docs docs-check format bench clean
+.DEFAULT_GOAL := help
+
+help: ## show these verbs
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+demo: $(READY) ## run the main job: train, lose a node, recover, compare with the undisturbed twin
+	$(PY) -m megascale_cli demo $(DEMO_ARGS)
+
+test: $(READY) ## run the tests (under 6 minutes on 2 cores)
+	$(PY) -m pytest -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
+
+test-gpu: $(READY) ## run the tests that need CUDA devices
+	$(PY) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
+
+check: $(READY) proto-check docs-check ## style, types, layers, wire contract
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy $(wildcard services/*/megascale_*) $(wildcard kernels/megascale_*) $(wildcard clients/*/megascale_*) proto/generate.py docs/generate_job_spec.py
+	lint-imports
+	cd proto && buf lint
+
+format: $(READY) ## format the code
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+proto: $(VENV)-proto/.ready ## generate the Python code of the protos
+	$(VENV)-proto/bin/python proto/generate.py
+
+proto-check: $(VENV)-proto/.ready ## is the generated code fresh?
+	$(VENV)-proto/bin/python proto/generate.py --check
+
+docs: $(READY) ## write docs/job-spec.md from the protos and the defaults
+	$(PY) docs/generate_job_spec.py
+
+docs-check: $(READY) ## is docs/job-spec.md fresh?
+	$(PY) docs/generate_job_spec.py --check
+
+bench: $(READY) ## run the benchmarks that need no special hardware
+	$(PY) benchmarks/throughput.py --device cpu --tp 2 --pp 2 --dp 2
+
+clean: ## remove environments, caches and runs
+	rm -rf $(VENV) $(VENV)-proto runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Debian splits venv off; get it where we may, else say what to do.
+define make_venv
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get update -qq && apt-get install -y -qq python3-venv; \
+	  else echo "$(PYTHON) has no ensurepip: install your system's python3-venv package, or give PYTHON=" >&2; exit 1; fi; }
+	$(PYTHON) -m venv $(1)
+endef
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(call make_venv,$(VENV))
+	@echo "installing $(TORCH) and the pinned requirements into $(VENV) (about a minute)"
+	$(PIP) $(TORCH)
+	$(PIP) setuptools wheel
+	$(PIP) --constraint constraints.txt --editable '.[executor,checkpoint,plot,dev]'
+	@touch $@
+
+$(VENV)-proto/.ready:
+	$(call make_venv,$(VENV)-proto)
+	$(VENV)-proto/bin/python -m pip install --quiet --disable-pip-version-check grpcio-tools==1.66.2 mypy-protobuf==3.7.0 'setuptools<81'
+	@touch $@

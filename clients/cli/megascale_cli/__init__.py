@@ -1,0 +1,1 @@
+"""The command line of megascale: a thin layer over the client; services add their own commands by entry points."""

@@ -1,0 +1,89 @@
+"""The command tree of `megascale`."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+import typer
+
+from megascale_cli import checkpoints, jobfile, jobs, nodes
+from megascale_cli.demo.command import demo
+from megascale_cli.exits import HELP
+from megascale_cli.options import FIRST_STEPS, HELP_OPTIONS, JOBS, NODES, Json
+from megascale_cli.output import console, print_json
+from megascale_cli.plugins import add_plugins
+
+# What a newcomer asks, answered at once. Lines behind \b keep their breaks.
+GUIDE = """Train language models over many devices, and keep training when nodes die.
+
+\b
+[bold]How do I ...[/bold]
+  see a node die and the run recover   megascale demo
+  start a cluster of 2 nodes here      megascale up --nodes 2
+  make a corpus of my own text         megascale data tokenize MY_TEXTS --output corpus
+  write a job                          megascale init --output job.yaml
+  know what it needs                   megascale plan job.yaml
+  submit it and watch it               megascale submit job.yaml --watch
+  watch it later                       megascale watch NAME
+  learn why it is not running          megascale explain NAME
+  read the log of rank 5               megascale logs NAME --rank 5
+  get its newest checkpoint            megascale checkpoint fetch NAME --to FOLDER
+
+Every command has --help with an example. Completion of your shell: megascale --install-completion."""
+
+
+def version(as_json: Json = False) -> None:
+    """Print the installed version.
+
+    Example: [bold]megascale version[/bold]
+    """
+    try:
+        number = metadata.version("megascale")
+    except metadata.PackageNotFoundError:  # it runs from its sources
+        number = "unknown"
+    if as_json:
+        print_json({"version": number})
+    else:
+        console.print(f"megascale {number}")
+
+
+def build_app() -> typer.Typer:
+    """All commands, those of installed services included (by name; they are loaded when called)."""
+    app = typer.Typer(
+        name="megascale",
+        help=GUIDE,
+        epilog=HELP,
+        no_args_is_help=True,
+        rich_markup_mode="rich",
+        context_settings={"help_option_names": HELP_OPTIONS},
+        # A local variable may hold the cluster token.
+        pretty_exceptions_show_locals=False,
+    )
+    panels = {
+        FIRST_STEPS: (demo, jobfile.init, jobfile.plan),
+        JOBS: (
+            jobs.submit,
+            jobs.jobs,
+            jobs.job,
+            jobs.watch,
+            jobs.logs,
+            jobs.explain,
+            jobs.events,
+            jobs.cancel,
+        ),
+        NODES: (nodes.nodes, nodes.diagnose, nodes.cordon, nodes.uncordon, nodes.evict, nodes.cluster, version),
+    }
+    for panel, commands in panels.items():
+        for command in commands:
+            app.command(command.__name__, rich_help_panel=panel)(command)
+    checkpoint = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
+    checkpoint.command("list")(checkpoints.list_checkpoints)
+    checkpoint.command("fetch")(checkpoints.fetch)
+    app.add_typer(
+        checkpoint,
+        name="checkpoint",
+        help="List a job's checkpoints, fetch one, verify them on storage.",
+        rich_help_panel=JOBS,
+    )
+    add_plugins(app, checkpoint)
+    return app

@@ -1,0 +1,92 @@
+"""Commands about a job's checkpoints: list, fetch. (`verify` reads storage and belongs to the checkpoint service.)"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from megascale_cli.exits import with_client
+from megascale_cli.options import Cluster, JobName, Json
+from megascale_cli.output import console, local_time, print_json, print_table, size_text
+from megascale_client import AsyncClient
+
+
+def list_checkpoints(name: JobName, cluster: Cluster = None, as_json: Json = False) -> None:
+    """List a job's complete checkpoints, newest first.
+
+    Example: [bold]megascale checkpoint list example[/bold]
+    """
+
+    async def action(client: AsyncClient) -> None:
+        listed = [checkpoint async for checkpoint in client.checkpoints(name)]
+        if as_json:
+            for checkpoint in listed:
+                print_json(checkpoint)
+            return
+        columns = ("STEP", "ATTEMPT", "RANKS", "SIZE", "COMMITTED", "MANIFEST")
+        rows = [
+            (
+                str(item.step),
+                str(item.attempt),
+                str(item.world_size),
+                size_text(item.size_bytes),
+                local_time(item.committed_at),
+                escape(item.manifest_uri),
+            )
+            for item in listed
+        ]
+        print_table(columns, rows, empty=f"job {name} has no complete checkpoint")
+
+    with_client(action, cluster, as_json)
+
+
+def fetch(
+    name: JobName,
+    to: Annotated[Path, typer.Option(metavar="FOLDER", help="A new folder for it.")],
+    step: Annotated[int | None, typer.Option(min=1, help="Which one; default: the newest.")] = None,
+    cluster: Cluster = None,
+    as_json: Json = False,
+) -> None:
+    """Copy a complete checkpoint from its storage, each file compared with the manifest.
+
+    Example: [bold]megascale checkpoint fetch example --to ./newest[/bold]
+    """
+
+    async def action(client: AsyncClient) -> None:
+        with _bar(quiet=as_json) as bar:
+            task = bar.add_task(f"checkpoint of {name}", total=None)
+
+            def progress(done_bytes: int, total_bytes: int) -> None:
+                bar.update(task, completed=done_bytes, total=total_bytes)
+
+            got = await client.fetch_checkpoint(name, step, to=to, progress=progress)
+        if as_json:
+            facts = {"job": got.job, "step": got.step, "attempt": got.attempt, "folder": str(got.folder)}
+            print_json({**facts, "size_bytes": got.size_bytes, "verified": got.verified})
+            return
+        how = "every checksum is right" if got.verified == "checksums" else "sizes compared; xxhash is not installed"
+        console.print(
+            f"step {got.step} of job [bold]{name}[/bold] is in {escape(str(got.folder))}: "
+            f"{size_text(got.size_bytes)}, {how}",
+            soft_wrap=True,
+        )
+
+    with_client(action, cluster, as_json)
+
+
+def _bar(*, quiet: bool) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        disable=quiet,
+        transient=True,
+    )

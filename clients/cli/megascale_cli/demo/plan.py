@@ -1,0 +1,136 @@
+"""What the demo runs: device, layout, model; and the job that it submits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+Sabotage = Literal["none", "no-kill", "no-spare", "loss"]
+
+BYTES_VOCABULARY = 257  # 256 byte values and end of document
+MAX_STEPS = 60
+SNAPSHOTS = 6  # over the whole run: the kill comes after the second, well before the last
+
+
+class PlanError(ValueError):
+    """The options do not fit together; the message says which and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """One demo. ``nodes`` counts the spare; ranks = tp * pp * dp fill the other nodes."""
+
+    device: Literal["cpu", "cuda"]
+    nodes: int
+    devices_per_node: int
+    tp: int
+    pp: int
+    dp: int
+    steps: int
+    sabotage: Sabotage = "none"
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job."""
+        return self.tp * self.pp * self.dp
+
+    @property
+    def active_nodes(self) -> int:
+        """Nodes that the job fills."""
+        return -(-self.world_size // self.devices_per_node)
+
+    @property
+    def interval_steps(self) -> int:
+        """Steps between two snapshots."""
+        return max(2, self.steps // SNAPSHOTS)
+
+    def __post_init__(self) -> None:
+        if self.devices_per_node % self.tp:
+            raise PlanError(
+                f"tensor parallelism stays inside a node: --devices-per-node {self.devices_per_node} is no multiple of "
+                f"--tp {self.tp}"
+            )
+        if self.world_size % self.devices_per_node:
+            raise PlanError(
+                f"tp {self.tp} * pp {self.pp} * dp {self.dp} = {self.world_size} ranks do not fill nodes of "
+                f"{self.devices_per_node} devices: change --devices-per-node or the layout"
+            )
+        if self.nodes <= self.active_nodes and self.sabotage != "no-spare":
+            raise PlanError(
+                f"{self.world_size} ranks fill {self.active_nodes} nodes and one node must be spare: "
+                f"use --nodes {self.active_nodes + 1} or more"
+            )
+        if not SNAPSHOTS * 2 <= self.steps <= MAX_STEPS:
+            raise PlanError(f"--steps {self.steps}: use {SNAPSHOTS * 2} to {MAX_STEPS}")
+
+    def job(self, name: str, corpus: Path, checkpoints: Path) -> dict[str, Any]:
+        """The job as plain values: some 0.85 million parameters, learning bytes of text."""
+        on_gpu = self.device == "cuda"
+        micro_batch_size = 2
+        return {
+            "name": name,
+            "owner": "demo",
+            "trainer": {
+                "model": {
+                    "layers": 4,
+                    "hidden_size": 128,
+                    "heads": 4,
+                    "vocab_size": BYTES_VOCABULARY,
+                    "sequence_length": 128,
+                },
+                "parallelism": {"tp": self.tp, "pp": self.pp, "dp": self.dp},
+                "training": {
+                    "steps": self.steps,
+                    # More micro-batches on GPUs, so that a step takes long enough to be interrupted.
+                    "global_batch_size": micro_batch_size * self.dp * (32 if on_gpu else 4),
+                    "micro_batch_size": micro_batch_size,
+                    "precision": "bf16" if on_gpu else "fp32",
+                },
+                "optimizer": {"learning_rate": 2e-3},
+                "schedule": {"warmup_steps": 4, "decay": "cosine"},
+                "data": {"sources": [{"prefix": str(corpus)}], "tokenizer": {"kind": "bytes"}},
+            },
+            "checkpoint": {"uri": str(checkpoints), "interval_steps": self.interval_steps},
+            "recovery": {"spare_nodes": self.nodes - self.active_nodes, "collective_timeout_s": 60},
+        }
+
+
+def choose_plan(
+    *,
+    device: Literal["auto", "cpu", "cuda"],
+    gpus: int,
+    nodes: int | None,
+    devices_per_node: int | None,
+    tp: int | None,
+    pp: int | None,
+    dp: int | None,
+    steps: int,
+    sabotage: Sabotage,
+) -> Plan:
+    """Fill in what the options leave open: GPUs where there are enough (six by default), else the CPU.
+
+    Raises:
+        PlanError: the options do not fit together or the machine has too few GPUs.
+    """
+
+    def plan(kind: Literal["cpu", "cuda"], default_per_node: int, default_dp: int) -> Plan:
+        per_node = devices_per_node or default_per_node
+        sizes = {"tp": tp or 2, "pp": pp or 2, "dp": dp or default_dp}
+        active = -(-sizes["tp"] * sizes["pp"] * sizes["dp"] // per_node)
+        count = nodes or active + (0 if sabotage == "no-spare" else 1)
+        return Plan(device=kind, nodes=count, devices_per_node=per_node, steps=steps, sabotage=sabotage, **sizes)
+
+    if device != "cpu":
+        # TP2 x PP2 over two nodes of two GPUs, and a spare.
+        on_gpu = plan("cuda", 2, 1)
+        needed = on_gpu.nodes * on_gpu.devices_per_node
+        if gpus >= needed:
+            return on_gpu
+        if device == "cuda":
+            raise PlanError(
+                f"{on_gpu.nodes} nodes of {on_gpu.devices_per_node} GPUs are more than the {gpus} GPUs of this "
+                f"machine: use --devices-per-node 1 --tp 1 --pp 2, or --device cpu"
+            )
+    # TP2 x PP2 x DP2 over two nodes of four ranks, and a spare.
+    return plan("cpu", 4, 2)

@@ -1,0 +1,86 @@
+"""How the demo shows what happened: the timeline, the loss curve as text, and the same as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from megascale_cli.demo.judge import Kill
+from megascale_cli.demo.recording import Recording, seconds
+from megascale_cli.output import clipped
+
+CURVE_WIDTH = 72
+CURVE_HEIGHT = 12
+
+
+def timeline(run: Recording, kill: Kill | None) -> list[str]:
+    """Events, the kill, and each attempt's first and last step, in order; seconds since the first of them."""
+    rows: list[tuple[float, str]] = [
+        (seconds(event.time), f"{event.reason:<22} {clipped(event.message)}") for event in run.events
+    ]
+    if kill is not None:
+        rows.append((kill.at, f"{'>>> SIGKILL':<22} node {kill.node} with its {kill.processes} processes"))
+    for attempt in range(1, run.attempts + 1):
+        steps = sorted(step for number, step in run.records if number == attempt)
+        for step in dict.fromkeys(steps[:1] + steps[-1:]):
+            record = run.records[attempt, step]
+            rows.append(
+                (seconds(record.completed_at), f"{'step ' + str(step):<22} loss {record.loss:.4f}, attempt {attempt}")
+            )
+    rows.sort(key=lambda row: row[0])
+    start = rows[0][0] if rows else 0.0
+    return [f"{moment - start:8.3f} s  {text}" for moment, text in rows]
+
+
+def curve(losses: Mapping[int, float], killed_at_step: int | None, resumed_from_step: int) -> list[str]:
+    """The loss over the steps as lines of text; ``x`` is the last step before the kill, ``o`` the first one resumed."""
+    if not losses:
+        return ["no losses"]
+    first, last = min(losses), max(losses)
+    low, high = min(losses.values()), max(losses.values())
+    grid = [[" "] * CURVE_WIDTH for _ in range(CURVE_HEIGHT)]
+
+    def place(step: int, sign: str) -> None:
+        column = round((step - first) / max(1, last - first) * (CURVE_WIDTH - 1))
+        row = round((high - losses[step]) / max(1e-12, high - low) * (CURVE_HEIGHT - 1))
+        grid[row][column] = sign
+
+    for step in losses:
+        place(step, "·")
+    marks = [] if killed_at_step is None else [(killed_at_step, "x"), (resumed_from_step + 1, "o")]
+    for step, sign in marks:
+        if step in losses:
+            place(step, sign)
+    labels = {0: f"{high:.3f}", CURVE_HEIGHT - 1: f"{low:.3f}"}
+    lines = [f"{labels.get(index, ''):>8} |{''.join(row).rstrip()}" for index, row in enumerate(grid)]
+    legend = (
+        ""
+        if killed_at_step is None
+        else f"   x killed after step {killed_at_step}, o resumed with step {resumed_from_step + 1}"
+    )
+    return [*lines, f"{'':>8} +{'-' * CURVE_WIDTH}", f"{'step':>8}  {first} to {last}{legend}"]
+
+
+def write_png(path: Path, run: Recording, twin: Recording, killed_at_step: int | None) -> str:
+    """Write the loss curves as a picture; "" when that worked, else why not."""
+    try:
+        import matplotlib
+    except ImportError:
+        return "matplotlib is not installed: pip install 'megascale[plot]'"
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 4.5))
+    twin_losses = twin.losses()
+    axes.plot(list(twin_losses), list(twin_losses.values()), color="#bbbbbb", linewidth=5, label="uninterrupted twin")
+    for attempt in range(1, run.attempts + 1):
+        losses = run.losses(attempt)
+        axes.plot(list(losses), list(losses.values()), linewidth=1.5, marker=".", label=f"attempt {attempt}")
+    if killed_at_step is not None:
+        axes.axvline(killed_at_step, color="black", linestyle=":", label="node killed")
+    axes.set(xlabel="step", ylabel="loss", title="A node is killed; the run resumes from its checkpoint")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return ""

@@ -1,0 +1,198 @@
+"""The demo itself, in the order in which it happens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import sysconfig
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+from rich.markup import escape
+
+from megascale.v1 import driver_pb2, types_pb2
+from megascale_cli.demo import render
+from megascale_cli.demo.judge import (
+    FIRST,
+    MIN_COMMITS_BEFORE_KILL,
+    SECOND,
+    Claim,
+    DemoReport,
+    Kill,
+    judge_recovery,
+    judge_twin,
+    make_report,
+)
+from megascale_cli.demo.machine import DemoFailed, Machine, fresh_folder, run_command
+from megascale_cli.demo.plan import Plan
+from megascale_cli.demo.recording import Recording
+from megascale_cli.output import event_text, step_text
+from megascale_client import AsyncClient, MegascaleError, parse_job
+
+CORPUS_BYTES = 2 << 20
+COMMITS_TIMEOUT_S = 150.0
+TRAINING_TIMEOUT_S = 240.0
+STEPS_AFTER_COMMIT = 2  # the kill comes these many steps after the second commit, so that steps are lost
+COMMIT_POLL_S = 0.1
+SHOW_EVERY_STEPS = 4
+
+Result = TypeVar("Result")
+Say = Callable[[str], None]
+
+
+class Demo:
+    """One demo in ``folder``. ``say`` prints rich markup. ``recovery_timeout_s``: from the kill to the job's end."""
+
+    def __init__(self, plan: Plan, folder: Path, say: Say, recovery_timeout_s: float) -> None:
+        self.plan = plan
+        self.folder = folder.resolve()
+        self.name = self.folder.name
+        self._say = say
+        self._recovery_timeout_s = recovery_timeout_s
+        self._started = time.monotonic()
+        self._corpus = self.folder / "corpus" / "stdlib"
+
+    async def run(self) -> DemoReport:
+        """Everything; returns the report when all was observed.
+
+        Raises:
+            DemoFailed: something was not observed; says what.
+            MegascaleError: the cluster refused or did not answer.
+        """
+        fresh_folder(self.folder)
+        await self._tokenise()
+        machine = Machine(self.plan, self.folder, self._say)
+        try:
+            await machine.start()
+            async with AsyncClient.from_run_folder(self.folder) as client:
+                report = await self._train(client, machine)
+        finally:
+            left = await machine.stop()
+        self._require([Claim("nothing is left running", left == 0, f"{left} processes had to be killed")])
+        return report
+
+    async def _tokenise(self) -> None:
+        stdlib = sysconfig.get_path("stdlib")
+        arguments = ["data", "tokenize", stdlib, "--output", str(self._corpus), "--tokenizer", "bytes"]
+        corpus = await run_command(*arguments, "--glob", "*.py", "--max-bytes", str(CORPUS_BYTES))
+        self._say(f"corpus: {corpus['documents']} documents, {corpus['tokens']} tokens from {stdlib}")
+
+    async def _train(self, client: AsyncClient, machine: Machine) -> DemoReport:
+        run = Recording(self.name)
+        kill = await self._interrupted(client, machine, run)
+        warm = await _incarnations(client)
+        self._require(judge_recovery(self.plan, run, kill))
+        twin = Recording(f"{self.name}-twin")
+        self._say(f"now the uninterrupted twin {twin.name} on the same nodes")
+        await self._submit(client, twin.name)
+        await self._within(TRAINING_TIMEOUT_S, twin.follow(client, self._show), "the twin did not finish", client, twin)
+        after = await _incarnations(client)
+        same_nodes = all(warm.get(node) == after.get(node) for node in twin.nodes_of_attempt.get(FIRST, ["none"]))
+        if self.plan.sabotage == "loss":
+            _change_one_loss(twin)
+        nodes = [node.name async for node in client.nodes()]
+        report = make_report(self.plan, run, twin, kill, nodes, time.monotonic() - self._started)
+        self._show_results(run, twin, kill, report)
+        self._require(judge_twin(self.plan, run, twin, same_nodes))
+        return report
+
+    async def _interrupted(self, client: AsyncClient, machine: Machine, run: Recording) -> Kill | None:
+        """Train until the second commit, kill a node, see the job to its end."""
+        await self._submit(client, run.name)
+        following = asyncio.create_task(run.follow(client, self._show))
+        try:
+            waiting = self._commits(client, run)
+            commits = await self._within(COMMITS_TIMEOUT_S, waiting, "no two checkpoints were completed", client, run)
+            kill = None
+            if self.plan.sabotage != "no-kill" and not run.ended:
+                kill = await self._kill(machine, run, commits)
+            why = "the job did not resume and finish" if kill else "the job did not finish"
+            await self._within(self._recovery_timeout_s, following, why, client, run)
+        finally:
+            following.cancel()
+        return kill
+
+    async def _submit(self, client: AsyncClient, name: str) -> None:
+        spec = parse_job(self.plan.job(name, self._corpus, self.folder / "checkpoints" / name))
+        await client.submit(spec)
+        plan = self.plan
+        self._say(
+            f"job {name}: {plan.world_size} {plan.device} ranks (TP{plan.tp} x PP{plan.pp} x DP{plan.dp}), "
+            f"{plan.steps} steps, a checkpoint every {plan.interval_steps}"
+        )
+
+    async def _commits(self, client: AsyncClient, run: Recording) -> tuple[int, ...]:
+        """Wait until two checkpoints are complete and some steps have followed; the steps of those complete."""
+        while not run.ended:
+            await asyncio.sleep(COMMIT_POLL_S)
+            if run.last_step(FIRST) < MIN_COMMITS_BEFORE_KILL * self.plan.interval_steps + STEPS_AFTER_COMMIT:
+                continue
+            steps = sorted([checkpoint.step async for checkpoint in client.checkpoints(run.name)])
+            if len(steps) >= MIN_COMMITS_BEFORE_KILL and run.last_step(FIRST) >= steps[1] + STEPS_AFTER_COMMIT:
+                return tuple(steps)
+        return tuple(sorted([checkpoint.step async for checkpoint in client.checkpoints(run.name)]))
+
+    async def _kill(self, machine: Machine, run: Recording, commits: tuple[int, ...]) -> Kill:
+        # The node of rank 0 is the hardest to lose: the rendezvous store and the committer live there.
+        node = run.nodes_of_attempt[FIRST][0]
+        self._say(f"[bold red]SIGKILL to every process of node {node}[/bold red] after step {run.last_step(FIRST)}")
+        killed_at, processes, left = await machine.kill_node(node)
+        return Kill(killed_at, node, commits, processes, left)
+
+    async def _within(
+        self, limit_s: float, waiting: Awaitable[Result], why: str, client: AsyncClient, run: Recording
+    ) -> Result:
+        try:
+            return await asyncio.wait_for(waiting, limit_s)
+        except TimeoutError:
+            pass
+        try:
+            explanation = (await client.explain(run.name)).explanation
+        except MegascaleError as error:
+            explanation = str(error)
+        raise DemoFailed(f"{why} within {limit_s:g} s: {explanation}")
+
+    def _show(self, update: driver_pb2.WatchJobResponse) -> None:
+        kind = update.WhichOneof("update")
+        if kind == "event":
+            self._say(event_text(update.event))
+        elif kind == "step" and (update.step.step % SHOW_EVERY_STEPS == 0 or update.step.step == 1):
+            self._say(step_text(update.step, self.plan.steps))
+
+    def _show_results(self, run: Recording, twin: Recording, kill: Kill | None, report: DemoReport) -> None:
+        file = self.folder / "report.json"
+        file.write_text(json.dumps(report.as_dict(), indent=2) + "\n")
+        killed_at_step = run.last_step(FIRST) if kill is not None and run.attempts >= SECOND else None
+        self._say("\n[bold]timeline[/bold]")
+        for line in render.timeline(run, kill):
+            self._say(escape(line))
+        self._say("\n[bold]loss[/bold]")
+        for line in render.curve(run.losses(), killed_at_step, report.resumed_from_step):
+            self._say(line)
+        picture = self.folder / "loss.png"
+        problem = render.write_png(picture, run, twin, killed_at_step)
+        self._say(f"no picture: {problem}" if problem else f"picture: {picture}")
+        self._say(f"report: {file}\n")
+
+    def _require(self, claims: list[Claim]) -> None:
+        for claim in claims:
+            mark = "[green]yes[/green]" if claim.holds else "[bold red]NO[/bold red] "
+            self._say(f"  {mark} {escape(str(claim))}")
+        failed = [claim for claim in claims if not claim.holds]
+        if failed:
+            raise DemoFailed(f"not observed: {failed[0]}")
+
+
+async def _incarnations(client: AsyncClient) -> dict[str, str]:
+    alive = types_pb2.NODE_LIVENESS_ALIVE
+    return {node.name: node.incarnation async for node in client.nodes() if node.liveness == alive}
+
+
+def _change_one_loss(recording: Recording) -> None:
+    """Sabotage: the smallest change that a double can have, in one step in the middle."""
+    attempt, step = sorted(recording.records)[len(recording.records) // 2]
+    record = recording.records[attempt, step]
+    record.loss = math.nextafter(record.loss, math.inf)

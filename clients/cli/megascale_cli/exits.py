@@ -1,0 +1,93 @@
+"""Exit statuses of the CLI, and the one place where an error becomes a line on stderr and a status."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import typer
+
+from megascale_client import (
+    AlreadyExists,
+    AsyncClient,
+    InvalidRequest,
+    MegascaleError,
+    NotAllowed,
+    NotFound,
+    NotPossible,
+    Unavailable,
+)
+
+OK = 0
+FAILED = 1
+USAGE = 2
+UNAVAILABLE = 3
+NOT_FOUND = 4
+REFUSED = 5
+INTERRUPTED = 130
+
+HELP = (
+    "Exit status: 0 done; 1 what was asked for failed (a watched job too); 2 wrong usage or a refused job; "
+    "3 no cluster or no driver answers; 4 not found; 5 refused in this state or not allowed; 130 interrupted."
+)
+
+# First match wins, so children stand before their parents.
+_STATUS: tuple[tuple[type[MegascaleError], int], ...] = (
+    (InvalidRequest, USAGE),
+    (Unavailable, UNAVAILABLE),
+    (NotFound, NOT_FOUND),
+    (AlreadyExists, REFUSED),
+    (NotPossible, REFUSED),
+    (NotAllowed, REFUSED),
+)
+
+# A one-shot command gives up sooner than a program would.
+RETRY_FOR_S = 10.0
+
+
+def status_of(error: MegascaleError) -> int:
+    """The exit status for an error of the client."""
+    return next((status for kind, status in _STATUS if isinstance(error, kind)), FAILED)
+
+
+def fail(error: MegascaleError, as_json: bool = False) -> typer.Exit:
+    """Say the error on stderr (one JSON object with --json); raise what comes back."""
+    if as_json:
+        details: dict[str, object] = {"error": str(error), "kind": type(error).__name__, "reason": error.reason}
+        if isinstance(error, InvalidRequest):
+            details["problems"] = [{"field": p.field, "problem": p.problem, "remedy": p.remedy} for p in error.problems]
+        print(json.dumps(details), file=sys.stderr)
+    else:
+        print(f"error: {error}", file=sys.stderr)
+    return typer.Exit(status_of(error))
+
+
+def with_client(
+    action: Callable[[AsyncClient], Awaitable[int | None]],
+    cluster: Path | None,
+    as_json: bool,
+    *,
+    retry_for_s: float = RETRY_FOR_S,
+) -> None:
+    """Run ``action`` with a client of the cluster in run folder ``cluster``; its result is the exit status."""
+
+    async def run() -> int | None:
+        async with AsyncClient.from_run_folder(cluster, retry_for_s=retry_for_s) as client:
+            return await action(client)
+
+    try:
+        status = asyncio.run(run())
+    except MegascaleError as error:
+        raise fail(error, as_json) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    except BrokenPipeError:
+        # The reader (head, less) has gone; keep the interpreter from complaining when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(OK) from None
+    if status:
+        raise typer.Exit(status)

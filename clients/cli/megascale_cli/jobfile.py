@@ -1,0 +1,137 @@
+"""Commands about a job file, without a cluster: init writes one, plan says what it needs.
+
+The formulas and the fields are the services'; the CLI finds them by name (:mod:`megascale_cli.plugins`).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.markup import escape
+
+from megascale_cli.exits import USAGE, fail
+from megascale_cli.options import Json
+from megascale_cli.output import console, print_json, size_text
+from megascale_cli.plugins import load_function
+from megascale_client import InvalidJob, InvalidRequest, load_job
+
+DEFAULT_DEVICES_PER_NODE = 8
+_UNITS = ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"))
+
+
+def init(
+    preset: Annotated[Literal["tiny", "1b", "7b"], typer.Option(help="tiny runs on a laptop's CPU.")] = "tiny",
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to; - is stdout.")] = Path(
+        "job.yaml"
+    ),
+    name: Annotated[str, typer.Option(help="Name of the job; default: the file's.")] = "",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a job file with every field, its meaning and its default.
+
+    Example: [bold]megascale init --preset tiny --output job.yaml[/bold]
+    """
+    name = name or _name(output, preset)
+    try:
+        text = load_function("init")(preset, name)
+    except ValueError as error:
+        raise fail(InvalidRequest(str(error)), as_json) from None
+    if str(output) == "-":
+        print(text, end="")
+        return
+    try:
+        with output.open("w" if overwrite else "x") as file:
+            file.write(text)
+    except FileExistsError:
+        remedy = "add --overwrite to replace it, or give another --output"
+        raise fail(InvalidRequest(f"{output} exists already; {remedy}"), as_json) from None
+    except OSError as error:
+        raise fail(InvalidRequest(f"{output} cannot be written: {error.strerror}"), as_json) from None
+    if as_json:
+        print_json({"file": str(output), "name": name, "preset": preset})
+    else:
+        console.print(f"{output} is written; next: megascale plan {output}", markup=False, soft_wrap=True)
+
+
+def plan(
+    file: Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job.")],
+    devices_per_node: Annotated[int, typer.Option(min=1, help="Devices of one node.")] = DEFAULT_DEVICES_PER_NODE,
+    device_memory_gib: Annotated[
+        float, typer.Option(min=0, help="Memory of one device in GiB, to refuse what cannot fit; 0: do not.")
+    ] = 0,
+    as_json: Json = False,
+) -> None:
+    """Say what a job needs, and what would be refused and why; no cluster is asked.
+
+    Parameters, memory of a rank, FLOPs per token, batch arithmetic, nodes. The status is 2 if the job is refused.
+
+    Example: [bold]megascale plan job.yaml --devices-per-node 8 --device-memory-gib 80[/bold]
+    """
+    try:
+        spec = load_job(file)
+    except InvalidJob as error:
+        raise fail(error, as_json) from None
+    facts: dict[str, Any] = load_function("plan")(spec, devices_per_node, int(device_memory_gib * 2**30))
+    if as_json:
+        print_json(facts)
+    else:
+        console.print("\n".join(_lines(facts)), soft_wrap=True)
+        for problem in facts["refused"]:
+            text = f"{problem['field']}: {problem['problem']}"
+            remedy = f"; {problem['remedy']}" if problem["remedy"] else ""
+            console.print(f"[bold red]refused[/bold red] {escape(text + remedy)}", soft_wrap=True)
+    if facts["refused"]:
+        raise typer.Exit(USAGE)
+
+
+def _lines(facts: dict[str, Any]) -> list[str]:
+    """The plan for people, as rich markup; only what the plan holds."""
+    lines = [f"[bold]{escape(facts['name'] or 'a job without a name')}[/bold]"]
+    if "parameters" in facts:
+        lines += [
+            f"model        {_count(facts['parameters'])} parameters "
+            f"({_count(facts['parameters_outside_layers'])} outside the layers)",
+            f"compute      {facts['flops_per_token_causal']:.3e} FLOPs a token (full attention: "
+            f"{facts['flops_per_token_full']:.3e}); the run: {facts['flops_of_the_run_causal']:.3e} "
+            f"over {_count(facts['tokens_of_the_run'])} tokens",
+            f"batch        {facts['tokens_per_step']:,} tokens a step; each replica runs {facts['micro_batches']} "
+            f"micro-batches; pipeline bubble {facts['pipeline_bubble']:.1%}",
+        ]
+    if "nodes" in facts:
+        lines.append(
+            f"devices      {facts['world_size']} ranks: {_plural(facts['nodes'], 'node')} of "
+            f"{_plural(facts['devices_per_node'], 'device')}, and {facts['spare_nodes']} spare"
+        )
+    for stage, need in enumerate(facts.get("memory_of_a_rank", ())):
+        title = "memory" if stage == 0 else ""
+        lines.append(
+            f"{title:<12} {size_text(need['total_bytes'])} on a rank of pipeline stage {stage}: parameters "
+            f"{size_text(need['parameters_bytes'])}, gradients {size_text(need['gradients_bytes'])}, optimizer "
+            f"{size_text(need['optimizer_bytes'])}, activations about {size_text(need['activations_bytes'])}"
+        )
+    if "checkpoint_bytes" in facts:
+        staging = facts.get("staging_bytes_of_a_rank", 0)
+        in_memory = f"; up to {size_text(staging)} of host memory a rank for staging" if staging else ""
+        lines.append(f"checkpoint   {size_text(facts['checkpoint_bytes'])}{in_memory}")
+    return lines
+
+
+def _plural(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def _count(number: int) -> str:
+    for size, unit in _UNITS:
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:,}"
+
+
+def _name(output: Path, preset: str) -> str:
+    """A job's name from the file's, as far as it goes: a DNS-1123 label."""
+    stem = re.sub(r"[^a-z0-9]+", "-", output.stem.lower()).strip("-")[:63].strip("-")
+    return stem or preset

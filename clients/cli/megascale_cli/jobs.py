@@ -1,0 +1,237 @@
+"""Commands about jobs: submit, jobs, job, watch, cancel, explain, events, logs."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from megascale.v1 import types_pb2
+from megascale_cli.exits import RETRY_FOR_S, fail, with_client
+from megascale_cli.options import Cluster, JobName, Json, Reason
+from megascale_cli.output import (
+    age,
+    clipped,
+    console,
+    event_text,
+    job_lines,
+    phase_text,
+    print_json,
+    print_table,
+)
+from megascale_cli.watch import WATCH_RETRY_FOR_S, watch_job
+from megascale_client import AsyncClient, InvalidJob, load_job
+
+
+def submit(
+    file: Annotated[
+        Path, typer.Argument(metavar="JOB.YAML", help="The job; relative paths in it start at its folder.")
+    ],
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Then watch it to its end.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Only have the driver judge it.")] = False,
+    cluster: Cluster = None,
+    as_json: Json = False,
+) -> None:
+    """Submit a job.
+
+    The file is the message JobSpec in YAML, enum values by their short names (precision: bf16).
+
+    Example: [bold]megascale submit job.yaml --watch[/bold]
+    """
+    try:
+        spec = load_job(file)
+    except InvalidJob as error:
+        raise fail(error, as_json) from None
+
+    async def action(client: AsyncClient) -> int | None:
+        job = await client.submit(spec, validate_only=check)
+        if as_json:
+            print_json(job)
+        elif check:
+            console.print(f"{file}: job {spec.name} is acceptable")
+        else:
+            console.print(
+                f"job [bold]{job.spec.name}[/bold] is submitted: {phase_text(job.phase)} {escape(job.phase_reason)}"
+            )
+        return await watch_job(client, spec.name, as_json) if watch and not check else None
+
+    with_client(action, cluster, as_json, retry_for_s=WATCH_RETRY_FOR_S if watch else RETRY_FOR_S)
+
+
+def jobs(cluster: Cluster = None, as_json: Json = False) -> None:
+    """List all jobs.
+
+    Example: [bold]megascale jobs --json | jq .spec.name[/bold]
+    """
+
+    async def action(client: AsyncClient) -> None:
+        listed = [job async for job in client.jobs()]
+        if as_json:
+            for job in listed:
+                print_json(job)
+            return
+        columns = ("NAME", "PHASE", "STEP", "ATTEMPT", "CHECKPOINT", "NODES", "AGE", "WHY")
+        rows = [
+            (
+                job.spec.name,
+                phase_text(job.phase),
+                f"{job.step}/{job.spec.trainer.training.steps}",
+                str(job.attempt),
+                str(job.committed_step or "-"),
+                ",".join(job.nodes) or "-",
+                age(job.created_at),
+                escape(clipped(job.phase_reason)),
+            )
+            for job in listed
+        ]
+        print_table(columns, rows, empty="no jobs yet; submit one with: megascale submit job.yaml")
+
+    with_client(action, cluster, as_json)
+
+
+def job(name: JobName, cluster: Cluster = None, as_json: Json = False) -> None:
+    """Show one job in full.
+
+    Example: [bold]megascale job demo[/bold]
+    """
+
+    async def action(client: AsyncClient) -> None:
+        found = await client.get(name)
+        if as_json:
+            print_json(found)
+        else:
+            console.print("\n".join(job_lines(found)), soft_wrap=True)
+
+    with_client(action, cluster, as_json)
+
+
+def watch(name: JobName, cluster: Cluster = None, as_json: Json = False) -> None:
+    """Watch a job to its end: progress, loss, tokens/s, both MFUs, attempt, and events as they happen.
+
+    Goes on across a restart of the driver. The status is 0 only if the job succeeded.
+
+    Example: [bold]megascale watch demo[/bold]
+    """
+
+    async def action(client: AsyncClient) -> int:
+        return await watch_job(client, name, as_json)
+
+    with_client(action, cluster, as_json, retry_for_s=WATCH_RETRY_FOR_S)
+
+
+def cancel(name: JobName, reason: Reason, cluster: Cluster = None, as_json: Json = False) -> None:
+    """Stop a job's workers at once; committed checkpoints stay.
+
+    Example: [bold]megascale cancel demo --reason "wrong data"[/bold]
+    """
+
+    async def action(client: AsyncClient) -> None:
+        changed = await client.cancel(name, reason=reason)
+        if as_json:
+            print_json(changed)
+        else:
+            console.print(f"job [bold]{name}[/bold]: {phase_text(changed.phase)} {escape(changed.phase_reason)}")
+
+    with_client(action, cluster, as_json)
+
+
+def explain(name: JobName, cluster: Cluster = None, as_json: Json = False) -> None:
+    """Say in one sentence why a job is where it is, with the newest events behind it.
+
+    Example: [bold]megascale explain demo[/bold]
+    """
+
+    async def action(client: AsyncClient) -> None:
+        answer = await client.explain(name)
+        if as_json:
+            print_json(answer)
+            return
+        console.print(answer.explanation, markup=False, soft_wrap=True)
+        for event in answer.events:
+            console.print(f"  {event_text(event)}", soft_wrap=True)
+
+    with_client(action, cluster, as_json)
+
+
+def events(
+    name: Annotated[
+        str, typer.Argument(metavar="[NAME]", help="A job's name, or jobs/NAME, or nodes/NAME; nothing: the cluster.")
+    ] = "",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as events happen, until Ctrl-C.")] = False,
+    cluster: Cluster = None,
+    as_json: Json = False,
+) -> None:
+    """Print the audit log of a job, a node or the cluster: what happened, who decided, on what evidence.
+
+    Example: [bold]megascale events nodes/n2 --follow[/bold]
+    """
+    subject = f"jobs/{name}" if name and "/" not in name else name
+
+    async def action(client: AsyncClient) -> None:
+        any_event = False
+        async for event in _events(client, subject, follow):
+            any_event = True
+            if as_json:
+                print_json(event)
+            else:
+                console.print(event_text(event), soft_wrap=True)
+        if not any_event and not as_json:
+            console.print(f"no events about {subject or 'the cluster'}")
+
+    with_client(action, cluster, as_json, retry_for_s=WATCH_RETRY_FOR_S if follow else RETRY_FOR_S)
+
+
+async def _events(client: AsyncClient, subject: str, follow: bool) -> AsyncIterator[types_pb2.Event]:
+    """Events so far, then, with ``follow``, those that come."""
+    if not follow:
+        async for event in client.events(subject):
+            yield event
+        return
+    # The stream begins before the list is read, so that nothing falls between them; what is in both comes once.
+    stream = client.watch_events(subject)
+    coming = asyncio.ensure_future(anext(stream))
+    try:
+        await asyncio.sleep(0)
+        shown = set()
+        async for event in client.events(subject):
+            shown.add(event.SerializeToString(deterministic=True))
+            yield event
+        while True:
+            event = (await coming).event
+            coming = asyncio.ensure_future(anext(stream))
+            if event.SerializeToString(deterministic=True) not in shown:
+                yield event
+    finally:
+        coming.cancel()
+
+
+def logs(
+    name: JobName,
+    rank: Annotated[int, typer.Option(min=0, help="Global rank whose log is wanted.")] = 0,
+    attempt: Annotated[int, typer.Option(min=0, help="Attempt; 0: the newest.")] = 0,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=1, max=100_000, help="Last lines to begin with.")] = 100,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the attempt ends.")] = False,
+    cluster: Cluster = None,
+    as_json: Json = False,
+) -> None:
+    """Print the log of one rank, read from its node.
+
+    Example: [bold]megascale logs demo --rank 5 --follow[/bold]
+    """
+
+    async def action(client: AsyncClient) -> None:
+        line = None
+        async for line in client.logs(name, rank=rank, attempt=attempt, lines=lines, follow=follow):
+            if as_json:
+                print_json({"rank": rank, "line": line})
+            else:
+                print(line, flush=follow)
+        if line is None and not as_json:
+            print(f"rank {rank} of job {name} has logged nothing", file=sys.stderr)
+
+    with_client(action, cluster, as_json)

@@ -1,0 +1,158 @@
+"""Commands about the cluster and its nodes: nodes, diagnose, cordon, uncordon, evict, cluster."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from megascale.v1 import driver_pb2, types_pb2
+from megascale_cli.exits import FAILED, OK, RETRY_FOR_S, with_client
+from megascale_cli.options import Check, Cluster, Json, NodeName, Reason
+from megascale_cli.output import age, console, local_time, print_json, print_table, short
+from megascale_client import AsyncClient
+
+_Answer = driver_pb2.CordonNodeResponse | driver_pb2.UncordonNodeResponse | driver_pb2.EvictNodeResponse
+
+
+def nodes(cluster: Cluster = None, as_json: Json = False) -> None:
+    """List all nodes: may they be given work, are they there, what do they do.
+
+    Example: [bold]megascale nodes[/bold]
+    """
+
+    async def action(client: AsyncClient) -> None:
+        listed = [node async for node in client.nodes()]
+        if as_json:
+            for node in listed:
+                print_json(node)
+            return
+        columns = ("NAME", "LIVENESS", "DISPOSITION", "ASSIGNMENT", "JOB", "RANKS", "DEVICES", "SWITCH", "BEAT", "WHY")
+        print_table(columns, map(_row, listed), empty="no nodes yet; each node's agent dials the driver by itself")
+
+    with_client(action, cluster, as_json)
+
+
+def diagnose(
+    node: NodeName,
+    check: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this check; may be repeated.")] = None,
+    cluster: Cluster = None,
+    as_json: Json = False,
+) -> None:
+    """Run the self-checks of an idle or spare node now. The status is 0 only if none fails.
+
+    Example: [bold]megascale diagnose n3[/bold]
+    """
+
+    async def action(client: AsyncClient) -> int:
+        checks = await client.diagnose(node, checks=check or ())
+        if as_json:
+            for result in checks:
+                print_json(result)
+        else:
+            columns = ("CHECK", "TARGET", "VERDICT", "SECONDS", "FOUND")
+            print_table(columns, map(_check_row, checks), empty=f"node {node} has no such check")
+        failed = any(result.verdict == types_pb2.CHECK_VERDICT_FAIL for result in checks)
+        return FAILED if failed else OK
+
+    with_client(action, cluster, as_json, retry_for_s=RETRY_FOR_S)
+
+
+def cordon(
+    node: NodeName, reason: Reason, check: Check = False, cluster: Cluster = None, as_json: Json = False
+) -> None:
+    """Keep new work off a node; what runs there goes on.
+
+    Example: [bold]megascale cordon n2 --reason "new cable on Monday"[/bold]
+    """
+
+    async def action(client: AsyncClient) -> None:
+        _say_answer(await client.cordon(node, reason=reason, validate_only=check), "cordoned", check, as_json)
+
+    with_client(action, cluster, as_json)
+
+
+def uncordon(
+    node: NodeName, reason: Reason, check: Check = False, cluster: Cluster = None, as_json: Json = False
+) -> None:
+    """Make a cordoned or evicted node schedulable again.
+
+    Example: [bold]megascale uncordon n2 --reason "cable replaced"[/bold]
+    """
+
+    async def action(client: AsyncClient) -> None:
+        _say_answer(await client.uncordon(node, reason=reason, validate_only=check), "schedulable", check, as_json)
+
+    with_client(action, cluster, as_json)
+
+
+def evict(node: NodeName, reason: Reason, check: Check = False, cluster: Cluster = None, as_json: Json = False) -> None:
+    """Quarantine a node: its work moves to a spare, and it gets none until it is put back.
+
+    Example: [bold]megascale evict n2 --reason "fan broken"[/bold]
+    """
+
+    async def action(client: AsyncClient) -> None:
+        _say_answer(await client.evict(node, reason=reason, validate_only=check), "quarantined", check, as_json)
+
+    with_client(action, cluster, as_json)
+
+
+def cluster(cluster: Cluster = None, as_json: Json = False) -> None:
+    """Say who leads, since when, and how the cluster stands.
+
+    Example: [bold]megascale cluster --json[/bold]
+    """
+
+    async def action(client: AsyncClient) -> None:
+        info = await client.cluster_info()
+        if as_json:
+            print_json(info)
+            return
+        console.print(
+            f"cluster [bold]{info.cluster}[/bold]: {info.nodes_alive} nodes alive, {info.jobs_running} jobs running\n"
+            f"driver {info.leader} (megascale {info.build}) leads since {local_time(info.leader_since)}, "
+            f"epoch {info.epoch.cluster_generation}.{info.epoch.create_revision}"
+        )
+
+    with_client(action, cluster, as_json)
+
+
+def _say_answer(answer: _Answer, wanted: str, check: bool, as_json: bool) -> None:
+    if as_json:
+        print_json(answer)
+        return
+    disposition = short(types_pb2.NodeDisposition, answer.node.disposition, "NODE_DISPOSITION_")
+    console.print(f"node [bold]{answer.node.name}[/bold] {f'would be {wanted}' if check else f'is {disposition}'}")
+    if answer.consequence:
+        console.print(answer.consequence, markup=False)
+
+
+def _check_row(result: types_pb2.CheckResult) -> tuple[str, ...]:
+    verdict = short(types_pb2.CheckVerdict, result.verdict, "CHECK_VERDICT_")
+    style = {types_pb2.CHECK_VERDICT_PASS: "green", types_pb2.CHECK_VERDICT_FAIL: "bold red"}.get(result.verdict)
+    return (
+        result.name,
+        escape(result.target) or "-",
+        f"[{style}]{verdict}[/{style}]" if style else verdict,
+        f"{result.elapsed.ToTimedelta().total_seconds():.3f}",
+        escape(result.detail),
+    )
+
+
+def _row(node: driver_pb2.Node) -> tuple[str, ...]:
+    kinds = {short(types_pb2.DeviceKind, device.kind, "DEVICE_KIND_") for device in node.devices}
+    failed = [f"{c.name}: {c.detail}" for c in node.checks if c.verdict == types_pb2.CHECK_VERDICT_FAIL]
+    return (
+        node.name,
+        short(types_pb2.NodeLiveness, node.liveness, "NODE_LIVENESS_"),
+        short(types_pb2.NodeDisposition, node.disposition, "NODE_DISPOSITION_"),
+        short(types_pb2.NodeAssignment, node.assignment, "NODE_ASSIGNMENT_"),
+        node.job or "-",
+        ",".join(map(str, node.ranks)) or "-",
+        f"{len(node.devices)} {'/'.join(sorted(kinds))}",
+        node.topology.get("switch", "-"),
+        age(node.last_heartbeat_at),
+        escape("; ".join([node.disposition_reason, *failed]).strip("; ")),
+    )

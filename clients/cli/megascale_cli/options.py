@@ -1,0 +1,27 @@
+"""Options and arguments that several commands share, so that they read the same everywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megascale_cli.completion import job_names, node_names
+
+HELP_OPTIONS = ["-h", "--help"]
+
+# Groups of commands in `megascale --help`.
+FIRST_STEPS = "First steps"
+JOBS = "Jobs"
+NODES = "Nodes and cluster"
+
+Cluster = Annotated[
+    Path | None,
+    typer.Option("--cluster", help="Run folder of the cluster; default $MEGASCALE_RUN_FOLDER, then ./runs/current."),
+]
+Json = Annotated[bool, typer.Option("--json", help="JSON, snake_case proto names: one object per line.")]
+JobName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the job.", autocompletion=job_names)]
+Reason = Annotated[str, typer.Option(help="Why; goes to the audit log.")]
+NodeName = Annotated[str, typer.Argument(metavar="NODE", help="Name of the node.", autocompletion=node_names)]
+Check = Annotated[bool, typer.Option("--check", help="Only say what would happen.")]

@@ -1,0 +1,111 @@
+"""Commands that installed services add, through the entry-point group ``megascale.commands``.
+
+Nothing is imported before such a command is called: listing them reads package metadata alone, and the CLI itself
+needs no service and no torch. A command that cannot be loaded names what to install.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any, NoReturn, cast
+
+import typer
+
+from megascale_cli.exits import USAGE
+from megascale_cli.options import FIRST_STEPS, HELP_OPTIONS
+
+GROUP = "megascale.commands"
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Something of ours that an installed service adds; ``extra`` empty: part of the base install.
+
+    ``target`` is its entry point, used where the package runs from its sources and has no metadata.
+    """
+
+    summary: str
+    target: str = ""
+    extra: str = ""
+
+
+KNOWN = {
+    "up": Known("Start a whole cluster on this machine: etcd, driver, nodes.", "megascale_driver.commands:app"),
+    "data": Known(
+        "Tokenise your own text and look into tokenised data.", "megascale_executor.data_commands:app", "executor"
+    ),
+}
+CHECKPOINT = Known(
+    "Check every byte of checkpoints on storage, without a cluster.", "megascale_checkpoint.commands:app", "checkpoint"
+)
+# Functions behind commands of our own: what to do with a job file needs the services' formulas.
+FUNCTIONS = {
+    "init": Known("", "megascale_driver.job_template:job_template"),
+    "plan": Known("", "megascale_driver.job_plan:plan_job"),
+}
+
+# The plug-in gets the rest of the command line as it stands, --help included.
+_FORWARD = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+def add_plugins(app: typer.Typer, checkpoint: typer.Typer) -> None:
+    """Add the known commands and those of other packages to ``app``, and the checkpoint daemon's to ``checkpoint``."""
+    found = {entry.name for entry in metadata.entry_points(group=GROUP)}
+    for name, known in KNOWN.items():
+        _add(app, name, known)
+    for name in sorted(found - {*KNOWN, *FUNCTIONS, "checkpoint"}):
+        _add(app, name, Known("Added by an installed package."))
+    _add(checkpoint, "verify", CHECKPOINT, plugin="checkpoint")
+
+
+def load_function(name: str) -> Callable[..., Any]:
+    """A function of FUNCTIONS; ends the process, naming what to install, when it cannot be loaded."""
+    function = _load(name, FUNCTIONS[name])
+    assert callable(function)
+    return cast(Callable[..., Any], function)
+
+
+def _add(app: typer.Typer, name: str, known: Known, plugin: str = "") -> None:
+    def forward(context: typer.Context) -> None:
+        arguments = list(context.args) if not plugin else [name, *context.args]
+        path = context.command_path if not plugin else context.command_path.rsplit(" ", 1)[0]
+        run_plugin(plugin or name, known, arguments, path)
+
+    help_text = f"{known.summary} [dim](megascale\\[{known.extra}])[/dim]" if known.extra else known.summary
+    app.command(
+        name,
+        help=help_text,
+        context_settings=_FORWARD,
+        add_help_option=False,
+        rich_help_panel=FIRST_STEPS if name in KNOWN else None,
+    )(forward)
+
+
+def run_plugin(name: str, known: Known, arguments: list[str], program: str) -> NoReturn:
+    """Load the command ``name`` and run it with ``arguments``; ends the process with its status."""
+    app = _load(name, known)
+    command = typer.main.get_command(app) if isinstance(app, typer.Typer) else app
+    command.context_settings.setdefault("help_option_names", HELP_OPTIONS)
+    command(args=arguments, prog_name=program)
+    raise SystemExit(0)
+
+
+def _load(name: str, known: Known) -> Any:
+    entry = next(iter(metadata.entry_points(group=GROUP, name=name)), None)
+    if entry is None and known.target:
+        entry = metadata.EntryPoint(name, known.target, GROUP)
+    if entry is None:
+        _absent(name, known, "its package is not installed")
+    try:
+        return entry.load()
+    except (ImportError, AttributeError) as error:
+        _absent(name, known, str(error))
+
+
+def _absent(name: str, known: Known, cause: str) -> NoReturn:
+    package = f"megascale[{known.extra}]" if known.extra else "megascale"
+    print(f"error: the command {name!r} cannot be loaded ({cause}): pip install '{package}'", file=sys.stderr)
+    raise SystemExit(USAGE)

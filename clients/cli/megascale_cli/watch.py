@@ -1,0 +1,128 @@
+"""A job's run as it happens: on a terminal a progress bar with events above it, else one line for each thing."""
+
+from __future__ import annotations
+
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from megascale.v1 import driver_pb2, types_pb2
+from megascale_cli.exits import FAILED, OK
+from megascale_cli.output import console, evaluation_text, event_text, mfu_text, phase_text, print_json, step_text
+from megascale_client import TERMINAL_PHASES, AsyncClient
+
+# A watch outlives the restart of a driver with room to spare.
+WATCH_RETRY_FOR_S = 120.0
+
+
+async def watch_job(client: AsyncClient, name: str, as_json: bool) -> int:
+    """Show the job until it has ended; 0 if it succeeded, else 1.
+
+    Raises:
+        MegascaleError: no such job, or no driver for WATCH_RETRY_FOR_S.
+    """
+    if as_json:
+        return await _watch_json(client, name)
+    view = _Bar() if console.is_terminal else _Lines()
+    with view:
+        async for update in client.watch(name):
+            kind = update.WhichOneof("update")
+            if kind == "job":
+                view.job(update.job)
+            elif kind == "step":
+                view.step(update.step)
+            elif kind == "event":
+                view.event(update.event)
+    job = await client.get(name)
+    console.print(f"job [bold]{name}[/bold] {phase_text(job.phase)}: {escape(job.phase_reason)}", soft_wrap=True)
+    return _status(job)
+
+
+async def _watch_json(client: AsyncClient, name: str) -> int:
+    async for update in client.watch(name):
+        print_json(update)
+    return _status(await client.get(name))
+
+
+def _status(job: driver_pb2.Job) -> int:
+    # A watch can end before the job only when the driver stays away, which raises: this is a terminal phase.
+    return OK if job.phase == types_pb2.JOB_PHASE_SUCCEEDED else FAILED
+
+
+class _Lines:
+    """For pipes and log files."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._phase: types_pb2.JobPhase.ValueType = types_pb2.JOB_PHASE_UNSPECIFIED
+
+    def __enter__(self) -> _Lines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def job(self, job: driver_pb2.Job) -> None:
+        """Print a change of phase."""
+        self._steps = job.spec.trainer.training.steps
+        if job.phase != self._phase and job.phase not in TERMINAL_PHASES:
+            self.print(f"job {job.spec.name} {phase_text(job.phase)}: {escape(job.phase_reason)}", one_line=True)
+        self._phase = job.phase
+
+    def step(self, record: types_pb2.StepRecord) -> None:
+        """Print a step."""
+        self.print(step_text(record, self._steps))
+
+    def event(self, event: types_pb2.Event) -> None:
+        """Print an event."""
+        self.print(event_text(event))
+
+    def print(self, text: str, *, one_line: bool = False) -> None:
+        """One line, never wrapped."""
+        console.print(text, soft_wrap=True)
+
+
+class _Bar(_Lines):
+    """For terminals: steps move the bar, all else is printed above it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            console=console,
+        )
+        self._task: TaskID | None = None
+        self._held_out = ""  # of the newest evaluation, which most steps have none of
+
+    def __enter__(self) -> _Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def print(self, text: str, *, one_line: bool = False) -> None:
+        """Above the bar, wrapped between words, or cut at the edge if ``one_line``."""
+        console.print(text, no_wrap=one_line, overflow="ellipsis" if one_line else None)
+
+    def job(self, job: driver_pb2.Job) -> None:
+        """Show the phase beside the bar."""
+        super().job(job)
+        description = f"{job.spec.name} {phase_text(job.phase)}"
+        if self._task is None:
+            self._task = self._progress.add_task(description, total=self._steps, numbers="")
+        self._progress.update(self._task, description=description, total=self._steps)
+
+    def step(self, record: types_pb2.StepRecord) -> None:
+        """Move the bar; it goes back when steps are repeated after a restart."""
+        if self._task is None:
+            return
+        self._held_out = evaluation_text(record) or self._held_out
+        numbers = (
+            f"loss {record.loss:.4f}  {record.tokens_per_s:,.0f} tokens/s  MFU {mfu_text(record)}  "
+            f"attempt {record.attempt}{self._held_out}"
+        )
+        self._progress.update(self._task, completed=record.step, numbers=numbers)

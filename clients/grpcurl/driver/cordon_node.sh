@@ -1,0 +1,10 @@
+#!/bin/sh
+# Keep new work off a node; what runs there goes on. With VALIDATE_ONLY=true only say what would happen.
+. "$(dirname "$0")/../common.sh"
+usage 2 "$#" "NODE REASON"
+call "$(driver)" DriverService/CordonNode '{
+  "name": '"$(quote "$1")"',
+  "reason": '"$(quote "$2")"',
+  "validate_only": '"${VALIDATE_ONLY:-false}"',
+  "request_id": "'"$(request_id)"'"
+}'

@@ -1,0 +1,166 @@
+"""One logical connection to the leading driver: token, bounded retries, leader hints, new addresses.
+
+Every call of DriverService may be repeated: reads change nothing and mutations carry a request id under which the
+driver gives the same answer again. So UNAVAILABLE is retried until ``retry_for_s`` has passed, each time at the
+address that a standby named, or that the run folder holds by now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+
+from megascale.v1 import driver_pb2_grpc
+from megascale_client.errors import ClusterNotFound, MegascaleError, Unavailable, details_of, from_rpc
+
+BACKOFF_FIRST_S = 0.1
+BACKOFF_LAST_S = 2.0
+# A standby names the leader at once; two that name each other must not make us spin.
+MAX_HINTS_IN_A_ROW = 3
+MAX_MESSAGE_BYTES = 4 << 20
+
+_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # A watch may be silent for long; pings find out that its driver's host is gone.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    # Despite its name, how long one attempt to connect may take.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    # Proxies of the environment never stand between a client and its cluster.
+    ("grpc.enable_http_proxy", 0),
+]
+# CANCELLED comes from a driver that stops and ends its streams; our own cancellation is no status but an exception.
+_RETRIED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+
+Answer = TypeVar("Answer", bound=Message)
+
+
+class Backoff:
+    """Waits that double from BACKOFF_FIRST_S to BACKOFF_LAST_S, with jitter, until ``retry_for_s`` has passed."""
+
+    def __init__(self, retry_for_s: float) -> None:
+        self._retry_for_s = retry_for_s
+        self._random = random.Random()
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew, after a success."""
+        self._until_s: float | None = None
+        self._next_s = BACKOFF_FIRST_S
+
+    async def wait(self) -> bool:
+        """Wait once; False, without waiting, when the time allowed is over."""
+        now = asyncio.get_running_loop().time()
+        self._until_s = now + self._retry_for_s if self._until_s is None else self._until_s
+        if now >= self._until_s:
+            return False
+        await asyncio.sleep(min(self._next_s * self._random.uniform(0.5, 1.0), self._until_s - now))
+        self._next_s = min(self._next_s * 2, BACKOFF_LAST_S)
+        return True
+
+
+class Connection:
+    """Calls of DriverService, at whichever driver leads."""
+
+    def __init__(
+        self,
+        address: Callable[[], str],
+        token: str,
+        *,
+        root_certificate: Path | None,
+        timeout_s: float,
+        retry_for_s: float,
+    ) -> None:
+        self._address = address
+        self._metadata = (("authorization", f"Bearer {token}"),)
+        self._root_certificate = root_certificate
+        self._timeout_s = timeout_s
+        self._retry_for_s = retry_for_s
+        self._hint = ""
+        self._hints_in_a_row = 0
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def unary(
+        self, method: str, request: Message, answer: type[Answer], *, timeout_s: float | None = None
+    ) -> Answer:
+        """One call with retries; ``answer`` is the type that comes back, ``timeout_s`` bounds a slow call.
+
+        Raises:
+            MegascaleError: see :mod:`megascale_client.errors`.
+        """
+        backoff = Backoff(self._retry_for_s)
+        while True:
+            try:
+                result = await self._call(method)(
+                    request, metadata=self._metadata, timeout=timeout_s or self._timeout_s
+                )
+            except (grpc.aio.AioRpcError, ClusterNotFound) as error:
+                await self.recover(error, backoff)
+                continue
+            self._hints_in_a_row = 0
+            assert isinstance(result, answer)
+            return result
+
+    async def stream(self, method: str, request: Message, answer: type[Answer]) -> AsyncIterator[Answer]:
+        """One streaming call, without retries (the caller knows where to resume).
+
+        Raises:
+            grpc.aio.AioRpcError, ClusterNotFound: give them to :meth:`recover`.
+        """
+        call = self._call(method)(request, metadata=self._metadata)
+        try:
+            async for result in call:
+                self._hints_in_a_row = 0
+                assert isinstance(result, answer)
+                yield result
+        finally:
+            call.cancel()
+
+    async def recover(self, error: grpc.aio.AioRpcError | MegascaleError, backoff: Backoff) -> None:
+        """After a failure: return when the call may be tried again, else raise its error of the tree."""
+        if isinstance(error, MegascaleError):
+            if not await backoff.wait():
+                raise error
+            return
+        if error.code() not in _RETRIED:
+            raise from_rpc(error) from None
+        leader = details_of(error).leader
+        self._hint = leader if self._hints_in_a_row < MAX_HINTS_IN_A_ROW else ""
+        if self._hint:
+            self._hints_in_a_row += 1
+            return
+        self._hints_in_a_row = 0
+        if not await backoff.wait():
+            cause = from_rpc(error)
+            raise Unavailable(
+                f"no driver answered within {self._retry_for_s:g} s at {', '.join(self._channels) or 'any address'}: "
+                f"{cause}",
+                reason=cause.reason,
+            ) from None
+
+    async def close(self) -> None:
+        """Close every channel."""
+        channels, self._channels = self._channels, {}
+        for channel in channels.values():
+            await channel.close()
+
+    def _call(self, method: str) -> Any:
+        address = self._hint or self._address()
+        if address not in self._channels:
+            self._channels[address] = self._open(address)
+        return getattr(driver_pb2_grpc.DriverServiceStub(self._channels[address]), method)
+
+    def _open(self, address: str) -> grpc.aio.Channel:
+        if self._root_certificate is None:
+            return grpc.aio.insecure_channel(address, options=_OPTIONS)
+        credentials = grpc.ssl_channel_credentials(self._root_certificate.read_bytes())
+        return grpc.aio.secure_channel(address, credentials, options=_OPTIONS)

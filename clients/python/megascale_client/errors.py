@@ -1,0 +1,158 @@
+"""Everything that a call can raise, one tree.
+
+    MegascaleError
+    ├── InvalidRequest      an argument is refused; ``problems`` names the fields
+    │   └── InvalidJob      the job is refused; ``problems`` names each field and its remedy
+    ├── NotFound            no such job, node, rank or attempt
+    ├── AlreadyExists       the name is taken
+    ├── NotPossible         the thing exists but is in no state for this (FAILED_PRECONDITION, ABORTED)
+    ├── NotAllowed          no valid token, or not the role for it
+    ├── DamagedCheckpoint   a file of a checkpoint is not what was committed
+    ├── LimitReached        a bound of the service is reached; later it may work
+    ├── Unavailable         no driver answered within the time allowed for retries
+    │   └── ClusterNotFound no cluster where it was looked for
+    └── ServiceFailure      the service failed; the message is what it said
+
+`from_rpc` maps google.rpc.Status (code, ErrorInfo, BadRequest) to this tree, and nothing else does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+# Key of ErrorInfo.metadata in which a standby driver names the leader's address.
+LEADER_KEY = "leader"
+
+
+@dataclass(frozen=True, slots=True)
+class FieldProblem:
+    """One refused field: its dotted path, what is wrong, and what to do (may be empty)."""
+
+    field: str
+    problem: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.field}: {self.problem}" if self.field else self.problem
+        return f"{text}; {self.remedy}" if self.remedy else text
+
+
+class MegascaleError(Exception):
+    """Root of the tree. ``reason`` is the stable UPPER_SNAKE word of ErrorInfo, or empty."""
+
+    def __init__(self, message: str, *, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class InvalidRequest(MegascaleError):
+    """An argument is refused; ``problems`` says field by field why, where fields were named."""
+
+    def __init__(self, message: str, *, problems: Iterable[FieldProblem] = (), reason: str = "") -> None:
+        super().__init__(message, reason=reason)
+        self.problems = tuple(problems)
+
+
+class InvalidJob(InvalidRequest):
+    """The job is refused; ``problems`` says field by field why."""
+
+    def __init__(self, problems: Iterable[FieldProblem], *, source: str = "", reason: str = "") -> None:
+        listed = tuple(problems)
+        head = f"{source}: the job is refused" if source else "the job is refused"
+        super().__init__("\n  ".join([f"{head}:", *map(str, listed)]), problems=listed, reason=reason)
+        self.source = source
+
+
+class NotFound(MegascaleError):
+    """No such job, node, rank or attempt."""
+
+
+class AlreadyExists(MegascaleError):
+    """The name is taken."""
+
+
+class NotPossible(MegascaleError):
+    """The thing is in no state for this call."""
+
+
+class NotAllowed(MegascaleError):
+    """No valid cluster token, or not the role for this call."""
+
+
+class DamagedCheckpoint(MegascaleError):
+    """A file of a checkpoint is not what was committed; the message names it."""
+
+
+class LimitReached(MegascaleError):
+    """A bound of the service is reached."""
+
+
+class Unavailable(MegascaleError):
+    """No driver answered in time."""
+
+
+class ClusterNotFound(Unavailable):
+    """No cluster where it was looked for."""
+
+
+class ServiceFailure(MegascaleError):
+    """The service failed."""
+
+
+_BY_CODE: dict[grpc.StatusCode, type[MegascaleError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.OUT_OF_RANGE: InvalidRequest,
+    grpc.StatusCode.NOT_FOUND: NotFound,
+    grpc.StatusCode.ALREADY_EXISTS: AlreadyExists,
+    grpc.StatusCode.FAILED_PRECONDITION: NotPossible,
+    grpc.StatusCode.ABORTED: NotPossible,
+    grpc.StatusCode.UNAUTHENTICATED: NotAllowed,
+    grpc.StatusCode.PERMISSION_DENIED: NotAllowed,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: LimitReached,
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: Unavailable,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RpcDetails:
+    """What a failed call carries beside its code: reason, leader's address (empty: no hint), refused fields."""
+
+    reason: str = ""
+    leader: str = ""
+    problems: tuple[FieldProblem, ...] = ()
+
+
+def details_of(error: grpc.aio.AioRpcError) -> RpcDetails:
+    """The google.rpc details of a failed call; empty ones where the server sent none."""
+    try:
+        # types-grpcio knows only the synchronous call; an AioRpcError offers the same three methods.
+        status = rpc_status.from_call(error)
+    except ValueError:  # a status that contradicts the call's own code: trust the code alone
+        status = None
+    if status is None:
+        return RpcDetails()
+    reason, leader, problems = "", "", []
+    for packed in status.details:
+        info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+        if packed.Unpack(info):
+            reason, leader = info.reason, info.metadata.get(LEADER_KEY, "")
+        elif packed.Unpack(bad):
+            problems += [FieldProblem(v.field, v.description) for v in bad.field_violations]
+    return RpcDetails(reason, leader, tuple(problems))
+
+
+def from_rpc(error: grpc.aio.AioRpcError) -> MegascaleError:
+    """The error of this tree for a failed call."""
+    details = details_of(error)
+    code, message = error.code(), error.details() or error.code().name
+    if code is grpc.StatusCode.INVALID_ARGUMENT and details.problems:
+        text = "; ".join(map(str, details.problems))
+        return InvalidRequest(text, problems=details.problems, reason=details.reason)
+    return _BY_CODE.get(code, ServiceFailure)(message, reason=details.reason)

@@ -1,0 +1,209 @@
+"""A job from a file or from plain values: a walk along the descriptor of ``megascale.v1.JobSpec``.
+
+The file is the message, in YAML: the same field names, nested the same way, enum values by their short name
+(``bf16`` for PRECISION_BF16). So a field that the proto gains is known here at once. All problems are found in one
+pass, each with its dotted path; whether the values make sense together is the driver's to judge.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Hashable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
+from google.protobuf.message import Message
+
+from megascale.v1 import job_pb2
+from megascale_client.errors import FieldProblem, InvalidJob
+
+MAX_FILE_BYTES = 1 << 20
+
+_INTEGERS = {
+    FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
+    FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
+    FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63 - 1),
+    FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
+}
+_FLOATS = (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT)
+
+
+def load_job(path: str | Path) -> job_pb2.JobSpec:
+    """The job in a YAML (or JSON) file; relative paths in it are taken from the file's folder.
+
+    Raises:
+        InvalidJob: no such file, not YAML, or fields that are refused; names the file and each dotted path.
+    """
+    file = Path(path)
+    try:
+        if file.stat().st_size > MAX_FILE_BYTES:
+            raise _refused(file, f"larger than {MAX_FILE_BYTES} bytes, which no job is; give the job's own file")
+        values = yaml.load(file.read_text(), Loader=_UniqueKeyLoader)
+    except OSError as error:
+        raise _refused(file, f"cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise _refused(file, "is not text") from None
+    except yaml.YAMLError as error:
+        raise _refused(file, f"is not valid YAML: {' '.join(str(error).split())}") from None
+    try:
+        spec = parse_job(values)
+    except InvalidJob as error:
+        raise InvalidJob(error.problems, source=str(file)) from None
+    _anchor_paths(spec, file.resolve().parent)
+    return spec
+
+
+def parse_job(values: Any) -> job_pb2.JobSpec:
+    """The job in plain values (as YAML or JSON gives them).
+
+    Raises:
+        InvalidJob: unknown fields, with a suggestion, and values of the wrong type, by dotted path.
+    """
+    spec = job_pb2.JobSpec()
+    problems: list[FieldProblem] = []
+    _fill(spec, values, "", problems)
+    if problems:
+        raise InvalidJob(problems)
+    return spec
+
+
+def short_names(enum: EnumDescriptor) -> dict[str, int]:
+    """Values of an enum by short name: PRECISION_BF16 of Precision is ``bf16``; UNSPECIFIED is none of them."""
+    prefix = re.sub(r"(?<!^)(?=[A-Z])", "_", enum.name).upper() + "_"
+    return {v.name.removeprefix(prefix).lower(): v.number for v in enum.values if v.number != 0}
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML that refuses a key given twice, where PyYAML would silently take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Hashable] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, Hashable) and key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key!r} is given twice", key_node.start_mark)
+            seen.add(key if isinstance(key, Hashable) else repr(key))
+        return super().construct_mapping(node, deep)
+
+
+def _refused(file: Path, problem: str) -> InvalidJob:
+    return InvalidJob([FieldProblem("", problem)], source=str(file))
+
+
+def _fill(message: Message, values: Any, path: str, problems: list[FieldProblem]) -> None:
+    if not isinstance(values, Mapping):
+        known = ", ".join(message.DESCRIPTOR.fields_by_name)
+        problems.append(FieldProblem(path or "job", f"expected a mapping of {known}; got {_shown(values)}"))
+        return
+    fields: Mapping[str, Any] = message.DESCRIPTOR.fields_by_name
+    for key, value in values.items():
+        where = f"{path}.{key}" if path else str(key)
+        if key not in fields:
+            problems.append(FieldProblem(where, "unknown field", _suggestion(str(key), fields)))
+        elif value is not None:  # `labels:` with nothing behind it is a field that is not set
+            _set(message, fields[key], value, where, problems)
+
+
+def _set(message: Message, field: FieldDescriptor, value: Any, where: str, problems: list[FieldProblem]) -> None:
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        if not isinstance(value, Mapping):
+            problems.append(FieldProblem(where, f"expected a mapping of names to words; got {_shown(value)}"))
+            return
+        target = getattr(message, field.name)
+        for key, item in value.items():
+            target[str(key)] = str(item)
+    elif hasattr(getattr(message, field.name), "extend"):  # descriptors name repetition differently by release
+        if not isinstance(value, list | tuple):
+            problems.append(FieldProblem(where, f"expected a list; got {_shown(value)}"))
+            return
+        for index, item in enumerate(value):
+            _add(getattr(message, field.name), field, item, f"{where}[{index}]", problems)
+    elif field.message_type is not None:
+        child = getattr(message, field.name)
+        child.SetInParent()
+        _fill(child, value, where, problems)
+    elif (scalar := _scalar(field, value, where, problems)) is not None:
+        setattr(message, field.name, scalar)
+
+
+def _add(items: Any, field: FieldDescriptor, value: Any, where: str, problems: list[FieldProblem]) -> None:
+    if field.message_type is not None:
+        _fill(items.add(), value, where, problems)
+    elif (scalar := _scalar(field, value, where, problems)) is not None:
+        items.append(scalar)
+
+
+def _scalar(field: FieldDescriptor, value: Any, where: str, problems: list[FieldProblem]) -> Any:
+    """The value as the field takes it, or None with a problem noted."""
+    if field.enum_type is not None:
+        names = short_names(field.enum_type)
+        if isinstance(value, str) and value in names:
+            return names[value]
+        problem = f"{_shown(value)} is not one of {', '.join(names)}"
+        problems.append(FieldProblem(where, problem, _suggestion(str(value).lower().rsplit("_", 1)[-1], names)))
+        return None
+    if field.cpp_type in _INTEGERS:
+        low, high = _INTEGERS[field.cpp_type]
+        number = int(value) if isinstance(value, float) and value.is_integer() else value
+        if isinstance(number, int) and not isinstance(number, bool) and low <= number <= high:
+            return number
+        problems.append(FieldProblem(where, f"expected a whole number from {low} to {high}; got {_shown(value)}"))
+    elif field.cpp_type in _FLOATS:
+        number = _float(value)
+        if number is not None and math.isfinite(number):
+            return number
+        problems.append(FieldProblem(where, f"expected a finite number; got {_shown(value)}"))
+    elif field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
+        if isinstance(value, bool):
+            return value
+        problems.append(FieldProblem(where, f"expected true or false; got {_shown(value)}"))
+    else:
+        if isinstance(value, str):
+            return value
+        problems.append(FieldProblem(where, f"expected text; got {_shown(value)}", "put it in quotes"))
+    return None
+
+
+def _float(value: Any) -> float | None:
+    if isinstance(value, bool):
+        return None
+    # YAML 1.1 reads 3e-4 (no point) as text; everybody who writes it means the number.
+    if isinstance(value, str) and not re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
+        return None
+    try:
+        return float(value)
+    except (TypeError, OverflowError):
+        return None
+
+
+def _suggestion(word: str, known: Iterable[str]) -> str:
+    names = list(known)
+    close = difflib.get_close_matches(word, names, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(names)}"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _anchor_paths(spec: job_pb2.JobSpec, folder: Path) -> None:
+    """Make the job's paths absolute: driver and nodes run in other folders than the one who wrote the file."""
+    for source in (*spec.trainer.data.sources, *spec.trainer.evaluation.sources):
+        source.prefix = _anchored(source.prefix, folder)
+    if spec.trainer.data.HasField("tokenizer"):
+        tokenizer = spec.trainer.data.tokenizer
+        tokenizer.path = _anchored(tokenizer.path, folder)
+    if spec.HasField("checkpoint"):
+        spec.checkpoint.uri = _anchored(spec.checkpoint.uri, folder)
+        spec.checkpoint.load_uri = _anchored(spec.checkpoint.load_uri, folder)
+
+
+def _anchored(path: str, folder: Path) -> str:
+    if not path or "://" in path:
+        return path
+    return str(folder / Path(path).expanduser())

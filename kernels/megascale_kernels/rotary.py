@@ -1,0 +1,39 @@
+"""Rotary position embedding in its half-split form (Su et al., arXiv 2104.09864): pair i is (x[i], x[i + d/2])."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class RotaryTable:
+    """cos and sin of every token's angles, float32 [S, B, 1, d/2]."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+def rotary_table(position: torch.Tensor, head_size: int, theta: float) -> RotaryTable:
+    """Angles position * theta^(-2i/d) for i below d/2; ``position`` is integer [B, S], ``head_size`` d is even.
+
+    Raises:
+        ValueError: ``head_size`` is odd.
+    """
+    if head_size % 2:
+        raise ValueError(f"rotary embedding needs an even head size, got {head_size}: change hidden_size or heads")
+    pair = torch.arange(head_size // 2, device=position.device, dtype=torch.float64)
+    # float64: at position 100,000 a float32 angle is already off by 0.004 rad
+    angle = position.t()[:, :, None, None].double() * theta ** (-2.0 * pair / head_size)
+    return RotaryTable(angle.cos().float(), angle.sin().float())
+
+
+def apply_rotary(x: torch.Tensor, table: RotaryTable) -> torch.Tensor:
+    """Rotate ``x`` [S, B, heads, d]; computed in float32, returned in the dtype of ``x``."""
+    first, second = x.chunk(2, dim=-1)
+    rotated = torch.cat(
+        (first * table.cos - second * table.sin, second * table.cos + first * table.sin),
+        dim=-1,
+    )
+    return rotated.to(x.dtype)

@@ -1,0 +1,95 @@
+"""``megascale checkpoint``: look at checkpoints on storage, without a cluster."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from megascale_checkpoint.commit_log import CommitLog, Record
+from megascale_checkpoint.errors import CheckpointError
+from megascale_checkpoint.storage import join, open_storage
+from megascale_checkpoint.verify import verify_commit
+
+app = typer.Typer(name="checkpoint", help="List and verify checkpoints on storage.", no_args_is_help=True)
+
+
+def _absolute(uri: str) -> str:
+    # Storage refuses relative paths, since each node would resolve them itself; here there is one machine.
+    return uri if "://" in uri else str(Path(uri).expanduser().absolute())
+
+
+Uri = Annotated[
+    str, typer.Argument(help="Folder of the job's checkpoints: its spec's checkpoint.uri.", callback=_absolute)
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table")]
+
+
+@app.command("list")
+def list_checkpoints(uri: Uri, as_json: AsJson = False) -> None:
+    """List the complete checkpoints below URI, newest first.
+
+    Example: megascale checkpoint list /data/checkpoints/example
+    """
+    rows = [_row(uri, record) for record in _commits(uri)]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=1))
+        return
+    table = Table("step", "attempt", "ranks", "size", "committed", "manifest")
+    for row in rows:
+        size = f"{row['size_bytes'] / 2**20:.1f} MiB"
+        table.add_row(
+            str(row["step"]), str(row["attempt"]), str(row["world_size"]), size, row["time"], row["manifest_uri"]
+        )
+    Console().print(table)
+
+
+@app.command("verify")
+def verify(uri: Uri, as_json: AsJson = False) -> None:
+    """Check every byte of every complete checkpoint below URI; the status is 1 when one is damaged.
+
+    Example: megascale checkpoint verify /data/checkpoints/example
+    """
+    records = _commits(uri)
+    results = []
+    for record in records:
+        problems = verify_commit(record, join(uri, record.values["manifest"]))
+        results.append({**_row(uri, record), "problems": problems})
+        if not as_json:
+            typer.echo(f"step {record.step} of attempt {record.attempt}: {'damaged' if problems else 'whole'}")
+            for problem in problems:
+                typer.echo(f"  {problem}")
+    if as_json:
+        typer.echo(json.dumps(results, indent=1))
+    if any(result["problems"] for result in results):
+        raise typer.Exit(1)
+
+
+def _commits(uri: str) -> list[Record]:
+    try:
+        log = CommitLog(open_storage(uri))
+        log.refresh()
+    except (CheckpointError, OSError) as error:
+        typer.echo(f"{uri} cannot be read: {error}", err=True)
+        raise typer.Exit(2) from error
+    for damage in log.damaged:
+        typer.echo(f"damaged record: {damage}", err=True)
+    if not log.records and not log.damaged:
+        typer.echo(f"{uri} holds no commit log: give the folder that the job's checkpoint.uri names", err=True)
+        raise typer.Exit(2)
+    return log.commits()
+
+
+def _row(uri: str, record: Record) -> dict[str, Any]:
+    return {
+        "step": record.step,
+        "attempt": record.attempt,
+        "world_size": record.values["world_size"],
+        "size_bytes": record.values["size_bytes"],
+        "time": record.values["time"],
+        "manifest_uri": join(uri, record.values["manifest"]),
+    }

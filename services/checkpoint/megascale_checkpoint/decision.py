@@ -1,0 +1,124 @@
+"""What a new attempt restores: the newest state that is whole, from memory where all ranks have it, else storage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from megascale_checkpoint import manifest as manifests
+from megascale_checkpoint.checksums import checksum
+from megascale_checkpoint.commit_log import CommitLog, Record
+from megascale_checkpoint.errors import DamagedError, NotFoundError, UnusableError
+from megascale_checkpoint.storage import join, open_storage
+
+MAX_NAMED = 20  # damaged files named in one answer
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """Newest step that all ranks hold in staging memory under one attempt and layout; step 0: none."""
+
+    step: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The plan for all ranks. ``passed_over`` names the damaged files of newer checkpoints.
+
+    ``attempt`` is the attempt of this job that wrote the state; 0 where another job did.
+    """
+
+    source: Literal["none", "memory", "storage"]
+    step: int = 0
+    attempt: int = 0
+    manifest_uri: str = ""
+    passed_over: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Decision:
+        """The inverse of :meth:`to_dict`."""
+        return cls(**{**values, "passed_over": tuple(values["passed_over"])})
+
+
+def decide(log: CommitLog, uri: str, sealed: Sealed, refused_steps: frozenset[int], load_uri: str = "") -> Decision:
+    """The newest of what is sealed in memory and what is committed, whole, and not refused. Reads storage.
+
+    A job that never had any of these starts from the newest whole checkpoint of the folder ``load_uri``, where given.
+    Files are checked by name and size here, which costs one look at each; their bytes when they are read.
+
+    Raises:
+        UnusableError: the job has checkpoints, and none can be used: it must not lose its work silently.
+        NotFoundError: ``load_uri`` is needed and holds no checkpoint that can be used.
+        RequestError: ``load_uri`` is not supported.
+        OSError: the storage does not answer, which says nothing about what it holds.
+    """
+    passed_over: list[str] = []
+    in_memory = sealed.step > 0 and sealed.step not in refused_steps
+    after_step = sealed.step if in_memory else 0
+    committed = _newest_whole(log, uri, after_step, refused_steps, passed_over)
+    if committed is not None:
+        return replace(committed, passed_over=tuple(passed_over[:MAX_NAMED]))
+    if in_memory:
+        return Decision("memory", sealed.step, sealed.attempt, "", tuple(passed_over[:MAX_NAMED]))
+    _refuse_to_begin_again(log, uri, refused_steps, passed_over)
+    if load_uri:
+        other = CommitLog(open_storage(load_uri))
+        other.refresh()
+        loaded = _newest_whole(other, load_uri, 0, refused_steps, passed_over)
+        if loaded is None:
+            damaged = f": {'; '.join(passed_over[:MAX_NAMED])}" if passed_over else ""
+            raise NotFoundError(f"checkpoint.load_uri {load_uri} holds no complete checkpoint to start from{damaged}")
+        # The attempts of two jobs have nothing to do with each other: this state is of none of ours.
+        return replace(loaded, attempt=0, passed_over=tuple(passed_over[:MAX_NAMED]))
+    return Decision("none", passed_over=tuple(passed_over[:MAX_NAMED]))
+
+
+def _refuse_to_begin_again(log: CommitLog, uri: str, refused_steps: frozenset[int], passed_over: list[str]) -> None:
+    """Raise UnusableError when there is, or may be, a COMMIT in the log."""
+    commits = log.commits()
+    if not commits and not log.damaged:
+        return
+    refused = [f"step {r.step} failed its checksums when it was restored" for r in commits if r.step in refused_steps]
+    raise UnusableError(
+        f"the checkpoints of this job in {uri} cannot be used: {'; '.join([*passed_over, *refused][:MAX_NAMED])}. "
+        "Put the files back, or submit the job anew with a new checkpoint.uri"
+    )
+
+
+def _newest_whole(
+    log: CommitLog, uri: str, after_step: int, refused_steps: frozenset[int], passed_over: list[str]
+) -> Decision | None:
+    """The newest usable COMMIT of a step above ``after_step``; damaged ones are added to ``passed_over``."""
+    passed_over += [str(error) for error in log.damaged]
+    for record in log.commits():
+        if record.step <= after_step:
+            break
+        if record.step in refused_steps:
+            continue
+        manifest_uri = join(uri, record.values["manifest"])
+        try:
+            check_commit(record, manifest_uri)
+        except DamagedError as error:
+            passed_over.append(str(error))
+            continue
+        return Decision("storage", record.step, record.attempt, manifest_uri)
+    return None
+
+
+def check_commit(record: Record, manifest_uri: str) -> manifests.Manifest:
+    """The manifest that a COMMIT names, when it is what was committed and its files have their sizes.
+
+    Raises:
+        DamagedError: naming the file that is not.
+    """
+    storage, manifest = manifests.load(manifest_uri)
+    if checksum(storage.read(manifests.NAME)) != record.values["manifest_xxh3"]:
+        raise DamagedError(manifest_uri, "is not the manifest that was committed")
+    manifests.check_sizes(storage, manifest)
+    return manifest

@@ -1,0 +1,272 @@
+"""The unix socket on which this node's workers speak the contract of megascale_common.local_messages.
+
+One coroutine per connection, one answer per request, in order; copies, checksums and disk run in threads. Only the
+daemon's own user can connect. A connection that ends gives back what it was writing or reading, never what is sealed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import stat
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megascale_checkpoint.errors import CheckpointError, DamagedError, RequestError
+from megascale_checkpoint.jobs import Jobs
+from megascale_checkpoint.registration import Registration, field, parse
+from megascale_checkpoint.stage import RankStage
+from megascale_common import framing, logs
+from megascale_common.framing import Message
+
+log = logs.get("local_server")
+MAX_CONNECTIONS = 64  # workers of one node, and some that are just ending
+READ_BYTES = 1 << 16
+SEND_TIMEOUT_S = 10.0  # answers are short: a worker that does not take one is stuck
+MOST_DRAIN_S = 3600.0
+ACCEPT_PAUSE_S = 0.2  # out of descriptors: some worker may end
+
+
+class LocalServer:
+    """Serves workers until it is closed."""
+
+    def __init__(self, path: Path, jobs: Jobs) -> None:
+        self._jobs = jobs
+        self._path = path
+        self._listener = _listen(path)
+        self._connections: dict[asyncio.Task[None], _Connection] = {}
+
+    async def serve(self) -> None:
+        """Accept workers for ever."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(self._listener)
+            except OSError as error:
+                log.error("cannot accept a worker", error=str(error))
+                await asyncio.sleep(ACCEPT_PAUSE_S)
+                continue
+            if len(self._connections) >= MAX_CONNECTIONS:
+                log.warning("connection refused: too many", limit=MAX_CONNECTIONS)
+                sock.close()
+                continue
+            sock.setblocking(False)
+            connection = _Connection(sock, self._jobs)
+            task = asyncio.create_task(connection.serve())
+            self._connections[task] = connection
+            task.add_done_callback(self._connections.pop)
+
+    async def close(self) -> None:
+        """Stop listening and end all connections."""
+        self._listener.close()
+        self._path.unlink(missing_ok=True)
+        tasks = list(self._connections)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Connection:
+    """One worker. ``_held`` are the slots that it writes or reads."""
+
+    def __init__(self, sock: socket.socket, jobs: Jobs) -> None:
+        self._sock, self._jobs = sock, jobs
+        self._registration: Registration | None = None
+        self._stage: RankStage | None = None
+        self._held: set[int] = set()
+        self._task: asyncio.Task[Any] | None = None
+        self._handlers: Mapping[str, Callable[[Message], Awaitable[Message]]] = {
+            "restore": self._restore,
+            "acquire": self._acquire,
+            "seal": self._seal,
+            "release": self._release,
+            "drain": self._drain,
+        }
+
+    async def serve(self) -> None:
+        """Answer until the worker closes, or errs."""
+        self._task = asyncio.current_task()
+        try:
+            await self._answer_all()
+        except (CheckpointError, framing.FramingError) as error:
+            log.warning("worker refused", error=str(error), **self._who())
+            await self._send_error(str(error))
+        except (OSError, TimeoutError) as error:
+            log.info("worker's connection ended", error=str(error), **self._who())
+        except Exception:
+            # One worker's connection must not end the daemon that holds everybody's snapshots.
+            log.exception("defect while serving a worker", **self._who())
+        finally:
+            self._let_go()
+            self._sock.close()
+
+    def end(self) -> set[int]:
+        """A newer connection of the same rank takes over: close this one and hand over its slots."""
+        held, self._held = self._held, set()
+        if self._task is not None:
+            self._task.cancel()
+        return held
+
+    async def _answer_all(self) -> None:
+        decoder = framing.Decoder()
+        while data := await asyncio.get_running_loop().sock_recv(self._sock, READ_BYTES):
+            for message in decoder.feed(data):
+                await self._answer(message)
+
+    async def _answer(self, message: Message) -> None:
+        kind = message.get("kind")
+        if self._stage is None:
+            if kind != "register":
+                raise RequestError(f"the first message is {kind!r}; register first")
+            await self._register(message)
+            return
+        handler = self._handlers.get(str(kind))
+        if handler is None:
+            raise RequestError(f"message kind {kind!r} is not one of {', '.join(self._handlers)}")
+        await self._send(await handler(message))
+
+    async def _register(self, message: Message) -> None:
+        registration = parse(message)
+        stage = await self._jobs.register(registration, self)
+        self._registration, self._stage = registration, stage
+        descriptors = [memory.descriptor for memory in stage.memories]
+        size_bytes = len(stage.memories[0].view)
+        answer = {"kind": "registered", "slots": len(descriptors), "slot_bytes": size_bytes}
+        await self._send(answer, descriptors)
+
+    async def _restore(self, message: Message) -> Message:
+        plan = field(message, "plan", dict)
+        source, step = field(plan, "source", str), field(plan, "step", int)
+        if source not in ("memory", "storage"):
+            raise RequestError(f"restore.plan.source is {source!r}; it must be memory or storage")
+        attempt, manifest_uri = field(plan, "written_by_attempt", int), field(plan, "manifest_uri", str)
+        try:
+            restored = await self._current().restore(source, step, attempt, manifest_uri)
+        except DamagedError as error:
+            return _refused("CHECKPOINT_CORRUPT", error, error.file)
+        except (CheckpointError, OSError) as error:
+            return _refused("OTHER", error, "")
+        self._held.add(restored.slot)
+        return {
+            "kind": "restored",
+            "slot": restored.slot,
+            "source": restored.source,
+            "small_state": restored.small_state,
+            "bytes_read": restored.bytes_read,
+        }
+
+    async def _acquire(self, message: Message) -> Message:
+        step = field(message, "step", int)
+        if step < 1:
+            raise RequestError(f"acquire.step is {step}; steps count from 1")
+        index = self._current().acquire(step)
+        assert self._registration is not None
+        given = self._registration
+        self._jobs.job(given.job).note_busy(given.attempt, step, given.rank, index is None)
+        if index is None:
+            return {"kind": "busy"}
+        self._held.add(index)
+        return {"kind": "acquired", "slot": index}
+
+    async def _seal(self, message: Message) -> Message:
+        index, step = field(message, "slot", int), field(message, "step", int)
+        small_state, finite = field(message, "small_state", dict), field(message, "finite", bool)
+        self._give_up_hold(index)
+        await self._current().seal(index, step, small_state, finite)
+        return {"kind": "sealed", "step": step}
+
+    async def _release(self, message: Message) -> Message:
+        index = field(message, "slot", int)
+        self._give_up_hold(index)
+        self._current().release(index)
+        return {"kind": "released"}
+
+    async def _drain(self, message: Message) -> Message:
+        step, timeout_s = field(message, "step", int), message.get("timeout_s")
+        if not isinstance(timeout_s, int | float) or not 0 <= timeout_s <= MOST_DRAIN_S:
+            raise RequestError(f"drain.timeout_s is {timeout_s!r}; give 0 to {MOST_DRAIN_S:.0f} seconds")
+        stage = self._current()
+        assert self._registration is not None
+        try:
+            async with asyncio.timeout(timeout_s):
+                problem = await stage.drain(step)
+        except TimeoutError:
+            problem = f"step {step} is not complete after {timeout_s:g} s: see persist_error of the other nodes"
+        committed = self._jobs.job(self._registration.job).committed.step
+        answer: Message = {"kind": "drained", "committed_step": committed}
+        return answer if committed >= step else {**answer, "error": problem}
+
+    def _current(self) -> RankStage:
+        """The stage, as long as it is ours.
+
+        Raises:
+            RequestError: a newer connection of this rank has taken it over.
+        """
+        assert self._stage is not None
+        if self._stage.owner is not self:
+            raise RequestError("this worker is superseded: a newer one has registered for its rank")
+        return self._stage
+
+    def _give_up_hold(self, index: int) -> None:
+        if index not in self._held:
+            raise RequestError(f"slot {index} is not held by this worker: acquire it first")
+        self._held.discard(index)
+
+    def _let_go(self) -> None:
+        stage = self._stage
+        if stage is None:
+            return
+        for index in self._held:
+            stage.release(index)
+        self._held.clear()
+        if stage.owner is self:
+            stage.owner = None
+
+    async def _send_error(self, text: str) -> None:
+        try:
+            await self._send({"kind": "error", "error": text})
+        except (OSError, TimeoutError):
+            pass  # it is gone; closing is all that is left
+
+    async def _send(self, message: Message, descriptors: list[int] | None = None) -> None:
+        data = framing.encode(message)
+        if descriptors:
+            # Requests and answers alternate, so the socket's buffer is empty: a short message goes out at once.
+            data = data[socket.send_fds(self._sock, [data], descriptors) :]
+        async with asyncio.timeout(SEND_TIMEOUT_S):
+            await asyncio.get_running_loop().sock_sendall(self._sock, data)
+
+    def _who(self) -> dict[str, Any]:
+        given = self._registration
+        return {} if given is None else {"job": given.job, "attempt": given.attempt, "rank": given.rank}
+
+
+def _refused(kind: str, error: Exception, file: str) -> Message:
+    return {"kind": "refused", "error_kind": kind, "error": str(error), "file": file}
+
+
+def _listen(path: Path) -> socket.socket:
+    """A listening socket, mode 0600; the socket file of a dead daemon is replaced.
+
+    Raises:
+        OSError: another daemon listens there, or the path is too long for a unix socket or not writable.
+    """
+    if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
+        with socket.socket(socket.AF_UNIX) as probe:
+            if probe.connect_ex(str(path)) == 0:
+                raise OSError(f"another checkpoint daemon listens on {path}")
+        path.unlink()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    mask = os.umask(0o177)
+    try:
+        listener.bind(str(path))
+    except OSError:
+        listener.close()
+        raise
+    finally:
+        os.umask(mask)
+    listener.listen(MAX_CONNECTIONS)
+    listener.setblocking(False)
+    return listener

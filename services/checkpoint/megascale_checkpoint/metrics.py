@@ -1,0 +1,68 @@
+"""What the checkpoint daemon tells Prometheus: seals, commits, time and bytes to storage, restores, staging memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from megascale_checkpoint.jobs import Jobs
+from megascale_checkpoint.staging import StagingFolder
+
+_PREFIX = "megascale_checkpoint"
+
+
+class CheckpointMetrics(Collector):
+    """Figures of one node's daemon, read at each scrape. Counters begin at the daemon's start."""
+
+    def __init__(self, jobs: Jobs, staging: StagingFolder) -> None:
+        self._jobs, self._staging = jobs, staging
+
+    def collect(self) -> Iterator[Metric]:
+        """Everything, as it stands now."""
+        yield GaugeMetricFamily(
+            f"{_PREFIX}_staging_used_bytes", "Staging memory held by slots.", value=float(self._staging.used_bytes)
+        )
+        yield GaugeMetricFamily(
+            f"{_PREFIX}_staging_room_bytes", "Staging memory that is left.", value=float(self._staging.room_bytes())
+        )
+        yield from self._progress()
+        yield from self._work()
+
+    def _progress(self) -> Iterator[Metric]:
+        labels = ["job"]
+        sealed = GaugeMetricFamily(
+            f"{_PREFIX}_sealed_step", "Newest step that every rank of this node holds sealed.", labels=labels
+        )
+        committed = GaugeMetricFamily(f"{_PREFIX}_committed_step", "Newest complete checkpoint known.", labels=labels)
+        failing = GaugeMetricFamily(
+            f"{_PREFIX}_persist_failing", "1 while the newest try to reach storage has failed.", labels=labels
+        )
+        skipped = CounterMetricFamily(f"{_PREFIX}_skipped_snapshots", "Snapshots without a free slot.", labels=labels)
+        for job in self._jobs.progress():
+            newest: dict[int, int] = {}
+            for seal in job.sealed:
+                newest[seal.rank] = max(seal.step, newest.get(seal.rank, 0))
+            sealed.add_metric([job.job], min(newest.values(), default=0))
+            committed.add_metric([job.job], job.committed_step)
+            failing.add_metric([job.job], float(bool(job.persist_error)))
+            skipped.add_metric([job.job], job.skipped_snapshots)
+        yield from (sealed, committed, failing, skipped)
+
+    def _work(self) -> Iterator[Metric]:
+        persist = SummaryMetricFamily(
+            f"{_PREFIX}_persist_duration_seconds", "Time to bring one rank's file of a step to storage.", labels=["job"]
+        )
+        size = CounterMetricFamily(f"{_PREFIX}_persisted_bytes", "Bytes brought to storage.", labels=["job"])
+        restore = SummaryMetricFamily(
+            f"{_PREFIX}_restore_duration_seconds", "Time to bring one rank's state back.", labels=["job", "source"]
+        )
+        for job in self._jobs.all():
+            if job.persists.count:
+                persist.add_metric([job.name], job.persists.count, job.persists.sum_s)
+                size.add_metric([job.name], job.persists.size_bytes)
+            for source, work in sorted(job.restores.items()):
+                restore.add_metric([job.name, source], work.count, work.sum_s)
+        yield from (persist, size, restore)

@@ -1,0 +1,88 @@
+"""Stage 2: one rank's sealed slot becomes a durable file. Blocking; the stage runs it in a thread."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import xxhash
+
+from megascale.v1 import checkpoint_pb2
+from megascale_checkpoint import manifest
+from megascale_checkpoint.concurrency import Cancellation
+from megascale_checkpoint.errors import CheckpointError
+from megascale_checkpoint.registration import Registration
+from megascale_checkpoint.shard_file import Origin, encode_header, file_chunks, primary
+from megascale_checkpoint.slots import Seal
+from megascale_checkpoint.storage import Storage, open_storage
+from megascale_common import logs
+
+# What a shared file system answers while it fails over; a full or read-only one does not get better by itself.
+TRANSIENT = (errno.EIO, errno.ESTALE, errno.EAGAIN, errno.ETIMEDOUT, errno.ENOTCONN, errno.ECONNRESET, errno.EHOSTDOWN)
+RETRY_PAUSES_S = (0.5, 2.0)
+
+log = logs.get("persist")
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A rank's part of a checkpoint is durable; ``request`` tells the committer."""
+
+    request: checkpoint_pb2.ReportPreparedRequest
+
+
+def persist(registration: Registration, seal: Seal, image: memoryview, cancelled: Cancellation) -> Prepared:
+    """:func:`write_rank_file`, tried again a few times where the storage may only be failing over; same errors."""
+    for pause_s in RETRY_PAUSES_S:
+        try:
+            return write_rank_file(registration, seal, image, cancelled)
+        except OSError as error:
+            if error.errno not in TRANSIENT:
+                raise
+            log.warning("storage fails; trying again", job=registration.job, step=seal.step, error=str(error))
+        cancelled.pause(pause_s)
+    return write_rank_file(registration, seal, image, cancelled)
+
+
+def write_rank_file(registration: Registration, seal: Seal, image: memoryview, cancelled: Cancellation) -> Prepared:
+    """Write the primary pieces of a sealed slot under the job's uri, straight from the slot.
+
+    Raises:
+        OSError: the storage cannot take it: full, gone, read-only.
+        DamagedError: the slot changed after it was sealed.
+        SupersededError: cancelled.
+        CheckpointError: the file is there already: the step was persisted before.
+    """
+    storage = open_storage(registration.uri)
+    name = manifest.rank_file(registration.rank)
+    path = f"{manifest.step_folder(seal.attempt, seal.step)}/{name}"
+    pieces = primary(registration.layout, seal.checksums)
+    origin = Origin(registration.job, seal.attempt, seal.step, registration.rank)
+    hasher = xxhash.xxh3_128()
+
+    def chunks() -> Iterator[memoryview]:
+        for chunk in file_chunks(encode_header(origin, pieces), pieces, image):
+            cancelled.check()
+            hasher.update(chunk)
+            yield chunk
+
+    size_bytes = _write(storage, path, chunks())
+    request = checkpoint_pb2.ReportPreparedRequest(
+        job=registration.job,
+        attempt=seal.attempt,
+        step=seal.step,
+        rank=registration.rank,
+        files=[checkpoint_pb2.PreparedFile(path=name, size_bytes=size_bytes, xxh3=hasher.hexdigest())],
+        layout_digest=seal.layout_digest,
+        small_state_json=json.dumps(seal.small_state),
+    )
+    return Prepared(request)
+
+
+def _write(storage: Storage, path: str, chunks: Iterator[memoryview]) -> int:
+    try:
+        return storage.write(path, chunks)
+    except FileExistsError as error:
+        raise CheckpointError(f"{storage.uri}/{path} exists already: this step was persisted before") from error

@@ -1,0 +1,67 @@
+"""Tell the committer that a rank's files are durable, and learn when the checkpoint is complete.
+
+The call is repeated until it is settled: complete, superseded, or given up. The committer keeps reports in memory
+alone, so that repetition is also what heals its restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import grpc
+import grpc.aio
+
+from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc
+from megascale_checkpoint.errors import CheckpointError, SupersededError
+from megascale_common.rpc import open_channel
+
+HOLD_S = 5.0  # the committer answers at the latest after this; a commit is answered at once
+CALL_TIMEOUT_S = 15.0
+GIVE_UP_S = 900.0  # ranks of a step may be this far apart before it is given up
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
+
+
+class Reporter:
+    """Channels to committers, one per address."""
+
+    def __init__(self, token: str, *, give_up_s: float = GIVE_UP_S) -> None:
+        self._token, self._give_up_s = token, give_up_s
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def report(self, request: checkpoint_pb2.ReportPreparedRequest, endpoint: str) -> str:
+        """Return the manifest's address once the checkpoint is complete.
+
+        Raises:
+            SupersededError: a later attempt was opened, or a later step committed, before this one was complete.
+            CheckpointError: the committer refuses the report, or it is given up.
+        """
+        stub = checkpoint_pb2_grpc.CheckpointServiceStub(self._channel(endpoint))
+        deadline = time.monotonic() + self._give_up_s
+        pause_s, problem = FIRST_PAUSE_S, "other ranks have not persisted the step"
+        while time.monotonic() < deadline:
+            try:
+                answer = await stub.ReportPrepared(request, timeout=CALL_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                problem = f"committer {endpoint}: {error.details()}"
+                if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                    raise SupersededError(error.details() or "superseded") from error
+                if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                    raise CheckpointError(problem) from error
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                continue
+            if answer.committed:
+                return str(answer.manifest_uri)
+            pause_s, problem = FIRST_PAUSE_S, "other ranks have not persisted the step"
+        raise CheckpointError(f"given up after {self._give_up_s:.0f} s: {problem}")
+
+    async def close(self) -> None:
+        """Close all channels."""
+        for channel in self._channels.values():
+            await channel.close()
+
+    def _channel(self, endpoint: str) -> grpc.aio.Channel:
+        if endpoint not in self._channels:
+            self._channels[endpoint] = open_channel(endpoint, self._token)
+        return self._channels[endpoint]

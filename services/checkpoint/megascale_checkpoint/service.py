@@ -1,0 +1,160 @@
+"""CheckpointService: the daemon's gRPC face, for the driver, the node's agent and the daemons of other nodes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from datetime import datetime
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+
+from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc, driver_pb2, link_pb2, types_pb2
+from megascale_checkpoint.committer import Committer
+from megascale_checkpoint.decision import Sealed
+from megascale_checkpoint.errors import (
+    CheckpointError,
+    NotFoundError,
+    NotReadyError,
+    RequestError,
+    SupersededError,
+    UnusableError,
+)
+from megascale_checkpoint.jobs import Jobs
+from megascale_checkpoint.reporting import HOLD_S
+from megascale_common.identity import is_dns_label
+
+SERVICE = checkpoint_pb2.DESCRIPTOR.services_by_name["CheckpointService"].full_name
+_SOURCES = {
+    "none": types_pb2.RESTORE_SOURCE_NONE,
+    "memory": types_pb2.RESTORE_SOURCE_MEMORY,
+    "storage": types_pb2.RESTORE_SOURCE_STORAGE,
+}
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
+    """Errors: INVALID_ARGUMENT (bad request), FAILED_PRECONDITION (superseded, or no checkpoint of the job is usable),
+    NOT_FOUND (load_uri), UNAVAILABLE, DATA_LOSS."""
+
+    def __init__(self, jobs: Jobs, committer: Committer) -> None:
+        self._jobs, self._committer = jobs, committer
+
+    async def OpenAttempt(
+        self, request: checkpoint_pb2.OpenAttemptRequest, context: Context
+    ) -> checkpoint_pb2.OpenAttemptResponse:
+        """See proto/megascale/v1/checkpoint.proto."""
+        try:
+            _check_open(request)
+            record, decision = await self._committer.open_attempt(
+                request.job,
+                request.uri,
+                request.attempt,
+                request.world_size,
+                Sealed(request.sealed_step, request.sealed_by_attempt),
+                frozenset(request.refused_steps),
+                (request.epoch.cluster_generation, request.epoch.create_revision),
+                request.load_uri,
+            )
+        except (CheckpointError, OSError) as error:
+            await _abort(context, error)
+        if decision.source == "storage" and decision.attempt:  # what another job wrote is none of our checkpoints
+            self._jobs.job(request.job).note_commit(decision.step, decision.attempt, decision.manifest_uri)
+        plan = link_pb2.RestorePlan(
+            source=_SOURCES[decision.source],
+            step=decision.step,
+            written_by_attempt=decision.attempt,
+            manifest_uri=decision.manifest_uri,
+        )
+        return checkpoint_pb2.OpenAttemptResponse(restore=plan, log_seq=record.seq, refused=decision.passed_over)
+
+    async def ReportPrepared(
+        self, request: checkpoint_pb2.ReportPreparedRequest, context: Context
+    ) -> checkpoint_pb2.ReportPreparedResponse:
+        """See proto/megascale/v1/checkpoint.proto. Answers when the step is complete, at the latest after HOLD_S."""
+        try:
+            manifest_uri = await self._committer.report(request)
+        except (CheckpointError, OSError) as error:
+            await _abort(context, error)
+        if not manifest_uri:
+            manifest_uri = await self._await_commit(request)
+        else:
+            self._jobs.job(request.job).note_commit(request.step, request.attempt, manifest_uri)
+        return checkpoint_pb2.ReportPreparedResponse(committed=bool(manifest_uri), manifest_uri=manifest_uri)
+
+    async def WatchProgress(
+        self, request: checkpoint_pb2.WatchProgressRequest, context: Context
+    ) -> AsyncIterator[checkpoint_pb2.WatchProgressResponse]:
+        """See proto/megascale/v1/checkpoint.proto. Changes while a message is sent are told in the next one."""
+        sent = None
+        while True:
+            # Taken before the look, so that a change during the send is not missed.
+            changed = self._jobs.changed.next()
+            response = checkpoint_pb2.WatchProgressResponse(jobs=self._jobs.progress())
+            if response != sent:
+                yield response
+                sent = response
+            await changed.wait()
+
+    async def ListCommits(
+        self, request: checkpoint_pb2.ListCommitsRequest, context: Context
+    ) -> checkpoint_pb2.ListCommitsResponse:
+        """See proto/megascale/v1/checkpoint.proto."""
+        try:
+            found = await self._committer.commits(request.uri)
+        except (CheckpointError, OSError) as error:
+            await _abort(context, error)
+        response = checkpoint_pb2.ListCommitsResponse()
+        for record, manifest_uri in found:
+            if request.job and record.values["job"] != request.job:
+                continue
+            checkpoint = driver_pb2.Checkpoint(
+                job=record.values["job"],
+                step=record.step,
+                attempt=record.attempt,
+                manifest_uri=manifest_uri,
+                size_bytes=record.values["size_bytes"],
+                world_size=record.values["world_size"],
+            )
+            checkpoint.committed_at.FromDatetime(datetime.fromisoformat(record.values["time"]))
+            response.checkpoints.append(checkpoint)
+        return response
+
+    async def _await_commit(self, request: checkpoint_pb2.ReportPreparedRequest) -> str:
+        try:
+            async with asyncio.timeout(HOLD_S):
+                while not (found := self._committer.committed_uri(request.job, request.attempt, request.step)):
+                    await self._committer.changed.wait()
+                return found
+        except TimeoutError:
+            return ""
+
+
+def _check_open(request: checkpoint_pb2.OpenAttemptRequest) -> None:
+    if not is_dns_label(request.job):
+        raise RequestError(f"job {request.job!r} is not a DNS-1123 label")
+    if request.attempt < 1:
+        raise RequestError("attempt is 0; attempts count from 1")
+    if request.world_size < 1:
+        raise RequestError(f"world_size is {request.world_size}; it is at least 1")
+    if request.sealed_step and not request.sealed_by_attempt:
+        raise RequestError("sealed_step is given without sealed_by_attempt")
+
+
+async def _abort(context: Context, error: Exception) -> NoReturn:
+    """End the call with the status that fits the error."""
+    if isinstance(error, RequestError):
+        code = grpc.StatusCode.INVALID_ARGUMENT
+    elif isinstance(error, NotFoundError):
+        code = grpc.StatusCode.NOT_FOUND
+    elif isinstance(error, SupersededError | UnusableError):
+        code = grpc.StatusCode.FAILED_PRECONDITION
+    elif isinstance(error, PermissionError):
+        code = grpc.StatusCode.PERMISSION_DENIED
+    elif isinstance(error, OSError | NotReadyError):
+        code = grpc.StatusCode.UNAVAILABLE
+    else:
+        code = grpc.StatusCode.DATA_LOSS
+    await context.abort(code, str(error))
+    raise AssertionError("abort raises")

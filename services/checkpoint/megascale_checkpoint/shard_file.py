@@ -1,0 +1,158 @@
+"""The file that one rank writes for one checkpoint: standard safetensors, one 1-D tensor per primary piece.
+
+The metadata says for every tensor which flat range of which box of which global parameter it is, so that any later
+layout finds what it needs, and its checksum, so that what is read is verified without reading the whole file. The
+header carries its own checksum too: a flipped bit in an offset would otherwise go unseen.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megascale_checkpoint.checksums import CHUNK_BYTES, RECORD_CHECKSUM, checksum, dump_record, load_record, piece_view
+from megascale_checkpoint.errors import DamagedError
+from megascale_checkpoint.storage import Storage
+from megascale_common.checkpoint_layout import ShardLayout, ShardPiece
+
+FORMAT = "megascale-shard-1"
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float64": "F64"}  # safetensors' names
+MAX_HEADER_BYTES = 100 << 20  # the limit of the safetensors library
+ALIGNMENT = 4096  # data starts on a page, so that files can be mapped
+_LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a shard file belongs to."""
+
+    job: str
+    attempt: int
+    step: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPiece:
+    """A piece in a file: ``piece.slot_offset_bytes`` is its offset in ``file``."""
+
+    piece: ShardPiece
+    checksum: str
+    file: str
+
+
+def primary(layout: ShardLayout, checksums: tuple[str, ...]) -> list[tuple[ShardPiece, str]]:
+    """What a rank writes: its primary pieces that hold anything, each with its checksum, in the order of the slot."""
+    chosen = [(p, c) for p, c in zip(layout.pieces, checksums, strict=True) if p.primary and p.size_bytes]
+    return sorted(chosen, key=lambda item: item[0].slot_offset_bytes)
+
+
+def encode_header(origin: Origin, pieces: list[tuple[ShardPiece, str]]) -> bytes:
+    """Length and JSON of a safetensors header, padded with spaces to ALIGNMENT."""
+    header: dict[str, Any] = {}
+    metadata = {"format": FORMAT, "origin": json.dumps([origin.job, origin.attempt, origin.step, origin.rank])}
+    offset = 0
+    for number, (piece, digest) in enumerate(pieces):
+        key = f"{piece.name}/{piece.state}/{number}"
+        header[key] = {
+            "dtype": DTYPES[piece.dtype],
+            "shape": [piece.flat_stop - piece.flat_start],
+            "data_offsets": [offset, offset + piece.size_bytes],
+        }
+        metadata[key] = json.dumps(
+            {
+                "name": piece.name,
+                "state": piece.state,
+                "global_shape": piece.global_shape,
+                "start": piece.start,
+                "stop": piece.stop,
+                "flat": [piece.flat_start, piece.flat_stop],
+                RECORD_CHECKSUM: digest,
+            }
+        )
+        offset += piece.size_bytes
+    header["__metadata__"] = metadata
+    # The checksum of everything else goes where safetensors readers look for strings.
+    metadata[RECORD_CHECKSUM] = json.loads(dump_record(header))[RECORD_CHECKSUM]
+    body = json.dumps(header, separators=(",", ":")).encode()
+    body += b" " * (-(_LENGTH.size + len(body)) % ALIGNMENT)
+    return _LENGTH.pack(len(body)) + body
+
+
+def file_chunks(header: bytes, pieces: list[tuple[ShardPiece, str]], image: memoryview) -> Iterator[memoryview]:
+    """The file's bytes straight from the slot, without a copy.
+
+    Raises:
+        DamagedError: a piece is not what was sealed (whoever wrote into the sealed slot spoiled this checkpoint only).
+    """
+    yield memoryview(header)
+    for piece, digest in pieces:
+        view = piece_view(piece, image)
+        if checksum(view) != digest:
+            raise DamagedError("staging slot", f"{piece.name} ({piece.state}) changed after it was sealed")
+        for start in range(0, len(view), CHUNK_BYTES):
+            yield view[start : start + CHUNK_BYTES]
+
+
+def read_header(storage: Storage, file: str, origin: Origin) -> list[StoredPiece]:
+    """Pieces of a shard file.
+
+    Raises:
+        DamagedError: the file is missing, cut short, changed, or not that of ``origin``.
+        OSError: the storage does not answer.
+    """
+    prefix = memoryview(bytearray(_LENGTH.size))
+    read_exactly(storage, file, 0, prefix)
+    (length,) = _LENGTH.unpack(prefix)
+    if length > MAX_HEADER_BYTES:
+        raise DamagedError(file, f"announces a header of {length} bytes")
+    body = memoryview(bytearray(length))
+    read_exactly(storage, file, _LENGTH.size, body)
+    header = _checked(bytes(body), file)
+    metadata = header.pop("__metadata__")
+    if metadata.get("format") != FORMAT:
+        raise DamagedError(file, f"is of format {metadata.get('format')!r}, not {FORMAT!r}")
+    if json.loads(metadata["origin"]) != [origin.job, origin.attempt, origin.step, origin.rank]:
+        raise DamagedError(file, f"belongs to {metadata['origin']}, not to {origin}")
+    start = _LENGTH.size + length
+    return [_piece(key, entry, metadata[key], start, file) for key, entry in header.items()]
+
+
+def read_exactly(storage: Storage, file: str, offset: int, target: memoryview) -> None:
+    """Fill ``target``. DamagedError when the file is missing or too short, OSError when the storage does not answer."""
+    try:
+        count = storage.read_into(file, offset, target)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise DamagedError(file, "is missing") from error
+    if count != len(target):
+        raise DamagedError(file, f"ends at byte {offset + count}: it is cut short")
+
+
+def _checked(body: bytes, file: str) -> dict[str, Any]:
+    try:
+        header = json.loads(body)
+        expected = header["__metadata__"].pop(RECORD_CHECKSUM)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(file, "its header is not that of a safetensors file of ours") from error
+    return load_record(json.dumps({**header, RECORD_CHECKSUM: expected}).encode(), file)
+
+
+def _piece(key: str, entry: dict[str, Any], described: str, start: int, file: str) -> StoredPiece:
+    values = json.loads(described)
+    dtype = next(name for name, short in DTYPES.items() if short == entry["dtype"])
+    piece = ShardPiece(
+        name=values["name"],
+        state=values["state"],
+        dtype=dtype,
+        global_shape=tuple(values["global_shape"]),
+        start=tuple(values["start"]),
+        stop=tuple(values["stop"]),
+        flat_start=values["flat"][0],
+        flat_stop=values["flat"][1],
+        slot_offset_bytes=start + entry["data_offsets"][0],
+        primary=True,
+    )
+    return StoredPiece(piece, values[RECORD_CHECKSUM], file)

@@ -1,0 +1,185 @@
+"""The state machine of one rank's staging slots: pure bookkeeping, no memory and no I/O.
+
+    free ──acquire──▶ writing ──begin_seal──▶ sealing ──finish_seal──▶ sealed ──acquire──▶ writing
+      ▲                  │ release, lost connection                      │ discard
+      └──────────────────┴───────────────────────────────────────────────┘
+    free ──take_for_restore──▶ restoring ──release──▶ free
+
+A sealed slot is kept for restoring from memory until a newer one replaces it. Three rules make that safe: what waits
+to be persisted is persisted in the order of its steps and not written before; what is being read is not written; and
+the newest sealed slot is never handed out for writing.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+from megascale_checkpoint.errors import RequestError
+
+
+class Phase(enum.Enum):
+    """What a slot is used for."""
+
+    FREE = "free"
+    WRITING = "writing"
+    SEALING = "sealing"
+    SEALED = "sealed"
+    RESTORING = "restoring"
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """Seal record: the slot holds the whole state of the rank after ``step``. One checksum per piece of the layout."""
+
+    attempt: int
+    step: int
+    layout_digest: str
+    checksums: tuple[str, ...]
+    small_state: dict[str, Any]
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Orders seals: a later attempt's state is newer whatever its step, for it may have gone back."""
+        return self.attempt, self.step
+
+
+@dataclass(slots=True)
+class Slot:
+    """One slot. ``pending`` waits to be persisted; ``busy`` counts who reads it (persistence, a restoring worker)."""
+
+    index: int
+    phase: Phase = Phase.FREE
+    step: int = 0
+    seal: Seal | None = None
+    pending: bool = False
+    busy: int = 0
+
+    @property
+    def in_use(self) -> bool:
+        """Whether somebody still reads it, is to read it, or fills it from storage."""
+        return self.pending or self.busy > 0 or self.phase is Phase.RESTORING
+
+
+class SlotTable:
+    """The slots of one rank."""
+
+    def __init__(self, count: int) -> None:
+        self.slots = [Slot(index) for index in range(count)]
+
+    def sealed(self) -> list[Seal]:
+        """Seals at hand, oldest first."""
+        return sorted((s.seal for s in self.slots if s.phase is Phase.SEALED and s.seal), key=lambda seal: seal.age)
+
+    def find(self, attempt: int, step: int, layout_digest: str) -> Slot | None:
+        """The sealed slot that holds exactly this state."""
+        wanted = (attempt, step, layout_digest)
+        for slot in self.slots:
+            seal = slot.seal
+            if slot.phase is Phase.SEALED and seal and (seal.attempt, seal.step, seal.layout_digest) == wanted:
+                return slot
+        return None
+
+    def acquire(self, step: int) -> int | None:
+        """Reserve a slot for writing: a free one, else the oldest sealed one that may go; None when all are needed."""
+        slot = self._reusable(spare_newest=True)
+        if slot is None:
+            return None
+        self._reuse(slot, Phase.WRITING, step)
+        return slot.index
+
+    def take_for_restore(self) -> int:
+        """Reserve a slot to be filled from storage; as a last resort even the newest sealed one goes.
+
+        It may: storage is read only where memory cannot serve the step that the whole job goes back to.
+
+        Raises:
+            RequestError: every slot is being written or read.
+        """
+        slot = self._reusable(spare_newest=True) or self._reusable(spare_newest=False)
+        if slot is None:
+            raise RequestError("no slot is free to restore into: release what is being written first")
+        self._reuse(slot, Phase.RESTORING, 0)
+        return slot.index
+
+    def begin_seal(self, index: int, step: int) -> None:
+        """The writer has finished; checksums come next.
+
+        Raises:
+            RequestError: the slot is not being written, or for another step.
+        """
+        slot = self.at(index)
+        if slot.phase is not Phase.WRITING or slot.step != step:
+            raise RequestError(
+                f"slot {index} is {slot.phase.value} (step {slot.step}): acquire it for step {step} first"
+            )
+        slot.phase = Phase.SEALING
+
+    def finish_seal(self, index: int, seal: Seal, *, persist: bool) -> None:
+        """The checksums stand: the slot is sealed, and waits to be persisted if ``persist``."""
+        slot = self.at(index)
+        assert slot.phase is Phase.SEALING
+        slot.phase, slot.seal, slot.pending = Phase.SEALED, seal, persist
+
+    def release(self, index: int) -> None:
+        """Give back a slot that was acquired or restored into, or end the reading of a sealed one.
+
+        Raises:
+            RequestError: nobody holds the slot.
+        """
+        slot = self.at(index)
+        if slot.phase in (Phase.WRITING, Phase.RESTORING, Phase.SEALING):
+            self._reuse(slot, Phase.FREE, 0)
+        elif slot.busy:
+            slot.busy -= 1
+        else:
+            raise RequestError(f"slot {index} is {slot.phase.value}: there is nothing to release")
+
+    def lend(self, index: int) -> None:
+        """A reader uses the sealed slot until it is released."""
+        slot = self.at(index)
+        assert slot.phase is Phase.SEALED
+        slot.busy += 1
+
+    def discard(self, index: int) -> None:
+        """Forget a sealed slot whose content turned out to be damaged."""
+        self._reuse(self.at(index), Phase.FREE, 0)
+
+    def next_pending(self) -> Slot | None:
+        """The oldest slot that waits to be persisted: every rank persists every sealed step in order.
+
+        Were a rank to skip one on its own, no step would ever be complete on all ranks.
+        """
+        waiting = [slot for slot in self.slots if slot.pending and slot.seal]
+        return min(waiting, key=lambda slot: slot.seal.age if slot.seal else (0, 0), default=None)
+
+    def supersede(self, attempt: int) -> None:
+        """States of earlier attempts can no longer be committed: do not persist them."""
+        for slot in self.slots:
+            if slot.seal and slot.seal.attempt < attempt:
+                slot.pending = False
+
+    def at(self, index: int) -> Slot:
+        """The slot with this number.
+
+        Raises:
+            RequestError: there is none.
+        """
+        if not 0 <= index < len(self.slots):
+            raise RequestError(f"slot {index} does not exist: there are {len(self.slots)}")
+        return self.slots[index]
+
+    def _reusable(self, *, spare_newest: bool) -> Slot | None:
+        free = next((slot for slot in self.slots if slot.phase is Phase.FREE), None)
+        if free is not None:
+            return free
+        sealed = self.sealed()
+        idle = [s for s in self.slots if s.phase is Phase.SEALED and not s.pending and not s.busy and s.seal]
+        if spare_newest:
+            idle = [slot for slot in idle if slot.seal is not sealed[-1]]
+        return min(idle, key=lambda slot: slot.seal.age if slot.seal else (0, 0), default=None)
+
+    @staticmethod
+    def _reuse(slot: Slot, phase: Phase, step: int) -> None:
+        slot.phase, slot.step, slot.seal, slot.pending, slot.busy = phase, step, None, False, 0

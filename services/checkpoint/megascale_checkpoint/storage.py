@@ -1,0 +1,198 @@
+"""Where checkpoints are kept: the small set of operations that the commit protocol needs, and its file form.
+
+Paths are relative to the storage's root and use '/'. Nothing is ever overwritten: a file appears whole, durable, and
+only if its name was free. Calls block; run them in threads.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import unquote, urlsplit
+
+from megascale_checkpoint.errors import RequestError
+
+
+class Storage(Protocol):
+    """Root of a tree of immutable files."""
+
+    @property
+    def uri(self) -> str:
+        """Address of the root."""
+
+    def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> int:
+        """Write a new file and return its size. FileExistsError when the name is taken, OSError when it cannot be."""
+
+    def create(self, path: str, data: bytes) -> bool:
+        """Write a new small file if its name is free; False when it is taken."""
+
+    def read(self, path: str) -> bytes:
+        """All bytes of a small file. FileNotFoundError when there is none."""
+
+    def read_into(self, path: str, offset: int, target: memoryview) -> int:
+        """Fill ``target`` from ``offset`` on; fewer bytes than asked for only at the file's end."""
+
+    def size(self, path: str) -> int | None:
+        """Size in bytes, None when there is no such file."""
+
+    def names(self, folder: str) -> list[str]:
+        """Names of the files in ``folder``, sorted; none when it does not exist."""
+
+    def remove_unfinished(self, folder: str) -> int:
+        """Remove what writers that died have left in ``folder``, and spoil those that live; how many files."""
+
+
+def open_storage(uri: str) -> Storage:
+    """Storage at ``uri``: an absolute path or file:///path.
+
+    Raises:
+        RequestError: another scheme, a remote host, or a relative path.
+    """
+    parts = urlsplit(uri)
+    if parts.scheme not in ("", "file") or parts.netloc not in ("", "localhost"):
+        raise RequestError(f"checkpoint uri {uri!r} is not supported: give an absolute path or file:///path")
+    path = Path(unquote(parts.path) if parts.scheme else uri)
+    if not path.is_absolute():
+        raise RequestError(
+            f"checkpoint uri {uri!r} is relative: give an absolute path, for every node resolves it itself"
+        )
+    return FileStorage(path)
+
+
+def join(uri: str, path: str) -> str:
+    """Address of ``path`` below ``uri``."""
+    return f"{uri.rstrip('/')}/{path}"
+
+
+def split(uri: str) -> tuple[str, str]:
+    """Folder and name of a file's address."""
+    folder, _, name = uri.rpartition("/")
+    return folder, name
+
+
+class FileStorage:
+    """A folder of a file system with hard links (ext4, xfs, NFS, Lustre): link(2) is the create-if-absent."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    @property
+    def uri(self) -> str:
+        """The folder's path."""
+        return str(self._root)
+
+    def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> int:
+        """See :meth:`Storage.write`."""
+        target = self._at(path)
+        _make_folder(target.parent)
+        size = 0
+        with _temporary(target) as (descriptor, name):
+            for chunk in chunks:
+                _write_all(descriptor, memoryview(chunk))
+                size += len(chunk)
+            os.fsync(descriptor)
+            _link(name, target)
+        _sync_folder(target.parent)
+        return size
+
+    def create(self, path: str, data: bytes) -> bool:
+        """See :meth:`Storage.create`."""
+        try:
+            self.write(path, [data])
+        except FileExistsError:
+            return False
+        return True
+
+    def read(self, path: str) -> bytes:
+        """See :meth:`Storage.read`."""
+        return self._at(path).read_bytes()
+
+    def read_into(self, path: str, offset: int, target: memoryview) -> int:
+        """See :meth:`Storage.read_into`."""
+        done = 0
+        with self._at(path).open("rb", buffering=0) as file:
+            while done < len(target):
+                count = os.preadv(file.fileno(), [target[done:]], offset + done)
+                if count == 0:
+                    break
+                done += count
+        return done
+
+    def size(self, path: str) -> int | None:
+        """See :meth:`Storage.size`."""
+        try:
+            return self._at(path).stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def names(self, folder: str) -> list[str]:
+        """See :meth:`Storage.names`. Files that are still being written are not listed."""
+        try:
+            return sorted(name for name in os.listdir(self._at(folder)) if not name.startswith("."))
+        except FileNotFoundError:
+            return []
+
+    def remove_unfinished(self, folder: str) -> int:
+        """See :meth:`Storage.remove_unfinished`."""
+        count = 0
+        with suppress(FileNotFoundError):
+            for entry in os.scandir(self._at(folder)):
+                if entry.name.startswith("."):
+                    os.unlink(entry.path)
+                    count += 1
+        return count
+
+    def _at(self, path: str) -> Path:
+        parts = path.split("/")
+        if not path or any(part in ("", ".", "..") for part in parts):
+            raise RequestError(f"path {path!r} does not stay below {self._root}")
+        return self._root.joinpath(*parts)
+
+
+@contextmanager
+def _temporary(target: Path) -> Iterator[tuple[int, str]]:
+    """A nameless-to-others file beside ``target`` that is gone at the end, whatever happens."""
+    descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    try:
+        yield descriptor, name
+    finally:
+        os.close(descriptor)
+        with suppress(FileNotFoundError):  # a later attempt may have removed it
+            os.unlink(name)
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _link(source: str, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+            text = "this file system has no hard links, which commits need: use ext4, xfs, NFS or Lustre"
+            raise OSError(error.errno, text, str(target)) from error
+        raise
+
+
+def _make_folder(folder: Path) -> None:
+    """Create ``folder`` durably: each new name is synced into the folder that holds it."""
+    if folder.is_dir():
+        return
+    _make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    _sync_folder(folder.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

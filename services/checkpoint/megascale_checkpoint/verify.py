@@ -1,0 +1,46 @@
+"""Check every byte of a checkpoint against its manifest."""
+
+from __future__ import annotations
+
+import xxhash
+
+from megascale_checkpoint import manifest as manifests
+from megascale_checkpoint.checksums import CHUNK_BYTES, checksum
+from megascale_checkpoint.commit_log import Record
+from megascale_checkpoint.errors import CheckpointError, DamagedError
+from megascale_checkpoint.manifest import File
+from megascale_checkpoint.storage import Storage
+
+
+def verify_commit(record: Record, manifest_uri: str) -> list[str]:
+    """What is wrong with a checkpoint, each problem naming its file; nothing when it is whole."""
+    try:
+        storage, manifest = manifests.load(manifest_uri)
+        if checksum(storage.read(manifests.NAME)) != record.values["manifest_xxh3"]:
+            return [f"{manifest_uri}: is not the manifest that was committed"]
+    except (CheckpointError, OSError) as error:
+        return [str(error)]
+    problems = []
+    for file in manifest.files:
+        try:
+            verify_file(storage, file)
+        except (CheckpointError, OSError) as error:
+            problems.append(str(error))
+    return problems
+
+
+def verify_file(storage: Storage, file: File) -> None:
+    """Read one file whole. DamagedError when its size or checksum is not the manifest's."""
+    name = f"{storage.uri}/{file.path}"
+    manifests.check_size(storage, file)
+    hasher = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(min(CHUNK_BYTES, file.size_bytes)))
+    offset = 0
+    while offset < file.size_bytes:
+        count = storage.read_into(file.path, offset, buffer[: file.size_bytes - offset])
+        if count == 0:
+            raise DamagedError(name, f"ends at byte {offset}: it is cut short")
+        hasher.update(buffer[:count])
+        offset += count
+    if hasher.hexdigest() != file.xxh3:
+        raise DamagedError(name, "fails its checksum")

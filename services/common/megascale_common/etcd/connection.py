@@ -1,0 +1,199 @@
+"""Channels to the members of one etcd cluster: which one to use, when to move on, what may be retried.
+
+A read may be sent twice, a write may not. So a write waits until a channel is connected, is sent
+once, and if no answer comes its outcome is unknown; a read moves on to the next member until its
+time is up.
+"""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import grpc
+import grpc.aio
+
+from megascale_common.etcd import rpc_pb2_grpc
+from megascale_common.etcd.errors import EtcdUnavailable, InvalidRequest, UnknownOutcome, refusal
+
+T = TypeVar("T")
+
+# etcd closes connections that ping more often than every 5 s (--grpc-keepalive-min-time).
+KEEPALIVE_INTERVAL_S = 10.0
+KEEPALIVE_TIMEOUT_S = 5.0
+# A page of large values, or a watch response; etcd itself caps one request at 1.5 MiB.
+MAX_RECEIVE_BYTES = 64 * 1024 * 1024
+RECONNECT_BACKOFF_MIN_S = 0.1
+RECONNECT_BACKOFF_MAX_S = 1.0
+RETRY_BACKOFF_MIN_S = 0.05
+RETRY_BACKOFF_MAX_S = 1.0
+
+_CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.keepalive_time_ms", int(KEEPALIVE_INTERVAL_S * 1000)),
+    ("grpc.keepalive_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", int(RECONNECT_BACKOFF_MIN_S * 1000)),
+    # Despite its name, how long one attempt to connect may take.
+    ("grpc.min_reconnect_backoff_ms", 2_000),
+    ("grpc.max_reconnect_backoff_ms", int(RECONNECT_BACKOFF_MAX_S * 1000)),
+    ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
+    # Each client has its own sockets and back-off: one that is closed never disturbs another.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TlsConfig:
+    """PEM files for a TLS connection: the authority to trust and, for mutual TLS, our own pair."""
+
+    ca_path: Path
+    certificate_path: Path | None = None
+    key_path: Path | None = None
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Raises InvalidRequest if only half of the pair is given, OSError if a file cannot be read."""
+        if (self.certificate_path is None) != (self.key_path is None):
+            raise InvalidRequest("tls: certificate_path and key_path are given together or not at all")
+        key = None if self.key_path is None else self.key_path.read_bytes()
+        chain = None if self.certificate_path is None else self.certificate_path.read_bytes()
+        return grpc.ssl_channel_credentials(self.ca_path.read_bytes(), key, chain)
+
+
+class Member:
+    """One endpoint: its channel and the stubs on it."""
+
+    def __init__(self, endpoint: str, tls: TlsConfig | None) -> None:
+        self.endpoint = endpoint
+        self.channel = (
+            grpc.aio.insecure_channel(endpoint, options=_CHANNEL_OPTIONS)
+            if tls is None
+            else grpc.aio.secure_channel(endpoint, tls.credentials(), options=_CHANNEL_OPTIONS)
+        )
+        self.kv: rpc_pb2_grpc.KVAsyncStub = rpc_pb2_grpc.KVStub(self.channel)
+        self.lease: rpc_pb2_grpc.LeaseAsyncStub = rpc_pb2_grpc.LeaseStub(self.channel)
+        self.watch: rpc_pb2_grpc.WatchAsyncStub = rpc_pb2_grpc.WatchStub(self.channel)
+        self.maintenance: rpc_pb2_grpc.MaintenanceAsyncStub = rpc_pb2_grpc.MaintenanceStub(self.channel)
+
+    async def connected(self) -> bool:
+        """Wait for the connection attempt under way to end; whether it succeeded."""
+        state = self.channel.get_state(try_to_connect=True)
+        while state in (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING):
+            await self.channel.wait_for_state_change(state)
+            state = self.channel.get_state(try_to_connect=True)
+        return state is grpc.ChannelConnectivity.READY
+
+
+class Cluster:
+    """The members, tried in turn; calls stay with one member until it fails."""
+
+    def __init__(self, endpoints: Sequence[str], tls: TlsConfig | None) -> None:
+        if not endpoints:
+            raise InvalidRequest("endpoints: at least one host:port is needed")
+        for endpoint in endpoints:
+            if "://" in endpoint or ":" not in endpoint:
+                raise InvalidRequest(f"endpoints: {endpoint!r} must be host:port without a scheme")
+        self._members = [Member(endpoint, tls) for endpoint in endpoints]
+        self._current = 0
+        self.endpoints = tuple(endpoints)
+
+    async def close(self) -> None:
+        """Close every channel; calls in flight fail."""
+        await asyncio.gather(*(member.channel.close() for member in self._members))
+
+    def avoid(self, member: Member) -> None:
+        """Turn to the next member, unless another call has already done so."""
+        if self._members[self._current] is member:
+            self._current = (self._current + 1) % len(self._members)
+
+    async def member(self, timeout_s: float) -> Member:
+        """A connected member. Raises EtcdUnavailable when none connects within `timeout_s`."""
+        member = self._members[self._current]
+        if member.channel.get_state() is grpc.ChannelConnectivity.READY:
+            return member  # the common case, without a task and a timer per call
+        backoff = Backoff()
+        share_s = timeout_s / len(self._members)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    for _ in self._members:
+                        member = self._members[self._current]
+                        # A member that swallows packets must not eat the time of the others.
+                        if await _within(member.connected(), share_s):
+                            return member
+                        self.avoid(member)
+                    await backoff.sleep()
+        except TimeoutError:
+            names = ", ".join(self.endpoints)
+            raise EtcdUnavailable(f"no etcd endpoint of {names} could be reached in {timeout_s:g} s") from None
+
+    async def read(self, what: str, timeout_s: float, send: Callable[[Member, float], Awaitable[T]]) -> T:
+        """Send an idempotent call, again at the next member after each failure, for up to `timeout_s`.
+
+        Raises EtcdUnavailable when the time is up, or the typed refusal.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        backoff = Backoff()
+        failure: grpc.aio.AioRpcError | None = None
+        while (remaining_s := deadline - loop.time()) > 0:
+            member = await self.member(remaining_s)
+            try:
+                return await send(member, min(remaining_s, timeout_s / len(self._members)))
+            except grpc.aio.AioRpcError as error:
+                if (refused := refusal(error, what)) is not None:
+                    raise refused from error
+                failure = error
+                self.avoid(member)
+            await backoff.sleep()
+        code = failure.code().name if failure else "not sent"
+        raise EtcdUnavailable(f"{what}: no answer from etcd within {timeout_s:g} s ({code})") from failure
+
+    async def write(self, what: str, timeout_s: float, send: Callable[[Member, float], Awaitable[T]]) -> T:
+        """Send a call once, on a connection that stands.
+
+        Raises EtcdUnavailable if it was never sent, UnknownOutcome if no answer came, or the refusal.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        member = await self.member(timeout_s)
+        try:
+            return await send(member, max(deadline - loop.time(), RETRY_BACKOFF_MIN_S))
+        except grpc.aio.AioRpcError as error:
+            if (refused := refusal(error, what)) is not None:
+                raise refused from error
+            self.avoid(member)
+            raise UnknownOutcome(f"{what}: sent to {member.endpoint}, no answer ({error.code().name})") from error
+
+
+class Backoff:
+    """Exponential back-off with full jitter, so that clients of one cluster do not come back in step."""
+
+    def __init__(self) -> None:
+        self._limit_s = RETRY_BACKOFF_MIN_S
+
+    def reset(self) -> None:
+        """Start small again, after a success."""
+        self._limit_s = RETRY_BACKOFF_MIN_S
+
+    def next_s(self) -> float:
+        """A random time of up to the limit; the limit doubles."""
+        wait_s = random.uniform(RETRY_BACKOFF_MIN_S / 2, self._limit_s)
+        self._limit_s = min(2 * self._limit_s, RETRY_BACKOFF_MAX_S)
+        return wait_s
+
+    async def sleep(self) -> None:
+        """Wait for `next_s`."""
+        await asyncio.sleep(self.next_s())
+
+
+async def _within(answer: Awaitable[bool], timeout_s: float) -> bool:
+    # Not wait_for: before Python 3.12 it swallows a cancellation that comes as the answer does, and the
+    # caller's own time limit, which ends at the same moment where there is one member, would never end.
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await answer
+    except TimeoutError:
+        return False

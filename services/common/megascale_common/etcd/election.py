@@ -1,0 +1,108 @@
+"""Leader election on one key: whoever creates it, with a lease, leads until the key goes.
+
+The key's create revision rises from leader to leader: it is the fencing token. A lease alone cannot
+stop a leader that was paused from finishing a write that it began before; comparing the token inside
+every write's transaction (`guard`) can.
+"""
+
+import contextlib
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from megascale_common.etcd.client import EtcdClient
+from megascale_common.etcd.connection import Backoff
+from megascale_common.etcd.errors import Compacted, EtcdError, EtcdUnavailable, LeaseNotFound, UnknownOutcome
+from megascale_common.etcd.lease import Lease
+from megascale_common.etcd.operations import CreateRevisionEquals, Delete, Get, Put
+from megascale_common.etcd.watch import Watch
+
+
+@dataclass(frozen=True, slots=True)
+class Leadership:
+    """A won election. `create_revision` is the fencing token; `lease.lost` says when to stop.
+
+    The lease does not notice when somebody deletes the key by hand: a fenced write that is rejected
+    because `guard` failed means that leadership is over, too.
+    """
+
+    client: EtcdClient
+    key: str
+    create_revision: int
+    lease: Lease
+
+    def guard(self) -> CreateRevisionEquals:
+        """The compare that every write of this leader carries."""
+        return CreateRevisionEquals(self.key, self.create_revision)
+
+    async def resign(self) -> None:
+        """Give the key up at once, so that the next leader need not wait for the lease; then revoke it."""
+        with contextlib.suppress(EtcdError):  # whatever happened to the delete, the lease ends the term
+            await self.client.txn(compare=[self.guard()], success=[Delete(self.key)])
+        await self.lease.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.resign()
+
+
+async def campaign(client: EtcdClient, key: str, value: bytes, *, ttl_s: int) -> Leadership:
+    """Wait until this candidate leads. `value` tells the others who and where the leader is.
+
+    Waits without limit, across restarts of etcd; cancel it to give up. After that or an error no lease
+    is left behind. Raises the refusals of `errors` (a wrong request, access denied).
+    """
+    backoff = Backoff()
+    while True:
+        try:
+            lease = await Lease.grant(client, ttl_s)
+            try:
+                while not lease.lost.is_set():
+                    won, revision = await _claim(client, key, value, lease)
+                    if won:
+                        return Leadership(client, key, revision, lease)
+                    await _until_deleted(client, key, revision + 1)
+            except BaseException:
+                await lease.close()
+                raise
+            await lease.close()
+        except (EtcdUnavailable, UnknownOutcome, LeaseNotFound, Compacted):
+            await backoff.sleep()
+
+
+async def _claim(client: EtcdClient, key: str, value: bytes, lease: Lease) -> tuple[bool, int]:
+    """Try to create the key: (True, its create revision), or (False, the revision at which another has it).
+
+    Without an answer the same claim is made again: if it had gone through, the key carries our lease.
+    """
+    backoff = Backoff()
+    while True:
+        try:
+            result = await client.txn(
+                compare=[CreateRevisionEquals(key, 0)],
+                success=[Put(key, value, lease.lease_id)],
+                failure=[Get(key)],
+            )
+        except UnknownOutcome:
+            if lease.lost.is_set():
+                raise
+            await backoff.sleep()
+            continue
+        if result.succeeded:
+            return True, result.revision
+        holder = result.found[key]
+        if holder.lease_id == lease.lease_id:
+            return True, holder.create_revision
+        return False, result.revision
+
+
+async def _until_deleted(client: EtcdClient, key: str, start_revision: int) -> None:
+    """Return at the first deletion of the key from `start_revision` on."""
+    async with Watch(client, key, start_revision, prefix=False) as watch:
+        async for event in watch:
+            if event.deleted:
+                return

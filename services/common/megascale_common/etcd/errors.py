@@ -1,0 +1,74 @@
+"""The errors of the etcd client: one small tree, mapped from gRPC status codes.
+
+What a caller must tell apart is whether a write happened. Every class here but `UnknownOutcome`
+means that the failed call changed nothing.
+"""
+
+import grpc
+
+
+class EtcdError(Exception):
+    """Base of everything that the client raises; on its own: the server refused for another reason."""
+
+
+class EtcdUnavailable(EtcdError):
+    """No endpoint answered in time. The call was not sent, or it was a read."""
+
+
+class UnknownOutcome(EtcdError):
+    """A write was sent and no answer came: it may or may not have been applied.
+
+    Settle it with `megascale_common.etcd.settled.txn_settled`, never with a plain read.
+    """
+
+
+class InvalidRequest(EtcdError):
+    """The request cannot be right: fix the caller."""
+
+
+class AccessDenied(EtcdError):
+    """etcd's authentication or authorisation refused the call."""
+
+
+class ResourceExhausted(EtcdError):
+    """Quota exceeded (NOSPACE), too many requests, or a message over the size limit."""
+
+
+class LeaseNotFound(EtcdError):
+    """The lease has expired, was revoked, or never existed."""
+
+
+class Compacted(EtcdError):
+    """History before `compact_revision` is gone: list again, and watch from the list's revision + 1.
+
+    `compact_revision` is 0 where the server did not say (range requests).
+    """
+
+    def __init__(self, message: str, compact_revision: int = 0) -> None:
+        super().__init__(message)
+        self.compact_revision = compact_revision
+
+
+# Refusals: the server looked at the request and did nothing. Every other code leaves a write unknown.
+_REFUSALS: dict[grpc.StatusCode, type[EtcdError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.OUT_OF_RANGE: InvalidRequest,
+    grpc.StatusCode.UNIMPLEMENTED: InvalidRequest,
+    grpc.StatusCode.ALREADY_EXISTS: InvalidRequest,
+    grpc.StatusCode.PERMISSION_DENIED: AccessDenied,
+    grpc.StatusCode.UNAUTHENTICATED: AccessDenied,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhausted,
+    grpc.StatusCode.FAILED_PRECONDITION: EtcdError,
+    grpc.StatusCode.NOT_FOUND: EtcdError,
+}
+
+
+def refusal(error: grpc.aio.AioRpcError, what: str) -> EtcdError | None:
+    """The typed error for a definite refusal of call `what`; None if the outcome is open."""
+    code, details = error.code(), error.details() or ""
+    if code is grpc.StatusCode.NOT_FOUND and "lease" in details:
+        return LeaseNotFound(f"{what}: {details}")
+    if code is grpc.StatusCode.OUT_OF_RANGE and "compacted" in details:
+        return Compacted(f"{what}: {details}")
+    kind = _REFUSALS.get(code)
+    return None if kind is None else kind(f"{what}: {code.name}: {details}")

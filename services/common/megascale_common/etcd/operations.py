@@ -1,0 +1,168 @@
+"""Values of the etcd client: key-values, events, transaction compares and operations.
+
+Keys are text relative to the client's prefix; values are bytes. `KeySpace` adds and takes off the
+prefix, so nothing above it ever sees a full key. Keys of others that are not UTF-8 pass through by
+surrogate escapes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from megascale_common.etcd import rpc_pb2
+from megascale_common.etcd.errors import InvalidRequest
+
+# etcd's default --max-txn-ops; it counts compares, success and failure operations each on their own.
+MAX_TXN_OPERATIONS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class KeyValue:
+    """One key as stored. Revisions count the store's transactions; `version` counts this key's puts."""
+
+    key: str
+    value: bytes
+    create_revision: int
+    mod_revision: int
+    version: int
+    lease_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """All keys under a prefix at one revision, in key order. Watch on from `revision + 1`."""
+
+    items: tuple[KeyValue, ...]
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One change seen by a watch. Of a deleted key only `key` and `mod_revision` are filled in."""
+
+    kv: KeyValue
+    deleted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CreateRevisionEquals:
+    """True if `key` was created at `revision`; 0 means that the key is absent."""
+
+    key: str
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModRevisionEquals:
+    """True if `key` was last changed at `revision`; 0 means that the key is absent."""
+
+    key: str
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """Store `value` under `key`; with a lease id, the key goes when the lease does."""
+
+    key: str
+    value: bytes
+    lease_id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Get:
+    """Read `key` within a transaction."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """Delete `key`, or every key that starts with it."""
+
+    key: str
+    prefix: bool = False
+
+
+Compare: TypeAlias = CreateRevisionEquals | ModRevisionEquals
+Operation: TypeAlias = Put | Get | Delete
+
+
+@dataclass(frozen=True, slots=True)
+class TxnResult:
+    """`succeeded`: all compares held. `found`: what the `Get`s of the branch taken saw (absent: no entry)."""
+
+    succeeded: bool
+    revision: int
+    found: dict[str, KeyValue] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class KeySpace:
+    """Translation between the caller's keys and etcd's.
+
+    `prefix` is empty or ends with "/", so that one cluster's keys never run into another's.
+    """
+
+    prefix: str = ""
+
+    def __post_init__(self) -> None:
+        if self.prefix and not self.prefix.endswith("/"):
+            raise InvalidRequest(f"prefix: {self.prefix!r} must end with '/': write {self.prefix + '/'!r}")
+
+    def full(self, key: str) -> bytes:
+        """The stored key. Raises InvalidRequest for an empty one, which etcd does not allow."""
+        if not key:
+            raise InvalidRequest("key: must not be empty")
+        return (self.prefix + key).encode(errors="surrogateescape")
+
+    def range_of(self, prefix: str) -> tuple[bytes, bytes]:
+        """First key and exclusive end of all keys that start with `prefix` ("" is the whole key space)."""
+        start = (self.prefix + prefix).encode(errors="surrogateescape")
+        return (start, prefix_end(start)) if start else (b"\0", b"\0")
+
+    def key_value(self, kv: rpc_pb2.KeyValue) -> KeyValue:
+        """A stored key-value as the caller sees it."""
+        key = kv.key.decode(errors="surrogateescape")[len(self.prefix) :]
+        return KeyValue(key, kv.value, kv.create_revision, kv.mod_revision, kv.version, kv.lease)
+
+    def txn_request(
+        self, compare: Sequence[Compare], success: Sequence[Operation], failure: Sequence[Operation]
+    ) -> rpc_pb2.TxnRequest:
+        """The wire form. Raises InvalidRequest where etcd would refuse the size."""
+        for name, items in (("compare", compare), ("success", success), ("failure", failure)):
+            if len(items) > MAX_TXN_OPERATIONS:
+                raise InvalidRequest(
+                    f"{name}: {len(items)} entries, etcd takes {MAX_TXN_OPERATIONS}: split the transaction"
+                )
+        return rpc_pb2.TxnRequest(
+            compare=[self._compare(item) for item in compare],
+            success=[self._operation(item) for item in success],
+            failure=[self._operation(item) for item in failure],
+        )
+
+    def txn_result(self, response: rpc_pb2.TxnResponse) -> TxnResult:
+        """The caller's form of a reply."""
+        found = [self.key_value(kv) for op in response.responses for kv in op.response_range.kvs]
+        return TxnResult(response.succeeded, response.header.revision, {kv.key: kv for kv in found})
+
+    def _compare(self, item: Compare) -> rpc_pb2.Compare:
+        key = self.full(item.key)
+        if isinstance(item, CreateRevisionEquals):
+            return rpc_pb2.Compare(target=rpc_pb2.Compare.CREATE, key=key, create_revision=item.revision)
+        return rpc_pb2.Compare(target=rpc_pb2.Compare.MOD, key=key, mod_revision=item.revision)
+
+    def _operation(self, item: Operation) -> rpc_pb2.RequestOp:
+        if isinstance(item, Put):
+            put = rpc_pb2.PutRequest(key=self.full(item.key), value=item.value, lease=item.lease_id)
+            return rpc_pb2.RequestOp(request_put=put)
+        if isinstance(item, Get):
+            return rpc_pb2.RequestOp(request_range=rpc_pb2.RangeRequest(key=self.full(item.key)))
+        key, end = self.range_of(item.key) if item.prefix else (self.full(item.key), b"")
+        return rpc_pb2.RequestOp(request_delete_range=rpc_pb2.DeleteRangeRequest(key=key, range_end=end))
+
+
+def prefix_end(prefix: bytes) -> bytes:
+    """The smallest key greater than every key that starts with `prefix` (b"\\0": there is none)."""
+    stem = prefix.rstrip(b"\xff")
+    return stem[:-1] + bytes([stem[-1] + 1]) if stem else b"\0"

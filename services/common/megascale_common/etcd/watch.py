@@ -1,0 +1,202 @@
+"""Watches that survive the server: every change of a key or prefix, in order, once, from a revision on.
+
+After a lost connection the watch resumes behind what was delivered. A revision can touch many keys and
+etcd may split its events over several messages, so the position is a revision and the number of its
+events already delivered: resuming asks for that revision again and skips that number.
+"""
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import grpc
+import grpc.aio
+import structlog
+
+from megascale_common.etcd import rpc_pb2
+from megascale_common.etcd.client import EtcdClient
+from megascale_common.etcd.connection import Backoff
+from megascale_common.etcd.errors import (
+    AccessDenied,
+    Compacted,
+    EtcdUnavailable,
+    InvalidRequest,
+    refusal,
+)
+from megascale_common.etcd.operations import Event
+
+QUEUE_EVENTS = 1024  # a slow consumer stops the reading, and flow control then holds the server back
+# Without it a member that lost its cluster would keep the stream open and silent for ever.
+_REQUIRE_LEADER = (("hasleader", "true"),)
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class Position:
+    """Where a watch stands: all before `revision` is delivered, and `delivered` events of it.
+
+    `repeated` events of `revision` come once more on the present stream before new ones.
+    """
+
+    revision: int
+    delivered: int = 0
+    repeated: int = 0
+
+    def restart(self) -> int:
+        """The revision to ask for on a new stream."""
+        self.repeated = self.delivered
+        return self.revision
+
+    def take(self, revision: int) -> bool:
+        """Whether the next event of the stream, at `revision`, is new; moves behind it."""
+        if revision < self.revision:
+            return False
+        if revision > self.revision:
+            self.revision, self.delivered, self.repeated = revision, 0, 0
+        if self.repeated:
+            self.repeated -= 1
+            return False
+        self.delivered += 1
+        return True
+
+    def complete(self, revision: int) -> None:
+        """Everything up to and with `revision` has been delivered."""
+        if revision >= self.revision:
+            self.revision, self.delivered, self.repeated = revision + 1, 0, 0
+
+
+class Watch:
+    """`async with Watch(client, prefix, start_revision) as watch: async for event in watch: ...`
+
+    Delivers the changes of every key that starts with `key` (`prefix=False`: of that key alone), from
+    `start_revision`, inclusive, on: read a Listing first and start at its revision + 1. While etcd is
+    away it waits, without limit; who must know asks the client. Iteration raises Compacted when history
+    that was still to come is gone (list again), AccessDenied, and ends after `close`. At most
+    `queue_events` are held ahead of the consumer.
+    """
+
+    def __init__(
+        self,
+        client: EtcdClient,
+        key: str,
+        start_revision: int,
+        *,
+        prefix: bool = True,
+        queue_events: int = QUEUE_EVENTS,
+    ) -> None:
+        if start_revision < 1:
+            raise InvalidRequest(
+                f"start_revision: {start_revision} must be at least 1: start right behind a read, so that "
+                "nothing falls between the two"
+            )
+        self.position = Position(start_revision)
+        self._client = client
+        self._key = key
+        self._range = client.keys.range_of(key) if prefix else (client.keys.full(key), b"")
+        self._room = asyncio.Semaphore(queue_events)
+        self._queue: asyncio.Queue[Event | None] = asyncio.Queue()  # bounded by _room; None: the end
+        self._failure: Exception | None = None
+        self._reader: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._reader = asyncio.create_task(self._run(), name=f"etcd-watch-{self._key}")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Event:
+        event = await self._queue.get()
+        if event is not None:
+            self._room.release()
+            return event
+        self._queue.put_nowait(None)  # the end stays the end
+        if self._failure is not None:
+            raise self._failure
+        raise StopAsyncIteration
+
+    async def close(self) -> None:
+        """Stop watching. Events already held are still delivered, then the iteration ends."""
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.wait([self._reader])
+
+    async def _run(self) -> None:
+        """Follow one stream after another until refused or closed."""
+        backoff = Backoff()
+        cluster = self._client.cluster
+        try:
+            while True:
+                with contextlib.suppress(EtcdUnavailable):
+                    member = await cluster.member(self._client.timeout_s)
+                    call = member.watch.Watch(metadata=_REQUIRE_LEADER)
+                    try:
+                        await self._follow(call, backoff)
+                    except grpc.aio.AioRpcError as error:
+                        if (refused := refusal(error, f"watch {self._key}")) is not None:
+                            raise refused from error
+                    except asyncio.InvalidStateError:
+                        pass  # gRPC's word for writing to a call that has just ended
+                    finally:
+                        call.cancel()
+                    cluster.avoid(member)
+                _log.info("watch resumes", key=self._key, revision=self.position.revision)
+                await backoff.sleep()
+        except Exception as error:  # whatever ends the reading is the consumer's to see
+            self._failure = error
+        finally:
+            self._queue.put_nowait(None)
+
+    async def _follow(
+        self,
+        call: grpc.aio.StreamStreamCall[rpc_pb2.WatchRequest, rpc_pb2.WatchResponse],
+        backoff: Backoff,
+    ) -> None:
+        """Deliver one stream's events; returns when the server ends the stream."""
+        key, end = self._range
+        create = rpc_pb2.WatchCreateRequest(
+            key=key,
+            range_end=end,
+            start_revision=self.position.restart(),
+            progress_notify=True,
+            fragment=True,
+        )
+        await call.write(rpc_pb2.WatchRequest(create_request=create))
+        while True:
+            response = await call.read()
+            if not isinstance(response, rpc_pb2.WatchResponse):
+                return
+            if response.canceled:
+                return self._canceled(response)
+            if not response.created:
+                backoff.reset()
+                await self._deliver(response)
+
+    async def _deliver(self, response: rpc_pb2.WatchResponse) -> None:
+        """Queue the new events of a message, or take its word that there were none up to a revision."""
+        for event in response.events:
+            if self.position.take(event.kv.mod_revision):
+                await self._room.acquire()
+                deleted = event.type == rpc_pb2.Event.DELETE
+                self._queue.put_nowait(Event(self._client.keys.key_value(event.kv), deleted))
+        if not response.fragment:
+            # A message with events may be older than its header says, so only the events' own count.
+            last = response.events[-1].kv.mod_revision if response.events else response.header.revision
+            self.position.complete(last)
+
+    def _canceled(self, response: rpc_pb2.WatchResponse) -> None:
+        """Raise if the server will never serve this watch; return if another try may."""
+        reason = response.cancel_reason or "no reason given"
+        if response.compact_revision:
+            raise Compacted(f"watch {self._key}: revision {self.position.revision} is gone", response.compact_revision)
+        if "permission denied" in reason:
+            raise AccessDenied(f"watch {self._key}: {reason}")
+        _log.warning("watch canceled by the server", key=self._key, reason=reason)

@@ -1,0 +1,155 @@
+"""Starts a driver: ``python -m megascale_driver --cluster NAME --etcd HOST:PORT --token-file F``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import math
+import os
+import signal
+from pathlib import Path
+
+import uvloop
+
+from megascale.v1 import driver_pb2_grpc, link_pb2_grpc
+from megascale_common import identity, logs, rpc
+from megascale_common.clock import SystemClock
+from megascale_common.etcd.client import EtcdClient
+from megascale_common.metrics import MetricsServer, bind_option
+from megascale_common.process import PARENT_PID_VARIABLE, arm_parent_death
+from megascale_driver.analysis.progress import HangLimits
+from megascale_driver.core.policy import Policy
+from megascale_driver.engine import Engine
+from megascale_driver.leadership import Leader
+from megascale_driver.link_service import LinkService
+from megascale_driver.metrics import DriverMetrics
+from megascale_driver.service import DriverService
+
+SERVICES = ("megascale.v1.DriverService", "megascale.v1.ExecutorLinkService")
+STOP_GRACE_S = 1.0
+_log = logs.get(__name__)
+
+
+def main() -> None:
+    """Serve until SIGTERM or SIGINT; exit status 0 then."""
+    if PARENT_PID_VARIABLE in os.environ:
+        arm_parent_death()  # started by `megascale up` or a test, not by an operator's service manager
+    parser = _parser()
+    options = parser.parse_args()
+    if not options.token_file.is_file():
+        parser.error(f"--token-file: {options.token_file} is not there; write a random word into it with mode 0600")
+    if not identity.is_dns_label(options.cluster):
+        parser.error(f"--cluster: {options.cluster!r} is not a DNS-1123 label: use a-z, 0-9 and '-'")
+    if bool(options.tls_key) != bool(options.tls_certificate) or (options.tls_client_ca and not options.tls_key):
+        parser.error("--tls-key and --tls-certificate (and --tls-client-ca with them): one is of no use alone")
+    try:
+        rpc.check_token(options.token_file.read_text().strip())
+    except (OSError, ValueError) as error:
+        parser.error(f"--token-file: {options.token_file}: {error}")
+    if options.heartbeat_interval_s <= 0:
+        parser.error("--heartbeat-interval-s: give a positive number of seconds")
+    if not 0 < options.hang_floor_s < math.inf:
+        parser.error("--hang-floor-s: give a positive number of seconds")
+    logs.configure("driver")
+    uvloop.run(_serve(options))
+
+
+async def _serve(options: argparse.Namespace) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    token = options.token_file.read_text().strip()
+    prefix = options.prefix or f"/megascale/{options.cluster}/v1"
+    tls = None
+    if options.tls_key and options.tls_certificate:
+        tls = rpc.Tls(options.tls_key, options.tls_certificate, options.tls_client_ca)
+    async with EtcdClient(options.etcd.split(","), prefix=prefix.rstrip("/") + "/") as client:
+        policy = Policy.for_interval(options.heartbeat_interval_s, HangLimits(floor_s=options.hang_floor_s))
+        engine = Engine(policy, SystemClock(), token, "")
+        server = rpc.RpcServer(token, tls=tls)
+
+        async def told(leads: bool) -> None:
+            for name in SERVICES:
+                await server.set_serving(name, leads)
+
+        leader = Leader(client, engine, told)
+        service = DriverService(engine, leader, options.cluster)
+        driver_pb2_grpc.add_DriverServiceServicer_to_server(service, server.server)
+        link_pb2_grpc.add_ExecutorLinkServiceServicer_to_server(
+            LinkService(engine, leader, options.cluster), server.server
+        )
+        engine.address = await server.start(options.bind, SERVICES, serving=False)
+        metrics = await _serve_metrics(engine, options)
+        _publish_address(options.address_file, engine.address)
+        _log.info("the driver serves", address=engine.address, build=identity.build())
+        gc.freeze()  # what start-up made lives as long as the process: collections need not walk it
+        term = asyncio.create_task(leader.run())
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait((term, stopping), return_when=asyncio.FIRST_COMPLETED)
+        await _shut_down(server, engine, term)
+        await metrics.stop()
+
+
+async def _serve_metrics(engine: Engine, options: argparse.Namespace) -> MetricsServer:
+    """Count what the engine does and, if asked to, show it."""
+    figures = DriverMetrics(engine)
+    engine.observers.append(figures)
+    server = MetricsServer(figures.registry)
+    if options.metrics_bind:
+        await server.start(options.metrics_bind, options.metrics_address_file)
+    return server
+
+
+async def _shut_down(server: rpc.RpcServer, engine: Engine, term: asyncio.Task[None]) -> None:
+    """Say NOT_SERVING, resign so that a standby leads at once, let calls end."""
+    for name in ("", *SERVICES):
+        await server.set_serving(name, False)
+    failed = term.done() and not term.cancelled() and term.exception()
+    term.cancel()
+    with contextlib.suppress(asyncio.CancelledError, Exception):
+        await term
+    engine.links.close_all()
+    await engine.close()
+    await server.stop(STOP_GRACE_S)
+    if failed:
+        raise failed
+
+
+def _publish_address(path: Path | None, address: str) -> None:
+    """Write the address so that a reader sees the whole of it or nothing."""
+    if path is not None:
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        draft.write_text(address + "\n")
+        draft.replace(path)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megascale_driver",
+        description="The driver: one leader per cluster. Start several for a standby; etcd elects the leader.",
+    )
+    parser.add_argument("--cluster", required=True, metavar="NAME", help="name of the cluster (DNS-1123 label)")
+    parser.add_argument("--bind", default="127.0.0.1:0", metavar="HOST:PORT", help="where to serve; port 0 picks one")
+    parser.add_argument("--etcd", required=True, metavar="HOST:PORT[,..]", help="members of the etcd cluster")
+    parser.add_argument("--prefix", default="", metavar="KEY", help="keys in etcd; default /megascale/NAME/v1")
+    parser.add_argument("--token-file", required=True, type=Path, metavar="FILE", help="the cluster token (mode 0600)")
+    parser.add_argument("--address-file", type=Path, metavar="FILE", help="write host:port here once it serves")
+    parser.add_argument(
+        "--metrics-bind", type=bind_option, default="", metavar="HOST:PORT", help="serve /metrics; default: not at all"
+    )
+    parser.add_argument("--metrics-address-file", type=Path, metavar="FILE", help="write its host:port here")
+    parser.add_argument("--heartbeat-interval-s", type=float, default=5.0, metavar="S", help="default 5")
+    parser.add_argument(
+        "--hang-floor-s", type=float, default=60.0, metavar="S", help="no step may hang for less; default 60"
+    )
+    parser.add_argument("--tls-key", type=Path, metavar="PEM", help="needed to bind beyond loopback")
+    parser.add_argument("--tls-certificate", type=Path, metavar="PEM")
+    parser.add_argument("--tls-client-ca", type=Path, metavar="PEM", help="ask clients for a certificate of this CA")
+    parser.add_argument("--version", action="version", version=identity.build())
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""What each node is to do: a pure function of its job, so that sending it again is always right."""
+
+from __future__ import annotations
+
+from megascale_driver.core.state import Desired, DesiredPhase, Job, JobPhase, Node
+
+IDLE = Desired()
+
+
+def desired_of(node: Node, job: Job | None) -> Desired:
+    """The desired state of ``node``, whose attempt (if any) is that of ``job``.
+
+    A node that restarted since its attempt was placed is IDLE: its workers are gone, and the attempt with them.
+    """
+    slot = job.slot_of(node.name) if job is not None else None
+    if job is None or slot is None or job.phase is JobPhase.STOPPING:
+        return IDLE
+    if node.identity.incarnation != slot.incarnation:
+        return IDLE
+    if job.phase is JobPhase.PREPARING:
+        return Desired(DesiredPhase.PREPARE, job.name, job.attempt)
+    return Desired(DesiredPhase.START, job.name, job.attempt, job.store_endpoint, job.restore, job.committer_endpoint)

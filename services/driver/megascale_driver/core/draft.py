@@ -1,0 +1,136 @@
+"""The working copy that handlers change while one event is taken in; frozen again at its end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megascale_driver.core.desired import desired_of
+from megascale_driver.core.events import Audit, Effect, Evidence, Outcome, Reason
+from megascale_driver.core.policy import Policy
+from megascale_driver.core.state import Breaker, Cluster, Job, Node, Request
+
+DRIVER = "driver"
+
+
+class Draft:
+    """A mutable view of one :class:`Cluster`. Nothing of it outlives :meth:`finish`."""
+
+    def __init__(self, state: Cluster, policy: Policy, now_s: float) -> None:
+        self.policy = policy
+        self.now_s = now_s
+        self.state = state
+        self.nodes: dict[str, Node] = dict(state.nodes)
+        self.jobs: dict[str, Job] = dict(state.jobs)
+        self.requests: dict[str, Request] = dict(state.requests)
+        self.breaker: Breaker = state.breaker
+        self.refusal = ""
+        self._log_seq = state.log_seq
+        self._values: dict[str, Any] = {}
+        self._effects: list[Effect] = []
+        self._audit: list[Audit] = []
+        self._commanded: dict[str, None] = {}
+
+    def set(self, **values: Any) -> None:
+        """Set plain fields of the cluster."""
+        self._values.update(values)
+
+    def cluster(self, name: str) -> Any:
+        """A plain field of the cluster as it stands now."""
+        return self._values.get(name, getattr(self.state, name))
+
+    def node(self, name: str, **changes: Any) -> Node:
+        """Change a node."""
+        node = replace(self.nodes[name], **changes)
+        self.nodes[name] = node
+        return node
+
+    def job(self, name: str, **changes: Any) -> Job:
+        """Change a job; a change of phase restarts its timer."""
+        old = self.jobs[name]
+        if changes.get("phase", old.phase) != old.phase:
+            changes.setdefault("timer_s", self.now_s)
+            changes["updated_at_s"] = self.now_s
+        job = replace(old, **changes)
+        self.jobs[name] = job
+        return job
+
+    def holder_of(self, node: str) -> Job | None:
+        """The job whose attempt runs on the node, as it stands now."""
+        return next((job for job in self.jobs.values() if job.active and job.slot_of(node) is not None), None)
+
+    def holders(self) -> dict[str, Job]:
+        """Every node whose attempt is under way, with its job."""
+        return {slot.node: job for job in self.jobs.values() if job.active for slot in job.slots}
+
+    def command(self, node: str) -> None:
+        """Want the node's desired state sent, whether or not it changes."""
+        self._commanded[node] = None
+
+    def ask(self, effect: Effect) -> None:
+        """Want an effect once the decision is committed."""
+        self._effects.append(effect)
+
+    def log(
+        self,
+        reason: Reason,
+        message: str,
+        *,
+        subject: str,
+        job: str = "",
+        actor: str = DRIVER,
+        policy: str = "",
+        mode: str = "ENFORCE",
+        attempt: int = 0,
+        evidence: tuple[Evidence, ...] = (),
+        outcome: str = "",
+    ) -> None:
+        """Write a line of the audit log, in the job's log or, without a job, in the cluster's."""
+        if job:
+            seq = self.jobs[job].log_seq + 1
+            self.job(job, log_seq=seq)
+        else:
+            self._log_seq += 1
+            seq = self._log_seq
+        self._audit.append(
+            Audit(job, seq, self.now_s, actor, subject, reason, message, policy, mode, attempt, evidence, outcome)
+        )
+
+    def finish(self) -> tuple[Cluster, Outcome]:
+        """The new state, every node's desired state brought up to date, and what follows from it."""
+        self._refresh_desired()
+        state = replace(
+            self.state,
+            nodes=self.nodes,
+            jobs=self.jobs,
+            requests=self.requests,
+            breaker=self.breaker,
+            log_seq=self._log_seq,
+            **self._values,
+        )
+        return state, Outcome(tuple(self._effects), tuple(self._commanded), tuple(self._audit), self.refusal)
+
+    def _refresh_desired(self) -> None:
+        touched: dict[str, None] = {}
+        for name, job in self.jobs.items():
+            old = self.state.jobs.get(name)
+            if old is None or _role(old) != _role(job):
+                touched.update((slot.node, None) for held in (old, job) if held is not None for slot in held.slots)
+        for name, node in self.nodes.items():
+            before = self.state.nodes.get(name)
+            if before is not node and (before is None or before.identity is not node.identity):
+                touched[name] = None
+        if not touched:
+            return
+        holders = self.holders()
+        for name in touched:
+            if name in self.nodes:
+                wanted = desired_of(self.nodes[name], holders.get(name))
+                if wanted != self.nodes[name].desired:
+                    self.node(name, desired=wanted, desired_version=self.nodes[name].desired_version + 1)
+                    self.command(name)
+
+
+def _role(job: Job) -> tuple[object, ...]:
+    """Whatever of a job decides its nodes' desired state."""
+    return (job.phase, job.attempt, job.slots, job.store_endpoint, job.restore, job.committer_endpoint)

@@ -1,0 +1,286 @@
+"""The life of a job: one step of its machine whenever something about it or its nodes has changed.
+
+QUEUED -> PREPARING -> STARTING -> RUNNING -> SUCCEEDED, and from any of them over STOPPING back to QUEUED (a new
+attempt) or to FAILED or CANCELLED. Attempts never overlap: the next is placed when the last one's nodes have said that
+they stand idle, or are dead, or have been given up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megascale_driver.analysis.progress import add_step_time
+from megascale_driver.core import hang, recovery
+from megascale_driver.core.draft import Draft
+from megascale_driver.core.events import (
+    AttemptOpened,
+    CancelRequested,
+    Evidence,
+    JobSubmitted,
+    OpenAttempt,
+    OpenFailed,
+    Reason,
+)
+from megascale_driver.core.restore import sealed_everywhere
+from megascale_driver.core.state import (
+    AttemptPhase,
+    Fault,
+    FaultKind,
+    Job,
+    JobPhase,
+    Liveness,
+    Node,
+    Restore,
+    Slot,
+)
+
+MAX_REFUSALS = 8  # damaged checkpoints named in the audit log at the opening of one attempt
+STARTED = frozenset({AttemptPhase.RUNNING, AttemptPhase.FINISHED})
+
+
+def submit(draft: Draft, event: JobSubmitted) -> None:
+    """A new job waits for nodes."""
+    name = event.config.name
+    if name in draft.jobs:
+        draft.refusal = "JOB_EXISTS"
+        return
+    draft.jobs[name] = Job(
+        name, event.config, created_at_s=draft.now_s, updated_at_s=draft.now_s, timer_s=draft.now_s,
+        reason="waits for nodes",
+    )  # fmt: skip
+    draft.log("SUBMITTED", f"submitted by {event.actor}", subject=f"jobs/{name}", job=name, actor=event.actor)
+
+
+def cancel(draft: Draft, event: CancelRequested) -> None:
+    """Stop the job's workers at once; a job that has ended stays as it is."""
+    job = draft.jobs.get(event.job)
+    if job is None or job.terminal:
+        draft.refusal = "JOB_NOT_FOUND" if job is None else "JOB_ENDED"
+        return
+    draft.log(
+        "CANCEL_REQUESTED", f"{event.actor} wants it cancelled: {event.reason}",
+        subject=f"jobs/{job.name}", job=job.name, actor=event.actor, attempt=job.attempt,
+    )  # fmt: skip
+    why = f"cancelled by {event.actor}: {event.reason}"
+    if job.active:
+        _stop(draft, draft.jobs[job.name], JobPhase.CANCELLED, why)
+    else:
+        _end(draft, draft.jobs[job.name], JobPhase.CANCELLED, why)
+
+
+def advance(draft: Draft, name: str, reporter: str = "") -> None:
+    """Move the job on as far as its nodes' reports and the clock allow; ``reporter``: only that node has news."""
+    job = draft.jobs[name]
+    if not job.active:
+        return
+    job = recovery.observe(draft, job, reporter)
+    if job.phase is JobPhase.STOPPING:
+        _advance_stopping(draft, job)
+        return
+    if not job.faults:
+        job = hang.check(draft, _check_deadline(draft, job))
+    if job.faults:
+        _stop(draft, job, JobPhase.QUEUED, _why(job))
+    elif job.phase is JobPhase.PREPARING:
+        _advance_preparing(draft, job)
+    elif job.phase is JobPhase.STARTING:
+        _advance_starting(draft, job)
+    if draft.jobs[name].phase is JobPhase.RUNNING:
+        _advance_running(draft, draft.jobs[name])
+
+
+def opened(draft: Draft, event: AttemptOpened) -> None:
+    """The committer has fenced earlier attempts and said what is restored: start."""
+    job = draft.jobs.get(event.job)
+    if job is None or job.attempt != event.attempt or job.phase is not JobPhase.PREPARING:
+        return
+    for item in event.refused[:MAX_REFUSALS]:
+        draft.log(
+            "CHECKPOINT_REFUSED", f"a newer checkpoint is passed over: {item[:300]}",
+            subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt, policy="commit-log",
+            outcome="an older state is used",
+        )  # fmt: skip
+    what = f"restores step {event.restore.step} from {event.restore.source.lower()}"
+    draft.log(
+        "ATTEMPT_OPENED",
+        f"attempt {job.attempt} {what if event.restore.source != 'NONE' else 'starts from step 0'}",
+        subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt, policy="newest-complete",
+        evidence=tuple(Evidence("refused", "commit-log", item[:300]) for item in event.refused[:MAX_REFUSALS]),
+    )  # fmt: skip
+    _start(draft, draft.jobs[job.name], event.restore, event.committer_endpoint)
+
+
+def open_failed(draft: Draft, event: OpenFailed) -> None:
+    """The committer did not open the attempt: ask again a few times, then give the attempt up."""
+    job = draft.jobs.get(event.job)
+    if job is None or job.attempt != event.attempt or job.phase is not JobPhase.PREPARING:
+        return
+    failures = job.open_failures + 1
+    later_s = draft.now_s + draft.policy.open_retry_s
+    job = draft.job(job.name, open_failures=failures, open_asked=False, open_not_before_s=later_s)
+    if failures >= draft.policy.open_attempts:
+        message = f"node {job.slots[0].node} could not open attempt {job.attempt}: {event.error}"
+        fault = Fault(FaultKind.OPEN_FAILED, job.slots[0].node, draft.now_s, message)
+        draft.job(job.name, faults=(*job.faults, fault))
+
+
+def steps_seen(draft: Draft, name: str, attempt: int, step: int) -> None:
+    """Newest step record of the attempt under way."""
+    job = draft.jobs.get(name)
+    if job is None or attempt != job.attempt or step <= job.step:
+        return
+    interval_s = (draft.now_s - job.last_step_at_s) / (step - job.step) if job.last_step_at_s else 0.0
+    draft.job(
+        name, step=step, best_step=max(step, job.best_step), last_step_at_s=draft.now_s, step_interval_s=interval_s,
+        step_times=add_step_time(job.step_times, interval_s),
+    )  # fmt: skip
+
+
+def _advance_preparing(draft: Draft, job: Job) -> None:
+    if any(_report_phase(draft.nodes.get(slot.node), job) is not AttemptPhase.PREPARED for slot in job.slots):
+        return
+    first = draft.nodes[job.slots[0].node]
+    if not job.config.checkpoint.uri:
+        _start(draft, job, Restore(), "")
+    elif not job.open_asked and draft.now_s >= job.open_not_before_s:
+        step, attempt = sealed_everywhere(job, draft.nodes)
+        draft.job(job.name, open_asked=True, open_since_s=job.open_since_s or draft.now_s)
+        draft.ask(
+            OpenAttempt(
+                job=job.name,
+                attempt=job.attempt,
+                node=first.name,
+                endpoint=first.identity.checkpoint_endpoint,
+                uri=job.config.checkpoint.uri,
+                world_size=job.config.layout.world_size,
+                sealed_step=step,
+                sealed_by_attempt=attempt,
+                refused_steps=job.refused_steps,
+                load_uri=job.config.checkpoint.load_uri,
+            )
+        )
+
+
+def _start(draft: Draft, job: Job, restore: Restore, committer_endpoint: str) -> None:
+    first = draft.nodes[job.slots[0].node]
+    store = first.report.store_endpoint if first.report is not None else ""
+    draft.job(
+        job.name,
+        phase=JobPhase.STARTING,
+        reason=f"attempt {job.attempt}: workers start on {len(job.slots)} nodes",
+        restore=restore,
+        store_endpoint=store,
+        committer_endpoint=committer_endpoint,
+    )
+
+
+def _advance_starting(draft: Draft, job: Job) -> None:
+    if all(_report_phase(draft.nodes.get(slot.node), job) in STARTED for slot in job.slots):
+        draft.job(job.name, phase=JobPhase.RUNNING, reason=f"attempt {job.attempt} runs on {len(job.slots)} nodes")
+        draft.log(
+            "ATTEMPT_STARTED", f"all {job.config.layout.world_size} workers of attempt {job.attempt} run",
+            subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt,
+        )  # fmt: skip
+
+
+def _advance_running(draft: Draft, job: Job) -> None:
+    if all(_report_phase(draft.nodes.get(slot.node), job) is AttemptPhase.FINISHED for slot in job.slots):
+        _end(draft, job, JobPhase.SUCCEEDED, f"all {job.config.training.steps} steps are done")
+
+
+def _check_deadline(draft: Draft, job: Job) -> Job:
+    limits = {JobPhase.PREPARING: draft.policy.prepare_timeout_s, JobPhase.STARTING: draft.policy.start_timeout_s}
+    limit_s, since_s = limits.get(job.phase), job.timer_s
+    if job.phase is JobPhase.PREPARING and job.open_since_s:
+        limit_s, since_s = draft.policy.open_timeout_s, job.open_since_s
+    if limit_s is None or draft.now_s - since_s < limit_s:
+        return job
+    wanted = {AttemptPhase.PREPARED} if job.phase is JobPhase.PREPARING else STARTED
+    late = [slot.node for slot in job.slots if _report_phase(draft.nodes.get(slot.node), job) not in wanted]
+    # Several late nodes have a common cause, which is none of them.
+    blamed = late[0] if len(late) == 1 else ""
+    message = f"{job.phase.lower()} took longer than {limit_s:g} s; not ready: {', '.join(late) or 'the committer'}"
+    fault = Fault(FaultKind.DEADLINE, blamed, draft.now_s, message, hard=False)
+    return draft.job(job.name, faults=(*job.faults, fault))
+
+
+def _stop(draft: Draft, job: Job, after: JobPhase, why: str) -> None:
+    if job.phase is JobPhase.STOPPING:
+        draft.job(job.name, after_stop=after, stop_reason=why)
+    else:
+        draft.job(
+            job.name, phase=JobPhase.STOPPING, after_stop=after, stop_reason=why,
+            reason=f"attempt {job.attempt} is being stopped: {why}",
+        )  # fmt: skip
+
+
+def _why(job: Job) -> str:
+    """The cause of a stop in one sentence, as far as it is known."""
+    cause = recovery.culprit(job.faults)
+    if cause is None:
+        return job.stop_reason
+    if cause.kind is FaultKind.WORKER_SYMPTOM:
+        return f"node {cause.node} lost contact with a peer ({cause.message})"
+    return cause.message
+
+
+def _advance_stopping(draft: Draft, job: Job) -> None:
+    """Go on when every node of the attempt stands idle or is gone; give up on those that do not answer in time."""
+    waiting = [slot for slot in job.slots if not _stopped(draft.nodes.get(slot.node), slot)]
+    overdue = draft.now_s - job.timer_s >= draft.policy.stop_timeout_s
+    if waiting and not overdue:
+        return
+    if job.after_stop is JobPhase.QUEUED:
+        # What began the stop may have been a peer's symptom; the culprit may have been seen since.
+        job = draft.job(job.name, stop_reason=_why(job))
+    for slot in waiting:
+        if slot.node not in job.evicted:
+            job = draft.job(job.name, evicted=(*job.evicted, slot.node))
+            draft.log(
+                "NODE_EVICTED",
+                f"node {slot.node} did not confirm within {draft.policy.stop_timeout_s:g} s that it has stopped",
+                subject=f"nodes/{slot.node}", job=job.name, attempt=job.attempt, policy="stop-deadline",
+                outcome="it gets no work until it reports idle",
+            )  # fmt: skip
+    draft.log(
+        "ATTEMPT_STOPPED", f"attempt {job.attempt} has stopped: {job.stop_reason}",
+        subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt,
+    )  # fmt: skip
+    job = draft.jobs[job.name]
+    if job.after_stop is JobPhase.QUEUED:
+        job = recovery.settle(draft, job)
+    if job.after_stop is JobPhase.QUEUED:
+        draft.job(job.name, phase=JobPhase.QUEUED, reason=f"waits for nodes after: {job.stop_reason}")
+    else:
+        _end(draft, job, job.after_stop, job.stop_reason)
+
+
+def _stopped(node: Node | None, slot: Slot) -> bool:
+    if node is None or node.liveness is Liveness.DEAD or node.identity.incarnation != slot.incarnation:
+        return True
+    report = node.report
+    idle = report is not None and report.phase is AttemptPhase.IDLE
+    return idle and report is not None and report.desired_version >= node.desired_version
+
+
+def _end(draft: Draft, job: Job, phase: JobPhase, why: str) -> None:
+    reasons: dict[JobPhase, Reason] = {
+        JobPhase.SUCCEEDED: "JOB_SUCCEEDED",
+        JobPhase.FAILED: "JOB_FAILED",
+        JobPhase.CANCELLED: "JOB_CANCELLED",
+    }
+    draft.job(job.name, phase=phase, reason=why, spares=())
+    draft.log(reasons[phase], why, subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt)
+
+
+def _report_phase(node: Node | None, job: Job) -> AttemptPhase | None:
+    """Where the node stands in this attempt; None when it speaks of another, or not at all."""
+    if node is None or node.report is None or (node.report.job, node.report.attempt) != (job.name, job.attempt):
+        return None
+    return node.report.phase
+
+
+def restart_timers(draft: Draft) -> None:
+    """A new leader gives every phase its full time and asks again what its predecessor may have asked."""
+    for name, job in list(draft.jobs.items()):
+        draft.jobs[name] = replace(job, timer_s=draft.now_s, open_asked=False, open_since_s=0.0)

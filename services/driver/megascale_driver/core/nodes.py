@@ -1,0 +1,187 @@
+"""What nodes say and what people say of nodes: hello, heartbeat, cordon, eviction and the way back."""
+
+from __future__ import annotations
+
+from megascale_driver.core import breaker
+from megascale_driver.core.draft import Draft
+from megascale_driver.core.events import CordonRequested, EvictRequested, NodeHello, NodeReport, UncordonRequested
+from megascale_driver.core.state import Disposition, Job, Liveness, Node, Progress, Report
+
+SELF_CHECK = "self-check"  # the policy by which a failed self-check quarantines
+
+
+def hello(draft: Draft, event: NodeHello) -> None:
+    """A node opened its link: it is alive. A new incarnation has lost everything that the old one ran."""
+    known = draft.nodes.get(event.node)
+    if known is None:
+        draft.nodes[event.node] = Node(event.node)
+    fresh = known is None or known.identity.incarnation != event.identity.incarnation
+    if known is not None and fresh and known.disposition_policy == SELF_CHECK:
+        _give_another_chance(draft, known)
+    draft.node(
+        event.node,
+        identity=event.identity,
+        liveness=Liveness.ALIVE,
+        connected=True,
+        last_seen_s=draft.now_s,
+        reset_at_s=0.0,
+        probe_failed_at_s=0.0,
+    )
+    draft.command(event.node)
+    if fresh:
+        draft.node(event.node, report=None, checks=())
+        draft.log(
+            "NODE_JOINED",
+            f"node {event.node} has joined with {len(event.identity.devices)} devices",
+            subject=f"nodes/{event.node}",
+        )
+
+
+def _give_another_chance(draft: Draft, node: Node) -> None:
+    """What failed a self-check may have been mended with the restart; the next PREPARE checks the node again."""
+    draft.node(node.name, disposition=Disposition.SCHEDULABLE, disposition_reason="", disposition_policy="")
+    _welcome_back(draft, node.name)
+    draft.log(
+        "NODE_UNCORDONED", f"node {node.name} was started anew and may get work again",
+        subject=f"nodes/{node.name}", policy=SELF_CHECK,
+        outcome=f"it was quarantined: {node.disposition_reason}",
+    )  # fmt: skip
+
+
+def _welcome_back(draft: Draft, name: str) -> None:
+    """Jobs that left the node when it was quarantined may return to it."""
+    for job in list(draft.jobs.values()):
+        if not job.terminal and name in job.evicted:
+            draft.job(job.name, evicted=tuple(other for other in job.evicted if other != name))
+
+
+def report(draft: Draft, event: NodeReport) -> Job | None:
+    """Take in a heartbeat; the job that it may move on, or None when it says nothing new."""
+    node = draft.nodes.get(event.node)
+    if node is None or node.identity.incarnation != event.incarnation or not node.connected:
+        return None
+    draft.node(
+        node.name,
+        report=event.report,
+        beat_at_s=event.now_s,
+        checks=event.report.checks or node.checks,
+        liveness=Liveness.ALIVE,
+        last_seen_s=max(node.last_seen_s, event.now_s),
+        probe_failed_at_s=0.0,
+    )
+    for progress in event.report.progress:
+        _committed(draft, node.name, progress)
+    before = node.report
+    if before is not None and node.liveness is Liveness.ALIVE and _news(before) == _news(event.report):
+        return None
+    return draft.holder_of(node.name)
+
+
+def _news(report: Report) -> tuple[object, ...]:
+    """What of a report can move a job or free a node: all but the checkpoints."""
+    return (
+        report.desired_version,
+        report.job,
+        report.attempt,
+        report.phase,
+        report.failure,
+        report.workers,
+        report.checks,
+        report.store_endpoint,
+    )
+
+
+def _committed(draft: Draft, node: str, progress: Progress) -> None:
+    job = draft.jobs.get(progress.job)
+    if job is None or not progress.committed_step:
+        return
+    if progress.committed_by_attempt > job.attempt:
+        return  # no such attempt was ever issued: a lying or foreign daemon
+    if progress.committed_by_attempt == job.attempt and progress.committed_step in job.refused_steps:
+        # The number stands for another state now: what was refused had been written by an earlier attempt.
+        rest = tuple(step for step in job.refused_steps if step != progress.committed_step)
+        job = draft.job(job.name, refused_steps=rest)
+    if (progress.committed_step, progress.committed_by_attempt) <= (job.committed_step, job.committed_by_attempt):
+        return
+    draft.job(
+        job.name,
+        committed_step=progress.committed_step,
+        committed_by_attempt=progress.committed_by_attempt,
+        manifest_uri=progress.manifest_uri,
+    )
+    draft.log(
+        "CHECKPOINT_COMMITTED",
+        f"the checkpoint of step {progress.committed_step} is complete",
+        subject=f"jobs/{job.name}",
+        job=job.name,
+        actor=f"nodes/{node}",
+        attempt=progress.committed_by_attempt,
+    )
+
+
+def set_disposition(draft: Draft, event: EvictRequested | CordonRequested | UncordonRequested) -> None:
+    """Do with a node as somebody wants; what is so already stays as it is."""
+    node = draft.nodes.get(event.node)
+    if node is None:
+        draft.refusal = "NODE_NOT_FOUND"
+    elif isinstance(event, EvictRequested):
+        quarantine(draft, node.name, event.reason, actor=event.actor, policy="manual")
+    elif isinstance(event, CordonRequested):
+        _cordon(draft, node, event)
+    else:
+        _uncordon(draft, node, event)
+
+
+def _cordon(draft: Draft, node: Node, event: CordonRequested) -> None:
+    """No new work; what runs there goes on. A spare is one no longer: the scheduler names another."""
+    if node.disposition is Disposition.QUARANTINED:
+        draft.refusal = "NODE_QUARANTINED"
+        return
+    if node.disposition is Disposition.CORDONED:
+        return
+    job = draft.holder_of(node.name)
+    draft.node(
+        node.name, disposition=Disposition.CORDONED, disposition_reason=event.reason, disposition_policy="manual"
+    )
+    draft.log(
+        "NODE_CORDONED", f"node {node.name} gets no new work: {event.reason}", subject=f"nodes/{node.name}",
+        job=job.name if job else "", attempt=job.attempt if job else 0, actor=event.actor, policy="manual",
+        outcome=f"attempt {job.attempt} of job {job.name} goes on there" if job else "it runs nothing",
+    )  # fmt: skip
+
+
+def _uncordon(draft: Draft, node: Node, event: UncordonRequested) -> None:
+    """Work may come again. Whoever puts a quarantined node back vouches for it: jobs that left it may return."""
+    if node.disposition is Disposition.SCHEDULABLE:
+        return
+    before = node.disposition
+    draft.node(node.name, disposition=Disposition.SCHEDULABLE, disposition_reason="", disposition_policy="")
+    if before is Disposition.QUARANTINED:
+        _welcome_back(draft, node.name)
+    holder = draft.holder_of(node.name)
+    draft.log(
+        "NODE_UNCORDONED", f"node {node.name} may get work again: {event.reason}", subject=f"nodes/{node.name}",
+        job=holder.name if holder else "", attempt=holder.attempt if holder else 0, actor=event.actor,
+        policy="manual", outcome=f"it was {before.lower()}: {node.disposition_reason}",
+    )  # fmt: skip
+
+
+def quarantine(draft: Draft, name: str, reason: str, *, actor: str = "driver", policy: str) -> None:
+    """Give the node no more work. Counts as an eviction by hard fact."""
+    if draft.nodes[name].disposition is Disposition.QUARANTINED:
+        return
+    job = draft.holder_of(name)
+    draft.node(name, disposition=Disposition.QUARANTINED, disposition_reason=reason, disposition_policy=policy)
+    breaker.count(draft, name)
+    if job is not None and name not in job.evicted:
+        draft.job(job.name, evicted=(*job.evicted, name))
+    draft.log(
+        "NODE_EVICTED",
+        f"node {name} is quarantined: {reason}",
+        subject=f"nodes/{name}",
+        job=job.name if job else "",
+        attempt=job.attempt if job else 0,
+        actor=actor,
+        policy=policy,
+        outcome=f"job {job.name} leaves it" if job else "it ran nothing",
+    )

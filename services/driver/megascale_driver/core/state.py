@@ -1,0 +1,366 @@
+"""The driver's whole memory as frozen values: nodes, jobs, breaker, requests.
+
+Times are Unix seconds as events carried them in. Fields marked volatile are rebuilt from hellos and heartbeats after a
+change of leader; all others are committed to etcd before anything that follows from them leaves the driver.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from megascale_common.job_config import JobConfig
+from megascale_driver.analysis.progress import RankStatus
+
+VOLATILE: Mapping[str, bool] = {"volatile": True}
+
+
+class Disposition(enum.StrEnum):
+    """Whether a node may be given work."""
+
+    SCHEDULABLE = "SCHEDULABLE"
+    CORDONED = "CORDONED"
+    DRAINING = "DRAINING"
+    QUARANTINED = "QUARANTINED"
+
+
+class Liveness(enum.StrEnum):
+    """Whether a node is there."""
+
+    UNKNOWN = "UNKNOWN"
+    ALIVE = "ALIVE"
+    SUSPECT = "SUSPECT"
+    DEAD = "DEAD"
+
+
+class JobPhase(enum.StrEnum):
+    """Phase of a job."""
+
+    QUEUED = "QUEUED"
+    PREPARING = "PREPARING"
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    STOPPING = "STOPPING"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+
+
+ACTIVE_PHASES = frozenset({JobPhase.PREPARING, JobPhase.STARTING, JobPhase.RUNNING, JobPhase.STOPPING})
+TERMINAL_PHASES = frozenset({JobPhase.SUCCEEDED, JobPhase.FAILED, JobPhase.CANCELLED})
+
+
+class AttemptPhase(enum.StrEnum):
+    """Where a node says it stands in an attempt."""
+
+    IDLE = "IDLE"
+    PREPARING = "PREPARING"
+    PREPARED = "PREPARED"
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    FAILED = "FAILED"
+    FINISHED = "FINISHED"
+
+
+class DesiredPhase(enum.StrEnum):
+    """What a node is to do."""
+
+    IDLE = "IDLE"
+    PREPARE = "PREPARE"
+    START = "START"
+
+
+class FaultKind(enum.StrEnum):
+    """What broke an attempt. WORKER_SYMPTOM is a peer's error that only shows that another rank is gone.
+
+    JOB_TOO_BIG is a fact about the job on a node that is sound; DEADLINE names a node only if one alone was late.
+    """
+
+    NODE_DEAD = "NODE_DEAD"
+    NODE_RESTARTED = "NODE_RESTARTED"
+    NODE_EVICTED = "NODE_EVICTED"
+    CHECK_FAILED = "CHECK_FAILED"
+    JOB_TOO_BIG = "JOB_TOO_BIG"
+    WORKER_EXITED = "WORKER_EXITED"
+    WORKER_SYMPTOM = "WORKER_SYMPTOM"
+    CHECKPOINT_CORRUPT = "CHECKPOINT_CORRUPT"
+    DEADLINE = "DEADLINE"
+    HANG = "HANG"
+    OPEN_FAILED = "OPEN_FAILED"
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device of a node. ``kind`` is cpu or cuda."""
+
+    index: int
+    kind: str
+    uuid: str = ""
+    model: str = ""
+    memory_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Result of one self-check. ``verdict`` is PASS, DEGRADED, FAIL or SKIPPED."""
+
+    name: str
+    verdict: str
+    target: str = ""
+    detail: str = ""
+    elapsed_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """One rank's process as its node reports it. ``exited`` is true once it has ended."""
+
+    rank: int
+    exited: bool = False
+    exit_status: int = 0
+    error: str = ""
+    error_kind: str = ""
+    exited_at_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """A whole snapshot of one rank in its node's staging memory."""
+
+    rank: int
+    attempt: int
+    step: int
+    layout_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Checkpoints of one job as a node's daemon sees them."""
+
+    job: str
+    sealed: tuple[Sealed, ...] = ()
+    committed_step: int = 0
+    committed_by_attempt: int = 0
+    manifest_uri: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a heartbeat says. ``desired_version`` is 0 when the node has not yet seen this leader's epoch."""
+
+    desired_version: int = 0
+    job: str = ""
+    attempt: int = 0
+    phase: AttemptPhase = AttemptPhase.IDLE
+    failure: str = ""
+    workers: tuple[WorkerReport, ...] = ()
+    statuses: tuple[RankStatus, ...] = ()
+    checks: tuple[Check, ...] = ()
+    store_endpoint: str = ""
+    progress: tuple[Progress, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who a node is, from its hello. ``incarnation`` is new for every start of its agent."""
+
+    incarnation: str = ""
+    boot_id: str = ""
+    hostname: str = ""
+    build: str = ""
+    devices: tuple[Device, ...] = ()
+    topology: Mapping[str, str] = field(default_factory=dict)
+    executor_endpoint: str = ""
+    checkpoint_endpoint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """What all ranks of an attempt restore. ``source`` is NONE, MEMORY or STORAGE."""
+
+    source: str = "NONE"
+    step: int = 0
+    written_by_attempt: int = 0
+    manifest_uri: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A node's part in an attempt: ``ranks[i]`` runs on device ``devices[i]`` of this incarnation of the node."""
+
+    node: str
+    ranks: tuple[int, ...]
+    devices: tuple[int, ...]
+    incarnation: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Desired:
+    """What a node is to do; the assignment's fields are empty when it is IDLE."""
+
+    phase: DesiredPhase = DesiredPhase.IDLE
+    job: str = ""
+    attempt: int = 0
+    store_endpoint: str = ""
+    restore: Restore | None = None
+    committer_endpoint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node on its three axes; which job holds it is read off the jobs."""
+
+    name: str
+    identity: Identity = field(default_factory=Identity)
+    disposition: Disposition = Disposition.SCHEDULABLE
+    disposition_reason: str = ""
+    # Which rule set the disposition; a quarantine by self-check ends with the incarnation that failed it.
+    disposition_policy: str = ""
+    liveness: Liveness = field(default=Liveness.UNKNOWN, metadata=VOLATILE)
+    connected: bool = field(default=False, metadata=VOLATILE)
+    last_seen_s: float = field(default=0.0, metadata=VOLATILE)
+    # When the open stream broke; 0 while it stands or was never seen in this term.
+    reset_at_s: float = field(default=0.0, metadata=VOLATILE)
+    probed_at_s: float = field(default=0.0, metadata=VOLATILE)
+    # Last probe that failed since the node was last heard of.
+    probe_failed_at_s: float = field(default=0.0, metadata=VOLATILE)
+    report: Report | None = field(default=None, metadata=VOLATILE)
+    # When that report came.
+    beat_at_s: float = field(default=0.0, metadata=VOLATILE)
+    # Self-checks of the newest PREPARE; later heartbeats need not repeat them.
+    checks: tuple[Check, ...] = field(default=(), metadata=VOLATILE)
+    desired: Desired = field(default_factory=Desired, metadata=VOLATILE)
+    desired_version: int = field(default=1, metadata=VOLATILE)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something that broke the attempt under way. ``hard`` facts need no inference."""
+
+    kind: FaultKind
+    node: str
+    at_s: float
+    message: str
+    rank: int = -1
+    hard: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptRecord:
+    """Where an attempt ran; kept so that its logs can be found later."""
+
+    number: int
+    slots: tuple[Slot, ...]
+    opened_at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job and the attempt under way. ``after_stop`` is the phase that STOPPING leads to."""
+
+    name: str
+    config: JobConfig = field(metadata={"separate": True})
+    spec_revision: int = 1
+    phase: JobPhase = JobPhase.QUEUED
+    reason: str = ""
+    created_at_s: float = 0.0
+    updated_at_s: float = 0.0
+    log_seq: int = 0
+    attempt: int = 0
+    slots: tuple[Slot, ...] = ()
+    spares: tuple[str, ...] = ()
+    evicted: tuple[str, ...] = ()
+    attempts: tuple[AttemptRecord, ...] = field(default=(), metadata={"separate": True})
+    store_endpoint: str = ""
+    committer_endpoint: str = ""
+    restore: Restore | None = None
+    refused_steps: tuple[int, ...] = ()
+    faults: tuple[Fault, ...] = ()
+    after_stop: JobPhase = JobPhase.QUEUED
+    stop_reason: str = ""
+    restarts: int = 0
+    restarts_without_progress: int = 0
+    node_failures: Mapping[str, int] = field(default_factory=dict)
+    # Highest step known when the last restart was counted.
+    progress_mark: int = 0
+    committed_step: int = 0
+    committed_by_attempt: int = 0
+    manifest_uri: str = ""
+    step: int = field(default=0, metadata=VOLATILE)
+    best_step: int = field(default=0, metadata=VOLATILE)
+    last_step_at_s: float = field(default=0.0, metadata=VOLATILE)
+    # Time per step between the two newest sightings; 0 before there are two.
+    step_interval_s: float = field(default=0.0, metadata=VOLATILE)
+    # The newest of those, over all attempts.
+    step_times: tuple[float, ...] = field(default=(), metadata=VOLATILE)
+    # Start of the clock of the present phase; a new leader starts it again.
+    timer_s: float = field(default=0.0, metadata=VOLATILE)
+    open_asked: bool = field(default=False, metadata=VOLATILE)
+    open_failures: int = field(default=0, metadata=VOLATILE)
+    open_not_before_s: float = field(default=0.0, metadata=VOLATILE)
+    # When all nodes had prepared and the committer was first asked; 0 before.
+    open_since_s: float = field(default=0.0, metadata=VOLATILE)
+
+    @property
+    def active(self) -> bool:
+        """Whether an attempt is under way."""
+        return self.phase in ACTIVE_PHASES
+
+    @property
+    def terminal(self) -> bool:
+        """Whether the job has ended."""
+        return self.phase in TERMINAL_PHASES
+
+    def slot_of(self, node: str) -> Slot | None:
+        """The node's part in the attempt, if any."""
+        return next((slot for slot in self.slots if slot.node == node), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Breaker:
+    """Evictions of the last window and whether inferred ones are only observed now (0: they are enforced)."""
+
+    evictions: tuple[tuple[float, str], ...] = ()
+    tripped_at_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A mutating call that was carried out; the same id gives the same answer."""
+
+    kind: str
+    subject: str
+    digest: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Everything that the driver knows. ``silence_hold_until_s``: no verdict from silence before."""
+
+    nodes: Mapping[str, Node] = field(default_factory=dict)
+    jobs: Mapping[str, Job] = field(default_factory=dict)
+    requests: Mapping[str, Request] = field(default_factory=dict)
+    breaker: Breaker = field(default_factory=Breaker)
+    log_seq: int = 0
+    leader_since_s: float = 0.0
+    grace_until_s: float = 0.0
+    silence_hold_until_s: float = 0.0
+
+    def holder_of(self, node: str) -> Job | None:
+        """The job whose attempt runs on the node, if any."""
+        return next((job for job in self.jobs.values() if job.active and job.slot_of(node) is not None), None)
+
+
+def persistent_fields(kind: type[Any]) -> tuple[str, ...]:
+    """Names of the fields that are committed with the value itself."""
+    return tuple(f.name for f in fields(kind) if not f.metadata)
+
+
+def differs(old: Any, new: Any) -> bool:
+    """Whether a committed field of ``new`` differs from ``old`` (of the same type, or None)."""
+    if old is new:
+        return False
+    return old is None or any(getattr(old, name) != getattr(new, name) for name in persistent_fields(type(new)))

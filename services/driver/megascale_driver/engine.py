@@ -1,0 +1,314 @@
+"""The one task that owns the state: events in, ``core.step``, commit, then commands and effects out.
+
+Nothing leaves before the decision behind it is committed to etcd. While a commit waits for etcd, events queue up with
+the times at which they happened; when the leadership cannot be held, the uncommitted decisions are dropped, and the
+next term derives them anew from what the nodes report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from megascale.v1 import types_pb2
+from megascale_common import logs
+from megascale_common.clock import Clock
+from megascale_common.etcd.election import Leadership
+from megascale_driver import probes, wire
+from megascale_driver.audit_log import AuditLog, canonical
+from megascale_driver.core import machine
+from megascale_driver.core.events import (
+    Audit,
+    Effect,
+    Event,
+    LeaderStarted,
+    NodeHello,
+    NodeReport,
+    OpenAttempt,
+    OpenFailed,
+    Outcome,
+    Probe,
+    ProbeResult,
+    Tick,
+)
+from megascale_driver.core.policy import Policy
+from megascale_driver.core.state import Cluster
+from megascale_driver.daemons import Daemons
+from megascale_driver.links import Links
+from megascale_driver.store import Loaded, NotLeader, Store
+from megascale_driver.watch import Feeds
+
+TICK_INTERVAL_S = 0.25
+CALL_TIMEOUT_S = 4.0  # for a request, within which etcd has to confirm it
+LOOP_BLOCKED_S = 1.0  # the loop itself stood still for longer: silence of others is no evidence
+BATCH_EVENTS = 256  # taken in by one commit
+QUEUE_EVENTS = 100_000  # beyond, reports are dropped: newer ones replace them
+
+_log = logs.get(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One leadership of this process."""
+
+    leadership: Leadership
+    store: Store
+    epoch: types_pb2.Epoch
+    since_s: float
+
+
+class Observer(Protocol):
+    """Somebody who keeps count."""
+
+    def step(self, job: str, record: types_pb2.StepRecord) -> None:
+        """A step was completed."""
+
+    def committed(self, old: Cluster, new: Cluster, audit: tuple[Audit, ...]) -> None:
+        """A decision was committed."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    event: Event
+    answer: asyncio.Future[Outcome] | None = field(default=None)
+
+
+class Engine:
+    """Runs terms one after another over the same links and feeds."""
+
+    def __init__(self, policy: Policy, clock: Clock, token: str, address: str) -> None:
+        self.policy = policy
+        self.clock = clock
+        self.address = address
+        self.state = Cluster()
+        self.term: Term | None = None
+        # Whether the state was ever read from etcd: it may be shown then, also while nobody leads.
+        self.loaded = False
+        self.audit = AuditLog()
+        self.feeds = Feeds()
+        self.daemons = Daemons(token, clock)
+        self.links = Links()
+        self.observers: list[Observer] = []
+        self._token = token
+        self._queue: deque[_Entry] = deque()
+        self._arrived = asyncio.Event()
+        self._steps: dict[str, tuple[int, int]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def post(self, event: Event) -> None:
+        """Take an event in, soon. Without a leadership it is dropped: a new term asks the links for the present."""
+        if self.term is None:
+            return
+        if len(self._queue) >= QUEUE_EVENTS:
+            _log.warning("event queue is full, a report is dropped", node=getattr(event, "node", ""))
+            return
+        self._queue.append(_Entry(event))
+        self._arrived.set()
+
+    async def call(self, event: Event) -> Outcome:
+        """Take a request in and wait until it is committed.
+
+        Raises:
+            NotLeader: there is no leadership, or it ended first.
+            TimeoutError: etcd did not confirm it in time; whether it will is open.
+        """
+        if self.term is None:
+            raise NotLeader("this driver does not lead")
+        answer: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._queue.append(_Entry(event, answer))
+        self._arrived.set()
+        async with asyncio.timeout(CALL_TIMEOUT_S):
+            return await answer
+
+    def step_done(self, job: str, record: types_pb2.StepRecord) -> bool:
+        """Take a step record in; False when it was known."""
+        if not self.feeds.of(job).add_step(record):
+            return False
+        self._steps[job] = (record.attempt, record.step)
+        for observer in self.observers:
+            observer.step(job, record)
+        return True
+
+    async def lead(self, leadership: Leadership, store: Store, loaded: Loaded) -> None:
+        """Lead until the lease is lost or a write is refused.
+
+        Raises:
+            NotLeader, EtcdError: why the term ended.
+        """
+        epoch = types_pb2.Epoch(cluster_generation=loaded.generation, create_revision=leadership.create_revision)
+        self._begin(Term(leadership, store, epoch, self.clock.now_s()), loaded)
+        ticker = asyncio.create_task(self._tick())
+        try:
+            while not leadership.lease.lost.is_set():
+                await self._turn(store, leadership)
+            raise NotLeader(f"the lease was lost: {leadership.lease.lost_reason}")
+        finally:
+            self.term = None
+            ticker.cancel()
+            for entry in self._queue:
+                _refuse(entry)
+            self._queue.clear()
+
+    async def close(self) -> None:
+        """End the tasks under way."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _begin(self, term: Term, loaded: Loaded) -> None:
+        self.state = loaded.cluster
+        self.loaded = True
+        self.audit.load(loaded.audit)
+        self.term = term
+        for line in loaded.audit:
+            if line.log:
+                self.feeds.of(line.log).add_event(wire.event_message(line, term.epoch))
+        for name in loaded.cluster.jobs:
+            self._publish_job(name)
+        self._queue.clear()
+        self._queue.append(_Entry(LeaderStarted(term.since_s, self.address)))
+        for link in self.links.open():
+            self._queue.append(_Entry(NodeHello(term.since_s, link.node, link.identity)))
+            if link.beat is not None:
+                report = wire.report(link.beat, term.epoch)
+                self._queue.append(_Entry(NodeReport(term.since_s, link.node, link.identity.incarnation, report)))
+        self._arrived.set()
+
+    async def _turn(self, store: Store, leadership: Leadership) -> None:
+        """Wait for events, take a batch of them in, commit, let out what follows."""
+        if not self._queue:
+            self._arrived.clear()
+            await first_of(self._arrived.wait(), leadership.lease.lost.wait())
+        batch = [self._queue.popleft() for _ in range(min(len(self._queue), BATCH_EVENTS))]
+        old, state = self.state, self.state
+        outcomes: list[tuple[_Entry, Outcome]] = []
+        for entry in batch:
+            try:
+                state, outcome = machine.step(state, entry.event, self.policy)
+            except Exception as error:
+                # One event that the core cannot take must not stop the cluster's only brain.
+                _log.exception("an event was dropped", event_kind=type(entry.event).__name__)
+                if entry.answer is not None and not entry.answer.done():
+                    entry.answer.set_exception(error)
+                continue
+            outcomes.append((entry, outcome))
+        audit = canonical(line for _, outcome in outcomes for line in outcome.audit)
+        try:
+            await self._commit(store, leadership, old, state, audit)
+        except BaseException:
+            for entry in batch:
+                _refuse(entry)
+            raise
+        self.state = state
+        self._publish(old, outcomes, audit)
+
+    async def _commit(
+        self, store: Store, leadership: Leadership, old: Cluster, state: Cluster, audit: tuple[Audit, ...]
+    ) -> None:
+        """Commit within the lease. A write that is still open at its end is fenced off by the next leader key."""
+        deadline_s = max(leadership.lease.remaining_s(), 0.1)
+        work = asyncio.ensure_future(store.commit(old, state, audit, deadline_s=deadline_s))
+        lost = asyncio.ensure_future(leadership.lease.lost.wait())
+        try:
+            await asyncio.wait((work, lost), return_when=asyncio.FIRST_COMPLETED)
+            if leadership.lease.lost.is_set():
+                raise NotLeader("the lease was lost during a commit")
+            await work
+        finally:
+            work.cancel()
+            lost.cancel()
+
+    def _publish(self, old: Cluster, outcomes: list[tuple[_Entry, Outcome]], audit: tuple[Audit, ...]) -> None:
+        assert self.term is not None
+        epoch = self.term.epoch
+        self.audit.extend(audit)
+        for observer in self.observers:
+            observer.committed(old, self.state, audit)
+        for line in audit:
+            _log.info(line.reason, subject=line.subject, attempt=line.attempt, message=line.message)
+            if line.log:
+                self.feeds.of(line.log).add_event(wire.event_message(line, epoch))
+        for name, job in self.state.jobs.items():
+            before = old.jobs.get(name)
+            if before is not job and (before is None or _visible(before) != _visible(job)):
+                self._publish_job(name)
+        commanded = {name: None for _, outcome in outcomes for name in outcome.commanded}
+        for name in commanded:
+            node = self.state.nodes[name]
+            self.links.command(name, wire.desired_state(node, self.state.holder_of(name), epoch))
+        for entry, outcome in outcomes:
+            for effect in outcome.effects:
+                self._spawn(self._perform(effect))
+            if entry.answer is not None and not entry.answer.done():
+                entry.answer.set_result(outcome)
+
+    def _publish_job(self, name: str) -> None:
+        job = self.state.jobs[name]
+        feed = self.feeds.of(name)
+        feed.add_job(wire.job_message(job, feed.last_record), job.terminal)
+        if job.terminal:
+            self.feeds.release(name)
+
+    async def _perform(self, effect: Effect) -> None:
+        term = self.term
+        if term is None:
+            return
+        try:
+            if isinstance(effect, Probe):
+                outcome = await probes.probe(effect, self._token)
+                self.post(ProbeResult(self.clock.now_s(), effect.node, effect.incarnation, outcome))
+            else:
+                self.post(await self.daemons.open_attempt(effect, self.state.nodes[effect.node], term.epoch))
+        except Exception as error:
+            _log.exception("an effect failed; the core asks for it again", effect=type(effect).__name__)
+            if isinstance(effect, OpenAttempt):
+                text = f"{type(error).__name__}: {error}"
+                self.post(OpenFailed(self.clock.now_s(), effect.job, effect.attempt, text))
+
+    async def _tick(self) -> None:
+        """Time for the core, four times a second; notices when the loop itself was blocked."""
+        due_s = self.clock.now_s() + TICK_INTERVAL_S
+        while True:
+            await asyncio.sleep(max(0.0, due_s - self.clock.now_s()))
+            now_s = self.clock.now_s()
+            blocked = now_s - due_s > LOOP_BLOCKED_S
+            if blocked:
+                _log.warning("the event loop was blocked; silence is not judged for a while", seconds=now_s - due_s)
+            due_s = now_s + TICK_INTERVAL_S
+            if blocked or not any(isinstance(entry.event, Tick) for entry in self._queue):
+                steps = tuple((job, attempt, step) for job, (attempt, step) in self._steps.items())
+                self._steps.clear()
+                self.post(Tick(now_s, steps, blocked))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _visible(job: Any) -> tuple[Any, ...]:
+    """What of a job makes watchers want to see it again."""
+    return (
+        job.phase, job.reason, job.attempt, job.slots, job.spares, job.evicted, job.restore, job.committed_step,
+        job.restarts,
+    )  # fmt: skip
+
+
+def _refuse(entry: _Entry) -> None:
+    if entry.answer is not None and not entry.answer.done():
+        entry.answer.set_exception(NotLeader("the leadership ended before the request was committed; send it again"))
+
+
+async def first_of(*waits: Coroutine[Any, Any, Any]) -> None:
+    """Wait until one of the waits has ended; the others are cancelled."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        # Without suppressing anything: a cancellation of ours in this moment would be lost, and SIGTERM with it.
+        await asyncio.wait(tasks)

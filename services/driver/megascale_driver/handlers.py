@@ -1,0 +1,82 @@
+"""What handlers share: errors on the wire with their details, streams that end when they have to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+import grpc
+
+from megascale_common import logs
+from megascale_common.rpc_errors import RpcError, abort
+
+Answer = TypeVar("Answer")
+Context = grpc.aio.ServicerContext[Any, Any]
+_log = logs.get(__name__)
+
+
+def answers(
+    method: Callable[[Any, Any, Context], Awaitable[Answer]],
+) -> Callable[[Any, Any, Context], Awaitable[Answer]]:
+    """For handlers of unary calls."""
+
+    @functools.wraps(method)
+    async def handler(self: Any, request: Any, context: Context) -> Answer:
+        try:
+            return await method(self, request, context)
+        except RpcError as error:
+            await abort(context, error)
+        except grpc.aio.AbortError:
+            raise
+        except Exception:
+            _log.exception("a call failed", call=method.__name__)
+            await abort(context, RpcError(grpc.StatusCode.INTERNAL, "INTERNAL", "internal error; see the driver's log"))
+
+    return handler
+
+
+def streams(
+    method: Callable[[Any, Any, Context], AsyncIterator[Answer]],
+) -> Callable[[Any, Any, Context], AsyncIterator[Answer]]:
+    """For handlers that answer with a stream."""
+
+    @functools.wraps(method)
+    async def handler(self: Any, request: Any, context: Context) -> AsyncIterator[Answer]:
+        try:
+            async for answer in method(self, request, context):
+                yield answer
+        except RpcError as error:
+            await abort(context, error)
+        except grpc.aio.AbortError:
+            raise
+        except Exception:
+            _log.exception("a call failed", call=method.__name__)
+            await abort(context, RpcError(grpc.StatusCode.INTERNAL, "INTERNAL", "internal error; see the driver's log"))
+
+    return handler
+
+
+async def until_set(event: asyncio.Event, answers: AsyncIterator[Answer]) -> AsyncIterator[Answer]:
+    """Pass ``answers`` on until they end or ``event`` is set."""
+    ended = asyncio.ensure_future(event.wait())
+    coming: asyncio.Future[Answer] | None = None
+    try:
+        while not ended.done():
+            coming = asyncio.ensure_future(anext(answers))
+            await asyncio.wait((coming, ended), return_when=asyncio.FIRST_COMPLETED)
+            if not coming.done():
+                return
+            try:
+                answer = coming.result()
+            except StopAsyncIteration:
+                return
+            yield answer
+    finally:
+        ended.cancel()
+        if coming is not None and not coming.done():
+            coming.cancel()
+            with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration):
+                await coming

@@ -1,0 +1,82 @@
+"""One child process of `megascale up`: its own process group, its log file, an end in order or by force."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from megascale_common.process import child_environment
+
+POLL_INTERVAL_S = 0.05
+LOG_TAIL_BYTES = 2000
+
+
+class Child:
+    """A process that dies with us and leads a process group of its own, so that one signal ends it with its children.
+
+    Construct it in the main thread: the parent-death signal fires when the spawning thread ends.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], log_path: Path) -> None:
+        self.name = name
+        self.log_path = log_path
+        log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Append: what a process wrote before it was restarted is what explains the restart.
+        with log_path.open("ab") as log:
+            self._log_start_bytes = log.tell()
+            self._process = subprocess.Popen(
+                list(command),
+                env=child_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Process id, also the id of the group."""
+        return self._process.pid
+
+    @property
+    def exit_status(self) -> int | None:
+        """Exit status, or minus the signal's number; None while it runs."""
+        return self._process.poll()
+
+    async def stop(self, timeout_s: float) -> None:
+        """SIGTERM to the process, then, at its end or after ``timeout_s``, SIGKILL to what is left of its group."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        if self._process.returncode is None:
+            self._process.terminate()
+        while not self._ended():
+            if loop.time() >= deadline:
+                break
+            await asyncio.sleep(POLL_INTERVAL_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL to the whole group; returns when the process itself has ended."""
+        # Once reaped, the number may be another's; until then it is ours, dead or alive.
+        if self._process.returncode is not None:
+            return
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._process.wait()
+
+    def _ended(self) -> bool:
+        """Whether the process has ended, without reaping it."""
+        if self._process.returncode is not None:
+            return True
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def log_tail(self) -> str:
+        """The end of what this run of the process has logged."""
+        text = self.log_path.read_bytes()[self._log_start_bytes :]
+        return text[-LOG_TAIL_BYTES:].decode(errors="replace")

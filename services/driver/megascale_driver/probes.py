@@ -1,0 +1,66 @@
+"""Is the process behind an address there? A refused connection is evidence that it is gone; silence proves little."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import grpc
+
+from megascale.v1 import executor_pb2, executor_pb2_grpc
+from megascale_common import rpc
+from megascale_driver.core.events import Probe
+
+DEADLINE_S = 2.0
+REFUSALS = 2  # in a row
+TRIES = 4
+PAUSE_S = 0.5
+
+
+async def probe(wanted: Probe, token: str) -> str:
+    """``alive``, ``refused`` (twice in a row, or another process answers there), or ``timeout``; bounded by about 4 s.
+
+    A process that is just being killed may still accept or reset a connection: that is tried again.
+    """
+    refusals = 0
+    for attempt in range(TRIES):
+        if attempt:
+            await asyncio.sleep(PAUSE_S)
+        if await _refuses(wanted.endpoint):
+            refusals += 1
+            if refusals == REFUSALS:
+                return "refused"
+            continue
+        refusals = 0
+        answer = await _ask(wanted, token)
+        if answer:
+            return answer
+    return "timeout"
+
+
+async def _refuses(endpoint: str) -> bool:
+    host, _, port = endpoint.rpartition(":")
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except ConnectionRefusedError:
+        return True
+    except (OSError, ValueError, TimeoutError):
+        return False  # unreachable or slow: says nothing of the process
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+    return False
+
+
+async def _ask(wanted: Probe, token: str) -> str:
+    """``alive``, ``refused`` or ``timeout``; empty when the connection broke, which says nothing yet."""
+    channel = rpc.open_channel(wanted.endpoint, token)
+    try:
+        stub = executor_pb2_grpc.ExecutorServiceStub(channel)
+        reply = await stub.GetNodeStatus(executor_pb2.GetNodeStatusRequest(), timeout=DEADLINE_S)
+    except grpc.aio.AioRpcError as error:
+        return "" if error.code() is grpc.StatusCode.UNAVAILABLE else "timeout"
+    finally:
+        await channel.close()
+    return "alive" if reply.hello.incarnation == wanted.incarnation else "refused"

@@ -1,0 +1,262 @@
+"""Between the wire and the core: messages of ``megascale.v1`` to values of the core, and back."""
+
+from __future__ import annotations
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from megascale.v1 import driver_pb2, link_pb2, types_pb2
+from megascale_common import job_spec
+from megascale_driver.analysis.progress import OperationCount, RankStatus
+from megascale_driver.core import events
+from megascale_driver.core.state import (
+    AttemptPhase,
+    Check,
+    Cluster,
+    Desired,
+    Device,
+    Identity,
+    Job,
+    Node,
+    Progress,
+    Report,
+    Restore,
+    Sealed,
+    WorkerReport,
+)
+
+MAX_NAME = 64
+MAX_OPERATIONS = 64
+MAX_DEVICES = 1024
+MAX_TEXT = 4096
+MAX_LABEL = 256  # of an address, an id, a key or value of the topology
+MAX_LABELS = 64
+
+
+def timestamp(seconds: float) -> Timestamp:
+    """Unix seconds as a protobuf timestamp."""
+    value = Timestamp()
+    value.FromNanoseconds(int(seconds * 1e9))
+    return value
+
+
+def duration(seconds: float) -> Duration:
+    """Seconds as a protobuf duration."""
+    value = Duration()
+    value.FromNanoseconds(int(seconds * 1e9))
+    return value
+
+
+def epoch_tuple(epoch: types_pb2.Epoch) -> tuple[int, int]:
+    """An epoch as an ordered pair."""
+    return epoch.cluster_generation, epoch.create_revision
+
+
+def identity(hello: link_pb2.ExecutorHello) -> Identity:
+    """A node's hello. Texts and lists are cut to a bound."""
+    return Identity(
+        incarnation=hello.incarnation[:MAX_LABEL],
+        boot_id=hello.boot_id[:MAX_LABEL],
+        hostname=hello.hostname[:MAX_LABEL],
+        build=hello.build[:MAX_LABEL],
+        devices=tuple(
+            Device(d.index, types_pb2.DeviceKind.Name(d.kind).removeprefix("DEVICE_KIND_").lower(),
+                   d.uuid[:MAX_LABEL], d.model[:MAX_LABEL], d.memory_bytes)
+            for d in hello.devices[:MAX_DEVICES]
+        ),
+        topology={key[:MAX_LABEL]: hello.topology[key][:MAX_LABEL] for key in sorted(hello.topology)[:MAX_LABELS]},
+        executor_endpoint=hello.executor_endpoint[:MAX_LABEL],
+        checkpoint_endpoint=hello.checkpoint_endpoint[:MAX_LABEL],
+    )  # fmt: skip
+
+
+def report(beat: link_pb2.Heartbeat, epoch: types_pb2.Epoch) -> Report:
+    """A heartbeat; a version of another epoch's desired state counts as none."""
+    current = epoch_tuple(beat.epoch_seen) == epoch_tuple(epoch)
+    name = link_pb2.AttemptPhase.Name(beat.phase).removeprefix("ATTEMPT_PHASE_") if beat.phase else "IDLE"
+    return Report(
+        desired_version=beat.desired_version if current else 0,
+        job=beat.job,
+        attempt=beat.attempt,
+        phase=AttemptPhase(name),
+        failure=beat.failure[:MAX_TEXT],
+        workers=tuple(_worker(item) for item in beat.workers),
+        statuses=tuple(_status(item) for item in beat.workers if item.phase),
+        checks=tuple(
+            Check(c.name, types_pb2.CheckVerdict.Name(c.verdict).removeprefix("CHECK_VERDICT_"), c.target,
+                  c.detail[:MAX_TEXT], c.elapsed.ToNanoseconds() / 1e9)
+            for c in beat.checks
+        ),
+        store_endpoint=beat.store_endpoint,
+        progress=tuple(_progress(item) for item in beat.checkpoints),
+    )  # fmt: skip
+
+
+def restore_from(plan: link_pb2.RestorePlan) -> Restore:
+    """A restore plan as the core keeps it."""
+    name = types_pb2.RestoreSource.Name(plan.source).removeprefix("RESTORE_SOURCE_")
+    return Restore(name if plan.source else "NONE", plan.step, plan.written_by_attempt, plan.manifest_uri)
+
+
+def restore_plan(restore: Restore) -> link_pb2.RestorePlan:
+    """The inverse of :func:`restore_from`."""
+    return link_pb2.RestorePlan(
+        source=types_pb2.RestoreSource.Value(f"RESTORE_SOURCE_{restore.source}"),
+        step=restore.step,
+        written_by_attempt=restore.written_by_attempt,
+        manifest_uri=restore.manifest_uri,
+    )
+
+
+def desired_state(node: Node, job: Job | None, epoch: types_pb2.Epoch) -> link_pb2.DesiredState:
+    """What ``node`` is to do, ``job`` being the holder of its attempt."""
+    wanted: Desired = node.desired
+    message = link_pb2.DesiredState(
+        epoch=epoch,
+        version=node.desired_version,
+        phase=link_pb2.DesiredPhase.Value(f"DESIRED_PHASE_{wanted.phase}"),
+    )
+    slot = job.slot_of(node.name) if job is not None else None
+    if wanted.job and job is not None and slot is not None:
+        rank_nodes = [""] * job.config.layout.world_size
+        for other in job.slots:
+            for rank in other.ranks:
+                rank_nodes[rank] = other.node
+        message.assignment.CopyFrom(
+            link_pb2.AttemptAssignment(
+                job=job.name,
+                attempt=wanted.attempt,
+                spec_revision=job.spec_revision,
+                spec=job_spec.to_proto(job.config),
+                ranks=slot.ranks,
+                devices=slot.devices,
+                rank_nodes=rank_nodes,
+                store_endpoint=wanted.store_endpoint,
+                committer_endpoint=wanted.committer_endpoint,
+            )
+        )
+        if wanted.restore is not None:
+            message.assignment.restore.CopyFrom(restore_plan(wanted.restore))
+    return message
+
+
+def job_message(job: Job, record: types_pb2.StepRecord | None) -> driver_pb2.Job:
+    """A job for people; ``record`` is its newest step record."""
+    step = record.step if record is not None and record.attempt == job.attempt else job.step
+    message = driver_pb2.Job(
+        spec=job_spec.to_proto(job.config),
+        spec_revision=job.spec_revision,
+        etag=f"{job.spec_revision}-{job.log_seq}-{job.phase}",
+        phase=types_pb2.JobPhase.Value(f"JOB_PHASE_{job.phase}"),
+        phase_reason=job.reason,
+        attempt=job.attempt,
+        nodes=[slot.node for slot in job.slots],
+        spare_nodes=job.spares,
+        evicted_nodes=job.evicted,
+        step=max(step, job.restore.step if job.restore is not None else 0),
+        committed_step=job.committed_step,
+        restarts=job.restarts,
+        created_at=timestamp(job.created_at_s),
+        updated_at=timestamp(job.updated_at_s),
+    )
+    if job.restore is not None:
+        message.restored_step = job.restore.step
+        message.restore_source = types_pb2.RestoreSource.Value(f"RESTORE_SOURCE_{job.restore.source}")
+    if record is not None:
+        message.last_record.CopyFrom(record)
+    return message
+
+
+def node_message(state: Cluster, node: Node) -> driver_pb2.Node:
+    """A node for people."""
+    job = state.holder_of(node.name)
+    slot = job.slot_of(node.name) if job is not None else None
+    spare = any(node.name in other.spares for other in state.jobs.values())
+    assignment = "ACTIVE" if job is not None else "SPARE" if spare else "IDLE"
+    who = node.identity
+    return driver_pb2.Node(
+        name=node.name,
+        disposition=types_pb2.NodeDisposition.Value(f"NODE_DISPOSITION_{node.disposition}"),
+        liveness=types_pb2.NodeLiveness.Value(f"NODE_LIVENESS_{node.liveness}"),
+        assignment=types_pb2.NodeAssignment.Value(f"NODE_ASSIGNMENT_{assignment}"),
+        disposition_reason=node.disposition_reason,
+        devices=[
+            types_pb2.Device(
+                index=d.index,
+                kind=types_pb2.DeviceKind.Value(f"DEVICE_KIND_{d.kind.upper()}"),
+                uuid=d.uuid,
+                model=d.model,
+                memory_bytes=d.memory_bytes,
+            )
+            for d in who.devices
+        ],
+        topology=who.topology,
+        incarnation=who.incarnation,
+        executor_endpoint=who.executor_endpoint,
+        checkpoint_endpoint=who.checkpoint_endpoint,
+        job=job.name if job is not None else "",
+        ranks=slot.ranks if slot is not None else (),
+        last_heartbeat_at=timestamp(node.last_seen_s),
+        checks=[
+            types_pb2.CheckResult(
+                name=c.name,
+                target=c.target,
+                verdict=types_pb2.CheckVerdict.Value(f"CHECK_VERDICT_{c.verdict}"),
+                detail=c.detail,
+                elapsed=duration(c.elapsed_s),
+            )
+            for c in node.checks
+        ],
+    )
+
+
+def event_message(line: events.Audit, epoch: types_pb2.Epoch) -> types_pb2.Event:
+    """A line of the audit log for people."""
+    return types_pb2.Event(
+        seq=line.seq,
+        time=timestamp(line.at_s),
+        actor=line.actor,
+        subject=line.subject,
+        reason=line.reason,
+        message=line.message,
+        policy=line.policy,
+        mode=line.mode,
+        epoch=epoch,
+        attempt=line.attempt,
+        evidence=[types_pb2.Evidence(kind=e.kind, source=e.source, digest=e.digest) for e in line.evidence],
+        outcome=line.outcome,
+    )
+
+
+def _worker(status: link_pb2.WorkerStatus) -> WorkerReport:
+    return WorkerReport(
+        rank=status.rank,
+        exited=status.state == link_pb2.WORKER_STATE_EXITED,
+        exit_status=status.exit_status,
+        error=status.error[-MAX_TEXT:],
+        error_kind=status.error_kind,
+        exited_at_s=status.exited_at.ToNanoseconds() / 1e9,
+    )
+
+
+def _status(status: link_pb2.WorkerStatus) -> RankStatus:
+    return RankStatus(
+        rank=status.rank,
+        step=status.step,
+        phase=status.phase[:MAX_NAME],
+        age_s=max(0.0, status.status_age.ToNanoseconds() / 1e9),
+        operations=tuple(
+            OperationCount(item.group[:MAX_NAME], item.entered, item.completed)
+            for item in status.operations[:MAX_OPERATIONS]
+        ),
+    )
+
+
+def _progress(item: link_pb2.CheckpointProgress) -> Progress:
+    return Progress(
+        job=item.job,
+        sealed=tuple(Sealed(s.rank, s.attempt, s.step, s.layout_digest) for s in item.sealed),
+        committed_step=item.committed_step,
+        committed_by_attempt=item.committed_by_attempt,
+        manifest_uri=item.manifest_uri,
+    )

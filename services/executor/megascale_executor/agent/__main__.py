@@ -1,0 +1,107 @@
+"""Start of a node's agent: ``python -m megascale_executor.agent --help``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import uvloop
+
+from megascale_common import identity, logs
+from megascale_common.metrics import bind_option
+from megascale_common.process import PARENT_PID_VARIABLE, arm_parent_death
+from megascale_executor.agent.config import AgentConfig, OptionError, parse_devices, parse_topology
+from megascale_executor.diagnostics.devices import DeviceQueryError
+
+_EPILOG = """\
+example: one node with four CPU slots, whose driver writes its address to a file
+  python -m megascale_executor.agent --cluster demo --node n0 --driver-file run/driver.address \\
+      --token-file run/token --device cpu --devices 0-3 --run-folder run --topology switch=s0 \\
+      --address-file run/nodes/n0/executor.address
+
+The agent dials the driver, so a node needs no open port of its own towards it. It starts the node's checkpoint daemon
+and the template process of the workers, and ends all of them with itself. Logs: RUN_FOLDER/nodes/NODE/.
+Exit status: 0 after SIGTERM or SIGINT, 2 for an option that cannot work.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m megascale_executor.agent",
+        description="Run one node of a cluster: the link to the driver, the workers, their logs and self-checks.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--version", action="version", version=identity.build())
+    add = made.add_argument
+    add("--cluster", required=True, help="name of the cluster; a driver of another one is refused")
+    add("--node", required=True, help="name of this node, unique in the cluster")
+    driver = made.add_mutually_exclusive_group(required=True)
+    driver.add_argument("--driver", default="", help="drivers as HOST:PORT[,HOST:PORT], tried in turn")
+    driver.add_argument("--driver-file", type=Path, help="file with the driver's address, read at every connection")
+    add("--token-file", type=Path, required=True, help="file with the cluster token (mode 0600)")
+    add("--device", choices=("cpu", "cuda"), required=True, help="what a rank runs on")
+    add("--devices", required=True, help="indices on the host that this node owns: 0,1,2,3 or 0-3")
+    add("--run-folder", type=Path, required=True, help="the cluster's folder; this node writes to nodes/NODE in it")
+    add("--topology", action="append", default=[], help="labels for placement: switch=s0[,rack=r1]; may be repeated")
+    add("--address-file", type=Path, required=True, help="where to write this agent's HOST:PORT once it serves")
+    add("--host", default="127.0.0.1", help="address of this node for its peers (default %(default)s)")
+    add(
+        "--metrics-bind",
+        type=bind_option,
+        default="",
+        help="serve /metrics at HOST:PORT; the address is written to metrics.address "
+        "and, for the checkpoint daemon, checkpoint.metrics.address in the node's folder; default: not at all",
+    )
+    add("--template-command", default="", help="program that replaces the training side (for tests)")
+    add("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    return made
+
+
+def config_from(options: argparse.Namespace) -> AgentConfig:
+    """Checked options.
+
+    Raises:
+        OptionError: a value that cannot work.
+    """
+    return AgentConfig(
+        cluster=options.cluster,
+        node=options.node,
+        drivers=tuple(address for address in options.driver.split(",") if address),
+        driver_file=options.driver_file,
+        token_file=options.token_file,
+        device_kind=options.device,
+        devices=parse_devices(options.devices),
+        run_folder=options.run_folder.absolute(),
+        topology=parse_topology(options.topology),
+        address_file=options.address_file.absolute(),
+        host=options.host,
+        template_command=tuple(shlex.split(options.template_command)),
+        metrics_bind=options.metrics_bind,
+    )
+
+
+def main() -> int:
+    """Run the agent; see ``--help``."""
+    if PARENT_PID_VARIABLE in os.environ:  # started by us (megascale up); an operator's shell may end without us
+        arm_parent_death()
+    options = parser().parse_args()
+    # Read when grpc is imported. Our children exec at once; handlers for forks that do not would only write warnings.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    from megascale_executor.agent.node import run_node
+
+    logs.configure("agent", level=options.log_level)
+    try:
+        uvloop.run(run_node(config_from(options)))
+    except (OptionError, DeviceQueryError, OSError, ValueError) as error:
+        sys.stderr.write(f"megascale agent: {error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,65 @@
+"""The agent's ends of local sockets: messages in without blocking the loop, small messages out with descriptors."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Sequence
+
+from megascale_common import framing
+
+_RECEIVE_BYTES = 65536
+# A fresh unix socket takes this much without a reader, so that sending never waits.
+_MAX_UNREAD_BYTES = 128 * 1024
+
+
+class MessageChannel:
+    """A connected unix stream socket that carries framed messages. Owns the socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+        self._decoder = framing.Decoder()
+
+    @classmethod
+    def pair(cls) -> tuple[MessageChannel, socket.socket]:
+        """A channel and the other end, which is to be handed to a child and then closed here."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _MAX_UNREAD_BYTES)
+        return cls(ours), theirs
+
+    def send(self, message: framing.Message, descriptors: Sequence[int] = ()) -> None:
+        """Send at once.
+
+        Raises:
+            FramingError: the message is too large, the peer is gone, or it has left too much unread.
+        """
+        if len(framing.encode(message)) > _MAX_UNREAD_BYTES:
+            raise framing.FramingError(f"message {message.get('kind')!r} exceeds {_MAX_UNREAD_BYTES} bytes")
+        try:
+            framing.send(self._socket, message, descriptors)
+        except BlockingIOError as error:
+            raise framing.FramingError("the peer does not read its messages") from error
+        except OSError as error:
+            raise framing.FramingError(f"the peer is gone: {error}") from error
+
+    async def messages(self) -> AsyncIterator[framing.Message]:
+        """Messages until the peer closes.
+
+        Raises:
+            FramingError: the peer sent something that is not a message.
+        """
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                data = await loop.sock_recv(self._socket, _RECEIVE_BYTES)
+            except OSError:
+                return
+            if not data:
+                return
+            for message in self._decoder.feed(data):
+                yield message
+
+    def close(self) -> None:
+        """Close our end."""
+        self._socket.close()

@@ -1,0 +1,144 @@
+"""Where a node's files lie, and the removal of what a dead agent of the same node left.
+
+Logs and status pages lie under the run folder. Unix sockets lie in a short private folder of their own, because the
+kernel cuts their paths at 108 bytes; it carries its owner's process id and start time, so that the next agent of the
+node can tell a dead owner from a living one even when the id is in use again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+_OWNER_FILE = "owner"
+_MAX_FOLDER_BYTES = 80  # leaves 27 for the longest socket name
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptFolder:
+    """Files of one attempt of a job on this node."""
+
+    path: Path
+
+    def log(self, rank: int) -> Path:
+        """Output of a rank."""
+        return self.path / f"rank-{rank:05d}.log"
+
+    def status_page(self, rank: int) -> Path:
+        """Status page of a rank."""
+        return self.path / f"status-{rank:05d}.page"
+
+    @property
+    def config(self) -> Path:
+        """The job as the loader reads it."""
+        return self.path / "config.json"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Folder of the event files, on rank 0's node."""
+        return self.path / "tensorboard"
+
+    @property
+    def loader_log(self) -> Path:
+        """Output of the data loader."""
+        return self.path / "loader.log"
+
+
+def lock_node(node_folder: Path, node: str) -> int:
+    """Hold ``agent.lock`` in the node's folder for the life of this process; returns its descriptor.
+
+    Raises:
+        OSError: another agent holds it; the message names its process.
+    """
+    descriptor = os.open(node_folder / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        # The kernel drops the lock with the process, however it ends; the file itself means nothing.
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(descriptor, 20, 0).decode(errors="replace").strip()
+        os.close(descriptor)
+        raise OSError(
+            f"node {node} already runs here as pid {holder or 'unknown'}: end that agent, or give this one another "
+            "--node or --run-folder"
+        ) from None
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    return descriptor
+
+
+def attempt_folder(node_folder: Path, job: str, attempt: int) -> AttemptFolder:
+    """The folder of an attempt; not created."""
+    return AttemptFolder(node_folder / "jobs" / job / f"attempt-{attempt:06d}")
+
+
+def newest_attempt(node_folder: Path, job: str) -> int:
+    """Highest attempt of ``job`` with files on this node; 0 when there is none."""
+    numbers = [path.name.removeprefix("attempt-") for path in (node_folder / "jobs" / job).glob("attempt-*")]
+    return max((int(number) for number in numbers if number.isdecimal()), default=0)
+
+
+def process_start_ticks(pid: int) -> int | None:
+    """Start time of a process in clock ticks since boot; None when it is gone or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def create_socket_folder(cluster: str, node: str, incarnation: str) -> Path:
+    """A new private folder for this agent's sockets; removes those that dead agents of the same node left.
+
+    Raises:
+        OSError: the folder cannot be made, or its parent belongs to somebody else.
+    """
+    parent = _socket_parent()
+    prefix = hashlib.sha256(f"{cluster}/{node}".encode()).hexdigest()[:12]
+    _remove_stale(parent, prefix)
+    folder = parent / f"{prefix}-{incarnation}"
+    folder.mkdir(mode=0o700)
+    (folder / _OWNER_FILE).write_text(f"{os.getpid()} {process_start_ticks(os.getpid())}\n")
+    return folder
+
+
+def _remove_stale(parent: Path, prefix: str) -> list[Path]:
+    stale = [folder for folder in parent.glob(f"{prefix}-*") if not _owner_lives(folder)]
+    for folder in stale:
+        shutil.rmtree(folder, ignore_errors=True)
+    return stale
+
+
+def _owner_lives(folder: Path) -> bool:
+    try:
+        pid, start_ticks = (int(word) for word in (folder / _OWNER_FILE).read_text().split())
+    except (OSError, ValueError):
+        return False
+    return process_start_ticks(pid) == start_ticks
+
+
+def _socket_parent() -> Path:
+    """``$XDG_RUNTIME_DIR/megascale`` where that is usable and short enough, else ``/tmp/megascale-UID``; mode 0700."""
+    candidates = [Path(f"/tmp/megascale-{os.getuid()}")]
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    if runtime and len(runtime.encode()) < _MAX_FOLDER_BYTES - 50 and os.access(runtime, os.W_OK):
+        candidates.insert(0, Path(runtime) / "megascale")
+    parent = candidates[0]
+    with contextlib.suppress(FileExistsError):
+        parent.mkdir(mode=0o700)
+    found = parent.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise OSError(f"{parent} must be a folder of mode 0700 that belongs to user {os.getuid()}; remove it")
+    return parent
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace ``path`` by a file with ``text``; readers see the old or the new one, never half of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    temporary.replace(path)

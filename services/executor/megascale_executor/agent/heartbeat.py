@@ -1,0 +1,71 @@
+"""What the node tells: its hello, and the heartbeat but for number and clock."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+from megascale.v1 import link_pb2, types_pb2
+from megascale_common import identity
+from megascale_executor.agent.config import AgentConfig
+from megascale_executor.agent.daemon import CheckpointDaemon
+from megascale_executor.agent.host import host_counters
+from megascale_executor.agent.link import PROTOCOL
+from megascale_executor.agent.runner import AttemptRunner
+from megascale_executor.agent.status import MAX_ERROR_CHARS, encodable, worker_status
+from megascale_executor.diagnostics.devices import DeviceFacts
+
+_KINDS = {"cpu": types_pb2.DEVICE_KIND_CPU, "cuda": types_pb2.DEVICE_KIND_CUDA}
+
+
+def build_hello(
+    config: AgentConfig,
+    incarnation: str,
+    devices: Sequence[DeviceFacts],
+    executor_endpoint: str,
+    checkpoint_endpoint: str,
+) -> link_pb2.ExecutorHello:
+    """Who the node is."""
+    lowest, highest = PROTOCOL
+    return link_pb2.ExecutorHello(
+        protocol=link_pb2.ProtocolRange(lowest=lowest, highest=highest),
+        build=identity.build(),
+        node=config.node,
+        incarnation=incarnation,
+        boot_id=identity.boot_id(),
+        devices=[
+            types_pb2.Device(
+                index=device.index,
+                kind=_KINDS[device.kind],
+                uuid=device.uuid,
+                model=device.model,
+                memory_bytes=device.memory_bytes,
+            )
+            for device in devices
+        ],
+        topology=dict(config.topology),
+        executor_endpoint=executor_endpoint,
+        checkpoint_endpoint=checkpoint_endpoint,
+        hostname=socket.gethostname(),
+    )
+
+
+def build_heartbeat(runner: AttemptRunner, daemon: CheckpointDaemon, *, take_logs: bool = True) -> link_pb2.Heartbeat:
+    """What the node does now. With ``take_logs`` the log classes found so far are handed over, once."""
+    state, folder = runner.state, runner.folder
+    beat = link_pb2.Heartbeat(
+        epoch_seen=state.epoch_seen.to_proto(),
+        desired_version=state.desired.version,
+        job=state.key.job,
+        attempt=state.key.attempt,
+        phase=state.phase,
+        failure=encodable(state.failure[:MAX_ERROR_CHARS]),
+        workers=[worker_status(worker, folder.status_page(worker.rank)) for worker in runner.workers],
+        checks=state.checks,
+        store_endpoint=state.store_endpoint,
+        checkpoints=daemon.progress,
+        logs=runner.scanner.collect() if take_logs else [],
+        host=host_counters(),
+    )
+    beat.sent_at.GetCurrentTime()
+    return beat

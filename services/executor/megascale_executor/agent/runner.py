@@ -1,0 +1,252 @@
+"""Brings the node to the desired state: prepares an attempt, starts its workers, stops them.
+
+One task reconciles: it compares the desired state with the present (:mod:`megascale_executor.agent.attempt`) and does
+the next thing. Preparing and starting run beside it, so that a newer desired state can cut them short.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+from megascale.v1 import link_pb2
+from megascale_common import job_config, logs
+from megascale_common.job_config import JobConfig
+from megascale_common.job_spec import from_proto
+from megascale_executor.agent import attempt, children, folders, tasks
+from megascale_executor.agent.assignment import AssignmentError, Sockets, check_assignment, worker_assignments
+from megascale_executor.agent.attempt import Action, AttemptState
+from megascale_executor.agent.config import AgentConfig
+from megascale_executor.agent.daemon import CHECK_NAME as DAEMON_CHECK
+from megascale_executor.agent.daemon import CheckpointDaemon
+from megascale_executor.agent.diagnosis import Diagnosis
+from megascale_executor.agent.folders import AttemptFolder
+from megascale_executor.agent.logs import LogScanner
+from megascale_executor.agent.self_check import SelfChecks
+from megascale_executor.agent.step_reports import StepReports
+from megascale_executor.agent.template import TemplateError
+from megascale_executor.agent.template_keeper import TemplateKeeper
+from megascale_executor.agent.tensorboard import EventFile
+from megascale_executor.agent.workers import Worker, WorkerEvents, WorkerSet
+from megascale_executor.diagnostics.devices import DeviceFacts
+from megascale_executor.diagnostics.finding import Finding, failures
+
+_log = logs.get(__name__)
+
+_STORE_BACKLOG = 4096  # every rank of the job connects at about the same time
+_STOP_RETRY_S = 1.0
+# A driver that is away hears no end either; one that takes heartbeats but no records must not hold the job for ever.
+_LAST_RECORDS_TIMEOUT_S = 60.0
+
+
+class AttemptRunner:
+    """This node's part in attempts. ``changed`` is called whenever a heartbeat has something new to tell."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        devices: Sequence[DeviceFacts],
+        templates: TemplateKeeper,
+        daemon: CheckpointDaemon,
+        reports: StepReports,
+        socket_folder: Path,
+        changed: Callable[[], None],
+    ) -> None:
+        self.state = AttemptState()
+        self.scanner = LogScanner()
+        self._config, self._devices = config, {device.index for device in devices}
+        self._templates, self._daemon, self._reports = templates, daemon, reports
+        self._checks = SelfChecks(devices, config.node_folder)
+        self.diagnosis = Diagnosis(devices, config.node_folder, templates, daemon)
+        self._socket_folder, self._changed = socket_folder, changed
+        self._wake = asyncio.Event()
+        self._activity: asyncio.Task[None] | None = None
+        self._store: socket.socket | None = None
+        self._workers: WorkerSet | None = None
+        self._loader: asyncio.subprocess.Process | None = None
+        self._job: JobConfig | None = None
+        self._events_file: EventFile | None = None
+
+    @property
+    def workers(self) -> list[Worker]:
+        """Workers of the present attempt, ended ones included."""
+        return self._workers.workers if self._workers is not None else []
+
+    @property
+    def loader_pid(self) -> int | None:
+        """Process id of the data loader while it runs."""
+        return self._loader.pid if self._loader is not None and self._loader.returncode is None else None
+
+    @property
+    def folder(self) -> AttemptFolder:
+        """Files of the present attempt."""
+        return folders.attempt_folder(self._config.node_folder, self.state.key.job, self.state.key.attempt)
+
+    def set_desired(self, desired: link_pb2.DesiredState) -> None:
+        """Take in a desired state; see :meth:`AttemptState.accept` for what is refused."""
+        self.state.accept(desired)
+        self._tell()
+
+    async def run(self) -> None:
+        """Reconcile for ever."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while (action := self.state.next_action()) is not Action.NOTHING:
+                await self._do(action)
+
+    async def shut_down(self) -> None:
+        """Stop what runs; for the agent's own end."""
+        await self._stop()
+
+    def _tell(self) -> None:
+        self._wake.set()
+        self._changed()
+
+    async def _do(self, action: Action) -> None:
+        key = self.state.key if action is Action.STOP else self.state.wanted
+        _log.info("attempt", action=action.name, job=key.job, attempt=key.attempt)
+        self.diagnosis.give_way()
+        if action is Action.STOP:
+            await self._stop()
+        elif action is Action.PREPARE:
+            self.state.begin(attempt.PREPARING)
+            self._activity = asyncio.create_task(self._guard(self._prepare(self.state.desired.assignment)))
+        elif action is Action.START:
+            self.state.begin(attempt.STARTING)
+            self._activity = asyncio.create_task(self._guard(self._start(self.state.desired.assignment)))
+        elif action is Action.REFUSE_START:
+            self.state.begin(attempt.PREPARING)
+            self.state.fail("this agent has not prepared the attempt that it is told to start; it was restarted")
+        self._changed()
+
+    async def _guard(self, activity: Coroutine[Any, Any, None]) -> None:
+        """Run a preparation or a start; its failure fails the attempt and leaves nothing running."""
+        try:
+            await activity
+        except Exception as error:
+            # A defect of ours as well: the driver must hear of it and go on, not wait for its deadline.
+            expected = isinstance(error, (AssignmentError, TemplateError, job_config.ConfigError, OSError))
+            _log.error("attempt failed on this node", error=str(error), exc_info=not expected)
+            self.state.fail(str(error) if expected else f"{type(error).__name__}: {error}")
+            await self._kill_processes()
+        self._tell()
+
+    async def _prepare(self, assignment: link_pb2.AttemptAssignment) -> None:
+        config = from_proto(assignment.spec)
+        check_assignment(assignment, config, self._config.node, self._devices)
+        self._job = config
+        self.folder.path.mkdir(parents=True, exist_ok=True)
+        template = await self._templates.ready()
+        findings = await self._check_daemon(config)
+        findings += await self._checks.run(
+            config,
+            list(assignment.ranks),
+            list(assignment.devices),
+            template,
+            slots_held=self._daemon.holds_slots(assignment.job),
+        )
+        # The workers of an earlier attempt are dead by now: what is sealed will not change any more.
+        await self._daemon.refresh()
+        checks = tuple(finding.to_proto() for finding in findings)
+        bad = failures(findings)
+        if bad:
+            self.state.fail(f"self-check {bad[0].name} of {bad[0].target}: {bad[0].detail}", checks)
+            return
+        self.state.prepared(self._bind_store() if 0 in assignment.ranks else "", checks)
+
+    async def _check_daemon(self, config: JobConfig) -> list[Finding]:
+        if not config.checkpoint.uri:
+            return [Finding(DAEMON_CHECK, "node", "SKIPPED", "the job writes no checkpoints")]
+        return [await self._daemon.check()]
+
+    def _bind_store(self) -> str:
+        """Bind the rendezvous store's listening socket, which rank 0 will be handed; returns host:port."""
+        self._store = socket.create_server((self._config.host, 0), backlog=_STORE_BACKLOG)
+        return f"{self._config.host}:{self._store.getsockname()[1]}"
+
+    async def _start(self, assignment: link_pb2.AttemptAssignment) -> None:
+        assert self._job is not None
+        folder = self.folder
+        sockets = Sockets(self._socket_folder / f"loader-{assignment.attempt}.sock", self._daemon.socket_path)
+        told = worker_assignments(assignment, self._job, self._config, folder, sockets)
+        await self._start_loader(self._job, folder, sockets.loader)
+        if self._job.telemetry.tensorboard and 0 in assignment.ranks:
+            self._events_file = EventFile(folder.tensorboard)
+        template = await self._templates.ready()
+        events = WorkerEvents(
+            all_running=self._on_running,
+            all_finished=self._on_finished,
+            step=self._on_step,
+            failed=self._on_failed,
+            exited=self._changed,
+        )
+        self._workers = WorkerSet(template, events)
+        self.scanner.watch({message["rank"]: log for message, log in told})
+        await self._workers.start(told, self._store.fileno() if self._store is not None else None)
+        self._close_store()  # rank 0 holds it now; ours would keep the port open after its death
+
+    async def _start_loader(self, config: JobConfig, folder: AttemptFolder, path: Path) -> None:
+        folder.config.write_text(job_config.to_json(config))
+        path.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "megascale_executor.trainer.data.loader"]
+        command += ["--socket", str(path), "--config", str(folder.config)]
+        self._loader = await children.spawn(command, folder.loader_log)
+
+    def _on_step(self, record: dict[str, Any]) -> None:
+        self._reports.add(self.state.key.job, record)
+        if self._events_file is not None:
+            self._events_file.add(record)
+
+    def _on_running(self) -> None:
+        self.state.running()
+        self._tell()
+
+    def _on_finished(self) -> None:
+        self._activity = asyncio.create_task(self._finish(self._activity))
+
+    async def _finish(self, start: asyncio.Task[None] | None) -> None:
+        """Tell the end once all step records are taken: whoever watches the job leaves at its end."""
+        if start is not None:
+            await start
+        await self._reports.until_taken(_LAST_RECORDS_TIMEOUT_S)
+        self.state.finished()
+        self._tell()
+
+    def _on_failed(self, reason: str) -> None:
+        self.state.fail(reason)
+        self._tell()
+
+    async def _stop(self) -> None:
+        """Bring the node to idle. Returns only when nothing of the attempt runs any more."""
+        await tasks.cancelled(self._activity)
+        self._activity = None
+        while not await self._kill_processes():
+            _log.error("workers do not die; trying again", job=self.state.key.job, attempt=self.state.key.attempt)
+            await asyncio.sleep(_STOP_RETRY_S)
+        self._workers, self._job = None, None
+        if self._events_file is not None:
+            self._events_file.close()
+            self._events_file = None
+        self.scanner.watch({})
+        self._checks.attempt_ended(well=self.state.phase == attempt.FINISHED)
+        self.state.stopped()
+        self._changed()
+
+    async def _kill_processes(self) -> bool:
+        """SIGKILL workers and loader; False when a worker is still there."""
+        self._close_store()
+        gone = await self._workers.stop() if self._workers is not None else True
+        if self._loader is not None:
+            await children.stop(self._loader, grace_s=0)
+            self._loader = None
+        return gone
+
+    def _close_store(self) -> None:
+        if self._store is not None:
+            self._store.close()
+            self._store = None

@@ -1,0 +1,96 @@
+"""ExecutorService: the node's own face. The driver probes a silent node with it and reads the ranks' logs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from megascale.v1 import executor_pb2, executor_pb2_grpc
+from megascale_common.identity import is_dns_label
+from megascale_executor.agent import folders
+from megascale_executor.agent.attempt import AttemptKey
+from megascale_executor.agent.diagnosis import GaveWay, UnknownCheck
+from megascale_executor.agent.logs import DEFAULT_LINES, MAX_LINES, follow, tail
+from megascale_executor.diagnostics.finding import Finding
+
+SERVICE_NAME = "megascale.v1.ExecutorService"
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
+    """Serves one node.
+
+    Args:
+        node_folder: where the ranks' logs are.
+        status: builds the answer of GetNodeStatus.
+        is_active: whether an attempt still has workers, so that its logs may grow.
+        holder: the attempt that the node has, or is told to have, if any.
+        diagnose: runs the checks named, or all.
+    """
+
+    def __init__(
+        self,
+        node_folder: Path,
+        status: Callable[[], executor_pb2.GetNodeStatusResponse],
+        is_active: Callable[[AttemptKey], bool],
+        holder: Callable[[], AttemptKey | None],
+        diagnose: Callable[[Sequence[str]], Awaitable[list[Finding]]],
+    ) -> None:
+        self._node_folder, self._status, self._is_active = node_folder, status, is_active
+        self._holder, self._diagnose = holder, diagnose
+
+    async def GetNodeStatus(
+        self, request: executor_pb2.GetNodeStatusRequest, context: _Context
+    ) -> executor_pb2.GetNodeStatusResponse:
+        """What the node is and does now."""
+        return self._status()
+
+    async def RunNodeDiagnostics(
+        self, request: executor_pb2.RunNodeDiagnosticsRequest, context: _Context
+    ) -> executor_pb2.RunNodeDiagnosticsResponse:
+        """Check the node now; it must have no attempt."""
+        holder = self._holder()
+        if holder is not None:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"the node has attempt {holder.attempt} of job {holder.job}; cancel the job or evict the node first",
+            )
+        try:
+            findings = await self._diagnose(request.checks)
+        except UnknownCheck as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"checks: {error}")
+        except GaveWay as error:
+            await context.abort(grpc.StatusCode.ABORTED, str(error))
+        return executor_pb2.RunNodeDiagnosticsResponse(checks=[finding.to_proto() for finding in findings])
+
+    async def TailWorkerLogs(
+        self, request: executor_pb2.TailWorkerLogsRequest, context: _Context
+    ) -> AsyncIterator[executor_pb2.TailWorkerLogsResponse]:
+        """Last lines of a rank's log; with ``follow`` also new ones, until the attempt ends here."""
+        if not is_dns_label(request.job):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"job: {request.job!r} is not the name of a job")
+        if not 0 <= request.lines <= MAX_LINES:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, f"lines: {request.lines} is not within 0 (the default) to {MAX_LINES}"
+            )
+        number = request.attempt or folders.newest_attempt(self._node_folder, request.job)
+        path = folders.attempt_folder(self._node_folder, request.job, number).log(request.rank)
+        try:
+            lines, offset = await asyncio.to_thread(tail, path, request.lines or DEFAULT_LINES)
+        except OSError:
+            await context.abort(
+                grpc.StatusCode.NOT_FOUND,
+                f"this node has no log of rank {request.rank} of job {request.job}, attempt {number}; "
+                "ask the driver's TailLogs, which knows the node of each rank",
+            )
+        for line in lines:
+            yield executor_pb2.TailWorkerLogsResponse(line=line)
+        if request.follow:
+            key = AttemptKey(request.job, number)
+            async for line in follow(path, offset, is_over=lambda: not self._is_active(key)):
+                yield executor_pb2.TailWorkerLogsResponse(line=line)

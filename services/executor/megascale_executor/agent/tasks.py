@@ -1,0 +1,43 @@
+"""Small tools for tasks of the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Coroutine
+from typing import Any
+
+from megascale_common import logs
+
+_log = logs.get(__name__)
+
+
+async def cancelled(task: asyncio.Task[None] | None) -> None:
+    """Cancel a task and wait for its end, whatever that is; a cancellation of the caller still gets through."""
+    if task is not None:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+async def either(first: asyncio.Event, second: asyncio.Event, *, timeout_s: float | None = None) -> None:
+    """Wait until one of two events is set, or ``timeout_s`` has passed."""
+    waits = [asyncio.ensure_future(event.wait()) for event in (first, second)]
+    try:
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
+async def essential(part: Coroutine[Any, Any, None]) -> None:
+    """Run a part of the agent that must not fail. If it does, by a defect, the agent ends: better dead than silent."""
+    try:
+        await part
+    except (Exception, asyncio.CancelledError) as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
+            raise  # we are told to stop
+        _log.exception("a part of the agent failed; the agent ends")
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise

@@ -1,0 +1,238 @@
+"""The worker processes of one attempt on this node: start, listen, judge their end, stop all at once.
+
+The first worker that ends badly fails the attempt: the others are killed at once, because a collective with a missing
+rank only hangs, and what they would report are symptoms. A worker that was already dead at that moment keeps its own
+status, so that the driver can tell the culprit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megascale.v1 import link_pb2
+from megascale_common import framing, logs
+from megascale_common.local_messages import Assignment
+from megascale_executor.agent.channels import MessageChannel
+from megascale_executor.agent.template import ForkedProcess, Template, TemplateError
+
+_log = logs.get(__name__)
+
+# A worker that has reported an error is given this long to end by itself before it is taken for ended.
+_EXIT_AFTER_FAILED_S = 1.0
+# After the exit, its last messages are read at once; a grandchild that holds the socket must not delay the verdict.
+_DRAIN_SOCKET_S = 0.5
+# A killed process is gone in milliseconds unless a driver call holds it in the kernel.
+KILL_TIMEOUT_S = 10.0
+_WATCHDOG_WORDS, _LOG_TAIL_BYTES = ("ProcessGroupNCCL", "Watchdog caught"), 1 << 16
+STOPPED = "STOPPED"  # error kind of workers that the agent itself ended
+
+
+@dataclass(slots=True)
+class Worker:
+    """One rank's process as the agent knows it."""
+
+    rank: int
+    channel: MessageChannel
+    log_path: Path
+    process: ForkedProcess | None = None
+    running: bool = False
+    finished: bool = False
+    error_kind: str = ""
+    error: str = ""
+    exit_status: int | None = None
+    exited_at_s: float = 0.0  # wall clock
+    reader: asyncio.Task[None] | None = None
+    failed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def state(self) -> link_pb2.WorkerState.ValueType:
+        """State for the heartbeat."""
+        if self.exit_status is not None:
+            return link_pb2.WORKER_STATE_EXITED
+        return link_pb2.WORKER_STATE_RUNNING if self.running else link_pb2.WORKER_STATE_STARTING
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether it did all its steps and left with status 0."""
+        return self.finished and self.exit_status == 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEvents:
+    """What the workers of an attempt make known; called on the event loop."""
+
+    all_running: Callable[[], None]
+    all_finished: Callable[[], None]
+    step: Callable[[dict[str, Any]], None]
+    failed: Callable[[str], None]
+    exited: Callable[[], None]  # any worker, after its end was judged
+
+
+class WorkerSet:
+    """All workers of one attempt on this node."""
+
+    def __init__(self, template: Template, events: WorkerEvents) -> None:
+        self._template, self._events = template, events
+        self.workers: list[Worker] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stopping = False
+
+    async def start(self, assignments: Sequence[tuple[Assignment, Path]], store_listen_fd: int | None) -> None:
+        """Fork one worker per (assignment, log file) and hand each its assignment; rank 0 gets the store's socket.
+
+        Raises:
+            TemplateError: a worker could not be forked; those that run are left to :meth:`stop`.
+            OSError: a log file cannot be opened.
+        """
+        forks = []
+        for assignment, log_path in assignments:
+            worker, fork = self._launch(assignment, log_path, store_listen_fd)
+            self.workers.append(worker)
+            forks.append(fork)
+        for outcome in await asyncio.gather(*forks, return_exceptions=True):
+            if outcome is not None:
+                raise outcome
+        for worker in self.workers:
+            worker.reader = asyncio.create_task(self._listen(worker), name=f"worker-{worker.rank}-messages")
+            self._tasks.append(asyncio.create_task(self._watch(worker), name=f"worker-{worker.rank}-exit"))
+
+    def _launch(
+        self, assignment: Assignment, log_path: Path, store_listen_fd: int | None
+    ) -> tuple[Worker, asyncio.Task[None]]:
+        channel, theirs = MessageChannel.pair()
+        worker = Worker(assignment["rank"], channel, log_path)
+        descriptors = [store_listen_fd] if worker.rank == 0 and store_listen_fd is not None else []
+
+        async def fork() -> None:
+            with theirs, log_path.open("ab") as log:
+                # Taken down at once: a start that is cut short must still know whom to kill.
+                worker.process = await self._template.fork(worker.rank, theirs.fileno(), log.fileno())
+
+        try:
+            channel.send(dict(assignment), descriptors)
+        except framing.FramingError as error:
+            theirs.close()
+            raise TemplateError(f"rank {worker.rank} cannot be given its assignment: {error}") from error
+        return worker, asyncio.create_task(fork())
+
+    async def _listen(self, worker: Worker) -> None:
+        try:
+            async for message in worker.channel.messages():
+                self._take(worker, message)
+        except (framing.FramingError, KeyError, TypeError) as error:
+            worker.error_kind, worker.error = "OTHER", f"bad message from the worker: {error!r}"
+            worker.failed.set()
+
+    def _take(self, worker: Worker, message: framing.Message) -> None:
+        kind = message["kind"]
+        if kind == "running":
+            worker.running = True
+            if all(each.running for each in self.workers):
+                self._events.all_running()
+        elif kind == "step":
+            self._events.step(message["record"])
+        elif kind == "failed":
+            detail = message["detail"]
+            worker.error_kind = message["error_kind"]
+            # The driver reads the damaged file's name; people read the traceback in the log.
+            worker.error = detail if worker.error_kind == "CHECKPOINT_CORRUPT" and detail else message["error"]
+            worker.failed.set()
+        elif kind == "finished":
+            worker.finished = True
+        else:
+            raise framing.FramingError(f"unknown kind {kind!r}")
+
+    async def _watch(self, worker: Worker) -> None:
+        """Wait for one worker's end and judge it."""
+        assert worker.process is not None and worker.reader is not None
+        exited = worker.process.exited
+        failed = asyncio.ensure_future(worker.failed.wait())
+        either: set[asyncio.Future[Any]] = {exited, failed}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        failed.cancel()
+        if not exited.done():
+            await asyncio.wait({exited}, timeout=_EXIT_AFTER_FAILED_S)
+            if not exited.done():
+                worker.process.kill()
+        # The moment is taken before the last messages are read: drivers order faults by it.
+        status, exited_at_s = await asyncio.shield(exited), time.time()
+        await asyncio.wait({worker.reader}, timeout=_DRAIN_SOCKET_S)
+        worker.exit_status, worker.exited_at_s = status, exited_at_s
+        if status == -signal.SIGABRT and not worker.error_kind and (line := aborted_collective(worker.log_path)):
+            worker.error_kind, worker.error = "COLLECTIVE", line
+        worker.channel.close()
+        if worker.ended_well:
+            if all(each.ended_well for each in self.workers):
+                self._events.all_finished()
+        elif not self._stopping:
+            self._fail(worker)
+        self._events.exited()
+
+    def _fail(self, culprit: Worker) -> None:
+        self._stopping = True
+        how = describe_exit(culprit.exit_status or 0)
+        if culprit.exit_status == 0:
+            how = "ended with status 0 before its last step"
+            if not culprit.error_kind:  # by its status alone nobody would take it for the culprit
+                culprit.error_kind, culprit.error = "OTHER", how
+        for worker in self.workers:
+            process = worker.process
+            if worker is culprit or process is None or not process.alive:
+                continue
+            if not worker.error_kind:
+                worker.error_kind = STOPPED
+                worker.error = f"stopped by the agent, because rank {culprit.rank} {how}"
+            process.kill()
+        reason = f"rank {culprit.rank} {how}"
+        if culprit.error_kind:
+            reason += f" ({culprit.error_kind})"
+        _log.warning("worker failed", rank=culprit.rank, status=culprit.exit_status, kind=culprit.error_kind)
+        self._events.failed(reason)
+
+    async def stop(self) -> bool:
+        """SIGKILL what still runs and wait for it; False when something is still there after KILL_TIMEOUT_S."""
+        self._stopping = True
+        processes = [worker.process for worker in self.workers if worker.process is not None]
+        for process in processes:
+            process.kill()
+        waits = [process.exited for process in processes]
+        if waits:
+            await asyncio.wait(waits, timeout=KILL_TIMEOUT_S)
+        gone = all(wait.done() for wait in waits)
+        if gone:
+            await self._close()
+        return gone
+
+    async def _close(self) -> None:
+        readers = [worker.reader for worker in self.workers if worker.reader is not None]
+        for task in (*self._tasks, *readers):
+            task.cancel()
+        await asyncio.gather(*self._tasks, *readers, return_exceptions=True)
+        for worker in self.workers:
+            worker.channel.close()
+
+
+def aborted_collective(log_path: Path) -> str:
+    """The line in which NCCL's watchdog says why it aborted the process; "" if it was something else.
+
+    The watchdog aborts ranks that wait in vain for a peer, without a word to us: that is a symptom like an error.
+    """
+    try:
+        with log_path.open("rb") as log:
+            log.seek(max(log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES, 0))
+            lines = log.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line for line in reversed(lines) if any(word in line for word in _WATCHDOG_WORDS)), "")
+
+
+def describe_exit(status: int) -> str:
+    """``was killed by signal 9`` or ``exited with status 1``."""
+    return f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"

@@ -1,0 +1,47 @@
+"""What a self-check found. SKIPPED is never PASS: it says why nothing was looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from megascale.v1 import types_pb2
+
+Verdict = Literal["PASS", "DEGRADED", "FAIL", "SKIPPED"]
+_VERDICTS: dict[Verdict, types_pb2.CheckVerdict.ValueType] = {
+    "PASS": types_pb2.CHECK_VERDICT_PASS,
+    "DEGRADED": types_pb2.CHECK_VERDICT_DEGRADED,
+    "FAIL": types_pb2.CHECK_VERDICT_FAIL,
+    "SKIPPED": types_pb2.CHECK_VERDICT_SKIPPED,
+}
+MAX_DETAIL_CHARS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Result of one check of one ``target`` (a device, a mount point), as megascale.v1.CheckResult has it."""
+
+    name: str
+    target: str
+    verdict: Verdict
+    detail: str
+    elapsed_s: float = 0.0
+
+    def to_proto(self) -> types_pb2.CheckResult:
+        """For the wire; a long detail is cut."""
+        result = types_pb2.CheckResult(
+            name=self.name, target=self.target, verdict=_VERDICTS[self.verdict], detail=self.detail[:MAX_DETAIL_CHARS]
+        )
+        result.elapsed.FromNanoseconds(round(self.elapsed_s * 1e9))
+        return result
+
+
+def verdict_of(text: str) -> Verdict:
+    """The verdict named ``text``; anything unknown is a FAIL, because it must not pass for good."""
+    return next((verdict for verdict in _VERDICTS if verdict == text), "FAIL")
+
+
+def failures(findings: Iterable[Finding]) -> list[Finding]:
+    """The findings that forbid the attempt."""
+    return [finding for finding in findings if finding.verdict == "FAIL"]

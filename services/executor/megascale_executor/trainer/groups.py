@@ -1,0 +1,279 @@
+"""Communication groups of one rank, and the record of what each of them is doing.
+
+Groups come from the rank layout. Only members create a group (``use_local_synchronization``), so start-up costs O(n)
+store operations in the whole job and not O(n^2) (MegaScale section 3.5). Every group gets its timeout explicitly:
+torch does not pass the world's on. Pipeline edges are two-rank groups, one per directed edge and kind, so that on each
+of them a rank only sends or only receives: NCCL runs the operations of a communicator in order and without tags. With
+interleaving the edges form a ring; two stages then share two edges, one each way, and so four groups.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.distributed as dist
+
+from megascale_common.rank_layout import RankLayout
+from megascale_common.status_page import StatusPageWriter
+from megascale_executor.trainer import compat
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+EdgeKind = Literal["activation", "gradient"]
+
+
+class Group:
+    """Some ranks that communicate, in ascending order; a group of one does nothing.
+
+    Entered and completed operations are counted on a row of the status page. On CUDA an operation is only enqueued
+    when the call returns, so completion is taken from an event, looked at on the next call and on :meth:`poll`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        ranks: tuple[int, ...],
+        rank: int,
+        handle: dist.ProcessGroup | None,
+        status: StatusPageWriter | None,
+    ) -> None:
+        self.name, self.ranks = name, ranks
+        self.size, self.index = len(ranks), ranks.index(rank)
+        self._handle = handle
+        self._status = status if handle is not None else None
+        self._row = self._status.row(name) if self._status is not None else -1
+        self._event: torch.cuda.Event | None = None
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sum ``tensor`` over the ranks, in place."""
+        self._reduce(tensor, dist.ReduceOp.SUM)
+
+    def all_reduce_max(self, tensor: torch.Tensor) -> None:
+        """Maximum of ``tensor`` over the ranks, in place."""
+        self._reduce(tensor, dist.ReduceOp.MAX)
+
+    def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> None:
+        """Concatenate every rank's ``source`` along dimension 0 into ``output`` (of which source may be a view)."""
+        if self._handle is None:
+            if output.data_ptr() != source.data_ptr():
+                output.copy_(source)
+            return
+        self._enter()
+        compat.all_gather(output, source, self._handle)
+        self._leave(source)
+
+    def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor) -> None:
+        """Sum ``source`` over the ranks; this rank's part of dimension 0 lands in ``output`` (may be a view of it)."""
+        if self._handle is None:
+            if output.data_ptr() != source.data_ptr():
+                output.copy_(source)
+            return
+        self._enter()
+        compat.reduce_scatter(output, source, self._handle)
+        self._leave(source)
+
+    def send(self, tensor: torch.Tensor) -> dist.Work:
+        """Post a send to the other rank of an edge; ``tensor`` must live until the returned work was waited for.
+
+        It counts as completed once posted: whether it arrived is seen on the partner's row.
+        """
+        self._enter()
+        work = dist.isend(tensor, self._other, group=self._handle)
+        assert work is not None
+        self._leave(tensor)
+        return work
+
+    def receive(self, tensor: torch.Tensor) -> None:
+        """Receive into ``tensor`` from the other rank of an edge; the current stream (CPU: the caller) waits for it."""
+        self._enter()
+        work = dist.irecv(tensor, self._other, group=self._handle)
+        assert work is not None
+        work.wait()
+        self._leave(tensor)
+
+    def poll(self) -> None:
+        """Write completion to the status page if the last operation has ended on the device; never waits."""
+        if self._status is not None and self._event is not None and self._event.query():  # type: ignore[no-untyped-call]
+            self._status.complete(self._row)
+            self._event = None
+
+    @property
+    def _other(self) -> int:
+        return self.ranks[1 - self.index]
+
+    def _reduce(self, tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> None:
+        if self._handle is None:
+            return
+        self._enter()
+        dist.all_reduce(tensor, operation, group=self._handle)
+        self._leave(tensor)
+
+    def _enter(self) -> None:
+        if self._status is not None:
+            self.poll()
+            self._status.enter(self._row)
+
+    def _leave(self, tensor: torch.Tensor) -> None:
+        if self._status is None:
+            return
+        if not tensor.is_cuda:
+            self._status.complete(self._row)
+            return
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record()
+
+
+@dataclass(frozen=True)
+class Edges:
+    """A rank's pipeline edges: "in" from the stage before and "out" to the stage after; gradients flow against them.
+
+    None at the ends of the pipeline, where it is not a ring.
+    """
+
+    activation_in: Group | None
+    activation_out: Group | None
+    gradient_in: Group | None
+    gradient_out: Group | None
+
+
+@dataclass(frozen=True)
+class Groups:
+    """All groups of one rank."""
+
+    world: Group
+    tp: Group
+    dp: Group
+    edges: Edges
+
+    def poll(self) -> None:
+        """Bring the status page up to date with what has ended on the device; never waits."""
+        edges = (self.edges.activation_in, self.edges.activation_out, self.edges.gradient_in, self.edges.gradient_out)
+        for group in (self.world, self.tp, self.dp, *edges):
+            if group is not None:
+                group.poll()
+
+
+def single_process_groups() -> Groups:
+    """The groups of a job of one rank; needs no process group."""
+    alone = Group("world", (0,), 0, None, None)
+    return Groups(alone, alone, alone, Edges(None, None, None, None))
+
+
+def create_groups(
+    layout: RankLayout,
+    rank: int,
+    store: Store,
+    device: torch.device,
+    *,
+    timeout_s: float,
+    ring: bool = False,
+    status: StatusPageWriter | None = None,
+) -> Groups:
+    """Initialise torch.distributed and create this rank's groups; every rank of the layout calls it.
+
+    ``ring`` adds the pipeline edge from the last stage to the first (interleaving). The backend is nccl on CUDA and
+    gloo on a CPU. :func:`destroy_groups` undoes it.
+    """
+    if layout.world_size == 1:
+        return single_process_groups()
+    factory = _Factory(layout, rank, store, device, timeout_s, status)
+    return Groups(factory.world(), factory.axis("tp"), factory.axis("dp"), factory.edges(ring))
+
+
+def destroy_groups() -> None:
+    """Tear torch.distributed down if it was initialised."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class _Factory:
+    def __init__(
+        self,
+        layout: RankLayout,
+        rank: int,
+        store: Store,
+        device: torch.device,
+        timeout_s: float,
+        status: StatusPageWriter | None,
+    ) -> None:
+        self._layout, self._rank, self._device, self._status = layout, rank, device, status
+        self._timeout = timedelta(seconds=timeout_s)
+        self._cuda = device.type == "cuda"
+        if self._cuda:
+            torch.cuda.set_device(device)
+            # torch warns that sends and receives of one communicator wait for each other. Ours do not: on each edge
+            # and kind a rank only sends or only receives.
+            os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
+        # The world is not bound to a device: a bound one makes subgroups by splitting it, which all ranks must join.
+        dist.init_process_group(
+            "nccl" if self._cuda else "gloo",
+            store=store,
+            rank=rank,
+            world_size=layout.world_size,
+            timeout=self._timeout,
+        )
+
+    def world(self) -> Group:
+        group = Group("world", tuple(range(self._layout.world_size)), self._rank, dist.group.WORLD, self._status)
+        if self._cuda:  # an unbound NCCL world connects in its first operation: have that now
+            group.all_reduce(torch.zeros(1, device=self._device))
+        return group
+
+    def axis(self, axis: Literal["tp", "dp"]) -> Group:
+        ranks = self._layout.group_of(self._rank, (axis,))
+        return self._group(axis, ranks) if len(ranks) > 1 else Group(axis, ranks, self._rank, None, None)
+
+    def edges(self, ring: bool) -> Edges:
+        """Edges in rounds: from even stages, from odd ones, the ring's closing one: no chain of ranks waits along.
+
+        torch names a group after its ranks and *the number of groups that the rank has*, and members meet under that
+        name. A rank without a partner in a round therefore creates a group of its own, to keep the numbers equal.
+        """
+        line = self._layout.group_of(self._rank, ("pp",))
+        stage, last = line.index(self._rank), len(line) - 1
+        if not last:
+            return Edges(None, None, None, None)
+        inner = range(last)
+        rounds = [{low: low + 1 for low in inner if low % 2 == parity} for parity in (0, 1)]
+        rounds += [{last: 0}] if ring else []
+        found: dict[tuple[int, EdgeKind], Group] = {}
+        kinds: tuple[EdgeKind, ...] = ("activation", "gradient")
+        for edges in rounds:
+            mine = next((edge for edge in edges.items() if stage in edge), None)
+            for kind in kinds:
+                if mine is None:
+                    dist.new_group([self._rank], timeout=self._timeout, backend="gloo", use_local_synchronization=True)
+                    continue
+                low, high = mine
+                edge = self._group(f"pp{low}-{high}.{kind}", tuple(sorted((line[low], line[high]))))
+                self._exchange(edge, sends=(stage == low) == (kind == "activation"))
+                found[low, kind] = edge
+        before = last if stage == 0 else stage - 1
+        return Edges(
+            found.get((before, "activation")),
+            found.get((stage, "activation")),
+            found.get((stage, "gradient")),
+            found.get((before, "gradient")),
+        )
+
+    def _exchange(self, edge: Group, *, sends: bool) -> None:
+        """Move one value: two ranks of NCCL only connect in their first exchange, and block the host over it."""
+        value = torch.zeros(1, device=self._device)
+        if sends:
+            edge.send(value).wait()
+        else:
+            edge.receive(value)
+
+    def _group(self, name: str, ranks: tuple[int, ...]) -> Group:
+        handle = dist.new_group(
+            list(ranks),
+            timeout=self._timeout,
+            use_local_synchronization=True,
+            device_id=self._device if self._cuda else None,  # NCCL connects now and not in the first step
+        )
+        return Group(name, ranks, self._rank, handle, self._status)

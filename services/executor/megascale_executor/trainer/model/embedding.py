@@ -1,0 +1,47 @@
+"""The first stage's input: a token embedding whose rows are cut over tp, and learned positions where asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megascale_common.job_config import ModelConfig
+from megascale_executor.trainer.batch import MicroBatch
+from megascale_executor.trainer.groups import Group
+from megascale_executor.trainer.model.weights import Weight, Weights
+from megascale_executor.trainer.parallel.tensor.sequence import reduce_scatter_sequence, sequence_part
+
+
+def embed(batch: MicroBatch, weights: Weights, model: ModelConfig, tp: Group) -> torch.Tensor:
+    """Hidden states [S / tp, B, H] of a micro-batch [B, S], in the dtype of the weights."""
+    table = weights["embedding.weight"]
+    local = batch.tokens.t() - tp.index * table.value.shape[0]
+    hidden = reduce_scatter_sequence(_lookup(local, table), tp)
+    if model.positions == "learned":
+        hidden = hidden + _lookup(sequence_part(batch.position.t(), tp), weights["positions.weight"])
+    return hidden
+
+
+def _lookup(index: torch.Tensor, table: Weight) -> torch.Tensor:
+    """Rows of ``table``; zeros where ``index`` [S, B] lies outside it (another rank's rows)."""
+    rows: torch.Tensor = _Lookup.apply(index, table.value, table.main_grad)  # type: ignore[no-untyped-call]
+    return rows
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, index: torch.Tensor, table: torch.Tensor, main_grad: torch.Tensor) -> torch.Tensor:
+        outside = (index < 0) | (index >= table.shape[0])
+        clamped = index.clamp(0, table.shape[0] - 1)
+        ctx.save_for_backward(clamped, outside)
+        ctx.main_grad = main_grad
+        return table[clamped].masked_fill_(outside[..., None], 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:
+        clamped, outside = ctx.saved_tensors
+        rows = gradient.to(ctx.main_grad.dtype).masked_fill(outside[..., None], 0.0)
+        # index_put sorts the indices on CUDA: the sum has one order, where atomics would give a new one each run
+        ctx.main_grad.index_put_((clamped,), rows, accumulate=True)
+        return None, None, None

@@ -1,0 +1,85 @@
+"""The demo is believed only because it can fail: it succeeds as it stands, and fails when it is sabotaged."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.harness.local_cluster import megascale
+
+# Two ranks on two nodes instead of eight: the same path in a fraction of the time.
+SMALL = ("--device", "cpu", "--tp", "1", "--pp", "1", "--dp", "2", "--devices-per-node", "1", "--steps", "14")
+TIMEOUT_S = 300.0
+
+
+def run_demo(folder: Path, *options: str) -> tuple[int, str, dict[str, Any]]:
+    """Exit status, all output, and the report (empty if there is none)."""
+    done = megascale("demo", "--run-folder", str(folder), *options, timeout_s=TIMEOUT_S)
+    report = folder / "report.json"
+    return done.returncode, done.stdout + done.stderr, json.loads(report.read_text()) if report.exists() else {}
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Command lines of living processes that name the folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal() or int(entry.name) == os.getpid():
+            continue
+        try:
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if str(folder) in command:
+            found.append(command)
+    return found
+
+
+def test_the_demo_shows_a_node_lost_and_a_run_that_goes_on(tmp_path: Path) -> None:
+    status, output, report = run_demo(tmp_path / "demo", "--device", "cpu")
+    assert status == 0, output
+    assert (report["device"], report["world_size"], report["attempts"]) == ("cpu", 8, 2)
+    assert report["loss_after_resume_matches"] is True
+    assert report["max_loss_abs_diff"] == 0.0
+    assert report["restore_source"] == "storage"
+    assert 0 < report["resumed_from_step"] < report["steps"]
+    assert report["steps_lost"] > 0
+    assert report["final_loss"] < report["first_loss"]
+    assert len(report["evicted_nodes"]) == 1
+    assert 0 <= report["fault_to_detected_s"] <= 5
+    assert report["fault_to_first_new_step_s"] >= report["fault_to_detected_s"] + report["detected_to_restarted_s"]
+    assert (tmp_path / "demo" / "loss.png").exists()
+    assert "SIGKILL" in output
+    assert processes_of(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "options", "reason"),
+    [
+        ("no-kill", (), "no node was killed"),
+        ("no-spare", ("--recovery-timeout-s", "6"), "waits: needs 2 nodes"),
+        ("loss", (), "every step's loss equals the twin's bit for bit"),
+    ],
+)
+def test_a_sabotaged_demo_fails_and_says_why(
+    tmp_path: Path, sabotage: str, options: tuple[str, ...], reason: str
+) -> None:
+    status, output, report = run_demo(tmp_path / "demo", *SMALL, "--sabotage", sabotage, *options)
+    assert status == 1, output
+    assert "the demo failed" in output
+    assert reason in output.splitlines()[-1]
+    # What was not sabotaged was seen, so that the failure has no other cause.
+    if sabotage == "loss":
+        assert report["loss_after_resume_matches"] is False
+        assert (report["attempts"], report["restore_source"]) == (2, "storage")
+    assert processes_of(tmp_path) == []
+
+
+def test_a_folder_that_no_demo_wrote_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("x")
+    status, output, _ = run_demo(tmp_path)
+    assert status == 1
+    assert "no demo wrote it" in output
+    assert (tmp_path / "precious").read_text() == "x"

@@ -1,0 +1,59 @@
+"""A worker that stands still with its process alive, in a real cluster: the job is restarted, and no node is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+from tests.harness.chaos_cluster import ChaosCluster, chaos_cluster, measured
+from tests.harness.job_follower import JobFollower, seconds
+
+from megascale.v1 import types_pb2
+from megascale_common.status_page import read_status_page
+
+START_TIMEOUT_S = 30.0
+FLOOR_S = 3.0
+STEPS = 150
+STOPPED_RANK = 1
+
+
+async def test_a_stopped_worker_is_named_and_the_job_finishes(tmp_path: Path) -> None:
+    options = ("--nodes", "2", "--hang-floor-s", f"{FLOOR_S:g}", "--heartbeat-interval-s", "1")
+    with chaos_cluster(tmp_path, *options) as cluster:
+        async with asyncio.timeout(120), cluster.client() as client:
+            spec = cluster.job("hung", steps=STEPS, interval_steps=20)
+            async with JobFollower(client, spec) as run:
+                await run.until_step(60, START_TIMEOUT_S)  # by now its pace is known
+                nodes = list(run.job.nodes)
+                stopped_at_s = stop_outside_operations(cluster, run)
+                await asyncio.sleep(FLOOR_S / 2)
+                assert run.job.attempt == 1
+                hang = await run.until_event("HANG_SUSPECTED", 20.0)
+                job = await run.until_ended(60.0)
+                story = run.story()
+    assert job.phase == types_pb2.JOB_PHASE_SUCCEEDED, story
+    assert (job.attempt, job.restarts, list(job.nodes), list(job.evicted_nodes)) == (2, 1, nodes, []), story
+    assert f"rank {STOPPED_RANK} on node {nodes[STOPPED_RANK]}" in hang.message and "rank 0 " not in hang.message, story
+    suspects = [item.source for item in hang.evidence if item.digest.startswith("suspect")]
+    assert suspects == [f"nodes/{nodes[STOPPED_RANK]}/ranks/{STOPPED_RANK}"], story
+    assert sorted(run.newest_losses) == list(range(1, STEPS + 1))
+    noticed_s = seconds(hang) - stopped_at_s
+    measured("worker stopped", noticed_s=noticed_s, restored_step=job.restored_step)
+    assert FLOOR_S <= noticed_s <= FLOOR_S + 4.0
+
+
+def stop_outside_operations(cluster: ChaosCluster, run: JobFollower) -> float:
+    """Stop the worker where it is in its own code, inside no operation, so that it alone is to blame; when."""
+    pid, page = cluster.worker_pids(run.job)[STOPPED_RANK], cluster.status_page(run.job, STOPPED_RANK)
+    for _ in range(200):
+        os.kill(pid, signal.SIGSTOP)
+        stopped_at_s = time.time()
+        status = read_status_page(page)
+        if status is not None and all(row.entered == row.completed for row in status.rows):
+            return stopped_at_s
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.003)
+    raise AssertionError(f"rank {STOPPED_RANK} was always inside an operation")

@@ -1,0 +1,79 @@
+"""Agent, daemon and `megascale up` killed in turn under a running job: no process stays, and shared memory goes too."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.harness.chaos_cluster import GONE_TIMEOUT_S, ChaosCluster, chaos_cluster, measured
+from tests.harness.job_follower import JobFollower
+from tests.harness.local_cluster import until
+from tests.harness.processes import ended
+
+START_TIMEOUT_S = 30.0
+ENDLESS_STEPS = 100_000
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[ChaosCluster]:
+    with chaos_cluster(tmp_path, "--nodes", "3") as running:
+        yield running
+
+
+async def test_nothing_is_left_by_what_is_killed(cluster: ChaosCluster) -> None:
+    async with asyncio.timeout(90), cluster.client() as client:
+        spec = cluster.job("doomed", steps=ENDLESS_STEPS, interval_steps=10, spares=1)
+        async with JobFollower(client, spec) as run:
+            await run.until(lambda: run.job.committed_step >= 10, START_TIMEOUT_S, "the first commit")
+            first, second = run.job.nodes
+            workers = cluster.worker_pids(run.job)
+
+            # The daemon: its agent starts another, and training goes on with new snapshots.
+            before = cluster.up.node_pids(first)
+            os.kill(before["checkpoint"], signal.SIGKILL)
+            replaced = (None, before["checkpoint"])
+            await run.until(lambda: daemon_of(cluster, first) not in replaced, START_TIMEOUT_S, "another daemon")
+            committed = run.job.committed_step
+            await run.until(lambda: run.job.committed_step > committed + 20, START_TIMEOUT_S, "commits with it")
+            assert cluster.worker_pids(run.job) == workers
+            slots = {folder for folder in cluster.shared_memory() if folder.startswith(f"{first}/")}
+            assert len(slots) == 1
+
+            # The agent alone: all that it started ends with it, and the spare takes over.
+            node = cluster.up.node_pids(second)
+            assert {"agent", "template", "checkpoint", "loader", "rank-1"} == node.keys()
+            assert not any(ended(pid) for pid in node.values())
+            os.kill(node["agent"], signal.SIGKILL)
+            agent_s = cluster.until_gone(list(node.values()), GONE_TIMEOUT_S, "processes of the agent gone")
+            await run.until_step(1, START_TIMEOUT_S, attempt=2)
+            assert second not in run.job.nodes
+
+            # `megascale up`, while the job runs.
+            running = cluster.up.processes()
+            assert {*cluster.worker_pids(run.job).values(), cluster.up.state["etcd"]["pid"]} <= set(running)
+            cluster.up.process.kill()
+            cluster.up.process.wait()
+            up_s = cluster.until_gone(running, GONE_TIMEOUT_S, "processes of the cluster gone")
+            assert cluster.up.processes() == []
+
+    memory, sockets = cluster.shared_memory(), cluster.socket_folders()
+    assert {folder.split("/")[0] for folder in memory} == {"n1", "n2", "n3"}, "killed daemons clean nothing up"
+    with cluster.start_again() as up:
+        assert len(cluster.shared_memory()) == 3
+        assert memory.isdisjoint(cluster.shared_memory())
+        assert len(cluster.socket_folders()) == 3
+        assert sockets.isdisjoint(cluster.socket_folders())
+        everything = up.processes()
+        assert up.stop() == 0
+        until(lambda: all(ended(pid) for pid in everything), GONE_TIMEOUT_S, "all processes gone")
+    assert (cluster.shared_memory(), cluster.socket_folders()) == (set(), set())
+    measured("killed in turn", agent_gone_s=agent_s, up_gone_s=up_s)
+
+
+def daemon_of(cluster: ChaosCluster, node: str) -> int | None:
+    """Process id of a node's checkpoint daemon while there is one."""
+    return cluster.up.node_pids(node).get("checkpoint")

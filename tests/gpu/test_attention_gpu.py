@@ -1,0 +1,73 @@
+"""Attention on CUDA: which backend runs, that it is right, and that it repeats where it must."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megascale_kernels.attention import attention, attention_mask
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+SEQUENCE, BATCH, HEADS, WIDTH = 512, 2, 8, 128
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def _inputs(kv_heads: int) -> list[torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(1)
+    return [
+        torch.randn(SEQUENCE, BATCH, heads, WIDTH, generator=generator, device="cuda", dtype=torch.bfloat16)
+        .mul_(0.5)
+        .requires_grad_()
+        for heads in (HEADS, kv_heads, kv_heads)
+    ]
+
+
+def _operators(out: torch.Tensor) -> set[str]:
+    """Names of the backward nodes behind ``out``."""
+    found: set[str] = set()
+    waiting = [out.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None:
+            found.add(node.name())
+            waiting += [following for following, _ in node.next_functions]
+    return found
+
+
+def _is_used(backend: str, out: torch.Tensor) -> bool:
+    return any(f"ScaledDotProduct{backend}Attention" in name for name in _operators(out))
+
+
+@pytest.mark.parametrize("kv_heads", [HEADS, 2])
+def test_cudnn_runs_dense_causal_attention_and_is_right(kv_heads: int) -> None:
+    q, k, v = _inputs(kv_heads)
+    out = attention(q, k, v, attention_mask(SEQUENCE))
+    gradients = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    exact = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
+    expected = attention(*exact, attention_mask(SEQUENCE))
+    wanted = torch.autograd.grad(expected, exact, torch.ones_like(expected))
+    for ours, theirs in zip((out, *gradients), (expected, *wanted), strict=True):
+        torch.testing.assert_close(ours.double(), theirs, atol=5e-2, rtol=2e-2)
+    if torch.cuda.get_device_capability() >= (9, 0) and kv_heads == HEADS:
+        assert _is_used("Cudnn", out), _operators(out)
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_what_must_repeat_does_not_use_cudnn_and_repeats() -> None:
+    q, k, v = _inputs(HEADS)
+    runs = []
+    for _ in range(3):
+        out = attention(q, k, v, attention_mask(SEQUENCE))
+        assert not _is_used("Cudnn", out)
+        runs.append([out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))])
+    for other in runs[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(runs[0], other, strict=True))

@@ -1,0 +1,109 @@
+"""A real agent process for tests, and a look at the process table."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from megascale_common.process import child_environment
+
+_END_TIMEOUT_S = 8.0
+TOKEN = "token-of-the-tests"
+_SCRIPTED = Path(__file__).with_name("scripted_template.py")
+
+
+@dataclass(slots=True)
+class AgentProcess:
+    """A started agent in a process group of its own."""
+
+    process: subprocess.Popen[bytes]
+    run_folder: Path
+    node: str
+
+    @property
+    def node_folder(self) -> Path:
+        """Where it keeps its files."""
+        return self.run_folder / "nodes" / self.node
+
+    def group(self) -> list[int]:
+        """Living processes of its group."""
+        return living_processes_of_group(self.process.pid)
+
+    def log(self) -> str:
+        """What it wrote on stderr."""
+        return (self.node_folder / "agent.log").read_text()
+
+    def end(self) -> None:
+        """SIGTERM, which must leave nothing behind, neither processes nor shared memory; SIGKILL if it does not end."""
+        self.process.terminate()
+        try:
+            self.process.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.kill_group()
+            raise
+        finally:
+            left = wait_until_gone(self.process.pid, 1.0)
+            self.kill_group()
+        assert left == [], f"processes left behind by the agent: {left}"
+
+    def kill_group(self) -> None:
+        """SIGKILL everything at once, as the loss of a node."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+
+
+def start_agent(
+    run_folder: Path,
+    *,
+    node: str = "n0",
+    cluster: str = "test",
+    devices: str = "0,1",
+    template: str | None = None,
+    options: tuple[str, ...] = (),
+) -> AgentProcess:
+    """Start an agent that reads the driver's address from ``run_folder``/driver.address.
+
+    ``template`` is the command of the training side: by default the scripted one; "" is the real one. ``options`` are
+    added to the command line.
+    """
+    folder = run_folder / "nodes" / node
+    folder.mkdir(parents=True, exist_ok=True)
+    (run_folder / "token").write_text(TOKEN + "\n")
+    command = [sys.executable, "-m", "megascale_executor.agent", "--cluster", cluster, "--node", node]
+    command += ["--driver-file", str(run_folder / "driver.address"), "--token-file", str(run_folder / "token")]
+    command += ["--device", "cpu", "--devices", devices, "--run-folder", str(run_folder), "--topology", "switch=s0"]
+    command += ["--address-file", str(folder / "executor.address"), *options]
+    command += ["--template-command", f"{sys.executable} {_SCRIPTED}" if template is None else template]
+    with (folder / "agent.log").open("ab") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=child_environment(), start_new_session=True)
+    return AgentProcess(process, run_folder, node)
+
+
+def living_processes_of_group(group: int) -> list[int]:
+    """Processes of a process group that are neither dead nor zombies."""
+    living = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[2]) == group and fields[0] not in "ZX":
+                living.append(int(entry.name))
+    return living
+
+
+def wait_until_gone(group: int, timeout_s: float = 5.0) -> list[int]:
+    """Wait for the end of a process group; returns who is left."""
+    deadline = time.monotonic() + timeout_s
+    while (left := living_processes_of_group(group)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left

@@ -1,0 +1,156 @@
+"""A local cluster to break things on: its small jobs, its processes by role, its shared memory, and a check at the end.
+
+Nodes have one CPU rank each, so that the loss of a process, of a node and of a rank can be told apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.harness.corpus import random_documents, write_corpus
+from tests.harness.local_cluster import UpProcess, until
+from tests.harness.processes import ended
+
+from megascale.v1 import driver_pb2, job_pb2
+from megascale_checkpoint.commit_log import CommitLog
+from megascale_checkpoint.staging import default_base
+from megascale_checkpoint.storage import FileStorage
+from megascale_client import AsyncClient, parse_job
+
+GONE_TIMEOUT_S = 10.0
+CANCEL_REASON = "the test is over"
+
+
+class ChaosCluster:
+    """`megascale up` under a name of its own, with a corpus and jobs of two pipeline stages on two nodes."""
+
+    def __init__(self, folder: Path, name: str, runtime_folder: Path, *options: str) -> None:
+        self.folder, self.name, self.runtime_folder = folder, name, runtime_folder
+        self.options = ("--cluster", name, "--devices-per-node", "1", "--device", "cpu", *options)
+        self._corpus = write_corpus(folder / "corpus", random_documents(seed=7, count=60, longest=200))
+        self.up = self._new_up()
+
+    def start_again(self) -> UpProcess:
+        """Another `megascale up` in the same run folder, after the end of the last one."""
+        self.up = self._new_up()
+        return self.up
+
+    def client(self) -> AsyncClient:
+        """A client that gives up late: drivers die here."""
+        return AsyncClient.from_run_folder(self.up.folder, retry_for_s=60.0)
+
+    def job(self, name: str, *, steps: int, interval_steps: int, spares: int = 0) -> job_pb2.JobSpec:
+        """Two ranks on two nodes; eight micro-batches make a step of some 20 ms."""
+        return parse_job(
+            {
+                "name": name,
+                "trainer": {
+                    "model": {
+                        "layers": 2,
+                        "hidden_size": 32,
+                        "heads": 2,
+                        "vocab_size": 257,
+                        "sequence_length": 16,
+                    },
+                    "parallelism": {"pp": 2},
+                    "training": {"steps": steps, "global_batch_size": 8, "precision": "fp32"},
+                    "data": {"sources": [{"prefix": str(self._corpus)}]},
+                },
+                "checkpoint": {"uri": str(self.checkpoints(name)), "interval_steps": interval_steps},
+                "recovery": {"spare_nodes": spares, "collective_timeout_s": 60},
+            }
+        )
+
+    def checkpoints(self, job: str) -> Path:
+        """Where a job's checkpoints lie."""
+        return self.folder / "checkpoints" / job
+
+    def commit_log(self, job: str) -> CommitLog:
+        """The job's commit log as it stands."""
+        log = CommitLog(FileStorage(self.checkpoints(job)))
+        log.refresh()
+        return log
+
+    def worker_pids(self, job: driver_pb2.Job) -> dict[int, int]:
+        """Process ids of the job's ranks, as the agents wrote them."""
+        found = {}
+        for node in job.nodes:
+            for role, pid in self.up.node_pids(node).items():
+                if role.startswith("rank-"):
+                    found[int(role.removeprefix("rank-"))] = pid
+        return found
+
+    def status_page(self, job: driver_pb2.Job, rank: int) -> Path:
+        """The status page of a rank of the job's present attempt (one rank on each node)."""
+        folder = self.up.folder / "nodes" / job.nodes[rank] / "jobs" / job.spec.name / f"attempt-{job.attempt:06d}"
+        return folder / f"status-{rank:05d}.page"
+
+    def rank_log(self, job: driver_pb2.Job, rank: int) -> str:
+        """What a rank of the job's present attempt has logged."""
+        page = self.status_page(job, rank)
+        return page.with_name(f"rank-{rank:05d}.log").read_text()
+
+    def signal_node(self, node: str, number: signal.Signals) -> float:
+        """A signal to the whole process group of a node; when, in seconds since 1970."""
+        group = self.up.node_pids(node)["agent"]
+        assert os.getpgid(group) == group
+        os.killpg(group, number)
+        return time.time()
+
+    def shared_memory(self) -> set[str]:
+        """Staging folders of this cluster, as NODE/INCARNATION."""
+        base = default_base() / self.name
+        return {f"{entry.parent.name}/{entry.name}" for entry in base.glob("*/*") if entry.is_dir()}
+
+    def socket_folders(self) -> set[str]:
+        """Folders of the agents' sockets."""
+        return {entry.name for entry in self.runtime_folder.glob("megascale/*")}
+
+    def until_gone(self, pids: list[int], timeout_s: float, what: str) -> float:
+        """Wait until none of the processes runs; seconds that it took."""
+        started_s = time.monotonic()
+        until(lambda: all(ended(pid) for pid in pids), timeout_s, what)
+        return time.monotonic() - started_s
+
+    def _new_up(self) -> UpProcess:
+        return UpProcess(self.folder / "run", *self.options)
+
+
+@contextlib.contextmanager
+def chaos_cluster(folder: Path, *options: str) -> Iterator[ChaosCluster]:
+    """A cluster that is ready; at the end it must stop in order and leave no process.
+
+    What killed nodes leave in shared memory, the next start of the same node would remove; here nobody starts it again.
+    """
+    name = f"chaos-{uuid.uuid4().hex[:8]}"
+    runtime_folder = Path(tempfile.mkdtemp(prefix="ms-", dir="/tmp"))  # short: socket paths are bounded
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("XDG_RUNTIME_DIR", str(runtime_folder))
+        cluster = ChaosCluster(folder, name, runtime_folder, *options)
+        try:
+            with cluster.up:
+                yield cluster
+                running = cluster.up
+                if running.process.poll() is None:
+                    assert running.stop() == 0, "`megascale up` did not stop in order"
+                until(lambda: not running.processes(), GONE_TIMEOUT_S, "all processes gone")
+        finally:
+            shutil.rmtree(default_base() / name, ignore_errors=True)
+            shutil.rmtree(runtime_folder, ignore_errors=True)
+
+
+def measured(what: str, **values: Any) -> None:
+    """Print what a test has measured."""
+    rounded = {key: round(value, 2) if isinstance(value, float) else value for key, value in values.items()}
+    print(f"\n{what}: {json.dumps(rounded)}")

@@ -1,0 +1,101 @@
+"""Checkpoints on storage, written through the real writer without a daemon, for tests of what reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megascale_checkpoint import manifest as manifests
+from megascale_checkpoint.checksums import checksum, piece_checksums
+from megascale_checkpoint.commit_log import CommitLog
+from megascale_checkpoint.concurrency import Cancellation
+from megascale_checkpoint.manifest import File, Manifest
+from megascale_checkpoint.persist import write_rank_file
+from megascale_checkpoint.registration import Registration
+from megascale_checkpoint.slots import Seal
+from megascale_checkpoint.storage import FileStorage
+from megascale_common.checkpoint_layout import ShardLayout, ShardPiece
+
+Image = bytearray
+STATES = ("master", "exp_avg", "exp_avg_sq")  # the same parameter has other values in each
+Values = Mapping[str, NDArray[np.float32]]
+
+
+def slot_bytes(pieces: Iterable[ShardPiece]) -> int:
+    """Smallest slot that holds all pieces, rounded up to 4 KiB."""
+    end = max((p.slot_offset_bytes + p.size_bytes for p in pieces), default=0)
+    return -(-end // 4096) * 4096
+
+
+def registration_of(uri: str, rank: int, world_size: int, layout: ShardLayout, attempt: int = 1) -> Registration:
+    """What a worker would have registered."""
+    info = {"tp": 1, "cp": 1, "dp": world_size, "pp": 1}
+    return Registration("job", attempt, rank, world_size, uri, "none:0", 2, layout, layout.digest(), info)
+
+
+def image_of(layout: ShardLayout, values: Values) -> Image:
+    """A slot image whose pieces are cut from whole parameters, the slow and obvious way."""
+    image = bytearray(layout.slot_bytes)
+    for piece in layout.pieces:
+        box = values[piece.name][tuple(slice(a, b) for a, b in zip(piece.start, piece.stop, strict=True))]
+        state = STATES.index(piece.state)
+        data = (box.flatten()[piece.flat_start : piece.flat_stop] + np.float32(0.25 * state)).tobytes()
+        image[piece.slot_offset_bytes : piece.slot_offset_bytes + len(data)] = data
+    return image
+
+
+def write_checkpoint(
+    root: Path,
+    layouts: Sequence[ShardLayout],
+    values: Values,
+    *,
+    step: int = 10,
+    attempt: int = 1,
+    small_states: Sequence[dict[str, Any]] | None = None,
+) -> str:
+    """Write and commit one checkpoint of ``values`` below ``root``; the manifest's address."""
+    images = [image_of(layout, values) for layout in layouts]
+    return write_images(root, layouts, images, step=step, attempt=attempt, small_states=small_states)
+
+
+def write_images(
+    root: Path,
+    layouts: Sequence[ShardLayout],
+    images: Sequence[Image],
+    *,
+    step: int = 10,
+    attempt: int = 1,
+    small_states: Sequence[dict[str, Any]] | None = None,
+) -> str:
+    """Write and commit one checkpoint of every rank's slot image below ``root``; the manifest's address."""
+    files, uri = [], str(root)
+    for rank, layout in enumerate(layouts):
+        registration = registration_of(uri, rank, len(layouts), layout, attempt)
+        image = memoryview(images[rank])
+        seal = Seal(attempt, step, registration.digest, piece_checksums(layout, image), {"rank": rank})
+        (file,) = write_rank_file(registration, seal, image, Cancellation()).request.files
+        files.append(File(file.path, file.size_bytes, file.xxh3, rank, registration.digest))
+    states = dict(enumerate(small_states or [{"position": step}] * len(layouts)))
+    manifest = Manifest(
+        job="job",
+        attempt=attempt,
+        step=step,
+        world_size=len(layouts),
+        layout={},
+        files=tuple(files),
+        small_state=states[0],
+        rank_small_states=manifests.differing(states),
+        created_at=manifests.now(),
+    )
+    storage, data = FileStorage(root), manifests.encode(manifest)
+    path = f"{manifests.step_folder(attempt, step)}/{manifests.NAME}"
+    assert storage.create(path, data)
+    log = CommitLog(storage)
+    log.append_open(attempt, lambda: {"job": "job", "epoch": [1, 1]})
+    fields = {"job": "job", "manifest": path, "manifest_xxh3": checksum(data)}
+    log.append_commit(attempt, step, {**fields, "world_size": len(layouts), "size_bytes": manifest.size_bytes})
+    return f"{uri}/{path}"

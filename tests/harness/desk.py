@@ -1,0 +1,109 @@
+"""The driver's core fed by hand, event by event, with what came out of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from tests.harness.simulated_cluster import demo_job
+
+from megascale_common.job_config import CheckpointConfig
+from megascale_driver.core import machine
+from megascale_driver.core.events import (
+    Audit,
+    Event,
+    JobSubmitted,
+    LeaderStarted,
+    NodeHello,
+    NodeReport,
+    Tick,
+)
+from megascale_driver.core.policy import Policy
+from megascale_driver.core.state import (
+    AttemptPhase,
+    Cluster,
+    Device,
+    Identity,
+    Job,
+    JobPhase,
+    Liveness,
+    Report,
+    WorkerReport,
+)
+
+POLICY = Policy()
+
+
+class Desk:
+    """Feeds the core by hand and keeps what came out."""
+
+    def __init__(self, *nodes: str) -> None:
+        self.now_s = 1000.0
+        self.state = Cluster()
+        self.audit: list[Audit] = []
+        self.effects: list[object] = []
+        self.feed(LeaderStarted(self.now_s, "here"))
+        for name in nodes:
+            self.hello(name)
+            self.report(name, AttemptPhase.IDLE)
+
+    def feed(self, event: Event) -> str:
+        self.state, outcome = machine.step(self.state, event, POLICY)
+        self.audit += outcome.audit
+        self.effects += outcome.effects
+        return outcome.refusal
+
+    def hello(self, name: str, boot: int = 1) -> None:
+        who = Identity(f"{name}-{boot}", devices=tuple(Device(i, "cpu") for i in range(4)),
+                       executor_endpoint=f"{name}:1", checkpoint_endpoint=f"{name}:2")  # fmt: skip
+        self.feed(NodeHello(self.now_s, name, who))
+
+    def report(self, name: str, phase: AttemptPhase, **details: Any) -> None:
+        """A heartbeat of a node that has taken in its newest desired state."""
+        node = self.state.nodes[name]
+        if phase is not AttemptPhase.IDLE and "job" not in details:
+            wanted = self.state.holder_of(name)
+            assert wanted is not None
+            details = {"job": wanted.name, "attempt": wanted.attempt, "store_endpoint": "h:9", **details}
+        report = Report(desired_version=node.desired_version, phase=phase, **details)
+        self.feed(NodeReport(self.now_s, name, node.identity.incarnation, report))
+
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.feed(Tick(self.now_s))
+
+    def job(self, name: str = "a") -> Job:
+        return self.state.jobs[name]
+
+    def liveness(self, name: str) -> str:
+        return self.state.nodes[name].liveness.value
+
+    def disposition(self, name: str) -> str:
+        return self.state.nodes[name].disposition.value
+
+    def submit(self, **options: Any) -> None:
+        config = demo_job("a", **{"spares": 0, **options})
+        self.feed(JobSubmitted(self.now_s, replace(config, checkpoint=CheckpointConfig()), "me"))
+
+    def run(self) -> None:
+        """Bring the attempt under way to RUNNING."""
+        for phase in (AttemptPhase.PREPARED, AttemptPhase.RUNNING):
+            for slot in self.job().slots:
+                self.report(slot.node, phase)
+        assert self.job().phase is JobPhase.RUNNING
+
+    def fail(self, node: str, *workers: WorkerReport) -> None:
+        self.report(node, AttemptPhase.FAILED, workers=workers)
+
+    def stop(self) -> None:
+        """Every node that can says that it stands idle."""
+        for slot in self.job().slots:
+            if self.state.nodes[slot.node].liveness is Liveness.ALIVE:
+                self.report(slot.node, AttemptPhase.IDLE)
+
+    def reasons(self) -> list[str]:
+        return [line.reason for line in self.audit if line.log == "a"]
+
+
+def exited(rank: int, at_s: float, status: int = 1, kind: str = "", error: str = "") -> WorkerReport:
+    return WorkerReport(rank, True, status, error, kind, at_s)

@@ -1,0 +1,192 @@
+"""A real driver process against a real etcd, and what tests ask of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import grpc
+
+from megascale.v1 import driver_pb2, driver_pb2_grpc, job_pb2, types_pb2
+from megascale_common import rpc
+from megascale_common.process import child_environment
+
+START_TIMEOUT_S = 20.0
+
+
+class DriverProcess:
+    """One ``python -m megascale_driver``; several on the same ``prefix`` are leader and standbys."""
+
+    def __init__(self, folder: Path, etcd_endpoint: str, prefix: str | None = None, name: str = "driver") -> None:
+        self.folder = folder
+        self.prefix = prefix or f"/test/{uuid.uuid4().hex}/v1"
+        self.token_file = folder / "token"
+        self.token = rpc.read_or_create_token(self.token_file)
+        self.address_file = folder / f"{name}.address"
+        self.metrics_file = folder / f"{name}.metrics"
+        self._log = folder / f"{name}.log"
+        self._etcd = etcd_endpoint
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: grpc.aio.Channel | None = None
+
+    @property
+    def pid(self) -> int:
+        """Process id of the running driver."""
+        assert self._process is not None
+        return self._process.pid
+
+    def address(self) -> str:
+        """Where the driver serves, as the address file says."""
+        return self.address_file.read_text().strip()
+
+    def log(self) -> str:
+        """What the driver wrote."""
+        return self._log.read_text()
+
+    async def start(self, *, leads: bool = True) -> None:
+        """Start it and wait until it serves and, unless it is to be a standby, leads."""
+        self.address_file.unlink(missing_ok=True)
+        command = [
+            sys.executable, "-m", "megascale_driver", "--cluster", "test", "--etcd", self._etcd,
+            "--prefix", self.prefix, "--token-file", str(self.token_file), "--address-file", str(self.address_file),
+            "--metrics-bind", "127.0.0.1:0", "--metrics-address-file", str(self.metrics_file),
+        ]  # fmt: skip
+        with self._log.open("ab") as log:
+            # Blocking, from the main thread: the parent-death signal fires when the starting thread ends.
+            self._process = subprocess.Popen(command, env=child_environment(), stdout=log, stderr=log)  # noqa: ASYNC220
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self.address_file.exists():
+            assert self._process.poll() is None and time.monotonic() < deadline, self.log()
+            await asyncio.sleep(0.02)
+        await self._close_channel()
+        self._channel = rpc.open_channel(self.address(), self.token)
+        if leads:
+            await until(self.leads, START_TIMEOUT_S)
+
+    async def leads(self) -> bool:
+        """Whether it says that it leads."""
+        try:
+            info = await self.stub.GetClusterInfo(driver_pb2.GetClusterInfoRequest(), timeout=2)
+        except grpc.aio.AioRpcError:
+            return False
+        return bool(info.leader)
+
+    @property
+    def channel(self) -> grpc.aio.Channel:
+        """The open channel to the driver."""
+        assert self._channel is not None
+        return self._channel
+
+    @property
+    def stub(self) -> driver_pb2_grpc.DriverServiceAsyncStub:
+        """The driver's service."""
+        return driver_pb2_grpc.DriverServiceStub(self.channel)
+
+    async def kill(self) -> None:
+        """SIGKILL."""
+        assert self._process is not None
+        self._process.kill()
+        await asyncio.to_thread(self._process.wait)
+
+    async def stop(self) -> int:
+        """SIGTERM; the exit status."""
+        assert self._process is not None
+        self._process.terminate()
+        return await asyncio.to_thread(self._process.wait, 10)
+
+    async def close(self) -> None:
+        """Leave no process and no channel."""
+        await self._close_channel()
+        if self._process is not None and self._process.poll() is None:
+            await self.kill()
+
+    async def submit(self, spec: job_pb2.JobSpec, request_id: str = "") -> driver_pb2.Job:
+        """Submit a job."""
+        reply = await self.stub.SubmitJob(driver_pb2.SubmitJobRequest(spec=spec, request_id=request_id), timeout=10)
+        return reply.job
+
+    async def job(self, name: str) -> driver_pb2.Job:
+        """A job now."""
+        return (await self.stub.GetJob(driver_pb2.GetJobRequest(name=name), timeout=10)).job
+
+    async def events(self, subject: str) -> list[types_pb2.Event]:
+        """Audit log of a subject."""
+        request = driver_pb2.ListEventsRequest(subject=subject, page_size=1000)
+        return list((await self.stub.ListEvents(request, timeout=10)).events)
+
+    async def until_job(self, name: str, condition: Callable[[driver_pb2.Job], bool], timeout_s: float = 10.0) -> float:
+        """Wait until the job looks so; seconds that it took."""
+        started_s = time.monotonic()
+
+        async def met() -> bool:
+            return condition(await self.job(name))
+
+        try:
+            await until(met, timeout_s)
+        except TimeoutError:
+            raise AssertionError(f"after {timeout_s} s: {await self.job(name)}\n{self.log()[-6000:]}") from None
+        return time.monotonic() - started_s
+
+    async def until_nodes(self, count: int) -> None:
+        """Wait until so many nodes are alive and have sent a heartbeat."""
+
+        async def there() -> bool:
+            nodes = (await self.stub.ListNodes(driver_pb2.ListNodesRequest(), timeout=10)).nodes
+            return sum(node.liveness == types_pb2.NODE_LIVENESS_ALIVE for node in nodes) >= count
+
+        await until(there, 10.0)
+
+    async def _close_channel(self) -> None:
+        if self._channel is not None:
+            await self._channel.close()
+            self._channel = None
+
+
+@contextlib.asynccontextmanager
+async def running_driver(folder: Path, etcd_endpoint: str) -> AsyncIterator[DriverProcess]:
+    """A driver that leads, ended with the block."""
+    driver = DriverProcess(folder, etcd_endpoint)
+    try:
+        await driver.start()
+        yield driver
+    finally:
+        await driver.close()
+
+
+async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float) -> None:
+    """Wait until the condition holds; TimeoutError after ``timeout_s``."""
+    deadline = time.monotonic() + timeout_s
+    while not await condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        await asyncio.sleep(0.05)
+
+
+def small_job(name: str, **changes: object) -> job_pb2.JobSpec:
+    """TP2 x PP2 x DP2 over 8 ranks; ``changes`` are set by dotted path with ``__`` for dots."""
+    spec = job_pb2.JobSpec(name=name)
+    trainer = spec.trainer
+    trainer.model.layers, trainer.model.hidden_size, trainer.model.heads = 4, 64, 4
+    trainer.model.vocab_size, trainer.model.sequence_length = 257, 64
+    trainer.parallelism.tp, trainer.parallelism.pp, trainer.parallelism.dp = 2, 2, 2
+    trainer.training.steps, trainer.training.global_batch_size = 20, 8
+    trainer.data.sources.add(prefix="/data/corpus")
+    for path, value in changes.items():
+        *parents, last = path.split("__")
+        target: object = spec
+        for parent in parents:
+            target = getattr(target, parent)
+        setattr(target, last, value)
+    return spec
+
+
+def here() -> Path:
+    """The repository's root, from which ``tests`` is importable."""
+    return Path(os.path.abspath(__file__)).parents[2]

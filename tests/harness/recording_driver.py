@@ -1,0 +1,136 @@
+"""A driver for tests of the node's side of the link: real gRPC, says what the test wants, remembers what nodes say."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+
+from megascale.v1 import link_pb2, link_pb2_grpc, types_pb2
+from megascale_common.rpc import RpcServer
+
+
+class RecordingDriver(link_pb2_grpc.ExecutorLinkServiceServicer):
+    """Serves one node. ``desired`` is sent on connect and on :meth:`want`; everything received is kept."""
+
+    def __init__(self, cluster: str, token: str, *, revision: int = 1, interval_s: float = 0.5) -> None:
+        self.cluster, self.epoch = cluster, types_pb2.Epoch(cluster_generation=1, create_revision=revision)
+        self.interval_s = interval_s
+        self.hellos: list[link_pb2.ExecutorHello] = []
+        self.beats: list[link_pb2.Heartbeat] = []
+        self.beat_times: list[float] = []
+        self.steps: list[types_pb2.StepRecord] = []
+        self.desired: link_pb2.DesiredState | None = None
+        self.connections = 0
+        self.refusal: grpc.StatusCode | None = None
+        self.refused = 0
+        self._version = 0
+        self._news = asyncio.Condition()
+        self._outbox: asyncio.Queue[link_pb2.ConnectResponse] | None = None
+        self._server = RpcServer(token)
+        link_pb2_grpc.add_ExecutorLinkServiceServicer_to_server(self, self._server.server)
+
+    async def start(self, address_file: Path, bind: str = "127.0.0.1:0") -> str:
+        """Serve and write the address to a file."""
+        address = await self._server.start(bind, ["megascale.v1.ExecutorLinkService"])
+        address_file.write_text(address + "\n")
+        return address
+
+    async def stop(self) -> None:
+        """Cut every connection."""
+        await self._server.stop(grace_s=0)
+
+    async def Connect(
+        self, request_iterator: AsyncIterator[link_pb2.ConnectRequest], context: Any
+    ) -> AsyncIterator[link_pb2.ConnectResponse]:
+        """Hello both ways, then desired states and acknowledgements."""
+        outbox: asyncio.Queue[link_pb2.ConnectResponse] = asyncio.Queue()
+        reader = asyncio.create_task(self._read(request_iterator, outbox))
+        self.connections += 1
+        self._outbox = outbox
+        interval = Duration()
+        interval.FromNanoseconds(round(self.interval_s * 1e9))
+        hello = link_pb2.DriverHello(
+            protocol=link_pb2.ProtocolRange(lowest=1, highest=1),
+            cluster=self.cluster,
+            epoch=self.epoch,
+            heartbeat_interval=interval,
+        )
+        try:
+            yield link_pb2.ConnectResponse(hello=hello)
+            if self.desired is not None:
+                yield link_pb2.ConnectResponse(desired_state=self.desired)
+            while True:
+                yield await outbox.get()
+        finally:
+            reader.cancel()
+
+    async def ReportSteps(
+        self, request_iterator: AsyncIterator[link_pb2.ReportStepsRequest], context: Any
+    ) -> link_pb2.ReportStepsResponse:
+        """Take all records, or refuse as ``refusal`` says."""
+        if self.refusal is not None:
+            self.refused += 1
+            await context.abort(self.refusal, "refused by the test")
+        taken = [record async for request in request_iterator for record in request.records]
+        async with self._news:
+            self.steps += taken
+            self._news.notify_all()
+        return link_pb2.ReportStepsResponse(accepted=len(taken))
+
+    async def _read(
+        self, requests: AsyncIterator[link_pb2.ConnectRequest], outbox: asyncio.Queue[link_pb2.ConnectResponse]
+    ) -> None:
+        async for request in requests:
+            async with self._news:
+                if request.WhichOneof("message") == "hello":
+                    self.hellos.append(request.hello)
+                else:
+                    self.beats.append(request.heartbeat)
+                    self.beat_times.append(asyncio.get_running_loop().time())
+                    ack = link_pb2.HeartbeatAck(seq=request.heartbeat.seq)
+                    ack.received_at.GetCurrentTime()
+                    ack.sent_at.GetCurrentTime()
+                    outbox.put_nowait(link_pb2.ConnectResponse(heartbeat_ack=ack))
+                self._news.notify_all()
+
+    def want(self, phase: link_pb2.DesiredPhase.ValueType, assignment: link_pb2.AttemptAssignment | None = None) -> int:
+        """Send a new desired state; returns its version."""
+        self._version += 1
+        self.desired = link_pb2.DesiredState(
+            epoch=self.epoch, version=self._version, phase=phase, assignment=assignment
+        )
+        self.send(self.desired)
+        return self._version
+
+    def send(self, desired: link_pb2.DesiredState) -> None:
+        """Send any desired state, now."""
+        if self._outbox is not None:
+            self._outbox.put_nowait(link_pb2.ConnectResponse(desired_state=desired))
+
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+        """Wait until ``condition`` holds; it is looked at whenever something arrives."""
+        async with self._news:
+            try:
+                await asyncio.wait_for(self._news.wait_for(condition), timeout_s)
+            except TimeoutError:
+                last = self.beats[-1] if self.beats else None
+                raise AssertionError(f"not within {timeout_s} s; last heartbeat: {last}") from None
+
+    async def until_phase(
+        self, phase: link_pb2.AttemptPhase.ValueType, timeout_s: float = 10.0, *, attempt: int | None = None
+    ) -> link_pb2.Heartbeat:
+        """Wait until the newest heartbeat shows ``phase`` (of ``attempt``); returns it."""
+        await self.until(
+            lambda: (
+                bool(self.beats)
+                and self.beats[-1].phase == phase
+                and (attempt is None or self.beats[-1].attempt == attempt)
+            ),
+            timeout_s,
+        )
+        return self.beats[-1]

@@ -1,0 +1,302 @@
+"""Small training runs for tests: a tiny model, synthetic packed batches, and the program that one rank runs."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch._C._distributed_c10d import FileStore
+
+from megascale_common.job_config import JobConfig, from_dict
+from megascale_common.status_page import StatusPageWriter, read_status_page
+from megascale_executor.trainer.batch import MicroBatch
+from megascale_executor.trainer.groups import Groups, create_groups, destroy_groups
+from megascale_executor.trainer.step import StepResult, Trainer
+
+CPU = torch.device("cpu")
+GROUP_TIMEOUT_S = 30.0
+
+
+def tiny_job(
+    *, model: dict[str, Any] | None = None, parallelism: dict[str, Any] | None = None, **sections: dict[str, Any]
+) -> dict[str, Any]:
+    """Plain values of a job of some 0.2 M parameters; arguments override fields of the sections of that name."""
+    base: dict[str, Any] = {
+        "name": "tiny",
+        "model": {
+            "layers": 4,
+            "hidden_size": 64,
+            "heads": 4,
+            "vocab_size": 300,
+            "sequence_length": 32,
+            "bias": True,
+        },
+        "training": {"steps": 20, "global_batch_size": 8, "precision": "fp32"},
+        "schedule": {"warmup_steps": 3},
+        "optimizer": {"learning_rate": 3e-3},
+        "loss": {"z_loss": 1e-3},
+    }
+    overrides = {"model": model or {}, "parallelism": parallelism or {}, **sections}
+    return {**base, **{name: {**base.get(name, {}), **fields} for name, fields in overrides.items()}}
+
+
+def sample(config: JobConfig, index: int) -> dict[str, np.ndarray[Any, Any]]:
+    """Sample ``index`` of an endless synthetic corpus: packed documents of random length, weights in {0, 0.5, 1}.
+
+    Tokens follow a noisy arithmetic rule, so that a model can learn them.
+    """
+    length = config.model.sequence_length
+    random = np.random.default_rng((17, index))
+    starts = np.flatnonzero(random.random(length) < 0.12)
+    start = np.zeros(length, dtype=np.int64)
+    for begin in starts:
+        start[begin:] = begin
+    tokens = (np.cumsum(random.integers(1, 4, length + 1)) + random.integers(0, 50)) % config.model.vocab_size
+    return {
+        "tokens": tokens[:-1],
+        "targets": tokens[1:],
+        "loss_weight": random.choice(np.array([0.0, 0.5, 1.0], dtype=np.float32), length),
+        "position": np.arange(length) - start,
+        "document_start": start,
+    }
+
+
+def micro_batches(config: JobConfig, step: int, dp_rank: int, device: torch.device = CPU) -> list[MicroBatch]:
+    """The micro-batches of one replica: the global batch's samples in order, cut over replicas in blocks."""
+    training, size = config.training, config.training.micro_batch_size
+    per_replica = training.global_batch_size // config.parallelism.dp
+    first = step * training.global_batch_size + dp_rank * per_replica
+    batches = []
+    for low in range(first, first + per_replica, size):
+        rows = [sample(config, index) for index in range(low, low + size)]
+        arrays = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+        batches.append(MicroBatch.from_numpy(arrays).to(device))
+    return batches
+
+
+def train(rank: int, world_size: int, folder: Path, *, job: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Program of one rank: train ``steps`` steps; returns the records and leaves initial and final values in files."""
+    trainer = start(from_dict(job), rank, world_size, folder)
+    _save(folder / f"initial-{rank}.npz", pieces_of(trainer))
+    results = [step(trainer, rank) for _ in range(steps)]
+    records = [asdict(result.read()) for result in results]
+    _save(folder / f"final-{rank}.npz", pieces_of(trainer))
+    destroy_groups()
+    return {"records": records}
+
+
+def train_and_resume(rank: int, world_size: int, folder: Path, *, job: dict[str, Any]) -> dict[str, Any]:
+    """Program of one rank: six steps, and again from a slot written after the third, in a trainer of its own."""
+    config = from_dict(job)
+    assert config.layout.world_size == world_size
+    groups, device = _groups(config, rank, folder), device_of(rank)
+    first = Trainer(config, rank, groups, device)
+    first.initialise()
+    for _ in range(3):
+        step(first, rank)
+    slot = torch.zeros(first.shard_layout().slot_bytes, dtype=torch.uint8, device=device)
+    first.state_copy_to(slot)
+    uninterrupted = [step(first, rank).read().loss for _ in range(3)]
+    second = Trainer(config, rank, groups, device)
+    second.load_from(slot)
+    second.finish_load(3)
+    resumed = [step(second, rank).read().loss for _ in range(3)]
+    equal = all(torch.equal(state, second.states()[name]) for name, state in first.states().items())
+    destroy_groups()
+    return {"uninterrupted": uninterrupted, "resumed": resumed, "states_equal": equal}
+
+
+def train_with_a_broken_replica(rank: int, world_size: int, folder: Path, *, job: dict[str, Any]) -> dict[str, Any]:
+    """Program of one rank: three steps; in the second, replica 1 has a NaN in its batch and rank r votes r."""
+    config = from_dict(job)
+    trainer = start(config, rank, world_size, folder)
+    dp_rank = config.layout.coordinates(rank).dp
+    records = [step(trainer, rank).read()]
+    before = trainer.states()["master"].clone()
+    batches = micro_batches(config, 1, dp_rank, device_of(rank))
+    if dp_rank == 1:
+        batches[0].loss_weight[0, 0] = float("nan")
+    records.append(trainer.train_step(batches, vote=rank).read())
+    unchanged = torch.equal(trainer.states()["master"], before)
+    records.append(step(trainer, rank).read())
+    destroy_groups()
+    return {
+        "skipped": [record.skipped for record in records],
+        "votes": [record.votes for record in records],
+        "loss": [records[0].loss, records[2].loss],
+        "unchanged": unchanged,
+    }
+
+
+def status_rows(rank: int, world_size: int, folder: Path, *, job: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """Program of one rank: one step; returns what each row of its status page entered and completed in it."""
+    config = from_dict(job)
+    assert config.layout.world_size == world_size
+    path = folder / f"status-{rank}"
+    status = StatusPageWriter(path, rank=rank, attempt=1)
+    groups = _groups(config, rank, folder, status)
+    trainer = Trainer(config, rank, groups, device_of(rank), status)
+    trainer.initialise()
+    before = _rows(path)
+    step(trainer, rank).read()
+    groups.poll()
+    destroy_groups()
+    return {name: (after[0] - before[name][0], after[1] - before[name][1]) for name, after in _rows(path).items()}
+
+
+def stall(rank: int, world_size: int, folder: Path, *, job: dict[str, Any]) -> dict[str, Any]:
+    """Program of one rank: the last rank stalls before its first step; the others report how long they waited."""
+    config = from_dict(job)
+    groups = _groups(config, rank, folder, timeout_s=2.0)
+    trainer = Trainer(config, rank, groups, device_of(rank))
+    trainer.initialise()
+    begin, error = time.monotonic(), ""
+    if rank == world_size - 1:
+        time.sleep(4.0)
+    else:
+        try:
+            step(trainer, rank).read()
+        except RuntimeError as failure:
+            error = str(failure)
+    return {"waited_s": time.monotonic() - begin, "error": error}
+
+
+def step_without_sync(rank: int, world_size: int, folder: Path, *, job: dict[str, Any]) -> dict[str, Any]:
+    """Program of one rank (CUDA): a warm step, then one in which any wait of the host for the device is an error."""
+    trainer = start(from_dict(job), rank, world_size, folder)
+    step(trainer, rank).read()
+    batches = micro_batches(trainer.config, 1, trainer.config.layout.coordinates(rank).dp, device_of(rank))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    error = ""
+    try:
+        result = trainer.train_step(batches)
+    except RuntimeError as failure:
+        error = str(failure)
+    torch.cuda.set_sync_debug_mode("default")
+    if not error:
+        result.read()
+    return {"error": error}
+
+
+def snapshot_beside_a_step(rank: int, world_size: int, folder: Path, *, job: dict[str, Any]) -> dict[str, Any]:
+    """Program of one rank (CUDA): a slow copy of the states on a side stream while the next step runs."""
+    trainer = start(from_dict(job), rank, world_size, folder)
+    step(trainer, rank).read()
+    before = trainer.states()["master"].clone()
+    slot = torch.zeros(trainer.shard_layout().slot_bytes, dtype=torch.uint8, pin_memory=True)
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        # about a second: far longer than the step
+        torch.cuda._sleep(2_000_000_000)  # type: ignore[no-untyped-call]
+        trainer.state_copy_to(slot)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record(side)
+    trainer.wait_before_update(copied)
+    step(trainer, rank).read()
+    torch.cuda.synchronize()
+    copy = slot[: before.numel() * 4].view(torch.float32)
+    return {
+        "copied_what_was": torch.equal(copy, before.cpu()),
+        "went_on": not torch.equal(trainer.states()["master"], before),
+    }
+
+
+def start(config: JobConfig, rank: int, world_size: int, folder: Path) -> Trainer:
+    """A trainer with its initial values, whose groups meet in ``folder``."""
+    assert config.layout.world_size == world_size
+    trainer = Trainer(config, rank, _groups(config, rank, folder), device_of(rank))
+    trainer.initialise()
+    return trainer
+
+
+def step(trainer: Trainer, rank: int) -> StepResult:
+    """The trainer's next step on its own part of the synthetic corpus."""
+    dp_rank = trainer.config.layout.coordinates(rank).dp
+    return trainer.train_step(micro_batches(trainer.config, trainer.step, dp_rank, device_of(rank)))
+
+
+def _groups(
+    config: JobConfig,
+    rank: int,
+    folder: Path,
+    status: StatusPageWriter | None = None,
+    timeout_s: float = GROUP_TIMEOUT_S,
+) -> Groups:
+    ring = config.parallelism.virtual_stages > 1
+    store = FileStore(str(folder / "store"), config.layout.world_size)
+    store.set_timeout(timedelta(seconds=GROUP_TIMEOUT_S))
+    return create_groups(config.layout, rank, store, device_of(rank), timeout_s=timeout_s, ring=ring, status=status)
+
+
+def _rows(path: Path) -> dict[str, tuple[int, int]]:
+    page = read_status_page(path)
+    assert page is not None
+    return {row.name: (row.entered, row.completed) for row in page.rows}
+
+
+def device_of(rank: int) -> torch.device:
+    """GPU ``rank`` where there is CUDA, else the CPU."""
+    if not torch.cuda.is_available():
+        return CPU
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
+
+
+def _save(path: Path, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+    np.savez(path, allow_pickle=False, **arrays)
+
+
+def pieces_of(trainer: Trainer) -> dict[str, np.ndarray[Any, Any]]:
+    """The rank's primary master pieces, keyed ``name|flattened global start``."""
+    master = trainer.states()["master"].cpu().numpy()
+    found = {}
+    for piece in trainer.shard_layout().pieces:
+        if piece.state == "master" and piece.primary:
+            columns = int(np.prod(piece.global_shape[1:]))
+            start = piece.start[0] * columns + piece.flat_start
+            offset = piece.slot_offset_bytes // 4
+            found[f"{piece.name}|{start}"] = master[offset : offset + piece.flat_stop - piece.flat_start].copy()
+    return found
+
+
+def assemble(folder: Path, kind: str, world_size: int) -> dict[str, np.ndarray[Any, Any]]:
+    """Whole flattened logical parameters from the files that :func:`train` left; every value exactly once.
+
+    Raises:
+        AssertionError: pieces overlap or leave a gap.
+    """
+    pieces: dict[str, dict[int, np.ndarray[Any, Any]]] = {}
+    for rank in range(world_size):
+        with np.load(folder / f"{kind}-{rank}.npz") as file:
+            for key in file.files:
+                name, start = key.split("|")
+                assert int(start) not in pieces.setdefault(name, {}), f"{key} is held twice"
+                pieces[name][int(start)] = file[key]
+    whole = {}
+    for name, parts in pieces.items():
+        end = 0
+        for start in sorted(parts):
+            assert start == end, f"{name}: gap or overlap at {start}"
+            end = start + parts[start].size
+        whole[name] = np.concatenate([parts[start] for start in sorted(parts)])
+    return whole
+
+
+def evaluate(rank: int, world_size: int, folder: Path, *, job: dict[str, Any]) -> dict[str, Any]:
+    """Program of one rank: two evaluations and steps in turn; the evaluated batches are those of steps 1 and 2."""
+    trainer = start(from_dict(job), rank, world_size, folder)
+    dp_rank = trainer.config.layout.coordinates(rank).dp
+    batches = [micro_batches(trainer.config, number, dp_rank, device_of(rank)) for number in range(2)]
+    first = [trainer.evaluate(batches[:1]), trainer.evaluate(batches)]
+    losses = [trainer.train_step(batch).read().loss for batch in batches]
+    after = trainer.evaluate(batches)
+    again = trainer.evaluate(batches)
+    destroy_groups()
+    return {"before": first, "losses": losses, "after": after, "again": again}

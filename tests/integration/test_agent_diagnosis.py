@@ -1,0 +1,131 @@
+"""A real agent checks itself on demand, gives way to attempts, and shows its metrics and its daemon's."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+import urllib.request
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from tests.harness import scripted_template
+from tests.harness.agent_process import TOKEN, AgentProcess, start_agent
+from tests.harness.recording_driver import RecordingDriver
+
+from megascale.v1 import executor_pb2, executor_pb2_grpc, link_pb2, types_pb2
+from megascale_common import job_config
+from megascale_common.job_spec import to_proto
+from megascale_common.rpc import open_channel
+
+IDLE, PREPARE = link_pb2.DESIRED_PHASE_IDLE, link_pb2.DESIRED_PHASE_PREPARE
+SCRIPT = Path(scripted_template.__file__)
+
+
+@pytest_asyncio.fixture
+async def driver(tmp_path: Path) -> AsyncIterator[RecordingDriver]:
+    """A driver whose address stands in driver.address."""
+    made = RecordingDriver("test", TOKEN)
+    await made.start(tmp_path / "driver.address")
+    yield made
+    await made.stop()
+
+
+@pytest_asyncio.fixture(params=["PASS"])
+async def agent(driver: RecordingDriver, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[AgentProcess]:
+    """An idle agent of two CPU slots, whose probes answer with the verdict given."""
+    template = f"{sys.executable} {SCRIPT} --verdict {request.param}"
+    started = start_agent(tmp_path, template=template, options=("--metrics-bind", "127.0.0.1:0"))
+    await driver.until(lambda: bool(driver.beats))
+    yield started
+    await asyncio.to_thread(started.end)
+
+
+async def diagnose(agent: AgentProcess, *checks: str) -> list[types_pb2.CheckResult]:
+    address = (agent.node_folder / "executor.address").read_text().strip()
+    async with open_channel(address, TOKEN) as channel:
+        stub = executor_pb2_grpc.ExecutorServiceStub(channel)
+        request = executor_pb2.RunNodeDiagnosticsRequest(checks=checks)
+        return list((await stub.RunNodeDiagnostics(request, timeout=20)).checks)
+
+
+async def refused(agent: AgentProcess, *checks: str) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await diagnose(agent, *checks)
+    return caught.value.code(), caught.value.details() or ""
+
+
+def assignment(tmp_path: Path) -> link_pb2.AttemptAssignment:
+    values: dict[str, Any] = {
+        "name": "demo",
+        "model": {"layers": 2, "hidden_size": 32, "heads": 2, "vocab_size": 257, "sequence_length": 16},
+        "training": {"steps": 5, "global_batch_size": 4, "precision": "fp32"},
+        "parallelism": {"dp": 2},
+        "data": {"sources": [{"prefix": str(tmp_path / "corpus")}]},
+    }
+    return link_pb2.AttemptAssignment(
+        job="demo", attempt=3, spec_revision=1, spec=to_proto(job_config.from_dict(values)), ranks=range(2),
+        devices=range(2), rank_nodes=["n0"] * 2, restore=link_pb2.RestorePlan(source=types_pb2.RESTORE_SOURCE_NONE),
+    )  # fmt: skip
+
+
+async def test_an_idle_node_checks_itself_and_a_held_one_refuses(
+    driver: RecordingDriver, agent: AgentProcess, tmp_path: Path
+) -> None:
+    found = await diagnose(agent)
+    assert {(check.name, check.target) for check in found} >= {
+        ("device_present", "cpu:0"), ("device_present", "cpu:1"), ("checkpoint_daemon", "node"),
+        ("compute", "cpu:0"), ("compute", "cpu:1"), ("disk_room", str(agent.node_folder)),
+    }  # fmt: skip
+    assert {check.verdict for check in found} == {types_pb2.CHECK_VERDICT_PASS}
+    assert {check.name for check in await diagnose(agent, "disk_room")} == {"disk_room"}
+    code, message = await refused(agent, "disk_room", "gpu_burn")
+    assert code == grpc.StatusCode.INVALID_ARGUMENT and "no check gpu_burn; this node knows device_present" in message
+    driver.want(PREPARE, assignment(tmp_path))
+    await driver.until_phase(link_pb2.ATTEMPT_PHASE_PREPARED)
+    code, message = await refused(agent)
+    assert code == grpc.StatusCode.FAILED_PRECONDITION and "attempt 3 of job demo" in message
+
+
+@pytest.mark.parametrize("agent", ["FAIL"], indirect=True)
+async def test_a_sick_device_is_found(agent: AgentProcess) -> None:
+    verdicts = {check.name: check.verdict for check in await diagnose(agent)}
+    assert verdicts["compute"] == types_pb2.CHECK_VERDICT_FAIL
+    assert verdicts["disk_room"] == types_pb2.CHECK_VERDICT_PASS
+
+
+@pytest.mark.parametrize("agent", ["HANG"], indirect=True)
+async def test_a_diagnosis_gives_way_to_an_attempt(
+    driver: RecordingDriver, agent: AgentProcess, tmp_path: Path
+) -> None:
+    asking = asyncio.create_task(refused(agent, "compute"))
+    await asyncio.sleep(0.5)
+    assert not asking.done()
+    begin = time.monotonic()
+    driver.want(PREPARE, assignment(tmp_path))
+    code, message = await asking
+    assert code == grpc.StatusCode.ABORTED and "given work" in message
+    assert time.monotonic() - begin < 2.0
+    driver.want(IDLE)
+    await driver.until_phase(link_pb2.ATTEMPT_PHASE_IDLE)
+
+
+async def test_agent_and_daemon_show_metrics(agent: AgentProcess) -> None:
+    def page(name: str) -> str:
+        address = (agent.node_folder / name).read_text().strip()
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as reply:
+            return str(reply.read().decode())
+
+    await diagnose(agent, "checkpoint_daemon")  # it serves from here on
+    of_agent = await asyncio.to_thread(page, "metrics.address")
+    for line in (
+        "megascale_link_connected 1.0", "megascale_step_records_pending 0.0",
+        'megascale_attempt_phase{phase="idle"} 1.0', 'service="executor"',
+    ):  # fmt: skip
+        assert line in of_agent, line
+    of_daemon = await asyncio.to_thread(page, "checkpoint.metrics.address")
+    assert "megascale_checkpoint_staging_used_bytes 0.0" in of_daemon and 'service="checkpoint"' in of_daemon

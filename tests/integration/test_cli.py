@@ -1,0 +1,189 @@
+"""The command line against a real cluster: one small job from submission to its checkpoints, as a user would go."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tests.harness.local_cluster import UpProcess, megascale
+
+OPTIONS = ("--nodes", "2", "--devices-per-node", "1", "--device", "cpu")
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cluster of two nodes with one CPU rank each, and job.yaml beside its run folder."""
+    folder = tmp_path_factory.mktemp("cli")
+    source = Path(sysconfig.get_path("stdlib")) / "argparse.py"
+    done = megascale("data", "tokenize", str(source), "--output", str(folder / "corpus"), "--json")
+    assert done.returncode == 0, done.stderr
+    (folder / "job.yaml").write_text(yaml.safe_dump(job("small", STEPS)))
+    with UpProcess(folder / "runs", *OPTIONS):
+        yield folder
+
+
+def job(name: str, steps: int) -> dict[str, Any]:
+    """A job of one rank that takes a snapshot every two steps."""
+    return {
+        "name": name,
+        "trainer": {
+            "model": {"layers": 1, "hidden_size": 32, "heads": 2, "vocab_size": 257, "sequence_length": 32},
+            "training": {"steps": steps, "global_batch_size": 2, "precision": "fp32"},
+            "data": {"sources": [{"prefix": "corpus"}]},
+        },
+        "checkpoint": {"uri": f"checkpoints/{name}", "interval_steps": 2},
+    }
+
+
+def objects(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def on_a_terminal(*arguments: str) -> str:
+    """What a command shows on a terminal of its own."""
+    master, slave = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "150"}
+    command = [sys.executable, "-m", "megascale_cli", *arguments]
+    with subprocess.Popen(command, stdout=slave, stderr=slave, stdin=subprocess.DEVNULL, env=environment) as process:
+        os.close(slave)
+        shown = b""
+        while True:
+            try:
+                part = os.read(master, 65536)
+            except OSError:  # the other end is closed
+                break
+            if not part:
+                break
+            shown += part
+    os.close(master)
+    assert process.returncode == 0, shown.decode()
+    return shown.decode()
+
+
+def test_a_job_from_submission_to_its_checkpoints(cluster: Path) -> None:
+    here = ("--cluster", str(cluster / "runs"))
+
+    def ask(*arguments: str) -> list[dict[str, Any]]:
+        done = megascale(*arguments, *here, "--json", cwd=cluster)
+        assert done.returncode == 0, done.stderr
+        return objects(done.stdout)
+
+    assert megascale("submit", "job.yaml", "--check", *here, cwd=cluster).returncode == 0
+    assert ask("jobs") == []
+
+    watched = megascale("submit", "job.yaml", "--watch", *here, cwd=cluster)
+    assert watched.returncode == 0, watched.stdout + watched.stderr
+    for step in range(1, STEPS + 1):
+        assert f"step {step}/{STEPS}" in watched.stdout
+    assert "tokens/s" in watched.stdout
+    assert "MFU n/a" in watched.stdout
+    assert "JOB_SUCCEEDED" in watched.stdout
+
+    (listed,) = ask("jobs")
+    (shown,) = ask("job", "small")
+    assert listed["spec"]["name"] == shown["spec"]["name"] == "small"
+    assert (shown["phase"], shown["step"], shown["attempt"]) == ("JOB_PHASE_SUCCEEDED", str(STEPS), "1")
+
+    records = [update["step"] for update in ask("watch", "small") if "step" in update]
+    assert [int(record["step"]) for record in records] == list(range(1, STEPS + 1))
+    assert [int(item["step"]) for item in ask("checkpoint", "list", "small")] == [6, 4, 2]
+    reasons = [event["reason"] for event in ask("events", "small")]
+    assert reasons[0] == "SUBMITTED"
+    assert reasons[-1] == "JOB_SUCCEEDED"
+    assert "small" in ask("explain", "small")[0]["explanation"]
+    assert {node["name"]: node["liveness"] for node in ask("nodes")} == dict.fromkeys(
+        ("n1", "n2"), "NODE_LIVENESS_ALIVE"
+    )
+    assert ask("cluster")[0]["nodes_alive"] == 2
+    verified = megascale("checkpoint", "verify", "checkpoints/small", cwd=cluster)
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+
+    for arguments in (["jobs"], ["job", "small"], ["nodes"], ["cluster"], ["explain", "small"], ["logs", "small"]):
+        done = megascale(*arguments, *here, cwd=cluster)
+        assert done.returncode == 0, done.stderr
+
+    # On a terminal there is a bar; it has the same facts.
+    text = on_a_terminal("watch", "small", *here)
+    for word in ("━", f"{STEPS}/{STEPS}", "loss", "tokens/s", "MFU n/a", "attempt 1", "JOB_SUCCEEDED"):
+        assert word in text
+
+    again = megascale("submit", "job.yaml", *here, cwd=cluster)
+    assert (again.returncode, "exists" in again.stderr) == (5, True)
+
+
+def test_the_example_of_the_clients_page_trains_and_fetches(cluster: Path, tmp_path: Path) -> None:
+    docs = Path(__file__).resolve().parents[2] / "docs"
+    example = docs / "examples" / "train_and_fetch.py"
+    assert f"```python\n{example.read_text()}```" in (docs / "client.md").read_text()
+    assert len(example.read_text().splitlines()) <= 22
+    (cluster / "example.yaml").write_text(yaml.safe_dump(job("example", STEPS)))
+    environment = {**os.environ, "MEGASCALE_RUN_FOLDER": str(cluster / "runs")}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(example), *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+    done = run(str(cluster / "example.yaml"), str(tmp_path / "copy"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"step {STEPS}: loss " in done.stdout
+    assert "JOB_SUCCEEDED: " in done.stdout
+    assert f"step {STEPS} is in {tmp_path / 'copy'}" in done.stdout
+    assert "checksums verified" in done.stdout
+    assert {file.name for file in (tmp_path / "copy").iterdir()} == {"manifest.json", "rank-00000.safetensors"}
+    again = run(str(cluster / "example.yaml"), str(tmp_path / "copy"))
+    assert (again.returncode, "exists" in again.stderr, "Traceback" in again.stderr) == (1, True, False)
+
+    here = ("--cluster", str(cluster / "runs"))
+    older = tmp_path / "older"
+    fetched = megascale("checkpoint", "fetch", "example", "--step", "2", "--to", str(older), *here)
+    assert fetched.returncode == 0, fetched.stderr
+    assert json.loads((older / "manifest.json").read_text())["step"] == 2
+    absent = megascale("checkpoint", "fetch", "example", "--step", "3", "--to", str(tmp_path / "x"), *here)
+    assert (absent.returncode, "those of steps 6, 4, 2" in absent.stderr) == (4, True)
+
+
+def test_a_job_that_runs_is_cancelled_and_a_node_evicted(cluster: Path) -> None:
+    here = ("--cluster", str(cluster / "runs"), "--json")
+    (cluster / "long.yaml").write_text(yaml.safe_dump(job("long", 100_000)))
+    assert megascale("submit", "long.yaml", *here, cwd=cluster).returncode == 0
+    cancelled = megascale("cancel", "long", "--reason", "enough", *here, cwd=cluster)
+    assert cancelled.returncode == 0, cancelled.stderr
+    ended = megascale("watch", "long", *here, cwd=cluster)
+    assert ended.returncode == 1
+    assert objects(megascale("job", "long", *here).stdout)[0]["phase"] == "JOB_PHASE_CANCELLED"
+    assert megascale("cancel", "long", "--reason", "again", *here).returncode in (0, 5)
+
+    checked = megascale("evict", "n2", "--reason", "a test", "--check", *here)
+    assert checked.returncode == 0, checked.stderr
+    dispositions = {node["name"]: node["disposition"] for node in objects(megascale("nodes", *here).stdout)}
+    assert dispositions["n2"] == "NODE_DISPOSITION_SCHEDULABLE"
+    assert megascale("evict", "n2", "--reason", "a test", *here).returncode == 0
+    (node,) = [node for node in objects(megascale("nodes", *here).stdout) if node["name"] == "n2"]
+    assert (node["disposition"], node["disposition_reason"]) == ("NODE_DISPOSITION_QUARANTINED", "a test")
+    assert "a test" in megascale("events", "nodes/n2", *here).stdout
+
+
+def test_mistakes_end_with_their_status_and_no_traceback(cluster: Path) -> None:
+    here = ("--cluster", str(cluster / "runs"))
+    bad = job("bad", 2)
+    bad["trainer"]["model"]["heads"] = 3
+    (cluster / "bad.yaml").write_text(yaml.safe_dump(bad))
+    for arguments, status, said in (
+        (["submit", "bad.yaml"], 2, "heads"),
+        (["submit", "absent.yaml"], 2, "absent.yaml"),
+        (["job", "absent"], 4, "absent"),
+        (["logs", "absent", "--rank", "5"], 4, "absent"),
+        (["evict", "n9", "--reason", "x"], 4, "n9"),
+    ):
+        done = megascale(*arguments, *here, cwd=cluster)
+        assert (done.returncode, said in done.stderr, "Traceback" in done.stderr) == (status, True, False), done.stderr

@@ -1,0 +1,337 @@
+"""Keys, transactions, failover and settled outcomes against a real etcd that is killed, restarted and cut off."""
+
+import asyncio
+import shutil
+import ssl
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.harness.etcd import WAIT_S, CuttableProxy, etcd, etcd_prefix, etcd_server, make_server, until
+from tests.harness.processes import ended
+
+from megascale_common.etcd import server as server_module
+from megascale_common.etcd.client import EtcdClient
+from megascale_common.etcd.connection import TlsConfig
+from megascale_common.etcd.errors import (
+    EtcdError,
+    EtcdUnavailable,
+    InvalidRequest,
+    LeaseNotFound,
+    UnknownOutcome,
+)
+from megascale_common.etcd.operations import CreateRevisionEquals, Delete, Get, ModRevisionEquals, Put, prefix_end
+from megascale_common.etcd.server import EtcdServer, free_port
+from megascale_common.etcd.settled import Applied, Rejected, txn_settled
+from megascale_common.process import child_environment
+
+__all__ = ["etcd", "etcd_prefix", "etcd_server"]  # fixtures
+
+# --- keys, values, transactions ---------------------------------------------------------------------
+
+
+async def test_put_get_delete(etcd: EtcdClient, etcd_server: EtcdServer, etcd_prefix: str) -> None:
+    first = await etcd.put("a", b"1")
+    second = await etcd.put("a", b"2")
+    stored = await etcd.get("a")
+    assert stored is not None
+    assert (stored.key, stored.value, stored.version) == ("a", b"2", 2)
+    assert (stored.create_revision, stored.mod_revision, stored.lease_id) == (first, second, 0)
+    async with EtcdClient([etcd_server.endpoint]) as whole:
+        seen = await whole.get(etcd_prefix + "a")
+        assert seen is not None and seen.value == b"2"
+    assert await etcd.delete("a") == 1
+    assert await etcd.delete("a") == 0
+    assert await etcd.get("a") is None
+
+
+async def test_prefixes_are_listed_and_deleted_alone(etcd: EtcdClient) -> None:
+    for key in ("jobs/1", "jobs/2", "jobs0", "job"):
+        await etcd.put(key, key.encode())
+    assert [kv.key for kv in (await etcd.get_prefix("jobs/")).items] == ["jobs/1", "jobs/2"]
+    assert await etcd.delete_prefix("jobs/") == 2
+    assert [kv.key for kv in (await etcd.get_prefix("")).items] == ["job", "jobs0"]
+
+
+async def test_pages_show_one_revision(etcd: EtcdClient) -> None:
+    for index in range(40):
+        await etcd.put(f"n/{index:02}", b"old")
+    listing, changed = await asyncio.gather(etcd.get_prefix("n/", page_keys=1), etcd.put("n/39", b"new"))
+    assert [kv.key for kv in listing.items] == [f"n/{index:02}" for index in range(40)]
+    assert listing.items[-1].value == (b"new" if changed <= listing.revision else b"old")
+    assert all(kv.mod_revision <= listing.revision for kv in listing.items)
+    again = await etcd.get_prefix("n/", page_keys=7)
+    assert len(again.items) == 40 and again.items[-1].value == b"new"
+
+
+async def test_pages_too_large_to_receive_are_halved(etcd: EtcdClient) -> None:
+    for index in range(70):
+        await etcd.put(f"big/{index:02}", bytes(1_000_000))
+    listing = await etcd.get_prefix("big/")
+    assert [len(kv.value) for kv in listing.items] == [1_000_000] * 70
+    await etcd.delete_prefix("big/")
+
+
+async def test_transaction_takes_one_branch(etcd: EtcdClient) -> None:
+    created = await etcd.txn(compare=[CreateRevisionEquals("k", 0)], success=[Put("k", b"1"), Put("l", b"1")])
+    assert created.succeeded
+    refused = await etcd.txn(
+        compare=[ModRevisionEquals("k", 0)], success=[Put("k", b"2")], failure=[Get("k"), Get("absent")]
+    )
+    assert not refused.succeeded
+    assert {key: kv.value for key, kv in refused.found.items()} == {"k": b"1"}
+    changed = await etcd.txn(
+        compare=[ModRevisionEquals("k", created.revision)], success=[Delete("k", prefix=True), Put("new", b"")]
+    )
+    assert changed.succeeded
+    assert [kv.key for kv in (await etcd.get_prefix("")).items] == ["l", "new"]
+
+
+async def test_bad_requests_name_the_field(etcd: EtcdClient, etcd_server: EtcdServer) -> None:
+    with pytest.raises(InvalidRequest, match="success: 129 entries"):
+        await etcd.txn(success=[Put(str(index), b"") for index in range(129)])
+    with pytest.raises(InvalidRequest, match="duplicate key"):
+        await etcd.txn(success=[Put("k", b"1"), Put("k", b"2")])
+    with pytest.raises(InvalidRequest, match="must end with '/'"):
+        EtcdClient([etcd_server.endpoint], prefix="megascale")
+    with pytest.raises(InvalidRequest, match="endpoints"):
+        await EtcdClient(["http://localhost:2379"]).__aenter__()
+    with pytest.raises(InvalidRequest, match="key"):
+        await etcd.get("")
+    with pytest.raises(InvalidRequest, match="not open"):
+        await EtcdClient([etcd_server.endpoint]).get("k")
+    with pytest.raises(LeaseNotFound):
+        await etcd.put("k", b"", lease_id=4711)
+
+
+@given(st.binary(min_size=1, max_size=4), st.binary(max_size=6))
+def test_prefix_end_bounds_exactly_the_prefix(prefix: bytes, key: bytes) -> None:
+    end = prefix_end(prefix)
+    inside = key >= prefix and (end == b"\0" or key < end)
+    assert inside == key.startswith(prefix)
+
+
+# --- endpoints that fail ----------------------------------------------------------------------------
+
+
+async def test_failover_past_a_dead_and_a_silent_endpoint(etcd_server: EtcdServer, etcd_prefix: str) -> None:
+    dead = f"127.0.0.1:{free_port('127.0.0.1')}"
+    async with CuttableProxy(etcd_server.endpoint) as silent:
+        endpoints = [dead, silent.endpoint, etcd_server.endpoint]
+        async with EtcdClient(endpoints, prefix=etcd_prefix, timeout_s=3.0) as client:
+            await client.put("k", b"1")
+            silent.swallow_replies = True
+            stored = await client.get("k")
+            assert stored is not None and stored.value == b"1"
+            started = time.monotonic()
+            await client.put("k", b"2")
+            assert time.monotonic() - started < 1.0, "the client stays with the endpoint that answers"
+
+
+async def test_failover_past_an_endpoint_that_never_finishes_connecting(
+    etcd_server: EtcdServer, etcd_prefix: str
+) -> None:
+    async with CuttableProxy(etcd_server.endpoint) as silent:
+        silent.swallow_requests = silent.swallow_replies = True
+        endpoints = [silent.endpoint, etcd_server.endpoint]
+        async with EtcdClient(endpoints, prefix=etcd_prefix, timeout_s=1.0) as client:
+            await client.put("k", b"1")
+        async with EtcdClient([silent.endpoint], prefix=etcd_prefix, timeout_s=0.3) as client:
+            with pytest.raises(EtcdUnavailable):
+                await client.put("k", b"2")
+    async with EtcdClient([etcd_server.endpoint], prefix=etcd_prefix) as client:
+        stored = await client.get("k")
+        assert stored is not None and stored.value == b"1"
+
+
+async def test_nothing_sent_is_told_apart_from_no_answer(etcd_server: EtcdServer, etcd_prefix: str) -> None:
+    async with EtcdClient([f"127.0.0.1:{free_port('127.0.0.1')}"], timeout_s=0.3) as client:
+        with pytest.raises(EtcdUnavailable):
+            await client.put("k", b"")
+        with pytest.raises(EtcdUnavailable):
+            await client.get("k")
+    async with CuttableProxy(etcd_server.endpoint) as proxy:
+        async with EtcdClient([proxy.endpoint], prefix=etcd_prefix, timeout_s=0.5) as client:
+            await client.get("k")
+            proxy.swallow_replies = True
+            with pytest.raises(UnknownOutcome):
+                await client.put("k", b"")
+
+
+async def test_mutual_tls(etcd_server: EtcdServer, etcd_prefix: str, tmp_path: Path) -> None:
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("no openssl program to make a certificate with")
+    maker = await asyncio.create_subprocess_exec(
+        *(openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"),
+        *("-days", "1", "-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1"),
+        *("-keyout", key, "-out", certificate),
+        stderr=subprocess.DEVNULL,
+    )
+    assert await maker.wait() == 0
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(certificate))
+    context.load_cert_chain(certificate, key)
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.set_alpn_protocols(["h2"])
+    async with CuttableProxy(etcd_server.endpoint, tls=context) as proxy:
+        tls = TlsConfig(certificate, certificate, key)
+        async with EtcdClient([proxy.endpoint], prefix=etcd_prefix, tls=tls) as client:
+            await client.put("k", b"1")
+        for wrong in (None, TlsConfig(certificate)):
+            async with EtcdClient([proxy.endpoint], timeout_s=0.5, tls=wrong) as client:
+                with pytest.raises(EtcdUnavailable):
+                    await client.get("k")
+    with pytest.raises(InvalidRequest, match="tls"):
+        TlsConfig(certificate, certificate).credentials()
+
+
+# --- outcomes settled by sending again --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["reply lost", "reply lost, server killed", "request lost"])
+async def test_an_unknown_outcome_is_settled_exactly_once(
+    etcd: EtcdClient, etcd_server: EtcdServer, etcd_prefix: str, fault: str
+) -> None:
+    txn_id = str(uuid.uuid4())
+    before = await etcd.put("head", b"old")
+    async with CuttableProxy(etcd_server.endpoint) as proxy:
+        async with EtcdClient([proxy.endpoint], prefix=etcd_prefix, timeout_s=2.0) as client:
+            await client.get("head")  # connected
+            proxy.swallow_replies = fault != "request lost"
+            proxy.swallow_requests = fault == "request lost"
+            settling = asyncio.create_task(
+                txn_settled(
+                    client,
+                    compare=[ModRevisionEquals("head", before), ModRevisionEquals("log/1", 0)],
+                    success=[Put("head", b"new"), Put("log/1", txn_id.encode())],
+                    marker_key="log/1",
+                    txn_id=txn_id,
+                )
+            )
+            if fault == "request lost":
+                await asyncio.sleep(0.3)
+                assert await etcd.get("log/1") is None
+            else:
+                await until(lambda: etcd.get("log/1"))
+            assert not settling.done()
+            if "killed" in fault:
+                etcd_server.kill()
+                await etcd_server.start()
+            proxy.reset()
+            outcome = await asyncio.wait_for(settling, WAIT_S)
+    head, log = await etcd.get("head"), await etcd.get("log/1")
+    assert head is not None and log is not None
+    assert outcome == Applied(log.mod_revision)
+    assert (head.version, head.value, log.version) == (2, b"new", 1)
+
+
+async def test_a_refused_write_reports_what_stands_there(etcd: EtcdClient) -> None:
+    theirs = await etcd.put("head", b"theirs")
+    txn_id = str(uuid.uuid4())
+    outcome = await txn_settled(
+        etcd,
+        compare=[ModRevisionEquals("head", 0)],
+        success=[Put("head", txn_id.encode())],
+        marker_key="head",
+        txn_id=txn_id,
+    )
+    assert isinstance(outcome, Rejected)
+    assert outcome.current["head"].value == b"theirs"
+    assert outcome.current["head"].mod_revision == theirs
+
+
+async def test_a_covered_trace_stays_unknown(etcd: EtcdClient, etcd_server: EtcdServer, etcd_prefix: str) -> None:
+    """Applied, reply lost, then overwritten: nobody can tell any more, and nobody pretends to."""
+    before = await etcd.put("head", b"old")
+    txn_id = str(uuid.uuid4())
+    async with CuttableProxy(etcd_server.endpoint) as proxy:
+        async with EtcdClient([proxy.endpoint], prefix=etcd_prefix, timeout_s=2.0) as client:
+            await client.get("head")
+            proxy.swallow_replies = True
+            settling = asyncio.create_task(
+                txn_settled(
+                    client,
+                    compare=[ModRevisionEquals("head", before)],
+                    success=[Put("head", txn_id.encode())],
+                    marker_key="head",
+                    txn_id=txn_id,
+                )
+            )
+
+            async def applied() -> bool:
+                head = await etcd.get("head")
+                return head is not None and head.mod_revision > before
+
+            await until(applied)
+            await etcd.put("head", b"another leader's")
+            proxy.reset()
+            with pytest.raises(UnknownOutcome, match="overwritten"):
+                await asyncio.wait_for(settling, WAIT_S)
+
+
+async def test_a_write_that_could_not_be_settled_is_refused_beforehand(etcd: EtcdClient) -> None:
+    txn_id = str(uuid.uuid4())
+    put = Put("head", txn_id.encode())
+    for compare, success, an_id, field in (
+        ([], [put], txn_id, "compare"),
+        ([ModRevisionEquals("head", 0)], [Put("head", b"no id")], txn_id, "marker_key"),
+        ([ModRevisionEquals("head", 0)], [put], "short", "txn_id"),
+    ):
+        with pytest.raises(InvalidRequest, match=field):
+            await txn_settled(etcd, compare=compare, success=success, marker_key="head", txn_id=an_id)
+
+
+# --- the server -------------------------------------------------------------------------------------
+
+
+async def test_a_taken_port_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = make_server(tmp_path / "first")
+    second = make_server(tmp_path / "second")
+    try:
+        await first.start()
+        taken = int(first.endpoint.rsplit(":", 1)[1])
+        ports = iter([taken, free_port("127.0.0.1")])
+        monkeypatch.setattr(server_module, "free_port", lambda host: next(ports, None) or free_port(host))
+        await second.start()
+        assert second.endpoint != first.endpoint
+        assert first.pid is not None and second.pid is not None
+        await second.stop()
+        assert second.pid is None
+    finally:
+        first.kill()
+        second.kill()
+
+
+async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+    server = EtcdServer(tmp_path / "data", extra_arguments=["--no-such-flag"])
+    with pytest.raises(EtcdError, match="no-such-flag"):
+        await server.start()
+    assert server.pid is None
+
+
+async def test_the_server_dies_with_whoever_started_it(tmp_path: Path) -> None:
+    script = (
+        "import asyncio, sys, time; from pathlib import Path; from tests.harness.etcd import make_server\n"
+        "server = make_server(Path(sys.argv[1])); asyncio.run(server.start())\n"
+        "print(server.pid, flush=True); time.sleep(60)"
+    )
+    starter = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", script, tmp_path / "data", stdout=subprocess.PIPE, env=child_environment()
+    )
+    assert starter.stdout is not None
+    async with asyncio.timeout(WAIT_S):
+        pid = int(await starter.stdout.readline())
+    assert not ended(pid)
+    starter.kill()
+    await starter.wait()
+
+    async def gone() -> bool:
+        return ended(pid)
+
+    await until(gone)

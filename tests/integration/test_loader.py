@@ -1,0 +1,423 @@
+"""The loader as a real process: shared rings, resume, and every way in which it or its readers can go away."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.harness.corpus import data_job, random_documents, write_corpus
+
+from megascale_common import framing
+from megascale_common.job_config import DataSource, EvaluationConfig, JobConfig, to_json
+from megascale_common.process import child_environment
+from megascale_executor.trainer.data.client import LoaderClient, MicroBatchArrays
+from megascale_executor.trainer.data.errors import DataError
+from megascale_executor.trainer.data.packing import SampleStream, sample_numbers
+
+LOADER = "megascale_executor.trainer.data.loader"
+RING = "memfd:megascale-data"
+TIMEOUT_S = 10.0
+GLOBAL_BATCH = 8
+
+
+@dataclass
+class Loader:
+    """A running loader and what its clients need."""
+
+    process: subprocess.Popen[str]
+    socket_path: Path
+    job: JobConfig
+
+    def client(
+        self, dp_rank: int = 0, reader: int = 0, readers: int = 1, first_sample: int = 0, timeout_s: float = TIMEOUT_S
+    ) -> LoaderClient:
+        return LoaderClient(self.socket_path, self.job, dp_rank, reader, readers, first_sample, timeout_s)
+
+    def held_out(self, dp_rank: int = 0) -> LoaderClient:
+        return LoaderClient(self.socket_path, self.job, dp_rank, 0, 1, 0, TIMEOUT_S, stream="evaluation")
+
+    def rings(self) -> int:
+        """How many rings the loader holds, counted from outside: the memfds that it maps or has open."""
+        process = Path(f"/proc/{self.process.pid}")
+        maps = (process / "maps").read_text().splitlines()
+        inodes = {int(line.split()[4]) for line in maps if RING in line}
+        for entry in (process / "fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                if RING in str(entry.readlink()):
+                    inodes.add(entry.stat().st_ino)
+        return len(inodes)
+
+
+StartLoader = Callable[[JobConfig], Loader]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[StartLoader]:
+    """Starts loaders; ends them, and checks that each one ended within its bound and took its socket away."""
+    running: list[Loader] = []
+
+    def begin(job: JobConfig) -> Loader:
+        config, socket_path = tmp_path / "job.json", tmp_path / f"data{len(running)}.sock"
+        config.write_text(to_json(job))
+        command = [sys.executable, "-m", LOADER, "--socket", str(socket_path), "--config", str(config)]
+        process = subprocess.Popen(command, env=child_environment(), stderr=subprocess.PIPE, text=True)
+        running.append(Loader(process, socket_path, job))
+        return running[-1]
+
+    yield begin
+    for loader in running:
+        killed = loader.process.poll() is not None
+        loader.process.terminate()
+        _, errors = loader.process.communicate(timeout=10)
+        if not killed:
+            assert (loader.process.returncode, errors) == (0, "")
+            assert not loader.socket_path.exists()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> JobConfig:
+    """Two sources, two data-parallel ranks, two micro-batches of two samples."""
+    sources = [
+        DataSource(prefix=str(write_corpus(tmp_path / name, random_documents(seed, 50, 40))), weight=float(seed))
+        for seed, name in ((1, "code"), (2, "prose"))
+    ]
+    return data_job(sources, global_batch_size=GLOBAL_BATCH, micro_batch_size=2, dp=2)
+
+
+def expected_step(job: JobConfig, dp_rank: int, first_sample: int) -> list[MicroBatchArrays]:
+    """The step at ``first_sample`` straight from the pure packing."""
+    stream = SampleStream.open(job)
+    numbers = sample_numbers(
+        first_sample, job.micro_batches, job.training.micro_batch_size, job.parallelism.dp, dp_rank
+    )
+    rows = [[stream.sample(int(number)) for number in micro_batch] for micro_batch in numbers]
+    return [{name: np.stack([row[name] for row in batch]) for name in batch[0]} for batch in rows]
+
+
+def assert_same(left: list[MicroBatchArrays], right: list[MicroBatchArrays]) -> None:
+    assert len(left) == len(right)
+    for one, other in zip(left, right, strict=True):
+        assert one.keys() == other.keys()
+        for name in one:
+            assert one[name].dtype == other[name].dtype
+            assert np.array_equal(one[name], other[name]), name
+
+
+def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_all_readers_of_a_rank_get_the_same_packed_batches(start: StartLoader, job: JobConfig) -> None:
+    """Two ranks, two readers each, far more steps than the ring has slots, readers at their own pace."""
+    loader = start(job)
+    steps = 12
+
+    def read(dp_rank: int, reader: int) -> list[list[MicroBatchArrays]]:
+        with loader.client(dp_rank, reader, readers=2) as client:
+            batches = []
+            for _ in range(steps):
+                batches.append(client.next_step())
+                time.sleep(0.003 * reader)
+            assert client.consumed_samples == steps * GLOBAL_BATCH
+            assert loader.rings() == 2
+            finished.wait(timeout=TIMEOUT_S)
+            return batches
+
+    finished = threading.Barrier(4)
+    with ThreadPoolExecutor(4) as pool:
+        futures = {(rank, reader): pool.submit(read, rank, reader) for rank in (0, 1) for reader in (0, 1)}
+        seen = {key: future.result(timeout=20) for key, future in futures.items()}
+    for rank in (0, 1):
+        for step in range(steps):
+            expected = expected_step(job, rank, step * GLOBAL_BATCH)
+            assert_same(seen[rank, 0][step], expected)
+            assert_same(seen[rank, 1][step], expected)
+    assert eventually(lambda: loader.rings() == 0), "a ring is given back when its last reader leaves"
+
+
+def test_a_reader_is_never_overtaken_by_the_loader(start: StartLoader, job: JobConfig) -> None:
+    """The loader runs ahead only as far as the ring is deep: the slow reader still finds its steps."""
+    loader = start(job)
+    with loader.client(0, 0, readers=2) as fast, loader.client(0, 1, readers=2) as slow:
+        ahead = [fast.next_step() for _ in range(3)]
+        fast._timeout_s = 0.2
+        with pytest.raises(DataError, match=r"nothing ready within 0\.2 s"):
+            fast.next_step()
+        for step, batches in enumerate(ahead):
+            assert_same(slow.next_step(), batches)
+            assert_same(batches, expected_step(job, 0, step * GLOBAL_BATCH))
+
+
+def test_resume_continues_the_stream_also_with_another_dp(start: StartLoader, job: JobConfig) -> None:
+    loader = start(job)
+    position = 5 * GLOBAL_BATCH
+    with loader.client(dp_rank=1, first_sample=position) as client:
+        assert_same(client.next_step(), expected_step(job, 1, position))
+        assert_same(client.next_step(), expected_step(job, 1, position + GLOBAL_BATCH))
+    alone = data_job(job.data.sources, global_batch_size=GLOBAL_BATCH, micro_batch_size=2, dp=1)
+    with start(alone).client(first_sample=position) as client:
+        whole = client.next_step()
+    halves = [expected_step(job, rank, position) for rank in (0, 1)]
+    assert_same(whole, [halves[0][0], halves[1][0], halves[0][1], halves[1][1]])
+
+
+def test_a_killed_loader_is_an_error_in_bounded_time(start: StartLoader, job: JobConfig) -> None:
+    loader = start(job)
+    with loader.client() as client:
+        first = client.next_step()
+        loader.process.kill()
+        loader.process.wait(timeout=5)
+        began = time.monotonic()
+        with pytest.raises(DataError, match="data loader has stopped"):
+            for _ in range(9):  # what was announced before may still be read
+                client.next_step()
+        assert time.monotonic() - began < 3.0
+        assert_same(first, expected_step(job, 0, 0))
+
+
+def test_a_stopped_loader_is_an_error_after_the_timeout(start: StartLoader, job: JobConfig) -> None:
+    loader = start(job)
+    loader.client().close()  # waits until the loader listens, however long its start takes
+    with loader.client(timeout_s=1.5) as client:
+        loader.process.send_signal(signal.SIGSTOP)
+        try:
+            began = time.monotonic()
+            with pytest.raises(DataError, match=r"nothing ready within 1\.5 s"):
+                for _ in range(9):
+                    client.next_step()
+            assert time.monotonic() - began < 4.0
+        finally:
+            loader.process.send_signal(signal.SIGCONT)
+
+
+def test_after_a_reader_died_the_others_read_on_and_a_new_ring_can_open(start: StartLoader, job: JobConfig) -> None:
+    """The workers of a new attempt come while one of the old attempt is still there."""
+    loader = start(job)
+    with loader.client(0, 0, readers=2) as old:
+        program = (
+            "import sys, os, signal\n"
+            "from pathlib import Path\n"
+            "from megascale_common.job_config import from_json\n"
+            "from megascale_executor.trainer.data.client import LoaderClient\n"
+            "client = LoaderClient(sys.argv[1], from_json(Path(sys.argv[2]).read_text()), 0, 1, 2, 0, 10.0)\n"
+            "client.next_step()\n"
+            "os.kill(os.getpid(), signal.SIGKILL)\n"
+        )
+        config = loader.socket_path.with_name("job.json")
+        dead = subprocess.run(
+            [sys.executable, "-c", program, str(loader.socket_path), str(config)], check=False, timeout=20
+        )
+        assert dead.returncode == -signal.SIGKILL
+        for step in range(6):
+            assert_same(old.next_step(), expected_step(job, 0, step * GLOBAL_BATCH))
+        with loader.client(0, 0, readers=2, first_sample=GLOBAL_BATCH) as new:
+            assert_same(new.next_step(), expected_step(job, 0, GLOBAL_BATCH))
+            assert loader.rings() == 2
+    assert eventually(lambda: loader.rings() == 0)
+
+
+def test_readers_that_disagree_are_refused(start: StartLoader, job: JobConfig) -> None:
+    loader = start(job)
+    with loader.client(0, 0, readers=2, first_sample=8):
+        with pytest.raises(DataError, match=r"asked for sample 0 with 2 readers, but .* sample 8"):
+            loader.client(0, 1, readers=2, first_sample=0)
+        with pytest.raises(DataError, match="reader 0 of dp rank 0 is connected already"):
+            loader.client(0, 0, readers=2, first_sample=8)
+        with pytest.raises(DataError, match="dp_rank=2"):
+            loader.client(2)
+        longer = data_job(job.data.sources, sequence_length=32, micro_batch_size=2, dp=2)
+        with pytest.raises(DataError, match="different jobs"):
+            LoaderClient(loader.socket_path, longer, 1, 0, 1, 0, TIMEOUT_S)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        framing.encode({"kind": "release"}),
+        framing.encode({"nothing": "known"}),
+        framing.encode({"kind": "open", "version": 99}),
+        framing.encode({"kind": "open", "version": 1, "geometry": {}, "dp_rank": "x", "reader": [], "readers": None}),
+        (3).to_bytes(4, "little") + b"{{{",
+    ],
+    ids=["release first", "no kind", "other version", "wrong types", "not JSON"],
+)
+def test_a_peer_that_talks_nonsense_is_told_and_the_others_are_served(
+    start: StartLoader, job: JobConfig, data: bytes
+) -> None:
+    loader = start(job)
+    with loader.client() as client:
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.settimeout(TIMEOUT_S)
+            stranger.connect(str(loader.socket_path))
+            stranger.sendall(data)
+            answer = framing.receive(stranger)
+            assert answer is None or answer[0]["kind"] == "error"
+        assert_same(client.next_step(), expected_step(job, 0, 0))
+
+
+def test_a_reader_that_releases_too_much_is_put_out(start: StartLoader, job: JobConfig) -> None:
+    """Releasing a step that was never announced would let the loader overwrite what others read."""
+    loader = start(job)
+    with loader.client() as client:
+        for _ in range(20):
+            framing.send(client._sock, {"kind": "release"})
+        with pytest.raises(DataError, match="release of a step that was not announced"):
+            for _ in range(30):
+                client.next_step()
+
+
+def test_a_truncated_file_is_refused_by_name(start: StartLoader, job: JobConfig) -> None:
+    path = Path(job.data.sources[1].prefix + ".bin")
+    path.write_bytes(path.read_bytes()[:-2])
+    loader = start(job)
+    with pytest.raises(DataError, match=r"prose\.bin: truncated"):
+        loader.client()
+    assert loader.rings() == 0
+
+
+def test_a_token_outside_the_vocabulary_reaches_the_worker(start: StartLoader, tmp_path: Path) -> None:
+    prefix = write_corpus(tmp_path / "wide", [[1, 2, 3, 400] * 10], vocab_size=500)
+    loader = start(data_job([DataSource(prefix=str(prefix))], vocab_size=300))
+    with loader.client() as client, pytest.raises(DataError, match=r"wide: token id 400 .* model\.vocab_size=300"):
+        client.next_step()
+    assert eventually(lambda: loader.rings() == 0)
+
+
+def test_the_socket_is_private_and_a_missing_loader_is_an_error_in_time(start: StartLoader, job: JobConfig) -> None:
+    loader = start(job)
+    loader.client().close()
+    assert stat.S_IMODE(loader.socket_path.stat().st_mode) == 0o600
+    began = time.monotonic()
+    with pytest.raises(DataError, match="no data loader listens there"):
+        LoaderClient(loader.socket_path.with_name("absent.sock"), job, 0, 0, 1, 0, timeout_s=0.2)
+    assert time.monotonic() - began < 3.0
+
+
+def test_an_idle_loader_sleeps(start: StartLoader, job: JobConfig) -> None:
+    """A full ring must not cost the trainer's cores anything."""
+    loader = start(job)
+    with loader.client() as client:
+        client.next_step()
+
+        def cpu_ticks() -> int:
+            fields = Path(f"/proc/{loader.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+            return int(fields[11]) + int(fields[12])
+
+        def sleeps() -> bool:
+            before = cpu_ticks()
+            time.sleep(0.5)
+            return cpu_ticks() - before <= 1
+
+        assert eventually(sleeps), "a loader that polls would never come to rest"
+
+
+def test_the_loader_imports_neither_torch_nor_services(job: JobConfig) -> None:
+    program = (
+        f"import sys, {LOADER}; print([m for m in ('torch', 'grpc', 'google.protobuf', 'asyncio') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=20)
+    assert result.stdout.strip() == "[]"
+
+
+def test_a_job_that_does_not_divide_is_refused_at_the_start(start: StartLoader, job: JobConfig) -> None:
+    odd = data_job(job.data.sources, global_batch_size=7, micro_batch_size=2, dp=2)
+    loader = start(odd)
+    _, errors = loader.process.communicate(timeout=10)
+    assert loader.process.returncode == 2
+    assert "training.global_batch_size=7 is not a multiple" in errors
+    assert "Traceback" not in errors
+
+
+def test_a_loader_replaces_a_dead_socket_but_not_a_live_one(start: StartLoader, job: JobConfig, tmp_path: Path) -> None:
+    loader = start(job)
+    loader.client().close()
+    command = [sys.executable, "-m", LOADER, "--config", str(tmp_path / "job.json"), "--socket"]
+    command.append(str(loader.socket_path))
+    second = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=10, check=False)
+    assert second.returncode == 2
+    assert "another loader is listening" in second.stderr
+    loader.process.kill()
+    loader.process.wait(timeout=5)
+    assert loader.socket_path.exists()
+    loader.process = subprocess.Popen(command, env=child_environment(), stderr=subprocess.PIPE, text=True)
+    with loader.client() as client:
+        assert_same(client.next_step(), expected_step(job, 0, 0))
+
+
+def test_the_loader_dies_with_its_parent_and_leaves_no_memory(job: JobConfig, tmp_path: Path) -> None:
+    config, socket_path = tmp_path / "job.json", tmp_path / "data.sock"
+    config.write_text(to_json(job))
+    program = (
+        "import subprocess, sys, time\n"
+        "from megascale_common.process import child_environment\n"
+        f"command = [sys.executable, '-m', '{LOADER}', '--socket', sys.argv[1], '--config', sys.argv[2]]\n"
+        "print(subprocess.Popen(command, env=child_environment()).pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    command = [sys.executable, "-c", program, str(socket_path), str(config)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        loader_pid = int(parent.stdout.readline())
+        with LoaderClient(socket_path, job, 0, 0, 1, 0, TIMEOUT_S) as client:
+            client.next_step()
+            parent.kill()
+            deadline = time.monotonic() + TIMEOUT_S
+            with pytest.raises(DataError, match="data loader has stopped"):
+                while time.monotonic() < deadline:  # it may serve on for the moment that its death takes
+                    client.next_step()
+    gone = eventually(lambda: not is_running(loader_pid))
+    if not gone:
+        os.kill(loader_pid, signal.SIGKILL)
+    assert gone
+    assert RING not in Path("/proc/self/maps").read_text(), "the last mapping of the ring is gone"
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process lives; an orphan that nobody has reaped yet does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+def test_held_out_data_is_another_stream_and_the_same_at_every_evaluation(
+    start: StartLoader, job: JobConfig, tmp_path: Path
+) -> None:
+    held_out = DataSource(prefix=str(write_corpus(tmp_path / "held-out", random_documents(9, 50, 40))))
+    loader = start(replace(job, evaluation=EvaluationConfig(sources=(held_out,), interval_steps=5, batches=2)))
+    expected = [
+        expected_step(replace(job, data=replace(job.data, sources=(held_out,))), 1, first)
+        for first in (0, GLOBAL_BATCH)
+    ]
+    with loader.client(dp_rank=1, first_sample=GLOBAL_BATCH) as training, loader.held_out(dp_rank=1) as evaluation:
+        for _ in range(3):
+            for step in expected:
+                assert_same(evaluation.next_step(), step)
+        assert_same(training.next_step(), expected_step(job, 1, GLOBAL_BATCH))
+
+
+def test_held_out_data_is_refused_where_the_job_has_none(start: StartLoader, job: JobConfig) -> None:
+    loader = start(job)
+    with pytest.raises(DataError, match="the job has no evaluation data"):
+        loader.held_out()
+    with loader.client() as training:
+        assert_same(training.next_step(), expected_step(job, 0, 0))

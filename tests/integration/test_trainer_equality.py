@@ -1,0 +1,168 @@
+"""Every layout trains as one process does: 20 losses within a stated tolerance, initial weights bit for bit."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.harness.ranks import RankPool, rank_pool
+from tests.harness.training import assemble, tiny_job
+
+from megascale_executor.trainer.step import StepRecord
+
+STEPS = 20
+# float32 keeps a loss of 5 to 5e-7; sums in another order differ by that much, and were seen to differ by 2.3e-7
+LOSS_TOLERANCE = 5e-6
+
+TRAIN = "tests.harness.training:train"
+
+# Larger micro-batches where many ranks talk in every layer: fewer, and the grouping of samples is compared as well.
+LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
+    "one, full recompute": ({"recompute": "full"}, 4),
+    "one, selective recompute": ({"recompute": "selective"}, 4),
+    "pp2vpp2dp2": ({"pp": 2, "virtual_stages": 2, "dp": 2}, 1),
+    "pp4vpp2, full recompute": ({"pp": 4, "virtual_stages": 2, "recompute": "full"}, 2),
+    "tp2pp2vpp2 uneven, selective recompute": (
+        {"tp": 2, "pp": 2, "virtual_stages": 2, "stage_layers": [3, 2, 2, 1], "recompute": "selective"},
+        4,
+    ),
+    "tp2pp2dp2": ({"tp": 2, "pp": 2, "dp": 2}, 1),
+    "tp4": ({"tp": 4}, 4),
+    "pp4": ({"pp": 4}, 1),
+    "pp3": ({"pp": 3}, 2),
+    "dp4": ({"dp": 4}, 1),
+    "tp2dp2": ({"tp": 2, "dp": 2}, 2),
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "parallel": {"block": "parallel"},
+    "serial": {"block": "serial"},
+    "grouped": {
+        "layers": 8,
+        "hidden_size": 32,
+        "block": "serial",
+        "mlp": "swiglu",
+        "norm": "rmsnorm",
+        "kv_heads": 2,
+        "ffn_size": 101,
+        "layer_windows": [9, 0, 5, 9, 0, 31, 1, 9],
+        "positions": "learned",
+        "bias": False,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with rank_pool() as ready:
+        yield ready
+
+
+@pytest.fixture(scope="module")
+def reference(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
+    """What one process computes for a model, run once per model."""
+
+    @functools.cache
+    def run(model: str) -> tuple[Any, Path]:
+        folder = tmp_path_factory.mktemp(model)
+        return pool.run(TRAIN, 1, folder, job=tiny_job(model=MODELS[model]), steps=STEPS)[0], folder
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        ("tp2pp2dp2", "parallel"),
+        ("tp2pp2dp2", "serial"),
+        ("tp4", "parallel"),
+        ("pp4", "serial"),
+        ("pp3", "parallel"),
+        ("dp4", "parallel"),
+        ("tp2dp2", "grouped"),
+        ("one, full recompute", "parallel"),
+        ("one, selective recompute", "serial"),
+        ("pp2vpp2dp2", "parallel"),
+        ("pp4vpp2, full recompute", "grouped"),
+        ("tp2pp2vpp2 uneven, selective recompute", "grouped"),
+    ],
+)
+def test_layout_trains_as_one_process(
+    layout: str, model: str, pool: RankPool, reference: Callable[[str], tuple[Any, Path]], tmp_path: Path
+) -> None:
+    sizes, micro_batch_size = LAYOUTS[layout]
+    # bucket_mib 0: every layer is a bucket of its own, where the reference has one bucket for all
+    training = {"micro_batch_size": micro_batch_size, "bucket_mib": 0}
+    job = tiny_job(model=MODELS[model], parallelism=sizes, training=training)
+    world_size = math.prod(sizes.get(axis, 1) for axis in ("tp", "pp", "dp"))
+    results = pool.run(TRAIN, world_size, tmp_path, job=job, steps=STEPS)
+    expected, folder = reference(model)
+    for result in results:
+        assert result["records"] == results[0]["records"], "ranks disagree on what they computed together"
+    ours, theirs = ([StepRecord(**record) for record in found["records"]] for found in (results[0], expected))
+    assert theirs[-1].loss < theirs[0].loss - 0.5, "the model did not learn: the comparison proves little"
+    for our, their in zip(ours, theirs, strict=True):
+        assert our.loss == pytest.approx(their.loss, abs=LOSS_TOLERANCE)
+        assert our.z_loss == pytest.approx(their.z_loss, rel=1e-4)
+        assert our.gradient_norm == pytest.approx(their.gradient_norm, rel=1e-4)
+        assert our.clip_factor == pytest.approx(their.clip_factor, rel=1e-4)
+        assert (our.consumed_tokens, our.learning_rate) == (their.consumed_tokens, their.learning_rate)
+    for kind, tolerance in (("initial", 0.0), ("final", 1e-3)):
+        values_of = [assemble(tmp_path, kind, world_size), assemble(folder, kind, 1)]
+        assert values_of[0].keys() == values_of[1].keys()
+        for name in values_of[0]:
+            np.testing.assert_allclose(values_of[0][name], values_of[1][name], rtol=0, atol=tolerance, err_msg=name)
+
+
+def test_a_job_repeats_and_resumes_bit_for_bit(pool: RankPool, tmp_path: Path) -> None:
+    job = tiny_job(parallelism={"tp": 2, "pp": 2, "dp": 2})
+    program = "tests.harness.training:train_and_resume"
+    results = pool.run(program, 8, tmp_path / "first", job=job)
+    assert pool.run(program, 8, tmp_path / "second", job=job) == results, "the same job ran to other bits"
+    for result in results:
+        assert result["resumed"] == result["uninterrupted"] == results[0]["uninterrupted"]
+        assert result["states_equal"]
+
+
+def test_all_ranks_skip_and_vote_together(pool: RankPool, tmp_path: Path) -> None:
+    job = tiny_job(parallelism={"tp": 2, "dp": 2})
+    results = pool.run("tests.harness.training:train_with_a_broken_replica", 4, tmp_path, job=job)
+    for result in results:
+        assert result["skipped"] == [False, True, False]
+        assert result["votes"] == [0, 6, 0], "ranks 0 to 3 voted 0, 1, 2, 3 in the second step"
+        assert result["unchanged"]
+        assert result["loss"] == results[0]["loss"]
+
+
+def test_the_status_page_counts_what_every_group_did(pool: RankPool, tmp_path: Path) -> None:
+    job = tiny_job(parallelism={"tp": 2, "pp": 2, "dp": 2})
+    for rows in pool.run("tests.harness.training:status_rows", 8, tmp_path, job=job):
+        assert set(rows) == {"world", "tp", "dp", "pp0-1.activation", "pp0-1.gradient"}
+        for name, (entered, completed) in rows.items():
+            assert entered == completed > 0, name
+        assert rows["world"][0] == 1
+        assert rows["pp0-1.activation"][0] == 4, "one message for each of the replica's micro-batches"
+
+
+def test_a_rank_that_stalls_fails_its_group_in_time(pool: RankPool, tmp_path: Path) -> None:
+    results = pool.run("tests.harness.training:stall", 4, tmp_path, job=tiny_job(parallelism={"tp": 2, "dp": 2}))
+    # rank 3 stalls for 4 s; its tp peer is rank 2, its dp peer rank 1; rank 0 shares only the world with it
+    waited = [result["waited_s"] for result in results]
+    assert all(1.5 < seconds < 3.9 for seconds in waited[:3]), waited
+    assert all("imed out" in result["error"] or "onnection" in result["error"] for result in results[:3]), results
+
+
+def test_evaluation_is_the_loss_of_a_step_without_the_step(pool: RankPool, tmp_path: Path) -> None:
+    program = "tests.harness.training:evaluate"
+    one = pool.run(program, 1, tmp_path / "one", job=tiny_job())[0]
+    interleaved = {"tp": 2, "pp": 2, "virtual_stages": 2}
+    for result in [one, *pool.run(program, 4, tmp_path / "interleaved", job=tiny_job(parallelism=interleaved))]:
+        assert result["before"][0] == pytest.approx(result["losses"][0], abs=LOSS_TOLERANCE)
+        assert result["after"] == result["again"], "an evaluation changes nothing"
+        assert result["after"] < result["before"][1], "it saw what training did"
+        for name in ("before", "losses", "after"):
+            assert result[name] == pytest.approx(one[name], abs=LOSS_TOLERANCE)

@@ -1,0 +1,154 @@
+"""The commit log: a superseded attempt can never commit, however two writers are interleaved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megascale_checkpoint.commit_log import CommitLog, Record
+from megascale_checkpoint.errors import CheckpointError, SupersededError
+from megascale_checkpoint.storage import FileStorage
+
+
+class MemoryStorage:
+    """Storage in a dictionary. ``before`` runs before every operation: where another writer may come in between."""
+
+    uri = "memory"
+
+    def __init__(self, files: dict[str, bytes], before: Callable[[], None] = lambda: None) -> None:
+        self.files, self._before = files, before
+
+    def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> int:
+        self._before()
+        data = b"".join(bytes(chunk) for chunk in chunks)
+        if path in self.files:
+            raise FileExistsError(path)
+        self.files[path] = data
+        return len(data)
+
+    def create(self, path: str, data: bytes) -> bool:
+        self._before()
+        return self.files.setdefault(path, data) is data
+
+    def read(self, path: str) -> bytes:
+        self._before()
+        if path not in self.files:
+            raise FileNotFoundError(path)
+        return self.files[path]
+
+    def read_into(self, path: str, offset: int, target: memoryview) -> int:
+        part = self.read(path)[offset : offset + len(target)]
+        target[: len(part)] = part
+        return len(part)
+
+    def size(self, path: str) -> int | None:
+        return len(self.files[path]) if path in self.files else None
+
+    def names(self, folder: str) -> list[str]:
+        self._before()
+        return sorted(name.removeprefix(f"{folder}/") for name in self.files if name.startswith(f"{folder}/"))
+
+    def remove_unfinished(self, folder: str) -> int:
+        return 0  # files appear whole here
+
+
+def act(log: CommitLog, attempt: int, step: int) -> None:
+    """Open (step 0) or commit; losing is a fair outcome."""
+    try:
+        if step == 0:
+            log.append_open(attempt, dict)
+        else:
+            log.append_commit(attempt, step, {"manifest": f"m{attempt}-{step}"})
+    except CheckpointError:
+        pass
+
+
+def read_all(files: dict[str, bytes]) -> list[Record]:
+    log = CommitLog(MemoryStorage(files))
+    log.refresh()
+    assert not log.damaged
+    return log.records
+
+
+# Each entry: operations of the first writer that pass before the second one acts, and what it does then.
+INTERRUPTIONS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 4)), max_size=8)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=8), INTERRUPTIONS, st.booleans())
+def test_no_commit_of_a_lower_attempt_after_a_higher_open(
+    steps: list[int], interruptions: list[tuple[int, int]], low_first: bool
+) -> None:
+    files: dict[str, bytes] = {}
+    first, second = (1, 2) if low_first else (2, 1)
+    rival = CommitLog(MemoryStorage(files))
+    waiting = list(interruptions)
+
+    def interrupt() -> None:
+        if waiting and waiting[0][0] > 0:
+            waiting[0] = (waiting[0][0] - 1, waiting[0][1])
+        elif waiting:
+            act(rival, second, waiting.pop(0)[1])
+
+    mine = CommitLog(MemoryStorage(files, interrupt))
+    act(mine, first, 0)
+    for step in steps:
+        act(mine, first, step)
+    records = read_all(files)
+    assert [record.seq for record in records] == list(range(1, len(records) + 1))
+    fence = 0
+    for record in records:
+        assert record.attempt >= fence, [(r.kind, r.attempt) for r in records]
+        fence = max(fence, record.attempt)
+    for attempt in (1, 2):
+        of_attempt = [record for record in records if record.attempt == attempt]
+        assert not of_attempt or of_attempt[0].kind == "OPEN"
+        assert sum(record.kind == "OPEN" for record in of_attempt) <= 1
+        committed = [record.step for record in of_attempt if record.kind == "COMMIT"]
+        assert committed == sorted(set(committed))
+
+
+def test_appending_twice_gives_the_same_record(tmp_path: Path) -> None:
+    log = CommitLog(FileStorage(tmp_path))
+    opened = log.append_open(3, lambda: {"restored_from": None})
+    committed = log.append_commit(3, 10, {"manifest": "m"})
+    again = CommitLog(FileStorage(tmp_path))
+    assert again.append_open(3, lambda: pytest.fail("decided twice")) == opened
+    assert again.append_commit(3, 10, {"manifest": "other"}) == committed
+    assert (opened.seq, committed.seq) == (1, 2)
+
+
+def test_a_later_attempt_fences_by_name(tmp_path: Path) -> None:
+    old, new = CommitLog(FileStorage(tmp_path)), CommitLog(FileStorage(tmp_path))
+    old.append_open(1, dict)
+    new.append_open(2, dict)
+    with pytest.raises(SupersededError, match="attempt 1 is superseded: attempt 2"):
+        old.append_commit(1, 10, {})
+    with pytest.raises(CheckpointError, match="never opened"):
+        new.append_commit(3, 10, {})
+
+
+def test_a_damaged_record_is_passed_over_by_name(tmp_path: Path) -> None:
+    log = CommitLog(FileStorage(tmp_path))
+    log.append_open(1, dict)
+    log.append_commit(1, 10, {"manifest": "m"})
+    log.append_commit(1, 20, {"manifest": "m"})
+    path = tmp_path / "commits" / "000000000003.json"
+    path.write_bytes(path.read_bytes().replace(b"20", b"21"))
+    log = CommitLog(FileStorage(tmp_path))
+    log.refresh()
+    assert [record.step for record in log.commits()] == [10]
+    assert [error.file for error in log.damaged] == ["commits/000000000003.json"]
+
+
+def test_a_removed_record_stops_the_log(tmp_path: Path) -> None:
+    log = CommitLog(FileStorage(tmp_path))
+    log.append_open(1, dict)
+    log.append_commit(1, 10, {})
+    (tmp_path / "commits" / "000000000001.json").unlink()
+    with pytest.raises(CheckpointError, match=r"000000000001\.json is missing"):
+        CommitLog(FileStorage(tmp_path)).append_open(2, dict)

@@ -1,0 +1,213 @@
+"""Damage is refused by name: any flipped bit, any missing tail, any missing file; and the checkpoint before is used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from tests.harness.checkpoint_files import image_of, slot_bytes, write_checkpoint
+from typer.testing import CliRunner
+
+from megascale_checkpoint import restore
+from megascale_checkpoint.commands import app
+from megascale_checkpoint.commit_log import CommitLog
+from megascale_checkpoint.decision import Decision, Sealed, decide
+from megascale_checkpoint.errors import DamagedError, NotFoundError, RequestError, UnusableError
+from megascale_checkpoint.storage import FileStorage
+from megascale_common.checkpoint_layout import ShardLayout, ShardPiece
+
+VALUES = {"matrix": np.arange(60, dtype=np.float32).reshape(6, 10)}
+FILE = "attempts/attempt-000001/step-000000010/rank-00001.safetensors"
+
+
+def layout_of(rank: int) -> ShardLayout:
+    start, stop = (3 * rank, 0), (3 * rank + 3, 10)
+    box = ("float32", (6, 10), start, stop, 0, 30)
+    pieces = (
+        ShardPiece("matrix", "master", *box, 0, primary=True),
+        ShardPiece("matrix", "exp_avg", *box, 128, primary=True),
+    )
+    return ShardLayout(pieces, slot_bytes(pieces))
+
+
+LAYOUTS = [layout_of(0), layout_of(1)]
+
+
+def read(uri: str, rank: int) -> bytearray:
+    image = bytearray(LAYOUTS[rank].slot_bytes)
+    restore.fill(uri, 10, rank, LAYOUTS[rank], memoryview(image))
+    return image
+
+
+def flip(path: Path, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+def test_files_are_standard_safetensors(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, LAYOUTS, VALUES)
+    with safe_open(tmp_path / FILE, framework="numpy") as file:
+        assert sorted(file.keys()) == ["matrix/exp_avg/1", "matrix/master/0"]
+        assert file.get_tensor("matrix/master/0").tolist() == list(range(30, 60))
+        assert '"global_shape": [6, 10]' in file.metadata()["matrix/master/0"]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A checkpoint that tests may damage if they put it right again: its folder and its manifest's address."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    return folder, write_checkpoint(folder, LAYOUTS, VALUES)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_a_flipped_bit_is_never_loaded(written: tuple[Path, str], data: st.DataObject) -> None:
+    folder, uri = written
+    path = folder / FILE
+    size = path.stat().st_size
+    # Most of a small file is padding of the header: aim at what carries meaning as often as at the rest.
+    header, tail = st.integers(0, 8 * 1500), st.integers(8 * (size - 240), 8 * size - 1)
+    bit = data.draw(header | tail | st.integers(0, 8 * size - 1))
+    flip(path, bit)
+    try:
+        image = read(uri, 1)
+        assert image == image_of(LAYOUTS[1], VALUES), "a flipped bit changed what was loaded"
+    except DamagedError as error:
+        assert error.file == str(path)
+    finally:
+        verified = CliRunner().invoke(app, ["verify", str(folder)])
+        flip(path, bit)
+    assert verified.exit_code == 1 and str(path) in verified.output
+
+
+@pytest.mark.parametrize("keep", [0, 7, 8, 500, 4096, 4100, -1])
+def test_a_truncated_file_is_refused_by_name(tmp_path: Path, keep: int) -> None:
+    uri = write_checkpoint(tmp_path, LAYOUTS, VALUES)
+    path = tmp_path / FILE
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(DamagedError) as caught:
+        read(uri, 1)
+    assert caught.value.file == str(path)
+    # Each rank looks at the files that it needs; all of them are looked at when the attempt is opened.
+    assert read(uri, 0) == image_of(LAYOUTS[0], VALUES)
+    with pytest.raises(UnusableError) as unusable:
+        decision(tmp_path)
+    assert str(caught.value) in str(unusable.value), "the job must not begin again from step 0 unasked"
+    assert decision(tmp_path, sealed=9) == ("memory", 9, (str(caught.value),))
+
+
+def test_a_file_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
+    uri = write_checkpoint(tmp_path, LAYOUTS, VALUES, step=10)
+    write_checkpoint(tmp_path, LAYOUTS, {"matrix": VALUES["matrix"] + 1}, step=11)
+    path = tmp_path / FILE
+    path.write_bytes((tmp_path / FILE.replace("010", "011")).read_bytes())
+    with pytest.raises(DamagedError, match="belongs to"):
+        read(uri, 1)
+
+
+def decided(root: Path, sealed: int = 0, refused: tuple[int, ...] = (), load_uri: str = "") -> Decision:
+    log = CommitLog(FileStorage(root))
+    log.refresh()
+    return decide(log, str(root), Sealed(sealed, 1), frozenset(refused), load_uri)
+
+
+def decision(root: Path, sealed: int = 0, refused: tuple[int, ...] = ()) -> tuple[str, int, tuple[str, ...]]:
+    made = decided(root, sealed, refused)
+    return made.source, made.step, made.passed_over
+
+
+def test_a_job_without_a_state_of_its_own_starts_from_another_jobs(tmp_path: Path) -> None:
+    other, own = tmp_path / "other", tmp_path / "own"
+    own.mkdir()
+    newest = [write_checkpoint(other, LAYOUTS, VALUES, step=step) for step in (10, 20)][-1]
+    made = decided(own, load_uri=str(other))
+    assert (made.source, made.step, made.manifest_uri) == ("storage", 20, newest)
+    assert made.attempt == 0, "no attempt of this job wrote it"
+    assert decided(own, refused=(20,), load_uri=str(other)).step == 10
+    # with a state of its own, sealed or committed, the other job's newer one does not count
+    assert decided(own, sealed=15, load_uri=str(other)).source == "memory"
+    write_checkpoint(own, LAYOUTS, VALUES, step=15)
+    made = decided(own, load_uri=str(other))
+    assert (made.step, made.attempt) == (15, 1)
+
+
+def test_nothing_to_start_from_is_an_error_not_a_start_from_scratch(tmp_path: Path) -> None:
+    own, other = tmp_path / "own", tmp_path / "other"
+    own.mkdir()
+    with pytest.raises(NotFoundError, match=f"load_uri {tmp_path}/nowhere holds no complete checkpoint"):
+        decided(own, load_uri=str(tmp_path / "nowhere"))
+    write_checkpoint(other, LAYOUTS, VALUES, step=10)
+    next((other / FILE).parent.glob("*.safetensors")).unlink()
+    with pytest.raises(NotFoundError, match="is missing"):
+        decided(own, load_uri=str(other))
+
+
+def test_the_newest_whole_state_is_restored(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        write_checkpoint(tmp_path, LAYOUTS, VALUES, step=step)
+    assert decision(tmp_path) == ("storage", 30, ())
+    assert decision(tmp_path, sealed=29) == ("storage", 30, ())
+    assert decision(tmp_path, sealed=30) == ("memory", 30, ())
+    assert decision(tmp_path, sealed=40, refused=(40,)) == ("storage", 30, ())
+    assert decision(tmp_path, refused=(30, 20)) == ("storage", 10, ())
+    with pytest.raises(UnusableError, match=r"step 20 failed its checksums.*a new checkpoint.uri"):
+        decision(tmp_path, refused=(30, 20, 10))
+    folder = tmp_path / "attempts/attempt-000001"
+    with (folder / "step-000000030/rank-00000.safetensors").open("ab") as file:
+        file.write(b"x")
+    flip(folder / "step-000000020/manifest.json", 8 * 200 + 1)
+    source, step, passed_over = decision(tmp_path)
+    assert (source, step, len(passed_over)) == ("storage", 10, 2)
+    assert f"{folder}/step-000000030/rank-00000.safetensors: has" in passed_over[0]
+    assert f"{folder}/step-000000020/manifest.json" in passed_over[1]
+    (folder / "step-000000010/rank-00001.safetensors").unlink()
+    assert decision(tmp_path, sealed=9)[:2] == ("memory", 9)
+
+
+def test_storage_that_does_not_answer_says_nothing_about_the_checkpoint(tmp_path: Path) -> None:
+    uri = write_checkpoint(tmp_path, LAYOUTS, VALUES)
+    whole, manifest = tmp_path / FILE, Path(uri)
+    broken = whole.with_name("elsewhere")
+    whole.rename(broken)
+    whole.symlink_to(whole)  # every look at it ends in ELOOP
+    with pytest.raises(OSError, match="symbolic links"):
+        read(uri, 1)
+    with pytest.raises(OSError, match="symbolic links"):
+        decision(tmp_path)
+    whole.unlink()
+    broken.rename(whole)
+    manifest.rename(broken)
+    with pytest.raises(RequestError, match="is missing on this node: is the checkpoint folder shared"):
+        read(uri, 1)
+    with pytest.raises(UnusableError, match="is missing"):
+        decision(tmp_path)
+
+
+def test_list_and_verify_without_a_cluster(tmp_path: Path) -> None:
+    runner = CliRunner()
+    missing = runner.invoke(app, ["list", str(tmp_path)])
+    assert missing.exit_code == 2 and "holds no commit log" in missing.output
+    for step in (10, 20):
+        write_checkpoint(tmp_path, LAYOUTS, VALUES, step=step)
+    listed = runner.invoke(app, ["list", str(tmp_path), "--json"])
+    assert listed.exit_code == 0
+    assert listed.output.index('"step": 20') < listed.output.index('"step": 10')
+    assert runner.invoke(app, ["verify", str(tmp_path)]).exit_code == 0
+    (tmp_path / FILE).unlink()
+    verified = runner.invoke(app, ["verify", str(tmp_path)])
+    assert verified.exit_code == 1
+    assert "step 20 of attempt 1: whole" in verified.output and f"{tmp_path / FILE}: is missing" in verified.output
+
+
+def test_small_states_come_back_per_rank(tmp_path: Path) -> None:
+    states = [{"position": 10, "random": rank} for rank in range(2)]
+    uri = write_checkpoint(tmp_path, LAYOUTS, VALUES, small_states=states)
+    found = [
+        restore.fill(uri, 10, rank, LAYOUTS[rank], memoryview(bytearray(LAYOUTS[rank].slot_bytes))) for rank in (0, 1)
+    ]
+    assert [filled.small_state for filled in found] == states

@@ -1,0 +1,111 @@
+"""Staging memory: allocated for real or refused, private, and removed when its owner is gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megascale_checkpoint.errors import StagingError
+from megascale_checkpoint.staging import OWNER_FILE, StagingFolder
+
+PAGE = 4096
+
+
+def folder(base: Path, incarnation: str = "i1", limit_bytes: int | None = None) -> StagingFolder:
+    return StagingFolder(base / "staging", "c", "n", incarnation, limit_bytes)
+
+
+def test_slots_are_allocated_private_files(tmp_path: Path) -> None:
+    staging = folder(tmp_path)
+    slots = staging.allocate("job", 3, 3 * PAGE, 0)
+    assert [len(slot.view) for slot in slots] == [3 * PAGE] * 3
+    assert staging.used_bytes == 9 * PAGE
+    for slot in slots:
+        assert slot.path.stat().st_blocks * 512 >= 3 * PAGE, "a hole would be SIGBUS on a full tmpfs"
+        assert slot.path.stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "staging").stat().st_mode & 0o777 == 0o700
+    slots[0].view[0:4] = b"data"
+    assert slots[0].path.read_bytes()[:4] == b"data"
+    staging.free(slots)
+    assert staging.used_bytes == 0 and not slots[0].path.exists()
+
+
+def test_three_slots_where_a_full_host_has_room_else_two_else_refused(tmp_path: Path) -> None:
+    full_host = 8 * 3 * PAGE
+    assert len(folder(tmp_path, "a", full_host).allocate("job", 0, PAGE, 0)) == 3
+    small = folder(tmp_path, "b", full_host - 1)
+    assert len(small.allocate("job", 0, PAGE, 0)) == 2
+    assert len(small.allocate("job", 1, PAGE, 4)) == 4
+    with pytest.raises(StagingError, match=r"no room for the snapshot slots of rank 2 of job.*--staging-limit-bytes"):
+        small.allocate("job", 2, 30 * PAGE, 2)
+    assert small.used_bytes == 6 * PAGE
+
+
+def test_folders_of_dead_owners_go_at_the_next_start(tmp_path: Path) -> None:
+    crash = (
+        "import os, sys; from pathlib import Path; from megascale_checkpoint.staging import StagingFolder;"
+        "s = StagingFolder(Path(sys.argv[1]), 'c', 'n', 'dead'); s.allocate('job', 0, 4096, 2); os._exit(9)"
+    )
+    subprocess.run([sys.executable, "-c", crash, str(tmp_path / "staging")], check=False)
+    left = tmp_path / "staging" / "c" / "n"
+    assert (left / "dead" / "job" / "rank-00000" / "slot-0").exists()
+    folder(tmp_path, "other-boot").allocate("job", 0, PAGE, 2)
+    owner = json.loads((left / "other-boot" / OWNER_FILE).read_text())
+    (left / "other-boot" / OWNER_FILE).write_text(json.dumps({**owner, "boot_id": "an earlier boot"}))
+    living = folder(tmp_path, "living")
+    assert sorted(p.name for p in left.iterdir() if p.is_dir()) == ["living"]
+    again = folder(tmp_path, "beside")
+    assert sorted(p.name for p in left.iterdir() if p.is_dir()) == ["beside", "living"]
+    living.remove()
+    again.remove()
+    assert not (tmp_path / "staging").exists()
+
+
+def test_a_pid_that_was_given_to_another_process_is_not_the_owner(tmp_path: Path) -> None:
+    folder(tmp_path, "old")
+    file = tmp_path / "staging" / "c" / "n" / "old" / OWNER_FILE
+    file.write_text(json.dumps({**json.loads(file.read_text()), "start_ticks": "1"}))
+    folder(tmp_path, "new")
+    assert not file.exists()
+
+
+def test_two_living_daemons_cannot_share_an_incarnation(tmp_path: Path) -> None:
+    folder(tmp_path)
+    with pytest.raises(StagingError, match="another checkpoint daemon uses"):
+        folder(tmp_path)
+
+
+def test_a_folder_open_to_others_is_refused(tmp_path: Path) -> None:
+    os.mkdir(tmp_path / "staging")
+    os.chmod(tmp_path / "staging", 0o777)
+    with pytest.raises(StagingError, match="mode 0700"):
+        folder(tmp_path)
+
+
+def test_a_renewed_slot_is_other_memory_under_the_same_name(tmp_path: Path) -> None:
+    staging = folder(tmp_path)
+    (old, _) = staging.allocate("job", 0, PAGE, 2)
+    stale = os.open(old.path, os.O_RDWR)
+    new = staging.renew(old)
+    os.pwrite(stale, b"zombie", 0)
+    os.close(stale)
+    assert bytes(new.view[:6]) == bytes(6)
+    assert staging.used_bytes == 2 * PAGE
+
+
+def test_slots_that_could_not_be_renewed_are_given_back_once(tmp_path: Path) -> None:
+    staging = folder(tmp_path)
+    slots = staging.allocate("job", 0, PAGE, 2)
+    hindrance = tmp_path / "elsewhere"
+    slots[0].path.parent.rename(hindrance)
+    with pytest.raises(StagingError, match="cannot be made anew"):
+        staging.renew(slots[0])
+    hindrance.rename(slots[0].path.parent)
+    staging.free(slots)
+    assert staging.used_bytes == 0
+    assert len(staging.allocate("job", 1, PAGE, 2)) == 2

@@ -1,0 +1,252 @@
+"""The command line without a cluster: help, exit statuses, lazy commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megascale_cli import exits, plugins
+from megascale_cli.app import build_app
+from megascale_client import (
+    AlreadyExists,
+    ClusterNotFound,
+    FieldProblem,
+    InvalidJob,
+    MegascaleError,
+    NotAllowed,
+    NotFound,
+    ServiceFailure,
+    Unavailable,
+)
+
+COMMANDS = [
+    "submit",
+    "jobs",
+    "job",
+    "watch",
+    "init",
+    "plan",
+    "diagnose",
+    "cordon",
+    "uncordon",
+    "logs",
+    "explain",
+    "events",
+    "cancel",
+    "nodes",
+    "evict",
+    "cluster",
+    "demo",
+    "version",
+    "up",
+    "data",
+    "checkpoint",
+]
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CliRunner:
+    """A runner in an empty folder, with no cluster to be found."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MEGASCALE_RUN_FOLDER", raising=False)
+    return CliRunner()
+
+
+def test_help_lists_every_command_without_loading_a_service(tmp_path: Path) -> None:
+    program = (
+        "import sys\nfrom megascale_cli.app import build_app\n"
+        "try:\n build_app()(['--help'], prog_name='megascale')\nexcept SystemExit: pass\n"
+        "rooms = ('megascale_driver', 'megascale_executor', 'megascale_checkpoint', 'megascale_common', 'torch')\n"
+        "print('LOADED', [name for name in rooms if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert "LOADED []" in done.stdout
+    for command in COMMANDS:
+        assert f" {command} " in done.stdout
+    assert "Exit status" in done.stdout
+
+
+PARTS = {"data": ["tokenize", "inspect"], "checkpoint": ["list", "fetch", "verify"]}
+WHOLE = [name if not part else f"{name} {part}" for name in COMMANDS for part in PARTS.get(name, [""])]
+
+
+@pytest.mark.parametrize("command", WHOLE)
+def test_every_command_teaches_with_an_example(runner: CliRunner, command: str) -> None:
+    result = runner.invoke(build_app(), [*command.split(), "--help"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    assert f"Example: megascale {command}" in result.output
+    assert "--json" in result.output
+
+
+def test_help_answers_what_a_newcomer_asks(runner: CliRunner) -> None:
+    output = runner.invoke(build_app(), ["-h"], env={"COLUMNS": "120"}).output
+    for command in (
+        "megascale submit job.yaml",
+        "megascale watch NAME",
+        "megascale explain NAME",
+        "megascale demo",
+        "megascale logs NAME --rank 5",
+        "megascale data tokenize MY_TEXTS",
+        "megascale up --nodes 2",
+        "megascale --install-completion",
+    ):
+        assert command in output
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("megascale su", "submit"), ("megascale checkpoint f", "fetch"), ("megascale plan --dev", "--dev")],
+)
+def test_a_shell_completes_commands_and_options(words: str, expected: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "_MEGASCALE_COMPLETE": "complete_bash"}
+    environment |= {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+    done = subprocess.run(
+        [sys.executable, "-m", "megascale_cli"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert any(line.startswith(expected) for line in done.stdout.splitlines()), done.stdout + done.stderr
+
+
+def test_completion_is_installed_for_the_shell_in_use(tmp_path: Path) -> None:
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    program = "from megascale_cli.__main__ import main; main()"
+    command = ["bash", "-c", f'{sys.executable} -c "{program}" --install-completion; exit $?']
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "_MEGASCALE_COMPLETE" in (tmp_path / ".bash_completions" / "megascale.sh").read_text()
+
+
+def test_entry_points_and_the_lists_of_what_is_ours_agree() -> None:
+    project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())
+    ours = {**plugins.KNOWN, **plugins.FUNCTIONS, "checkpoint": plugins.CHECKPOINT}
+    assert project["project"]["entry-points"][plugins.GROUP] == {name: known.target for name, known in ours.items()}
+
+
+def test_init_and_plan_lead_from_nothing_to_what_a_job_needs(runner: CliRunner) -> None:
+    written = runner.invoke(build_app(), ["init", "--output", "First Try.yaml"])
+    assert (written.exit_code, "megascale plan First Try.yaml" in written.output) == (exits.OK, True)
+    shown = runner.invoke(build_app(), ["plan", "First Try.yaml", "--devices-per-node", "4"], env={"COLUMNS": "200"})
+    assert shown.exit_code == exits.OK
+    lines = ["first-try", "853,504 parameters", "FLOPs a token", "2,048 tokens a step", "8 ranks: 2 nodes of 4 devices"]
+    for words in (*lines, "pipeline stage 1: parameters", "checkpoint   9.8 MiB"):
+        assert words in shown.output
+    as_json = json.loads(runner.invoke(build_app(), ["plan", "First Try.yaml", "--json"]).output)
+    assert (as_json["parameters"], as_json["refused"]) == (853_504, [])
+    on_stdout = runner.invoke(build_app(), ["init", "--output", "-", "--name", "first-try"]).output
+    assert on_stdout == Path("First Try.yaml").read_text()
+    too_large = runner.invoke(build_app(), ["plan", "First Try.yaml", "--device-memory-gib", "0.001"])
+    assert (too_large.exit_code, "refused parallelism" in too_large.output) == (exits.USAGE, True)
+
+
+def test_commands_are_found_without_the_packages_metadata(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from a source tree with PYTHONPATH alone."""
+    monkeypatch.setattr(metadata, "entry_points", lambda **_: [])
+    assert runner.invoke(build_app(), ["init"]).exit_code == exits.OK
+    assert runner.invoke(build_app(), ["plan", "job.yaml"]).exit_code == exits.OK
+    assert "tokenize" in runner.invoke(build_app(), ["data", "--help"]).output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["jobs"],
+        ["job", "x"],
+        ["watch", "x"],
+        ["logs", "x"],
+        ["nodes"],
+        ["explain", "x"],
+        ["events", "x"],
+        ["evict", "n1", "--reason", "r"],
+        ["cancel", "x", "--reason", "r"],
+        ["checkpoint", "list", "x"],
+        ["cluster"],
+    ],
+)
+def test_no_cluster_is_told_with_the_remedy(runner: CliRunner, arguments: list[str]) -> None:
+    result = runner.invoke(build_app(), arguments)
+    assert result.exit_code == exits.UNAVAILABLE
+    assert "megascale up" in result.stderr
+    assert "--cluster" in result.stderr
+    as_json = runner.invoke(build_app(), [*arguments, "--json"])
+    assert as_json.exit_code == exits.UNAVAILABLE
+    assert json.loads(as_json.stderr)["kind"] == "ClusterNotFound"
+
+
+def test_a_bad_job_file_is_refused_before_any_cluster_is_looked_for(runner: CliRunner, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("name: a\ntrainer: {model: {layerz: 2}}\n")
+    result = runner.invoke(build_app(), ["submit", "job.yaml"])
+    assert result.exit_code == exits.USAGE
+    assert "job.yaml" in result.stderr
+    assert "trainer.model.layerz: unknown field; did you mean 'layers'?" in result.stderr
+    as_json = json.loads(runner.invoke(build_app(), ["submit", "job.yaml", "--json"]).stderr)
+    assert as_json["problems"][0]["field"] == "trainer.model.layerz"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["no-such-command"], ["evict", "n1"], ["cancel", "x"], ["logs", "x", "--rank", "-1"], ["jobs", "--wrong"]],
+)
+def test_wrong_usage_ends_with_2(runner: CliRunner, arguments: list[str]) -> None:
+    assert runner.invoke(build_app(), arguments).exit_code == exits.USAGE
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (InvalidJob([FieldProblem("name", "empty")]), exits.USAGE),
+        (ClusterNotFound("x"), exits.UNAVAILABLE),
+        (Unavailable("x"), exits.UNAVAILABLE),
+        (NotFound("x"), exits.NOT_FOUND),
+        (AlreadyExists("x"), exits.REFUSED),
+        (NotAllowed("x"), exits.REFUSED),
+        (ServiceFailure("x"), exits.FAILED),
+    ],
+)
+def test_each_error_has_its_exit_status(error: MegascaleError, status: int) -> None:
+    assert exits.status_of(error) == status
+
+
+def test_version_is_that_of_the_package(runner: CliRunner) -> None:
+    human = runner.invoke(build_app(), ["version"])
+    machine = runner.invoke(build_app(), ["version", "--json"])
+    assert human.output.strip() == f"megascale {json.loads(machine.output)['version']}"
+
+
+def test_an_absent_command_names_what_to_install(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        plugins.run_plugin("not-there", plugins.Known("x", extra="executor"), [], "megascale not-there")
+    assert ended.value.code == exits.USAGE
+    assert "pip install 'megascale[executor]'" in capsys.readouterr().err
+
+
+def test_a_command_whose_import_fails_names_what_to_install(tmp_path: Path) -> None:
+    # numpy stands for what the extra would bring; the command is loaded in a process that lacks it.
+    program = (
+        "import sys\nsys.modules['numpy'] = None\n"
+        "from megascale_cli.app import build_app\n"
+        "build_app()(['data', 'tokenize', 'x'], prog_name='megascale')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == exits.USAGE
+    assert "megascale[executor]" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_forwarded_command_gets_its_own_help_and_arguments(tmp_path: Path) -> None:
+    for arguments in (["up", "--help"], ["up", "--dry-run", "--nodes", "2", "--json"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "megascale_cli", *arguments],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            check=True,
+        )
+        assert "Traceback" not in done.stderr
+    assert json.loads(done.stdout)["nodes"] == ["n1", "n2"]

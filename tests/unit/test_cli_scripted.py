@@ -1,0 +1,112 @@
+"""Commands about nodes and events against a scripted driver: what they send, print and return."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from tests.harness.scripted_driver import TOKEN, ScriptedDriver, start_driver
+
+from megascale.v1 import types_pb2
+from megascale_cli.exits import FAILED, INTERRUPTED, OK, USAGE
+
+
+@pytest.fixture
+async def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ScriptedDriver]:
+    """A driver that the commands find by $MEGASCALE_RUN_FOLDER."""
+    scripted = await start_driver()
+    (tmp_path / "token").write_text(TOKEN)
+    (tmp_path / "driver.address").write_text(scripted.address)
+    monkeypatch.setenv("MEGASCALE_RUN_FOLDER", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "160")
+    yield scripted
+    await scripted.server.stop(0)
+
+
+async def start(*arguments: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "megascale_cli", *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+
+
+async def run(*arguments: str) -> tuple[int | None, str, str]:
+    process = await start(*arguments)
+    output, errors = await asyncio.wait_for(process.communicate(), 30)
+    assert b"Traceback" not in errors, errors.decode()
+    return process.returncode, output.decode(), errors.decode()
+
+
+async def test_a_node_is_cordoned_and_put_back(driver: ScriptedDriver) -> None:
+    status, output, _ = await run("cordon", "n1", "--reason", "a cable")
+    assert (status, output) == (OK, "node n1 is cordoned\njob x goes on there\n")
+    status, output, _ = await run("cordon", "n1", "--reason", "a cable", "--check", "--json")
+    assert (status, json.loads(output)["node"]["disposition"]) == (OK, "NODE_DISPOSITION_CORDONED")
+    status, output, _ = await run("uncordon", "n1", "--reason", "replaced")
+    assert (status, output) == (OK, "node n1 is schedulable\n")
+    sent = [(request.name, request.reason, request.validate_only) for request in driver.requests]
+    assert sent == [("n1", "a cable", False), ("n1", "a cable", True), ("n1", "replaced", False)]
+
+
+async def test_a_failed_check_is_a_failed_command(driver: ScriptedDriver) -> None:
+    driver.verdicts = {"disk_room": types_pb2.CHECK_VERDICT_FAIL}
+    status, output, _ = await run("diagnose", "n1")
+    assert (status, "device_present" in output, "pass" in output) == (OK, True, True)
+    status, output, _ = await run("diagnose", "n1", "--check", "disk_room", "--check", "matrix_product", "--json")
+    verdicts = {check["name"]: check["verdict"] for check in map(json.loads, output.splitlines())}
+    assert (status, verdicts) == (
+        FAILED,
+        {"disk_room": "CHECK_VERDICT_FAIL", "matrix_product": "CHECK_VERDICT_PASS"},
+    )
+
+
+@pytest.mark.parametrize("name", ["", "n1"])
+async def test_events_are_those_of_the_cluster_or_of_a_job(driver: ScriptedDriver, name: str) -> None:
+    driver.updates = [1, 2]
+    status, output, _ = await run("events", *([name] if name else []), "--json")
+    assert (status, [json.loads(line)["seq"] for line in output.splitlines()]) == (OK, ["1", "2"])
+    assert driver.requests[0].subject == (f"jobs/{name}" if name else "")
+
+
+async def test_events_are_followed_across_a_lost_driver_until_ctrl_c(driver: ScriptedDriver) -> None:
+    driver.updates, driver.break_after = [1, 2], 2
+    process = await start("events", "nodes/n1", "--follow", "--json")
+    assert process.stdout is not None
+
+    async def line() -> int:
+        assert process.stdout is not None
+        return int(json.loads(await asyncio.wait_for(process.stdout.readline(), 20))["seq"])
+
+    assert [await line() for _ in range(2)] == [1, 2]  # once each, though they are in the list and in the stream
+    driver.updates.append(3)  # the stream breaks before it
+    assert await line() == 3
+    driver.updates.append(4)
+    assert await line() == 4
+    os.kill(process.pid, signal.SIGINT)
+    output, errors = await process.communicate()
+    assert (process.returncode, output, errors) == (INTERRUPTED, b"", b"")
+
+
+@pytest.mark.parametrize(("words", "names"), [("cordon n", ["n0", "n1", "n2"]), ("diagnose n2", ["n2"])])
+async def test_a_shell_offers_the_clusters_names(
+    driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch, words: str, names: list[str]
+) -> None:
+    monkeypatch.setenv("_MEGASCALE_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"megascale {words}")
+    monkeypatch.setenv("COMP_CWORD", "2")
+    assert (await run())[1].split() == names
+    await driver.server.stop(0)
+    assert (await run())[1].split() == []
+
+
+async def test_a_refused_job_is_told_field_by_field(driver: ScriptedDriver, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("name: [1]\n")
+    status, _, errors = await run("submit", str(tmp_path / "job.yaml"))
+    assert (status, "name: expected text" in errors, driver.requests) == (USAGE, True, [])

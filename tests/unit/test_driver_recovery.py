@@ -1,0 +1,422 @@
+"""The core, event by event: attempts, blame, budgets, deadlines, requests, and what it says about itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tests.harness.desk import POLICY, Desk, exited
+from tests.harness.simulated_cluster import demo_job
+
+from megascale_driver.core.events import (
+    AttemptOpened,
+    CancelRequested,
+    EvictRequested,
+    JobSubmitted,
+    LeaderStarted,
+    NodeReport,
+    OpenAttempt,
+    OpenFailed,
+    Probe,
+    ProbeResult,
+    RequestKey,
+    StreamReset,
+    Tick,
+)
+from megascale_driver.core.explain import explain
+from megascale_driver.core.restore import sealed_everywhere
+from megascale_driver.core.state import (
+    AttemptPhase,
+    Check,
+    DesiredPhase,
+    Disposition,
+    JobPhase,
+    Liveness,
+    Progress,
+    Report,
+    Restore,
+    Sealed,
+)
+
+
+@pytest.fixture
+def desk() -> Desk:
+    """Two nodes that run job ``a``, attempt 1, and a third that is free."""
+    desk = Desk("n1", "n2", "n3")
+    desk.submit()
+    desk.run()
+    return desk
+
+
+def test_the_way_to_running_is_prepare_then_start() -> None:
+    desk = Desk("n1", "n2")
+    desk.submit()
+    assert [n.desired.phase for n in desk.state.nodes.values()] == [DesiredPhase.PREPARE] * 2
+    desk.report("n1", AttemptPhase.PREPARED)
+    assert desk.job().phase is JobPhase.PREPARING
+    desk.report("n2", AttemptPhase.PREPARED)
+    assert [n.desired.phase for n in desk.state.nodes.values()] == [DesiredPhase.START] * 2
+    assert desk.state.nodes["n2"].desired.store_endpoint == "h:9"
+    desk.report("n1", AttemptPhase.RUNNING)
+    desk.report("n2", AttemptPhase.FINISHED)
+    assert desk.job().phase is JobPhase.RUNNING
+    desk.report("n1", AttemptPhase.FINISHED)
+    assert desk.job().phase is JobPhase.SUCCEEDED
+    assert [n.desired.phase for n in desk.state.nodes.values()] == [DesiredPhase.IDLE] * 2
+
+
+def test_the_earliest_explicit_failure_is_the_culprit_and_peers_show_symptoms(desk: Desk) -> None:
+    desk.fail("n1", exited(0, 1001.2, kind="COLLECTIVE", error="peer closed"), exited(1, 1001.3, -9, "STOPPED"))
+    assert desk.job().phase is JobPhase.STOPPING and not desk.job().evicted
+    desk.fail("n2", exited(5, 1001.5, error="Traceback\nValueError: bad shape"), exited(4, 1001.6, -9, "STOPPED"))
+    desk.stop()
+    assert desk.job().attempt == 2 and desk.job().node_failures == {"n2": 1}
+    stopped = next(line for line in desk.audit if line.reason == "ATTEMPT_STOPPED")
+    assert stopped.message.endswith("rank 5 on node n2 ended with status 1: ValueError: bad shape")
+    outcomes = [line.outcome for line in desk.audit if line.reason == "WORKER_EXITED"]
+    assert "symptom" in outcomes[0] and "symptom" not in outcomes[1]
+
+
+def test_a_node_that_dies_while_its_peers_report_symptoms_is_the_culprit(desk: Desk) -> None:
+    desk.fail("n1", exited(0, 1001.0, kind="COLLECTIVE", error="peer closed"))
+    desk.feed(StreamReset(desk.now_s, "n2", "n2-1"))
+    assert isinstance(desk.effects[-1], Probe)
+    desk.report("n1", AttemptPhase.IDLE)
+    assert desk.job().phase is JobPhase.STOPPING, "nobody knows yet what has become of n2"
+    desk.feed(ProbeResult(desk.now_s, "n2", "n2-1", "refused"))
+    assert (desk.job().attempt, desk.job().evicted) == (2, ("n2",))
+    assert [slot.node for slot in desk.job().slots] == ["n1", "n3"]
+    assert desk.job().node_failures == {}
+
+
+def test_the_next_attempt_waits_until_every_node_has_stopped(desk: Desk) -> None:
+    desk.fail("n2", exited(5, 1001.0, -11))
+    desk.report("n2", AttemptPhase.IDLE)
+    assert desk.job().phase is JobPhase.STOPPING
+    stale = desk.state.nodes["n1"]
+    report = Report(desired_version=stale.desired_version - 1, phase=AttemptPhase.IDLE)
+    desk.feed(NodeReport(desk.now_s, "n1", "n1-1", report))
+    assert desk.job().phase is JobPhase.STOPPING, "that report was older than the order to stop"
+    for _ in range(4):
+        desk.wait(3.0)
+        desk.report("n2", AttemptPhase.IDLE)
+        desk.report("n3", AttemptPhase.IDLE)
+        desk.feed(NodeReport(desk.now_s, "n1", "n1-1", report))
+    assert desk.job().phase is JobPhase.STOPPING
+    desk.wait(3.0)
+    assert desk.job().attempt == 2 and "n1" not in [slot.node for slot in desk.job().slots]
+    assert "n1" in desk.job().evicted
+
+
+def test_a_failed_self_check_quarantines_its_node() -> None:
+    desk = Desk("n1", "n2", "n3")
+    desk.submit()
+    check = Check("compute", "FAIL", "cpu0", "GEMM gave 4.0 instead of 5.0")
+    desk.report("n1", AttemptPhase.FAILED, checks=(check,))
+    assert desk.state.nodes["n1"].disposition is Disposition.QUARANTINED
+    desk.stop()
+    assert [slot.node for slot in desk.job().slots] == ["n3", "n2"]
+    assert "self-check compute of node n1 failed" in desk.state.nodes["n1"].disposition_reason
+    assert desk.reasons().count("NODE_EVICTED") == 1
+
+
+ROOM = Check("memory_room", "FAIL", "host", "needs 9000.0 MiB of 4000.0 MiB: give the node fewer ranks")
+
+
+def test_a_job_that_fits_on_no_node_ends_and_costs_no_node() -> None:
+    desk = Desk("n1", "n2", "n3")
+    desk.submit()
+    desk.report("n1", AttemptPhase.FAILED, checks=(ROOM,))
+    desk.report("n2", AttemptPhase.FAILED, checks=(ROOM,))
+    desk.stop()
+    assert desk.job().phase is JobPhase.FAILED and "needs 9000.0 MiB of 4000.0 MiB" in desk.job().reason
+    assert {node.disposition for node in desk.state.nodes.values()} == {Disposition.SCHEDULABLE}
+    assert not desk.state.breaker.evictions
+
+
+def test_a_job_that_ran_before_only_leaves_a_node_whose_memory_is_taken(desk: Desk) -> None:
+    desk.feed(Tick(desk.now_s, (("a", 1, 7),)))
+    desk.fail("n2", exited(5, 1001.0, -11))
+    desk.stop()
+    desk.report("n2", AttemptPhase.FAILED, checks=(ROOM,))
+    desk.stop()
+    assert [slot.node for slot in desk.job().slots] == ["n1", "n3"] and desk.job().attempt == 3
+    assert desk.state.nodes["n2"].disposition is Disposition.SCHEDULABLE
+
+
+def test_a_quarantine_by_self_check_ends_with_the_incarnation_that_failed_it() -> None:
+    desk = Desk("n1", "n2", "n3")
+    desk.submit()
+    desk.report("n1", AttemptPhase.FAILED, checks=(Check("compute", "FAIL", "cpu0", "wrong"), ROOM))
+    assert desk.disposition("n1") == "QUARANTINED"
+    desk.hello("n1", boot=2)
+    assert desk.disposition("n1") == "SCHEDULABLE" and not desk.job().evicted
+    desk.feed(EvictRequested(desk.now_s, "n1", "broken fan", "me"))
+    desk.hello("n1", boot=3)
+    assert desk.disposition("n1") == "QUARANTINED", "a person said so"
+
+
+def test_self_checks_that_fail_everywhere_do_not_quarantine_the_fleet() -> None:
+    desk = Desk(*(f"n{i}" for i in range(1, 9)))
+    desk.submit()
+    for _ in range(8):
+        if desk.job().active:
+            for slot in desk.job().slots:
+                desk.report(slot.node, AttemptPhase.FAILED, checks=(Check("compute", "FAIL", "cpu0", "wrong"),))
+            desk.stop()
+    gone = [n.name for n in desk.state.nodes.values() if n.disposition is Disposition.QUARANTINED]
+    assert len(gone) == POLICY.breaker_nodes
+
+
+@pytest.mark.parametrize(("status", "kind"), [(-11, ""), (0, "OTHER")])
+def test_a_rank_that_only_lost_its_peer_is_not_the_culprit_of_its_node(desk: Desk, status: int, kind: str) -> None:
+    stopped = exited(6, 1000.9, -9, "STOPPED")
+    desk.fail("n2", exited(4, 1001.0, kind="COLLECTIVE", error="peer"), exited(5, 1001.1, status, kind), stopped)
+    desk.stop()
+    assert desk.job().node_failures == {"n2": 1}
+    assert any(line.reason == "ATTEMPT_STOPPED" and "rank 5 on node n2" in line.message for line in desk.audit)
+
+
+def test_a_damaged_checkpoint_is_refused_and_blames_no_node(desk: Desk) -> None:
+    job = desk.job()
+    desk.state = replace(desk.state, jobs={"a": replace(job, restore=Restore("STORAGE", 30, 1, "m"))})
+    desk.fail("n2", exited(5, 1001.0, -9), exited(4, 1002.0, kind="CHECKPOINT_CORRUPT", error="shard-4 damaged"))
+    desk.stop()
+    job = desk.job()
+    assert (job.refused_steps, job.node_failures, job.evicted, job.restarts) == ((30,), {}, (), 1)
+    assert job.restarts_without_progress == 0 and "CHECKPOINT_REFUSED" in desk.reasons()
+
+
+def test_a_node_that_fails_again_and_again_is_left_and_the_budget_ends_the_job(desk: Desk) -> None:
+    for attempt in range(1, 4):
+        desk.fail("n2", exited(5, 1001.0, -11))
+        desk.stop()
+        assert desk.job().attempt == attempt + 1
+        if attempt < 3:
+            desk.run()
+    assert [slot.node for slot in desk.job().slots] == ["n1", "n3"] and desk.job().evicted == ("n2",)
+    assert desk.state.nodes["n2"].disposition is Disposition.SCHEDULABLE
+    limit = desk.job().config.recovery.max_restarts_without_progress
+    state = desk.state
+    desk.state = replace(state, jobs={"a": replace(desk.job(), restarts_without_progress=limit)})
+    desk.run()
+    desk.fail("n1", exited(0, 1001.0, error="ValueError: the job's own mistake"))
+    desk.stop()
+    assert desk.job().phase is JobPhase.FAILED
+    assert "max_restarts_without_progress" in desk.job().reason and "own mistake" in desk.job().reason
+
+
+def test_progress_clears_what_was_counted_in_a_row(desk: Desk) -> None:
+    for step in (0, 0, 50):
+        desk.feed(Tick(desk.now_s, (("a", desk.job().attempt, step),)))
+        desk.fail("n2", exited(5, 1001.0, -11))
+        desk.stop()
+        desk.run()
+    assert (desk.job().restarts, desk.job().restarts_without_progress, desk.job().node_failures) == (3, 0, {"n2": 1})
+
+
+@pytest.mark.parametrize(("phase", "limit_s"), [(JobPhase.PREPARING, 300.0), (JobPhase.STARTING, 900.0)])
+def test_a_phase_that_takes_too_long_names_who_is_late(phase: JobPhase, limit_s: float) -> None:
+    desk = Desk("n1", "n2", "n3")
+    desk.submit()
+    if phase is JobPhase.STARTING:
+        for name in ("n1", "n2"):
+            desk.report(name, AttemptPhase.PREPARED)
+    ready = AttemptPhase.PREPARED if phase is JobPhase.PREPARING else AttemptPhase.RUNNING
+    waited_s = 0.0
+    while waited_s < limit_s - 5.0:
+        desk.report("n1", ready)
+        desk.report("n2", AttemptPhase.PREPARING if phase is JobPhase.PREPARING else AttemptPhase.STARTING)
+        desk.wait(5.0)
+        waited_s += 5.0
+    assert desk.job().phase is phase
+    desk.wait(5.0)
+    assert desk.job().phase is JobPhase.STOPPING
+    assert desk.job().stop_reason.endswith("not ready: n2")
+
+
+def test_a_lateness_of_all_is_the_fault_of_none() -> None:
+    desk = Desk("n1", "n2", "n3")
+    desk.submit()
+    for _ in range(61):
+        desk.report("n1", AttemptPhase.PREPARING)
+        desk.report("n2", AttemptPhase.PREPARING)
+        desk.wait(5.0)
+    assert desk.job().stop_reason.endswith("not ready: n1, n2")
+    desk.stop()
+    assert desk.job().node_failures == {} and desk.job().restarts == 1
+
+
+def test_a_node_that_answers_but_never_links_is_given_up(desk: Desk) -> None:
+    desk.feed(StreamReset(desk.now_s, "n3", "n3-1"))
+    for _ in range(50):
+        desk.wait(2.0)
+        desk.feed(ProbeResult(desk.now_s, "n3", "n3-1", "alive"))
+        desk.report("n1", AttemptPhase.RUNNING)
+        desk.report("n2", AttemptPhase.RUNNING)
+        if desk.now_s < 1000.0 + POLICY.dead_uncorroborated_after_s:
+            assert desk.liveness("n3") != "DEAD"
+    assert desk.liveness("n3") == "DEAD" and desk.job().phase is JobPhase.RUNNING
+
+
+def test_a_restarted_executor_ends_the_attempt_but_keeps_its_node(desk: Desk) -> None:
+    desk.hello("n2", boot=2)
+    assert desk.job().phase is JobPhase.STOPPING and "NODE_RESTARTED" in desk.reasons()
+    desk.report("n2", AttemptPhase.IDLE)
+    desk.report("n1", AttemptPhase.IDLE)
+    assert [slot.node for slot in desk.job().slots] == ["n1", "n2"] and desk.job().attempt == 2
+
+
+def test_a_node_that_comes_back_before_the_verdict_is_alive_again(desk: Desk) -> None:
+    desk.feed(StreamReset(desk.now_s, "n2", "n2-1"))
+    desk.feed(ProbeResult(desk.now_s, "n2", "n2-1", "timeout"))
+    desk.wait(9.0)
+    assert desk.liveness("n2") == "SUSPECT"
+    desk.hello("n2")
+    desk.report("n2", AttemptPhase.RUNNING)
+    desk.wait(6.0)
+    assert desk.liveness("n2") == "ALIVE" and desk.job().attempt == 1
+
+
+def test_a_refused_probe_proves_nothing_while_the_link_stands(desk: Desk) -> None:
+    desk.feed(ProbeResult(desk.now_s, "n2", "n2-1", "refused"))
+    assert desk.state.nodes["n2"].liveness is Liveness.ALIVE
+    desk.feed(StreamReset(desk.now_s, "n2", "an older incarnation"))
+    desk.feed(ProbeResult(desk.now_s, "n2", "an older incarnation", "refused"))
+    assert desk.state.nodes["n2"].liveness is Liveness.ALIVE and desk.job().phase is JobPhase.RUNNING
+
+
+def test_commits_are_believed_only_of_attempts_that_were_issued(desk: Desk) -> None:
+    desk.report("n1", AttemptPhase.RUNNING, progress=(Progress("a", (), 40, 7), Progress("ghost", (), 9, 1)))
+    assert desk.job().committed_step == 0
+    desk.report("n1", AttemptPhase.RUNNING, progress=(Progress("a", (), 40, 1, "file:///m"),))
+    desk.report("n1", AttemptPhase.RUNNING, progress=(Progress("a", (), 30, 1),))
+    assert (desk.job().committed_step, desk.job().manifest_uri) == (40, "file:///m")
+    assert desk.reasons().count("CHECKPOINT_COMMITTED") == 1
+
+
+def test_completed_steps_prove_that_silent_nodes_are_there(desk: Desk) -> None:
+    for step in range(1, 30):
+        desk.now_s += 1.0
+        desk.feed(Tick(desk.now_s, (("a", 1, step),)))
+    assert desk.job().attempt == 1
+    assert all(desk.state.nodes[name].liveness is Liveness.ALIVE for name in ("n1", "n2"))
+    assert desk.state.nodes["n3"].liveness is Liveness.SUSPECT, "it takes no part in the job"
+
+
+def test_a_blocked_loop_suspends_verdicts_over_silence(desk: Desk) -> None:
+    desk.now_s += 100.0
+    desk.feed(Tick(desk.now_s, (), loop_blocked=True))
+    assert all(node.liveness is Liveness.ALIVE for node in desk.state.nodes.values())
+    desk.wait(POLICY.heartbeat_interval_s + 0.1)
+    assert all(node.liveness is not Liveness.ALIVE for node in desk.state.nodes.values())
+
+
+def test_the_committer_is_asked_again_and_then_given_up() -> None:
+    desk = Desk("n1", "n2")
+    desk.feed(JobSubmitted(desk.now_s, demo_job("a", spares=0), "me"))
+    for name in ("n1", "n2"):
+        desk.report(name, AttemptPhase.PREPARED)
+    for tries in range(1, 4):
+        asked = [e for e in desk.effects if isinstance(e, OpenAttempt)]
+        assert len(asked) == tries and asked[-1].node == "n1"
+        desk.feed(OpenFailed(desk.now_s, "a", 1, "disk is gone"))
+        desk.wait(1.1)
+    assert desk.job().phase is JobPhase.STOPPING and "disk is gone" in desk.job().stop_reason
+    late = AttemptOpened(desk.now_s, "a", 1, Restore(), "n1:2")
+    desk.feed(late)
+    assert desk.job().phase is JobPhase.STOPPING, "an answer that came too late starts nothing"
+
+
+def test_only_a_snapshot_that_every_rank_still_holds_counts_as_sealed(desk: Desk) -> None:
+    job = replace(desk.job(), attempt=2)
+
+    def hold(node: str, ranks: range, *steps: tuple[int, int], digest: str = "d") -> None:
+        sealed = tuple(Sealed(rank, attempt, step, digest) for rank in ranks for step, attempt in steps)
+        desk.report(node, AttemptPhase.RUNNING, progress=(Progress("a", sealed),))
+
+    hold("n1", range(4), (10, 1), (20, 1))
+    assert sealed_everywhere(job, desk.state.nodes) == (0, 0)
+    hold("n2", range(4, 8), (10, 1), (20, 1))
+    assert sealed_everywhere(job, desk.state.nodes) == (20, 1)
+    assert sealed_everywhere(replace(job, refused_steps=(20,)), desk.state.nodes) == (10, 1)
+    hold("n2", range(4, 8), (10, 1), (20, 2))
+    assert sealed_everywhere(job, desk.state.nodes) == (10, 1), "another attempt's snapshot is not the same state"
+    hold("n2", range(4, 7), (10, 1))
+    assert sealed_everywhere(job, desk.state.nodes) == (0, 0)
+    hold("n2", range(4, 8), (10, 1), digest="")
+    assert sealed_everywhere(job, desk.state.nodes) == (0, 0)
+    desk.hello("n2", boot=2)
+    assert sealed_everywhere(job, desk.state.nodes) == (0, 0), "a restarted node holds nothing"
+
+
+def test_a_request_is_carried_out_once(desk: Desk) -> None:
+    key = RequestKey("r1", "digest")
+    event = JobSubmitted(desk.now_s, demo_job("b"), "me", key)
+    assert desk.feed(event) == "" and desk.feed(event) == ""
+    assert desk.feed(JobSubmitted(desk.now_s, demo_job("c"), "me", RequestKey("r1", "other"))) == "REQUEST_ID_REUSED"
+    assert desk.feed(JobSubmitted(desk.now_s, demo_job("b"), "me")) == "JOB_EXISTS"
+    assert desk.feed(EvictRequested(desk.now_s, "nobody", "x", "me")) == "NODE_NOT_FOUND"
+    assert "c" not in desk.state.jobs
+    desk.wait(POLICY.request_memory_s + 1.0)
+    assert not desk.state.requests
+
+
+def test_cancel_stops_at_once_and_stays(desk: Desk) -> None:
+    desk.feed(CancelRequested(desk.now_s, "a", "enough", "me"))
+    assert all(desk.state.nodes[name].desired.phase is DesiredPhase.IDLE for name in ("n1", "n2"))
+    desk.stop()
+    assert desk.job().phase is JobPhase.CANCELLED and "enough" in desk.job().reason
+    assert desk.feed(CancelRequested(desk.now_s, "a", "again", "me")) == "JOB_ENDED"
+    desk.wait(1.0)
+    assert desk.job().attempt == 1
+
+
+def test_a_waiting_job_says_what_it_waits_for(desk: Desk) -> None:
+    desk.feed(EvictRequested(desk.now_s, "n3", "bad fan", "me"))
+    desk.feed(JobSubmitted(desk.now_s, demo_job("b"), "me"))
+    assert explain(desk.state, "b", desk.now_s, POLICY) == (
+        "job b waits: needs 2 nodes with 4 cpu devices, 0 schedulable nodes are idle; "
+        "n1 runs job a; n2 runs job a; n3 is quarantined (bad fan)"
+    )
+    assert explain(desk.state, "a", desk.now_s, POLICY) == "job a runs attempt 1 on n1, n2; its last known step is 0"
+
+
+def test_higher_priority_goes_first() -> None:
+    desk = Desk()
+    for name, priority in (("low", 0), ("high", 5)):
+        desk.feed(JobSubmitted(desk.now_s, replace(demo_job(name, spares=0), priority=priority), "me"))
+    desk.hello("n1")
+    desk.hello("n2")
+    desk.report("n1", AttemptPhase.IDLE)
+    desk.report("n2", AttemptPhase.IDLE)
+    desk.wait(0.25)
+    assert (desk.job("high").phase, desk.job("low").phase) == (JobPhase.PREPARING, JobPhase.QUEUED)
+
+
+def test_a_new_leader_places_nothing_before_the_known_nodes_had_time_to_return() -> None:
+    desk = Desk("n1", "n2", "n3", "n4")
+    desk.state = replace(desk.state, nodes={n: replace(v, liveness=Liveness.UNKNOWN, connected=False)
+                                            for n, v in desk.state.nodes.items()})  # fmt: skip
+    desk.feed(LeaderStarted(desk.now_s, "there"))
+    desk.submit()
+    for name in ("n3", "n4"):
+        desk.hello(name)
+        desk.report(name, AttemptPhase.IDLE)
+    desk.wait(5.0)
+    assert desk.job().phase is JobPhase.QUEUED
+    for name in ("n3", "n4"):
+        desk.report(name, AttemptPhase.IDLE)
+    desk.wait(5.1)
+    assert [slot.node for slot in desk.job().slots] == ["n3", "n4"]
+
+
+def test_a_step_that_was_refused_counts_again_when_a_later_attempt_commits_it(desk: Desk) -> None:
+    job = replace(desk.job(), refused_steps=(30, 40), committed_step=40, committed_by_attempt=1, attempt=2)
+    desk.state = replace(desk.state, jobs={**desk.state.jobs, "a": job})
+    desk.report("n1", AttemptPhase.RUNNING, progress=(Progress("a", (), 40, 1, "file:///old"),))
+    assert desk.job().refused_steps == (30, 40)
+    desk.report("n1", AttemptPhase.RUNNING, progress=(Progress("a", (), 30, 2, "file:///30"),))
+    assert (desk.job().refused_steps, desk.job().committed_step) == ((40,), 40)
+    desk.report("n1", AttemptPhase.RUNNING, progress=(Progress("a", (), 40, 2, "file:///new"),))
+    assert (desk.job().refused_steps, desk.job().manifest_uri) == ((), "file:///new")

@@ -1,0 +1,218 @@
+"""The driver's shell in parts: codec, feeds with resume tokens, errors on the wire, clocks, dead predecessors."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+
+import grpc
+import pytest
+import uvloop
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.harness.simulated_cluster import SimulatedCluster, demo_job
+
+from megascale.v1 import driver_pb2, link_pb2, types_pb2
+from megascale_common import rpc_errors
+from megascale_common.clock import SystemClock, VirtualClock
+from megascale_common.etcd.connection import Cluster
+from megascale_common.etcd.errors import EtcdUnavailable
+from megascale_common.etcd.server import free_port
+from megascale_driver import codec, predecessor, wire
+from megascale_driver.core.events import Audit, Evidence, JobSubmitted
+from megascale_driver.core.policy import Policy
+from megascale_driver.core.state import Identity, Job, Node, Sealed, Slot, differs
+from megascale_driver.links import Link, Links
+from megascale_driver.store import MAX_BYTES_PER_TXN, MAX_KEYS_PER_TXN, chunks
+from megascale_driver.watch import ENDED_UPDATES, KEPT_ENDED, RING_UPDATES, Feeds, TokenExpired
+
+
+def test_every_stored_value_is_read_back_equal() -> None:
+    world = SimulatedCluster(1, nodes=3)
+    world.run(2.0)
+    world.feed(JobSubmitted(world.now_s, demo_job("a"), "test"))
+    world.run(10.0)
+    world.kill_worker("n0")
+    world.run(2.0)
+    job = world.state.jobs["a"]
+    again = codec.load(Job, codec.dump(job, txn="x"), config=job.config, attempts=job.attempts)
+    assert not differs(job, again) and again.slots == job.slots and again.restore == job.restore
+    node = world.state.nodes["n1"]
+    stored = codec.load(Node, codec.dump(node))
+    assert stored.identity == node.identity
+    assert stored.report is None, "what heartbeats say is not stored"
+    for line in world.audit:
+        assert codec.load(Audit, codec.dump(line)) == line
+
+
+@given(st.builds(Audit, st.text(), st.integers(0), st.floats(0, 1e10), *[st.text()] * 6, st.integers(0),
+                 st.lists(st.builds(Evidence, st.text(), st.text(), st.text())).map(tuple), st.text()))  # fmt: skip
+def test_any_audit_line_is_read_back_equal(line: Audit) -> None:
+    assert codec.load(Audit, codec.dump(line)) == line
+
+
+def test_a_damaged_value_is_refused_by_field() -> None:
+    good = json.loads(codec.dump(Slot("n1", (0, 1), (0, 1))))
+    assert codec.load(Slot, json.dumps({**good, "from_a_later_build": 1}).encode()) == Slot("n1", (0, 1), (0, 1))
+    for change, named in (({"ranks": [0, "x"]}, r"Slot\.ranks\[1\]"), ({"ranks": 3}, r"Slot\.ranks")):
+        with pytest.raises(codec.CodecError, match=named):
+            codec.load(Slot, json.dumps({**good, **change}).encode())
+    with pytest.raises(codec.CodecError, match="JSON"):
+        codec.load(Sealed, b"{")
+
+
+def record(attempt: int, step: int) -> types_pb2.StepRecord:
+    return types_pb2.StepRecord(attempt=attempt, step=step)
+
+
+async def collect(feeds: Feeds, token: str) -> list[driver_pb2.WatchJobResponse]:
+    return [update async for update in feeds.of("a").follow(token)]
+
+
+async def test_watchers_resume_behind_their_token_without_gap_or_repetition() -> None:
+    feeds = Feeds()
+    feed = feeds.of("a")
+    assert [feed.add_step(record(1, s)) for s in (1, 2, 2, 1, 3)] == [True, True, False, False, True]
+    assert feed.add_step(record(2, 1)), "a new attempt counts anew"
+    first = asyncio.create_task(collect(feeds, ""))
+    await asyncio.sleep(0)
+    feed.add_event(types_pb2.Event(seq=1, reason="X"))
+    feed.add_event(types_pb2.Event(seq=1, reason="X"))
+    feed.add_job(driver_pb2.Job(), ended=True)
+    updates = await first
+    assert [(u.step.attempt, u.step.step) for u in updates[:4]] == [(1, 1), (1, 2), (1, 3), (2, 1)]
+    assert [u.WhichOneof("update") for u in updates[4:]] == ["event", "job"]
+    for position, update in enumerate(updates):
+        assert await collect(feeds, update.resume_token) == updates[position + 1 :]
+    other_process = "0123456789ab-3"
+    assert await collect(feeds, other_process) == updates
+    with pytest.raises(ValueError, match="resume_token"):
+        await collect(feeds, "nonsense")
+
+
+async def test_feeds_of_ended_jobs_are_kept_whole_for_late_watchers_then_their_tail_only() -> None:
+    feeds = Feeds()
+    for number in range(KEPT_ENDED + 1):
+        name = f"j{number}"
+        for step in range(ENDED_UPDATES + 10):
+            feeds.of(name).add_step(record(1, step + 1))
+        feeds.of(name).add_job(driver_pb2.Job(), ended=True)
+        feeds.release(name)
+    whole = [update async for update in feeds.of("j1").follow("")]
+    tail = [update async for update in feeds.of("j0").follow("")]
+    assert (len(whole), len(tail)) == (ENDED_UPDATES + 11, ENDED_UPDATES)
+    assert tail[-1].HasField("job") and tail[-2].step.step == ENDED_UPDATES + 10
+
+
+def test_a_rival_of_a_living_link_is_known_by_its_incarnation() -> None:
+    links = Links()
+    links.add(Link("n1", Identity("one"), heard_at_s=100.0))
+    assert links.rival("n1", "two", 95.0) and not links.rival("n2", "two", 95.0)
+    assert not links.rival("n1", "one", 95.0), "it dials again"
+    assert not links.rival("n1", "two", 101.0), "the other has been silent"
+    links.open()[0].close()
+    assert not links.rival("n1", "two", 95.0)
+
+
+@pytest.mark.parametrize("number", ["\u00b2", "9" * 5000, "-1", ""])
+async def test_numbers_of_tokens_are_plain_and_short(number: str) -> None:
+    feeds = Feeds()
+    feeds.of("a").add_step(record(1, 1))
+    ring = (await anext(feeds.of("a").follow(""))).resume_token.partition("-")[0]
+    with pytest.raises(ValueError, match="resume_token"):
+        await anext(feeds.of("a").follow(f"{ring}-{number}"))
+
+
+@given(st.lists(st.integers(0, MAX_BYTES_PER_TXN + 10), max_size=6).flatmap(st.permutations), st.integers(0, 250))
+def test_a_commit_is_cut_into_transactions_that_etcd_takes(sizes_bytes: list[int], small: int) -> None:
+    changes: list[tuple[str, bytes | None]] = [(f"k{i}", bytes(size)) for i, size in enumerate(sizes_bytes)]
+    changes += [(f"s{i}", None) for i in range(small)]
+    parts = list(chunks(changes))
+    assert [change for part in parts for change in part] == changes
+    for part in parts:
+        assert 0 < len(part) <= MAX_KEYS_PER_TXN
+        assert len(part) == 1 or sum(len(value or b"") for _, value in part) <= MAX_BYTES_PER_TXN
+
+
+def test_the_texts_of_a_hello_are_cut() -> None:
+    long = "x" * 100_000
+    hello = link_pb2.ExecutorHello(
+        node="n1", incarnation="i", boot_id=long, hostname=long, build=long, executor_endpoint=long,
+        checkpoint_endpoint=long, topology={f"{i}{long}": long for i in range(100)},
+        devices=[types_pb2.Device(kind=types_pb2.DEVICE_KIND_CPU, uuid=long, model=long)],
+    )  # fmt: skip
+    assert len(codec.dump(Node("n1", wire.identity(hello)))) < 64 << 10
+
+
+async def test_a_token_that_fell_off_the_ring_is_refused() -> None:
+    feeds = Feeds()
+    feed = feeds.of("a")
+    feed.add_step(record(1, 1))
+    token = (await anext(feed.follow(""))).resume_token
+    for step in range(2, RING_UPDATES + 3):
+        feed.add_step(record(1, step))
+    with pytest.raises(TokenExpired, match="1 updates"):
+        await anext(feed.follow(token))
+
+
+def test_an_error_carries_its_reason_metadata_and_fields() -> None:
+    error = rpc_errors.RpcError(
+        grpc.StatusCode.INVALID_ARGUMENT, "BAD", "no", metadata={"leader": "h:1"}, fields=[("a.b", "is wrong")]
+    )
+    trailing = grpc.aio.Metadata(("grpc-status-details-bin", error.to_status().SerializeToString()))
+    received = grpc.aio.AioRpcError(grpc.StatusCode.INVALID_ARGUMENT, grpc.aio.Metadata(), trailing, "no")
+    again = rpc_errors.read(received)
+    assert (again.code, again.reason, again.message) == (error.code, "BAD", "no")
+    assert (again.metadata, again.fields) == ({"leader": "h:1"}, (("a.b", "is wrong"),))
+    bare = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "gone")
+    assert rpc_errors.read(bare).reason == "UNKNOWN"
+
+
+def test_clocks_never_go_back() -> None:
+    system, virtual = SystemClock(), VirtualClock(10.0)
+    assert system.now_s() <= system.now_s()
+    virtual.advance(2.5)
+    assert virtual.now_s() == 12.5
+    with pytest.raises(ValueError, match="negative"):
+        virtual.advance(-1.0)
+
+
+def test_the_ladder_of_timeouts_holds() -> None:
+    policy = Policy.for_interval(10.0)
+    assert (policy.suspect_after_s, policy.dead_after_s) == (16.0, 28.0)
+    with pytest.raises(ValueError, match="suspect"):
+        dataclasses.replace(policy, suspect_after_s=5.0)
+
+
+def test_the_value_of_the_leader_key_tells_whether_its_process_is_there() -> None:
+    mine = predecessor.self_description("127.0.0.1:1")
+    assert predecessor.is_gone(json.dumps(mine).encode()) is False
+    assert predecessor.is_gone(json.dumps({**mine, "started": "1"}).encode()) is True, "the process id was taken anew"
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert predecessor.is_gone(json.dumps({**mine, "pid": child}).encode()) is True
+    foreign: object
+    for foreign in ({**mine, "boot_id": "another host"}, {**mine, "pid_namespace": "pid:[1]"}, {}, [], "x"):
+        assert predecessor.is_gone(json.dumps(foreign).encode()) is False, "no evidence, no verdict"
+    assert predecessor.is_gone(b"not json") is False
+
+
+def test_an_etcd_that_is_away_is_given_up_in_time_every_time() -> None:
+    """The lease's keeper rests on this: a wait that never ends would hide that leadership is over."""
+
+    async def give_up() -> None:
+        cluster = Cluster([f"127.0.0.1:{free_port('127.0.0.1')}"], None)
+        try:
+            async with asyncio.timeout(10.0):
+                for number in range(400):
+                    with contextlib.suppress(EtcdUnavailable):
+                        await cluster.member(0.00002 * (number % 100))
+        finally:
+            await cluster.close()
+
+    uvloop.run(give_up())  # the services' loop, whose timers of less than a millisecond fire together

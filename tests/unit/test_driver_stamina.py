@@ -1,0 +1,99 @@
+"""What keeps the control plane up when its parts refuse or fail: campaigns, restarts of `megascale up`, tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megascale_common import rpc
+from megascale_common.clock import SystemClock
+from megascale_common.etcd.errors import ResourceExhausted
+from megascale_driver import leadership
+from megascale_driver.core.policy import Policy
+from megascale_driver.engine import Engine, first_of
+from megascale_driver.leadership import Leader
+from megascale_driver.platform import local
+from megascale_driver.platform.local import ClusterError, LocalCluster, LocalOptions
+
+
+class FullEtcd:
+    """An etcd whose disk quota is spent: every call is refused."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.many = asyncio.Event()
+        self.cluster = self
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        async def refuse(*arguments: object, **options: object) -> None:
+            self.calls += 1
+            if self.calls >= 10:
+                self.many.set()
+            raise ResourceExhausted("etcdserver: mvcc: database space exceeded")
+
+        return refuse
+
+
+async def test_a_driver_waits_while_etcd_refuses_its_campaign(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leadership, "RETRY_S", 0.01)
+    etcd: Any = FullEtcd()
+    leader = Leader(etcd, Engine(Policy(), SystemClock(), "t", "127.0.0.1:1"))
+    running = asyncio.create_task(leader.run())
+    async with asyncio.timeout(5):
+        await etcd.many.wait()
+    assert not running.done()
+    running.cancel()
+    await asyncio.wait({running})
+    assert running.cancelled()
+
+
+async def test_a_cancellation_is_obeyed_at_every_moment_of_a_wait() -> None:
+    for moment in range(1, 8):  # before its first step there is no wait to cancel
+        event = asyncio.Event()
+        event.set()
+        waiting = asyncio.create_task(first_of(event.wait(), asyncio.Event().wait()))
+        for _ in range(moment):
+            await asyncio.sleep(0)
+        accepted = waiting.cancel()
+        await asyncio.wait({waiting})
+        assert waiting.cancelled() == accepted, moment
+
+
+async def test_up_goes_on_without_a_driver_that_cannot_stand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(local, "RESTART_DELAYS_S", (0.0,))
+    said: list[str] = []
+    cluster = LocalCluster(LocalOptions(run_folder=tmp_path), lambda event, fields: said.append(event))
+    starts = 0
+
+    async def start() -> None:
+        nonlocal starts
+        starts += 1
+        raise ClusterError("etcd refuses")
+
+    for _ in range(local.MAX_RESTARTS + 5):
+        await cluster._restart("driver", start)
+    assert starts == local.MAX_RESTARTS
+    assert said == ["driver_exited", "driver_failed"] * local.MAX_RESTARTS + ["driver_given_up"]
+
+
+def test_the_token_is_made_once_whole_and_never_empty(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    found: list[str] = []
+    threads = [threading.Thread(target=lambda: found.append(rpc.read_or_create_token(path))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8 and len(set(found)) == 1 and os.listdir(tmp_path) == ["token"]
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.write_text("\n")
+    with pytest.raises(ValueError, match="delete it and restart the cluster"):
+        rpc.read_or_create_token(path)
+    with pytest.raises(ValueError, match="empty or damaged"):
+        rpc.RpcServer("")

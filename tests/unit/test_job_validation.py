@@ -1,0 +1,197 @@
+"""Bad jobs are refused by field, with a remedy; the wire form and the tree of a job say the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megascale.v1 import job_pb2
+from megascale_common import job_config, job_spec
+from megascale_common.job_config import ConfigError, JobConfig
+from megascale_common.job_validation import validate
+
+GOOD: dict[str, Any] = {
+    "name": "demo",
+    "model": {"layers": 4, "hidden_size": 64, "heads": 4, "vocab_size": 257, "sequence_length": 128},
+    "parallelism": {"tp": 2, "pp": 2, "dp": 2},
+    "training": {"steps": 60, "global_batch_size": 16, "micro_batch_size": 2},
+    "data": {"sources": [{"prefix": "/data/corpus", "weight": 1.0}]},
+    "checkpoint": {"uri": "/checkpoints/demo", "interval_steps": 10},
+}
+
+
+def job(**changes: Any) -> JobConfig:
+    """The good job with some fields changed; ``a__b`` is field b of section a."""
+    values = {key: dict(value) if isinstance(value, dict) else value for key, value in GOOD.items()}
+    for path, value in changes.items():
+        section, _, name = path.partition("__")
+        if name:
+            values.setdefault(section, {})[name] = value
+        else:
+            values[section] = value
+    return job_config.from_dict(values)
+
+
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("name", {"name": "Demo Job"}, "a-z"),
+    ("tenant", {"tenant": ""}, "default"),
+    ("model.layers", {"model__layers": 0}, "at least 1"),
+    ("model.hidden_size", {"model__hidden_size": 66}, "64"),
+    ("model.heads", {"model__hidden_size": 60, "model__heads": 4}, "even"),
+    ("model.kv_heads", {"model__kv_heads": 3}, "divisor"),
+    ("parallelism.tp", {"model__kv_heads": 1}, "divides 1"),
+    ("parallelism.tp", {"model__sequence_length": 127}, "divides 127"),
+    ("parallelism.tp", {"parallelism__tp": 0}, "at least 1"),
+    ("parallelism.pp", {"parallelism__pp": 5}, "fewer stages"),
+    ("parallelism.virtual_stages", {"parallelism__virtual_stages": 3}, "fewer stages"),
+    ("parallelism.virtual_stages", {"parallelism__virtual_stages": 2, "parallelism__pp": 1}, "use 1"),
+    ("parallelism.stage_layers", {"parallelism__stage_layers": [4]}, "one per virtual stage"),
+    ("parallelism.stage_layers", {"parallelism__virtual_stages": 2, "parallelism__stage_layers": [2, 2]}, "one per"),
+    ("training.global_batch_size", {"parallelism__virtual_stages": 2, "training__global_batch_size": 12}, "use 16"),
+    ("parallelism.stage_layers", {"parallelism__stage_layers": [1, 2]}, "add up"),
+    ("parallelism.stage_layers", {"parallelism__stage_layers": [4, 0]}, "positive"),
+    ("training.global_batch_size", {"training__global_batch_size": 15}, "16"),
+    ("training.steps", {"training__steps": 0}, "at least 1"),
+    ("parallelism.cp", {"parallelism__cp": 2}, "use 1"),
+    ("parallelism.ep", {"parallelism__ep": 2}, "use 1"),
+    ("model.tie_embeddings", {"model__tie_embeddings": True}, "false"),
+    ("model.window", {"model__window": -1}, "0"),
+    ("model.layer_windows", {"model__layer_windows": [8]}, "per layer"),
+    ("optimizer.learning_rate", {"optimizer__learning_rate": float("nan")}, "lr"),
+    ("optimizer.beta2", {"optimizer__beta2": 1.0}, "beta"),
+    ("optimizer.clip_norm", {"optimizer__clip_norm": -1.0}, "0"),
+    ("schedule.warmup_steps", {"schedule__warmup_steps": 61}, "within"),
+    ("schedule.min_ratio", {"schedule__min_ratio": 2.0}, "0 to 1"),
+    ("loss.z_loss", {"loss__z_loss": -1.0}, "0"),
+    ("data.sources", {"data__sources": []}, "tokenize"),
+    ("data.sources[0].prefix", {"data__sources": [{"prefix": "corpus"}]}, "absolute"),
+    ("data.sources[0].weight", {"data__sources": [{"prefix": "/c", "weight": 0.0}]}, "above 0"),
+    ("data.tokenizer.path", {"data__tokenizer": {"kind": "bpe"}}, "tokenizer"),
+    ("data.tokenizer.sha256", {"data__tokenizer": {"sha256": "xyz"}}, "64"),
+    ("checkpoint.uri", {"checkpoint__uri": ""}, "folder"),
+    ("checkpoint.uri", {"checkpoint__uri": "s3://bucket/a"}, "file://"),
+    ("checkpoint.uri", {"checkpoint__uri": "relative/path"}, "absolute"),
+    ("checkpoint.interval_steps", {"checkpoint__interval_steps": -1}, "0"),
+    ("checkpoint.load_uri", {"checkpoint__load_uri": "file:///checkpoints/demo/"}, "another job"),
+    ("checkpoint.load_uri", {"checkpoint__load_uri": "s3://bucket/a"}, "file://"),
+    ("checkpoint.uri", {"checkpoint": {"load_uri": "/checkpoints/other"}}, "own"),
+    ("evaluation.sources", {"evaluation__interval_steps": 5}, "held-out"),
+    ("evaluation.sources[0].prefix", {"evaluation__sources": [{"prefix": "held-out"}]}, "absolute"),
+    ("evaluation.interval_steps", {"evaluation__interval_steps": -1}, "0"),
+    ("evaluation.batches", {"evaluation__batches": 0}, "at least 1"),
+    ("checkpoint.slots", {"checkpoint__slots": 9}, "2 to 4"),
+    ("recovery.max_restarts", {"recovery__max_restarts": -1}, "0"),
+    ("recovery.spare_nodes", {"recovery__spare_nodes": -2}, "0"),
+    ("recovery.collective_timeout_s", {"recovery__collective_timeout_s": 0.0}, "1 second"),
+    ("recovery.collective_timeout_s", {"recovery__collective_timeout_s": 1e9}, "86400"),
+    ("recovery.collective_timeout_s", {"recovery__collective_timeout_s": float("nan")}, "86400"),
+    ("model.layers", {"model__layers": 2_000_000_000}, "4096"),
+    ("model.vocab_size", {"model__vocab_size": 2**31}, "16777216"),
+    ("parallelism", {"parallelism__dp": 2**30}, "fewer ranks"),
+    ("training.steps", {"training__steps": 2**41}, "at most"),
+    ("recovery.spare_nodes", {"recovery__spare_nodes": 10**6}, "10000"),
+    ("data.sources", {"data__sources": [{"prefix": "/c", "weight": 1.0}] * 1025}, "1024"),
+    ("checkpoint.uri", {"checkpoint__uri": "/" + "x" * 5000}, "4096"),
+]
+
+
+@pytest.mark.parametrize(("field", "changes", "remedy"), BAD, ids=[f"{f}-{i}" for i, (f, _, _) in enumerate(BAD)])
+def test_a_bad_job_is_refused_by_field_with_a_remedy(field: str, changes: dict[str, Any], remedy: str) -> None:
+    problems = validate(job(**changes))
+    named = [problem for problem in problems if problem.field == field]
+    assert named, [str(problem) for problem in problems]
+    assert any(remedy in problem.remedy for problem in named), [problem.remedy for problem in named]
+
+
+def test_a_good_job_has_no_problem() -> None:
+    assert validate(job()) == []
+    assert validate(job(parallelism__stage_layers=[1, 3], model__positions="learned", model__kv_heads=2)) == []
+    assert validate(job(parallelism__pp=3, parallelism__recompute="full", checkpoint__load_uri="/other")) == []
+    held_out = {"sources": [{"prefix": "/data/held-out"}], "interval_steps": 5, "batches": 2}
+    assert validate(job(parallelism__virtual_stages=2, evaluation=held_out, telemetry__tensorboard=True)) == []
+
+
+def test_every_problem_is_named_at_once() -> None:
+    problems = validate(job(name="?", parallelism__cp=2, data__sources=[], optimizer__beta1=2.0))
+    assert [p.field for p in problems] == ["name", "parallelism.cp", "optimizer.beta1", "data.sources"]
+
+
+def test_the_wire_form_of_a_config_is_read_back_equal() -> None:
+    config = job(labels={"team": "a"}, parallelism__stage_layers=[1, 3], owner="me", priority=-3, model__bias=True)
+    assert job_spec.from_proto(job_spec.to_proto(config)) == config
+
+
+@given(
+    positions=st.sampled_from(["rope", "learned"]),
+    precision=st.sampled_from(["fp32", "bf16"]),
+    decay=st.sampled_from(["constant", "linear", "cosine"]),
+    bias=st.booleans(),
+    norm_bias=st.booleans(),
+    beta1=st.floats(0, 1),
+    labels=st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3),
+    weights=st.lists(st.floats(0, 10), max_size=3),
+)
+def test_any_config_survives_the_wire(
+    positions: str, precision: str, decay: str, bias: bool, norm_bias: bool, beta1: float, labels: dict[str, str],
+    weights: list[float],
+) -> None:  # fmt: skip
+    sources = [{"prefix": f"/{i}", "weight": weight} for i, weight in enumerate(weights)]
+    config = job(
+        model__positions=positions, model__bias=bias, model__norm_bias=norm_bias, training__precision=precision,
+        schedule__decay=decay, optimizer__beta1=beta1, labels=labels, data__sources=sources,
+    )  # fmt: skip
+    wire = job_pb2.JobSpec.FromString(job_spec.to_proto(config).SerializeToString())
+    assert job_spec.from_proto(wire) == config
+
+
+def test_unset_fields_take_the_defaults_of_the_tree() -> None:
+    spec = job_pb2.JobSpec(name="demo")
+    spec.trainer.model.MergeFrom(
+        job_pb2.ModelSpec(layers=4, hidden_size=64, heads=4, vocab_size=257, sequence_length=128)
+    )
+    spec.trainer.training.MergeFrom(job_pb2.TrainingSpec(steps=1, global_batch_size=1))
+    config = job_spec.from_proto(spec)
+    assert config == JobConfig(name="demo", model=config.model, training=config.training)
+    assert (config.training.precision, config.recovery.max_restarts, config.model.norm_bias) == ("bf16", 20, True)
+
+
+def test_an_explicit_zero_is_not_the_default() -> None:
+    spec = job_spec.to_proto(job())
+    spec.recovery.max_restarts = 0
+    spec.trainer.optimizer.clip_norm = 0.0
+    config = job_spec.from_proto(spec)
+    assert (config.recovery.max_restarts, config.optimizer.clip_norm) == (0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (lambda spec: spec.ClearField("trainer"), "trainer"),
+        (lambda spec: spec.trainer.ClearField("model"), "model"),
+        (lambda spec: spec.trainer.training.ClearField("steps"), "training.steps"),
+    ],
+)
+def test_a_missing_field_is_named(change: Any, field: str) -> None:
+    spec = job_spec.to_proto(job())
+    change(spec)
+    with pytest.raises(ConfigError) as caught:
+        job_spec.from_proto(spec)
+    assert caught.value.field == field and "missing" in caught.value.problem
+
+
+def test_an_unknown_enum_value_is_named_with_the_known_ones() -> None:
+    spec = job_spec.to_proto(job())
+    spec.trainer.training.precision = 99  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"precision.*99.*bf16, fp32"):
+        job_spec.from_proto(spec)
+
+
+def test_the_wire_form_has_a_place_for_every_field_of_the_tree() -> None:
+    spec = job_spec.to_proto(job())
+    sections = {field.name for field in dataclasses.fields(JobConfig)}
+    wire = {f.name for f in spec.DESCRIPTOR.fields} | {f.name for f in spec.trainer.DESCRIPTOR.fields}
+    assert sections <= wire

@@ -1,0 +1,121 @@
+"""The HTTP side of metrics: what it answers, what it refuses, and that nobody can hold it up."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from megascale_common import metrics
+from megascale_common.metrics import MetricsServer, bind_option, registry_of
+
+
+class Answer(Collector):
+    """One gauge; fails when told to."""
+
+    def __init__(self) -> None:
+        self.fails = False
+
+    def collect(self) -> Iterator[Metric]:
+        if self.fails:
+            raise RuntimeError("no figure")
+        yield GaugeMetricFamily("megascale_answer", "Of everything.", value=42.0)
+
+
+ANSWER = Answer()
+
+
+@pytest_asyncio.fixture
+async def address(tmp_path: Path) -> AsyncIterator[tuple[str, int]]:
+    """A server of one gauge, found through its address file."""
+    ANSWER.fails = False
+    server = MetricsServer(registry_of("test", ANSWER))
+    told = await server.start("127.0.0.1:0", tmp_path / "address")
+    assert (tmp_path / "address").read_text() == told + "\n"
+    host, _, port = told.rpartition(":")
+    yield host, int(port)
+    await server.stop()
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection(host, int(port))
+
+
+async def ask(address: tuple[str, int], request: bytes) -> tuple[bytes, bytes]:
+    """Status line and body."""
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(request)
+    async with asyncio.timeout(5):
+        answer = await reader.read()
+    writer.close()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return head.partition(b"\r\n")[0], body
+
+
+async def test_a_scrape_parses_and_names_the_build(address: tuple[str, int]) -> None:
+    status, body = await ask(address, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert status == b"HTTP/1.1 200 OK"
+    samples = {s.name: s for family in text_string_to_metric_families(body.decode()) for s in family.samples}
+    assert samples["megascale_answer"].value == 42.0
+    assert samples["megascale_build_info"].labels["service"] == "test"
+    assert samples["process_resident_memory_bytes"].value > 1 << 20
+
+
+async def test_openmetrics_is_spoken_when_asked_for(address: tuple[str, int]) -> None:
+    request = b"GET /metrics HTTP/1.1\r\nAccept: application/openmetrics-text; version=1.0.0\r\n\r\n"
+    assert (await ask(address, request))[1].endswith(b"# EOF\n")
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"POST /metrics HTTP/1.1\r\n\r\n", b"405"),
+        (b"GET / HTTP/1.1\r\n\r\n", b"404"),
+        (b"\x16\x03\x01 nonsense\r\n\r\n", b"405"),
+        (b"GET /metrics HTTP/1.1\r\nX: " + b"a" * 10_000 + b"\r\n\r\n", b"431"),
+    ],
+)
+async def test_other_requests_are_refused(address: tuple[str, int], request_bytes: bytes, status: bytes) -> None:
+    assert (await ask(address, request_bytes))[0].split()[1] == status
+
+
+async def test_a_figure_that_cannot_be_had_is_an_error_of_this_scrape_only(address: tuple[str, int]) -> None:
+    ANSWER.fails = True
+    assert (await ask(address, b"GET /metrics HTTP/1.1\r\n\r\n"))[0].split()[1] == b"500"
+    ANSWER.fails = False
+    assert (await ask(address, b"GET /metrics HTTP/1.1\r\n\r\n"))[0].split()[1] == b"200"
+
+
+async def test_silent_and_too_many_peers_are_cut_off(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "REQUEST_TIMEOUT_S", 0.3)
+    silent = [await asyncio.open_connection(*address) for _ in range(metrics.MAX_CONNECTIONS)]
+    await asyncio.sleep(0.05)
+    assert (await ask(address, b"GET /metrics HTTP/1.1\r\n\r\n"))[0].split()[1] == b"503"
+    async with asyncio.timeout(3):
+        assert [await reader.read() for reader, _ in silent] == [b""] * len(silent)
+    assert (await ask(address, b"GET /metrics HTTP/1.1\r\n\r\n"))[0].split()[1] == b"200"
+    for _, writer in silent:
+        writer.close()
+
+
+@pytest.mark.parametrize("text", ["9090", "host:", ":9090", "host:port", "host:70000"])
+def test_a_bad_address_is_refused_by_the_option(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is not HOST:PORT"):
+        bind_option(text)
+    assert bind_option("") == "" and bind_option("[::1]:0") == "[::1]:0"
+
+
+async def test_a_taken_port_is_an_error() -> None:
+    first, second = MetricsServer(CollectorRegistry()), MetricsServer(CollectorRegistry())
+    address = await first.start("127.0.0.1:0")
+    with pytest.raises(OSError):
+        await second.start(address)
+    await first.stop()
+    await second.stop()

@@ -1,0 +1,75 @@
+"""Processes that die with their parent: real processes, real signals."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.harness.processes import ended
+
+from megascale_common.process import (
+    PARENT_GONE_EXIT_CODE,
+    PARENT_PID_VARIABLE,
+    armed_command,
+    child_environment,
+)
+
+WAIT_S = 5.0
+
+
+def run(command: list[str], environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        env=environment or child_environment(),
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+
+
+def test_a_wrapped_program_dies_with_its_starter() -> None:
+    script = (
+        "import subprocess, time; from megascale_common.process import armed_command, child_environment\n"
+        "child = subprocess.Popen(armed_command(['sleep', '60']), env=child_environment())\n"
+        "print(child.pid, flush=True); time.sleep(60)"
+    )
+    starter = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert starter.stdout is not None
+    child_pid = int(starter.stdout.readline())
+    deadline = time.monotonic() + WAIT_S
+    while Path(f"/proc/{child_pid}/comm").read_text() != "sleep\n":  # armed before it became this
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    starter.kill()
+    starter.wait()
+    starter.stdout.close()
+    while not ended(child_pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_child_whose_parent_is_gone_already_exits_at_once() -> None:
+    environment = child_environment() | {PARENT_PID_VARIABLE: str(os.getppid())}
+    assert run(armed_command(["true"]), environment).returncode == PARENT_GONE_EXIT_CODE
+
+
+def test_the_expected_parent_does_not_leak_to_grandchildren() -> None:
+    printed = run(armed_command([sys.executable, "-c", "import os; print(dict(os.environ))"]))
+    assert printed.returncode == 0 and PARENT_PID_VARIABLE not in printed.stdout
+
+
+def test_defaults_give_way_to_the_environment_and_to_overrides() -> None:
+    environment = child_environment({"OMP_NUM_THREADS": "7", "EXTRA": "1"})
+    assert environment["OMP_NUM_THREADS"] == "7" and environment["EXTRA"] == "1"
+    assert environment["RES_OPTIONS"] == os.environ.get("RES_OPTIONS", "timeout:1 attempts:1")
+    assert environment[PARENT_PID_VARIABLE] == str(os.getpid())
+
+
+def test_mistakes_are_named_without_a_traceback() -> None:
+    missing = run(armed_command(["/no/such/program"]))
+    assert missing.returncode == 1
+    assert "/no/such/program" in missing.stderr and "Traceback" not in missing.stderr
+    assert "no command given" in run(armed_command([])).stderr
+    assert "usage" in run([sys.executable, "-m", "megascale_common.process"]).stderr

@@ -1,0 +1,42 @@
+"""The rank layout is a bijection, its groups partition the ranks, and tensor parallelism is innermost."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megascale_common.rank_layout import AXES, Axis, RankLayout
+
+sizes = st.integers(1, 4)
+layouts = st.builds(RankLayout, tp=sizes, cp=st.integers(1, 2), dp=sizes, pp=sizes)
+
+
+@given(layouts)
+def test_coordinates_and_rank_are_inverse(layout: RankLayout) -> None:
+    for rank in range(layout.world_size):
+        assert layout.rank(layout.coordinates(rank)) == rank
+
+
+@given(layouts, st.sets(st.sampled_from(AXES), min_size=1))
+def test_groups_partition_the_ranks(layout: RankLayout, axes: set[Axis]) -> None:
+    groups = layout.groups(axes)
+    assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
+    for group in groups:
+        for rank in group:
+            assert layout.group_of(rank, axes) == group
+
+
+def test_tensor_parallel_ranks_are_neighbours_and_stages_contiguous() -> None:
+    layout = RankLayout(tp=2, dp=2, pp=2)
+    assert layout.group_of(5, ["tp"]) == (4, 5)
+    assert layout.group_of(5, ["dp"]) == (5, 7)
+    assert layout.group_of(5, ["pp"]) == (1, 5)
+    assert [layout.coordinates(rank).pp for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_refuses_empty_axes_and_foreign_ranks() -> None:
+    with pytest.raises(ValueError, match="pp=0"):
+        RankLayout(pp=0)
+    with pytest.raises(ValueError, match="rank 8"):
+        RankLayout(tp=8).coordinates(8)

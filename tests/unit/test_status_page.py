@@ -1,0 +1,69 @@
+"""The status page tells where a rank is, to another process, also when the writer was killed or stands still."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+from megascale_common.status_page import Phase, StatusPageWriter, read_status_page
+
+
+def test_a_reader_sees_what_was_written(tmp_path: Path) -> None:
+    writer = StatusPageWriter(tmp_path / "page", rank=5, attempt=3)
+    row = writer.row("tp")
+    writer.row("edge 0-1 activation")
+    writer.update(step=17, phase=Phase.STEP, micro_batch=2)
+    writer.enter(row)
+    writer.enter(row)
+    writer.complete(row)
+    writer.enter(row)
+    status = read_status_page(tmp_path / "page")
+    assert status is not None
+    assert (status.rank, status.attempt, status.step, status.phase, status.micro_batch) == (5, 3, 17, Phase.STEP, 2)
+    assert [(r.name, r.entered, r.completed) for r in status.rows] == [("tp", 3, 2), ("edge 0-1 activation", 0, 0)]
+    assert 0 <= time.monotonic_ns() - status.updated_ns < 5_000_000_000
+    assert (tmp_path / "page").stat().st_mode & 0o777 == 0o600
+
+
+def test_no_page_and_a_foreign_page_give_none(tmp_path: Path) -> None:
+    assert read_status_page(tmp_path / "absent") is None
+    (tmp_path / "foreign").write_bytes(b"\1" * 4096)
+    assert read_status_page(tmp_path / "foreign") is None
+    (tmp_path / "empty").write_bytes(b"")
+    assert read_status_page(tmp_path / "empty") is None
+
+
+def _write_for_ever(path: Path) -> None:
+    writer = StatusPageWriter(path, rank=0, attempt=1)
+    row = writer.row("g")
+    step = 0
+    while True:
+        step += 1
+        writer.update(step=step, phase=Phase.STEP)
+        writer.enter(row)
+
+
+def test_readings_are_consistent_while_a_writer_runs_and_after_it_was_stopped(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("fork").Process(target=_write_for_ever, args=(tmp_path / "page",))
+    process.start()
+    try:
+        readings = []
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline:
+            status = read_status_page(tmp_path / "page")
+            if status is not None and status.rows:
+                # Each round writes the step first and the row second.
+                assert status.rows[0].entered in (status.step - 1, status.step)
+                readings.append(status.step)
+        assert len(readings) > 10
+        assert readings == sorted(readings)
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        stopped = [read_status_page(tmp_path / "page") for _ in range(2)]
+        assert stopped[0] == stopped[1]
+    finally:
+        process.kill()
+        process.join()

@@ -1,0 +1,85 @@
+"""The house keeps its order: one list of rooms, docstrings, sizes, and rooms that import only what they may."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MAX_MODULE_LINES = 500
+MAX_FUNCTION_LINES = 70
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+PACKAGES: list[str] = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+MODULES = [
+    path
+    for package in PACKAGES
+    for path in sorted((REPOSITORY / package).rglob("*.py"))
+    if "_pb2" not in path.name and path.stat().st_size
+]
+
+_BLOCK = """
+import importlib.abc, sys
+class Block(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if any(name == b or name.startswith(b + ".") for b in {blocked!r}):
+            raise ImportError(f"{{name}} is not for this room")
+sys.meta_path.insert(0, Block())
+import {module}
+"""
+
+
+def test_the_lists_of_rooms_agree() -> None:
+    parents = [str(Path(package).parent) for package in PACKAGES]
+    assert PROJECT["tool"]["hatch"]["build"]["dev-mode-dirs"] == parents
+    assert PROJECT["tool"]["mypy"]["mypy_path"].split(":") == parents
+    assert PROJECT["tool"]["ruff"]["src"] == parents
+    roots = [Path(package).name for package in PACKAGES if package != "proto/megascale"]
+    assert sorted(PROJECT["tool"]["importlinter"]["root_packages"]) == sorted([*roots, "megascale.v1"])
+
+
+def test_every_room_is_typed() -> None:
+    for package in PACKAGES:
+        folder = REPOSITORY / package / ("v1" if package == "proto/megascale" else "")
+        assert (folder / "py.typed").exists(), folder
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_modules_are_small_and_say_what_they_are_for(path: Path) -> None:
+    text = path.read_text()
+    tree = ast.parse(text)
+    assert ast.get_docstring(tree), "no module docstring"
+    assert len(text.splitlines()) <= MAX_MODULE_LINES
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            assert node.end_lineno is not None
+            assert node.end_lineno - node.lineno < MAX_FUNCTION_LINES, f"{node.name} is too long"
+
+
+@pytest.mark.parametrize("name", ["common", "executor"])
+def test_package_inits_are_empty(name: str) -> None:
+    for path in (REPOSITORY / "services" / name).rglob("__init__.py"):
+        assert path.read_text() == "", f"{path} must stay empty: import-linter does not follow parent packages"
+
+
+@pytest.mark.parametrize(
+    ("module", "blocked"),
+    [
+        ("megascale_executor.trainer.template", ["grpc", "google", "structlog", "uvloop", "xxhash", "safetensors"]),
+        ("megascale_executor.trainer.data.loader", ["grpc", "google", "structlog", "uvloop", "torch"]),
+        ("megascale_executor.agent.__main__", ["torch", "triton"]),
+        ("megascale_driver.__main__", ["torch", "triton", "numpy"]),
+        ("megascale_checkpoint.__main__", ["torch", "triton"]),
+        ("megascale_cli.__main__", ["torch", "numpy", "megascale_driver", "megascale_executor", "megascale_common"]),
+        ("megascale_client", ["torch", "megascale_common"]),
+        ("megascale_common.job_config", ["grpc", "google", "structlog", "torch", "numpy"]),
+    ],
+)
+def test_rooms_import_without_what_is_not_theirs(module: str, blocked: list[str]) -> None:
+    code = _BLOCK.format(blocked=blocked, module=module)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
