@@ -4,6 +4,8 @@
 #   INSTALL=0            use PYTHON as it is, install nothing (hosts without network)
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+# CUDA builds of torch bring their own; a CPU build has none, and the kernels' tests run it as an interpreter.
+TRITON ?= triton==3.9.0
 INSTALL ?= 1
 VENV ?= .venv
 DEMO_ARGS ?=
@@ -22,9 +24,11 @@ export OMP_NUM_THREADS := 1
 ifeq ($(INSTALL),0)
 PY := $(PYTHON)
 READY :=
+KERNELS_READY :=
 else
 PY := $(CURDIR)/$(VENV)/bin/python
 READY := $(VENV)/.ready
+KERNELS_READY := $(VENV)/.triton
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 endif
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check
@@ -38,7 +42,7 @@ help: ## show these verbs
 demo: $(READY) ## run the main job: train, lose a node, recover, compare with the undisturbed twin
 	$(PY) -m megascale_cli demo $(DEMO_ARGS)
 
-test: $(READY) ## run the tests (under 6 minutes on 2 cores)
+test: $(READY) $(KERNELS_READY) ## run the tests (under 6 minutes on 2 cores)
 	$(PY) -m pytest -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
 
 test-gpu: $(READY) ## run the tests that need CUDA devices
@@ -88,6 +92,10 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PIP) $(TORCH)
 	$(PIP) setuptools wheel
 	$(PIP) --constraint constraints.txt --editable '.[executor,checkpoint,plot,dev]'
+	@touch $@
+
+$(VENV)/.triton: $(VENV)/.ready
+	@$(PY) -c 'import triton' 2>/dev/null || { echo "installing $(TRITON) for the kernels' tests"; $(PIP) $(TRITON); }
 	@touch $@
 
 $(VENV)-proto/.ready:
