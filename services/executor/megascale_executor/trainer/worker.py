@@ -26,8 +26,8 @@ from megascale_common import flops, framing, job_config
 from megascale_common.job_config import JobConfig
 from megascale_common.local_messages import Assignment, ErrorKind
 from megascale_common.status_page import Phase, StatusPageWriter
-from megascale_executor.trainer.batch import MicroBatch
 from megascale_executor.trainer.data.client import LoaderClient
+from megascale_executor.trainer.data.device_batches import StepBatches, step_batches
 from megascale_executor.trainer.data.errors import DataError
 from megascale_executor.trainer.groups import Groups, create_groups
 from megascale_executor.trainer.snapshot import Registration, RestoreRefused, Snapshotter
@@ -81,7 +81,7 @@ class _Worker:
             Path(assignment["status_page"]), rank=assignment["rank"], attempt=assignment["attempt"]
         )
         self._snapshots: Snapshotter | None = None
-        self._held_out: LoaderClient | None = None
+        self._held_out: StepBatches | None = None
         self._last_step_end_s = 0.0
         self._logged_steps, self._logged_at_s = 0, 0.0
         self._skipped, self._consumed = 0, 0
@@ -97,21 +97,21 @@ class _Worker:
         if config.checkpoint.uri:
             self._snapshots = self._register(trainer)
         done = self._restore(trainer)
-        loader = self._open_loader("training", self._consumed)
+        data = self._open_data("training", self._consumed)
         if config.evaluates:
-            self._held_out = self._open_loader("evaluation", 0)
+            self._held_out = self._open_data("evaluation", 0)
         gc.collect()
         gc.freeze()
         gc.disable()
         framing.send(self._agent, {"kind": "running", "step": done})
         status.update(step=done, phase=Phase.WARMUP)
         self._last_step_end_s = time.monotonic()
-        self._train(trainer, loader, done)
+        self._train(trainer, data, done)
         status.update(phase=Phase.SNAPSHOT)
         if done == config.training.steps and self._assignment["restore"]["source"] == "memory":
             self._take_last_again()
         self._finish(done)
-        loader.close()
+        data.close()
         if self._held_out is not None:
             self._held_out.close()
         status.update(phase=Phase.DONE)
@@ -193,9 +193,9 @@ class _Worker:
         print(f"restored step {plan['step']} from {plan['source']}", flush=True)
         return plan["step"]
 
-    def _open_loader(self, stream: Literal["training", "evaluation"], first_sample: int) -> LoaderClient:
+    def _open_data(self, stream: Literal["training", "evaluation"], first_sample: int) -> StepBatches:
         who, config = self._assignment, self._config
-        return LoaderClient(
+        loader = LoaderClient(
             Path(who["loader_socket"]),
             config,
             dp_rank=config.layout.coordinates(who["rank"]).dp,
@@ -205,8 +205,9 @@ class _Worker:
             timeout_s=LOADER_TIMEOUT_S,
             stream=stream,
         )
+        return step_batches(loader, self._device)
 
-    def _train(self, trainer: Trainer, loader: LoaderClient, done: int) -> None:
+    def _train(self, trainer: Trainer, data: StepBatches, done: int) -> None:
         """All steps from ``done`` + 1 on. On CUDA the result of a step is read after the next has been launched."""
         steps = self._config.training.steps
         previous: _InFlight | None = None
@@ -216,10 +217,12 @@ class _Worker:
                 previous = None
             snapshot_step = self._snapshot_to_vote_on(step)
             vote = self._vote(step, snapshot_step)
-            batches = self._next(loader)
+            batches = data.take()
             if self._snapshots is not None and self._snapshots.copied is not None:
                 trainer.wait_before_update(self._snapshots.copied)
             current = _InFlight(step, trainer.train_step(batches, vote=vote), snapshot_step)
+            if step < steps:
+                data.prefetch()
             if previous is not None:
                 self._take_in(previous, trainer)
             # On CPU the result is there already; the first ends the warm-up; the last has no step to hide behind,
@@ -262,12 +265,10 @@ class _Worker:
         """Loss on the held-out batches, the same ones each time."""
         assert self._held_out is not None
         self._status.update(phase=Phase.EVAL)
-        loss = trainer.evaluate(self._next(self._held_out) for _ in range(self._config.evaluation.batches))
+        held_out = self._held_out
+        loss = trainer.evaluate(held_out.take() for _ in range(self._config.evaluation.batches))
         self._status.update(phase=Phase.STEP)
         return loss
-
-    def _next(self, loader: LoaderClient) -> list[MicroBatch]:
-        return [MicroBatch.from_numpy(arrays).to(self._device) for arrays in loader.next_step()]
 
     def _take_in(self, step: _InFlight, trainer: Trainer) -> None:
         """Read the result of a step: status page, step record, evaluation, and the ranks' vote on a snapshot."""

@@ -1,0 +1,54 @@
+"""Prefetched batches on CUDA: a step reads its own numbers, however slow the device and however early the next come."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from megascale_executor.trainer.data.client import LoaderClient
+from megascale_executor.trainer.data.device_batches import step_batches
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+SHAPE = (4, 2048)
+FIELDS = {"tokens": "<i8", "targets": "<i8", "loss_weight": "<f4", "position": "<i8", "document_start": "<i4"}
+
+
+class CountingLoader:
+    """Step n consists of two micro-batches full of 2 n and 2 n + 1."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def next_step(self) -> list[dict[str, np.ndarray[Any, Any]]]:
+        self.steps += 1
+        numbers = (2 * self.steps, 2 * self.steps + 1)
+        return [{name: np.full(SHAPE, number, dtype) for name, dtype in FIELDS.items()} for number in numbers]
+
+
+@pytest.mark.parametrize("busy_cycles", [0, 20_000_000])  # some 10 ms of work per step: the host runs far ahead
+@pytest.mark.parametrize("prefetching", [True, False])
+def test_every_step_reads_its_own_batches(busy_cycles: int, prefetching: bool) -> None:
+    loader = CountingLoader()
+    data = step_batches(cast(LoaderClient, loader), torch.device("cuda", 0))
+    seen = []
+    begin = time.monotonic()
+    for _ in range(12):
+        batches = data.take()
+        if busy_cycles:
+            torch.cuda._sleep(busy_cycles)  # type: ignore[no-untyped-call]
+        seen.append([torch.stack((b.tokens.amin(), b.document_start.amax(), b.loss_weight.sum())) for b in batches])
+        if prefetching:
+            data.prefetch()
+    launched_s = time.monotonic() - begin
+    torch.cuda.synchronize()
+    drained_s = time.monotonic() - begin
+    for step, found in enumerate(seen, start=1):
+        for number, values in zip((2 * step, 2 * step + 1), found, strict=True):
+            assert values.tolist() == [number, number, number * SHAPE[0] * SHAPE[1]]
+    if busy_cycles and prefetching:
+        assert launched_s < drained_s, "the host did not wait for the device"
