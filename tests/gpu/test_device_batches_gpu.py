@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from megascale_executor.trainer.batch import MicroBatch
 from megascale_executor.trainer.data.client import LoaderClient
 from megascale_executor.trainer.data.device_batches import step_batches
 
@@ -30,6 +31,11 @@ class CountingLoader:
         return [{name: np.full(SHAPE, number, dtype) for name, dtype in FIELDS.items()} for number in numbers]
 
 
+def _summary(batch: MicroBatch) -> torch.Tensor:
+    values = (batch.tokens.amin(), batch.document_start.amax(), batch.loss_weight.sum())
+    return torch.stack([value.double() for value in values])
+
+
 @pytest.mark.parametrize("busy_cycles", [0, 20_000_000])  # some 10 ms of work per step: the host runs far ahead
 @pytest.mark.parametrize("prefetching", [True, False])
 def test_every_step_reads_its_own_batches(busy_cycles: int, prefetching: bool) -> None:
@@ -41,7 +47,7 @@ def test_every_step_reads_its_own_batches(busy_cycles: int, prefetching: bool) -
         batches = data.take()
         if busy_cycles:
             torch.cuda._sleep(busy_cycles)  # type: ignore[no-untyped-call]
-        seen.append([torch.stack((b.tokens.amin(), b.document_start.amax(), b.loss_weight.sum())) for b in batches])
+        seen.append([_summary(batch) for batch in batches])
         if prefetching:
             data.prefetch()
     launched_s = time.monotonic() - begin
