@@ -123,6 +123,28 @@ PRECISION_BF16: Precision.ValueType  # 1
 PRECISION_FP32: Precision.ValueType  # 2
 Global___Precision: typing_extensions.TypeAlias = Precision
 
+class _Kernels:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _KernelsEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Kernels.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    KERNELS_UNSPECIFIED: _Kernels.ValueType  # 0
+    KERNELS_TORCH: _Kernels.ValueType  # 1
+    """torch's own operators."""
+    KERNELS_TRITON: _Kernels.ValueType  # 2
+    """Fused Triton kernels; on a device without Triton torch's own are used."""
+
+class Kernels(_Kernels, metaclass=_KernelsEnumTypeWrapper):
+    """Implementation of the operators around the GEMMs."""
+
+KERNELS_UNSPECIFIED: Kernels.ValueType  # 0
+KERNELS_TORCH: Kernels.ValueType  # 1
+"""torch's own operators."""
+KERNELS_TRITON: Kernels.ValueType  # 2
+"""Fused Triton kernels; on a device without Triton torch's own are used."""
+Global___Kernels: typing_extensions.TypeAlias = Kernels
+
 class _Recompute:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -454,6 +476,7 @@ class ParallelismSpec(google.protobuf.message.Message):
     VIRTUAL_STAGES_FIELD_NUMBER: builtins.int
     STAGE_LAYERS_FIELD_NUMBER: builtins.int
     RECOMPUTE_FIELD_NUMBER: builtins.int
+    OVERLAP_FIELD_NUMBER: builtins.int
     tp: builtins.int
     """Tensor parallelism with sequence parallelism, inside a node; default 1."""
     cp: builtins.int
@@ -474,6 +497,10 @@ class ParallelismSpec(google.protobuf.message.Message):
         pipeline stage i mod pp); default an even split.
         """
 
+    @property
+    def overlap(self) -> Global___OverlapSpec:
+        """Communication hidden under computation; default nothing."""
+
     def __init__(
         self,
         *,
@@ -485,9 +512,10 @@ class ParallelismSpec(google.protobuf.message.Message):
         virtual_stages: builtins.int | None = ...,
         stage_layers: collections.abc.Iterable[builtins.int] | None = ...,
         recompute: Global___Recompute.ValueType = ...,
+        overlap: Global___OverlapSpec | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_cp", b"_cp", "_dp", b"_dp", "_ep", b"_ep", "_pp", b"_pp", "_tp", b"_tp", "_virtual_stages", b"_virtual_stages", "cp", b"cp", "dp", b"dp", "ep", b"ep", "pp", b"pp", "tp", b"tp", "virtual_stages", b"virtual_stages"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_cp", b"_cp", "_dp", b"_dp", "_ep", b"_ep", "_pp", b"_pp", "_tp", b"_tp", "_virtual_stages", b"_virtual_stages", "cp", b"cp", "dp", b"dp", "ep", b"ep", "pp", b"pp", "recompute", b"recompute", "stage_layers", b"stage_layers", "tp", b"tp", "virtual_stages", b"virtual_stages"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_cp", b"_cp", "_dp", b"_dp", "_ep", b"_ep", "_pp", b"_pp", "_tp", b"_tp", "_virtual_stages", b"_virtual_stages", "cp", b"cp", "dp", b"dp", "ep", b"ep", "overlap", b"overlap", "pp", b"pp", "tp", b"tp", "virtual_stages", b"virtual_stages"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_cp", b"_cp", "_dp", b"_dp", "_ep", b"_ep", "_pp", b"_pp", "_tp", b"_tp", "_virtual_stages", b"_virtual_stages", "cp", b"cp", "dp", b"dp", "ep", b"ep", "overlap", b"overlap", "pp", b"pp", "recompute", b"recompute", "stage_layers", b"stage_layers", "tp", b"tp", "virtual_stages", b"virtual_stages"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_cp", b"_cp"]) -> typing.Literal["cp"] | None: ...
     @typing.overload
@@ -504,6 +532,39 @@ class ParallelismSpec(google.protobuf.message.Message):
 Global___ParallelismSpec: typing_extensions.TypeAlias = ParallelismSpec
 
 @typing.final
+class OverlapSpec(google.protobuf.message.Message):
+    """Which dimensions hide their communication; the numbers are those of the plain version."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TP_FIELD_NUMBER: builtins.int
+    PP_FIELD_NUMBER: builtins.int
+    DP_FIELD_NUMBER: builtins.int
+    tp: builtins.bool
+    """All-gathers and reduce-scatters of sequence parallelism, in chunks beside their GEMMs; default false."""
+    pp: builtins.bool
+    """Pipeline receives posted one computation ahead; default false."""
+    dp: builtins.bool
+    """Gradient buckets reduced during the last backward, parameters gathered during forward; default false."""
+    def __init__(
+        self,
+        *,
+        tp: builtins.bool | None = ...,
+        pp: builtins.bool | None = ...,
+        dp: builtins.bool | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_dp", b"_dp", "_pp", b"_pp", "_tp", b"_tp", "dp", b"dp", "pp", b"pp", "tp", b"tp"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_dp", b"_dp", "_pp", b"_pp", "_tp", b"_tp", "dp", b"dp", "pp", b"pp", "tp", b"tp"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_dp", b"_dp"]) -> typing.Literal["dp"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_pp", b"_pp"]) -> typing.Literal["pp"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_tp", b"_tp"]) -> typing.Literal["tp"] | None: ...
+
+Global___OverlapSpec: typing_extensions.TypeAlias = OverlapSpec
+
+@typing.final
 class TrainingSpec(google.protobuf.message.Message):
     """Length, batch and numbers."""
 
@@ -516,6 +577,7 @@ class TrainingSpec(google.protobuf.message.Message):
     PRECISION_FIELD_NUMBER: builtins.int
     DETERMINISTIC_FIELD_NUMBER: builtins.int
     BUCKET_MIB_FIELD_NUMBER: builtins.int
+    KERNELS_FIELD_NUMBER: builtins.int
     steps: builtins.int
     """Optimizer steps of the whole run. Required."""
     global_batch_size: builtins.int
@@ -530,6 +592,8 @@ class TrainingSpec(google.protobuf.message.Message):
     """Bitwise repeatable on GPUs too; default false."""
     bucket_mib: builtins.int
     """Upper size of a gradient bucket in MiB; default 64."""
+    kernels: Global___Kernels.ValueType
+    """What norms, activations, rotary embedding, loss and optimizer run on; default torch."""
     def __init__(
         self,
         *,
@@ -540,9 +604,10 @@ class TrainingSpec(google.protobuf.message.Message):
         precision: Global___Precision.ValueType = ...,
         deterministic: builtins.bool | None = ...,
         bucket_mib: builtins.int | None = ...,
+        kernels: Global___Kernels.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_bucket_mib", b"_bucket_mib", "_deterministic", b"_deterministic", "_micro_batch_size", b"_micro_batch_size", "_seed", b"_seed", "bucket_mib", b"bucket_mib", "deterministic", b"deterministic", "micro_batch_size", b"micro_batch_size", "seed", b"seed"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_bucket_mib", b"_bucket_mib", "_deterministic", b"_deterministic", "_micro_batch_size", b"_micro_batch_size", "_seed", b"_seed", "bucket_mib", b"bucket_mib", "deterministic", b"deterministic", "global_batch_size", b"global_batch_size", "micro_batch_size", b"micro_batch_size", "precision", b"precision", "seed", b"seed", "steps", b"steps"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_bucket_mib", b"_bucket_mib", "_deterministic", b"_deterministic", "_micro_batch_size", b"_micro_batch_size", "_seed", b"_seed", "bucket_mib", b"bucket_mib", "deterministic", b"deterministic", "global_batch_size", b"global_batch_size", "kernels", b"kernels", "micro_batch_size", b"micro_batch_size", "precision", b"precision", "seed", b"seed", "steps", b"steps"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_bucket_mib", b"_bucket_mib"]) -> typing.Literal["bucket_mib"] | None: ...
     @typing.overload

@@ -23,6 +23,7 @@ Norm = Literal["layernorm", "rmsnorm"]
 Positions = Literal["rope", "learned"]
 Precision = Literal["fp32", "bf16"]
 Recompute = Literal["none", "selective", "full"]
+Kernels = Literal["torch", "triton"]
 Decay = Literal["constant", "linear", "cosine"]
 TokenizerKind = Literal["bytes", "bpe"]
 
@@ -84,6 +85,15 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OverlapConfig:
+    """Which dimensions hide their communication under computation; the numbers are those of the plain version."""
+
+    tp: bool = False
+    pp: bool = False
+    dp: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelismConfig:
     """Sizes of the parallel axes.
 
@@ -99,6 +109,7 @@ class ParallelismConfig:
     virtual_stages: int = 1
     stage_layers: tuple[int, ...] = ()
     recompute: Recompute = "none"
+    overlap: OverlapConfig = field(default_factory=OverlapConfig)
 
     @property
     def layout(self) -> RankLayout:
@@ -117,6 +128,7 @@ class TrainingConfig:
     precision: Precision = "bf16"
     deterministic: bool = False
     bucket_mib: int = 64
+    kernels: Kernels = "torch"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
