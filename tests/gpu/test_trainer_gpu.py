@@ -23,16 +23,17 @@ TRAIN = "tests.harness.training:train"
 STEPS = 10
 # bf16 keeps 8 bits: activations differ by 2^-8 between layouts, which a loss of 5.7 averaged over tokens mostly cancels
 TOLERANCES = {"fp32": 1e-4, "bf16": 3e-2}
-LAYOUTS: list[dict[str, int]] = [
+AHEAD = {"overlap": {"pp": True}}
+LAYOUTS: list[dict[str, Any]] = [
     {"tp": 2},
     {"pp": 2},
     {"dp": 2},
     {"pp": 2, "virtual_stages": 2},
     {"tp": 2, "pp": 2},
-    {"pp": 2, "virtual_stages": 2, "dp": 2},
-    {"pp": 4},
+    {"pp": 2, "virtual_stages": 2, "dp": 2, **AHEAD},
+    {"pp": 4, **AHEAD},
     {"tp": 4},
-    {"tp": 2, "pp": 2, "dp": 2},
+    {"tp": 2, "pp": 2, "dp": 2, **AHEAD},
     {"tp": 8},
 ]
 
@@ -43,8 +44,14 @@ def pool() -> Iterator[RankPool]:
         yield ready
 
 
-def _world_size(parallelism: dict[str, int]) -> int:
+def _world_size(parallelism: dict[str, Any]) -> int:
     return math.prod(parallelism.get(axis, 1) for axis in ("tp", "pp", "dp"))
+
+
+def _name(parallelism: dict[str, Any]) -> str:
+    return "".join(
+        key + (str(value) if isinstance(value, int) else "-".join(value)) for key, value in parallelism.items()
+    )
 
 
 def _need(devices: int) -> None:
@@ -63,9 +70,9 @@ def _job(precision: str, parallelism: dict[str, Any], block: str = "parallel", *
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("block", ["parallel", "serial"])
-@pytest.mark.parametrize("parallelism", LAYOUTS, ids=lambda sizes: "".join(f"{k}{v}" for k, v in sizes.items()))
+@pytest.mark.parametrize("parallelism", LAYOUTS, ids=_name)
 def test_layout_trains_as_one_device(
-    parallelism: dict[str, int], block: str, precision: str, pool: RankPool, tmp_path: Path
+    parallelism: dict[str, Any], block: str, precision: str, pool: RankPool, tmp_path: Path
 ) -> None:
     world_size = _world_size(parallelism)
     _need(world_size)
@@ -79,6 +86,22 @@ def test_layout_trains_as_one_device(
     initial = assemble(tmp_path / "many", "initial", world_size)
     for name, values in assemble(tmp_path / "one", "initial", 1).items():
         np.testing.assert_array_equal(initial[name], values, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "samples"),
+    [({"pp": 2}, 8), ({"pp": 2, "virtual_stages": 2}, 8), ({"pp": 2}, 1), ({"pp": 4}, 2)],
+)
+def test_posting_receives_ahead_changes_no_bit(
+    sizes: dict[str, Any], samples: int, pool: RankPool, tmp_path: Path
+) -> None:
+    """With few micro-batches, too, where a stage's first gradient answers its last forward."""
+    _need(sizes["pp"])
+    jobs = [_job("bf16", sizes | overlap, deterministic=True, global_batch_size=samples) for overlap in ({}, AHEAD)]
+    plain, ahead = (
+        pool.run(TRAIN, sizes["pp"], tmp_path / str(n), 120, job=job, steps=3) for n, job in enumerate(jobs)
+    )
+    assert ahead == plain
 
 
 @pytest.mark.parametrize("parallelism", [{}, {"tp": 2}, {"tp": 2, "pp": 2, "dp": 2}])
@@ -97,9 +120,9 @@ def test_deterministic_mode_repeats_and_resumes_bit_for_bit(
 
 
 @pytest.mark.parametrize("documents", [True, False])
-@pytest.mark.parametrize("parallelism", [{}, {"tp": 2}, {"pp": 2}, {"dp": 2}])
+@pytest.mark.parametrize("parallelism", [{}, {"tp": 2}, {"pp": 2, **AHEAD}, {"dp": 2}])
 def test_a_step_never_waits_for_the_device(
-    parallelism: dict[str, int], documents: bool, pool: RankPool, tmp_path: Path
+    parallelism: dict[str, Any], documents: bool, pool: RankPool, tmp_path: Path
 ) -> None:
     world_size = _world_size(parallelism)
     _need(world_size)
@@ -122,9 +145,9 @@ def test_an_update_waits_for_a_snapshot_on_another_stream(pool: RankPool, tmp_pa
     assert result == {"copied_what_was": True, "went_on": True}
 
 
-@pytest.mark.parametrize("parallelism", [{}, {"pp": 2, "virtual_stages": 2}])
+@pytest.mark.parametrize("parallelism", [{}, {"pp": 2, "virtual_stages": 2, **AHEAD}])
 def test_evaluation_is_the_loss_of_a_step_without_the_step(
-    parallelism: dict[str, int], pool: RankPool, tmp_path: Path
+    parallelism: dict[str, Any], pool: RankPool, tmp_path: Path
 ) -> None:
     world_size = _world_size(parallelism)
     _need(world_size)

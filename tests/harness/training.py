@@ -149,6 +149,26 @@ def status_rows(rank: int, world_size: int, folder: Path, *, job: dict[str, Any]
     return {name: (after[0] - before[name][0], after[1] - before[name][1]) for name, after in _rows(path).items()}
 
 
+def posted_receive_rows(rank: int, world_size: int, folder: Path, *, job: dict[str, Any]) -> dict[str, Any]:
+    """Program of one rank: stage 0 sends one activation, stage 1 posts its receive and waits; its row in between."""
+    path = folder / f"status-{rank}"
+    groups = _groups(from_dict(job), rank, folder, StatusPageWriter(path, rank=rank, attempt=1))
+    values = torch.full((4,), 7.0 * (1 - rank), device=device_of(rank))
+    if groups.edges.activation_in is None:
+        assert groups.edges.activation_out is not None
+        groups.edges.activation_out.send(values).wait()
+        destroy_groups()
+        return {}
+    name, found = groups.edges.activation_in.name, {"before": _rows(path)}
+    receive = groups.edges.activation_in.post_receive(values)
+    found["posted"] = _rows(path)
+    received = receive.wait().tolist()
+    groups.poll()
+    found["waited"] = _rows(path)
+    destroy_groups()
+    return {"received": received, **{when: rows[name] for when, rows in found.items()}}
+
+
 def stall(rank: int, world_size: int, folder: Path, *, job: dict[str, Any]) -> dict[str, Any]:
     """Program of one rank: the last rank stalls before its first step; the others report how long they waited."""
     config = from_dict(job)

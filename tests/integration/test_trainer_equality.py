@@ -22,18 +22,19 @@ LOSS_TOLERANCE = 5e-6
 TRAIN = "tests.harness.training:train"
 
 # Larger micro-batches where many ranks talk in every layer: fewer, and the grouping of samples is compared as well.
+AHEAD = {"overlap": {"pp": True}}
 LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
     "one, full recompute": ({"recompute": "full"}, 4),
     "one, selective recompute": ({"recompute": "selective"}, 4),
-    "pp2vpp2dp2": ({"pp": 2, "virtual_stages": 2, "dp": 2}, 1),
-    "pp4vpp2, full recompute": ({"pp": 4, "virtual_stages": 2, "recompute": "full"}, 2),
+    "pp2vpp2dp2, pp overlap": ({"pp": 2, "virtual_stages": 2, "dp": 2, **AHEAD}, 1),
+    "pp4vpp2, full recompute, pp overlap": ({"pp": 4, "virtual_stages": 2, "recompute": "full", **AHEAD}, 2),
     "tp2pp2vpp2 uneven, selective recompute": (
         {"tp": 2, "pp": 2, "virtual_stages": 2, "stage_layers": [3, 2, 2, 1], "recompute": "selective"},
         4,
     ),
     "tp2pp2dp2": ({"tp": 2, "pp": 2, "dp": 2}, 1),
     "tp4": ({"tp": 4}, 4),
-    "pp4": ({"pp": 4}, 1),
+    "pp4, pp overlap": ({"pp": 4, **AHEAD}, 1),
     "pp3": ({"pp": 3}, 2),
     "dp4": ({"dp": 4}, 1),
     "tp2dp2": ({"tp": 2, "dp": 2}, 2),
@@ -80,14 +81,14 @@ def reference(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Calla
         ("tp2pp2dp2", "parallel"),
         ("tp2pp2dp2", "serial"),
         ("tp4", "parallel"),
-        ("pp4", "serial"),
+        ("pp4, pp overlap", "serial"),
         ("pp3", "parallel"),
         ("dp4", "parallel"),
         ("tp2dp2", "grouped"),
         ("one, full recompute", "parallel"),
         ("one, selective recompute", "serial"),
-        ("pp2vpp2dp2", "parallel"),
-        ("pp4vpp2, full recompute", "grouped"),
+        ("pp2vpp2dp2, pp overlap", "parallel"),
+        ("pp4vpp2, full recompute, pp overlap", "grouped"),
         ("tp2pp2vpp2 uneven, selective recompute", "grouped"),
     ],
 )
@@ -118,6 +119,27 @@ def test_layout_trains_as_one_process(
             np.testing.assert_allclose(values_of[0][name], values_of[1][name], rtol=0, atol=tolerance, err_msg=name)
 
 
+@pytest.mark.parametrize("sizes", [{"pp": 2}, {"pp": 2, "virtual_stages": 2}])
+def test_posting_receives_ahead_changes_no_bit(sizes: dict[str, Any], pool: RankPool, tmp_path: Path) -> None:
+    jobs = [tiny_job(parallelism=sizes | overlap) for overlap in ({}, AHEAD)]
+    plain, ahead = (pool.run(TRAIN, 2, tmp_path / str(n), job=job, steps=3) for n, job in enumerate(jobs))
+    assert ahead == plain
+    for rank in range(2):
+        with np.load(tmp_path / f"0/final-{rank}.npz") as theirs, np.load(tmp_path / f"1/final-{rank}.npz") as ours:
+            for name in theirs.files:
+                np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)
+
+
+def test_a_posted_receive_is_entered_when_it_is_waited_for(pool: RankPool, tmp_path: Path) -> None:
+    """A stage that stands still in its own computation must not seem to wait for others (hang diagnosis)."""
+    job = tiny_job(parallelism={"pp": 2, **AHEAD})
+    rows = pool.run("tests.harness.training:posted_receive_rows", 2, tmp_path, job=job)[1]
+    (entered, completed), connected = rows["posted"], rows["before"]
+    assert (entered, completed) == tuple(connected)
+    assert rows["waited"] == [entered + 1, completed + 1]
+    assert rows["received"] == [7.0] * 4
+
+
 def test_a_job_repeats_and_resumes_bit_for_bit(pool: RankPool, tmp_path: Path) -> None:
     job = tiny_job(parallelism={"tp": 2, "pp": 2, "dp": 2})
     program = "tests.harness.training:train_and_resume"
@@ -139,7 +161,7 @@ def test_all_ranks_skip_and_vote_together(pool: RankPool, tmp_path: Path) -> Non
 
 
 def test_the_status_page_counts_what_every_group_did(pool: RankPool, tmp_path: Path) -> None:
-    job = tiny_job(parallelism={"tp": 2, "pp": 2, "dp": 2})
+    job = tiny_job(parallelism={"tp": 2, "pp": 2, "dp": 2, **AHEAD})
     for rows in pool.run("tests.harness.training:status_rows", 8, tmp_path, job=job):
         assert set(rows) == {"world", "tp", "dp", "pp0-1.activation", "pp0-1.gradient"}
         for name, (entered, completed) in rows.items():
@@ -159,7 +181,7 @@ def test_a_rank_that_stalls_fails_its_group_in_time(pool: RankPool, tmp_path: Pa
 def test_evaluation_is_the_loss_of_a_step_without_the_step(pool: RankPool, tmp_path: Path) -> None:
     program = "tests.harness.training:evaluate"
     one = pool.run(program, 1, tmp_path / "one", job=tiny_job())[0]
-    interleaved = {"tp": 2, "pp": 2, "virtual_stages": 2}
+    interleaved = {"tp": 2, "pp": 2, "virtual_stages": 2, **AHEAD}
     for result in [one, *pool.run(program, 4, tmp_path / "interleaved", job=tiny_job(parallelism=interleaved))]:
         assert result["before"][0] == pytest.approx(result["losses"][0], abs=LOSS_TOLERANCE)
         assert result["after"] == result["again"], "an evaluation changes nothing"

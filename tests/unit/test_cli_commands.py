@@ -48,6 +48,7 @@ COMMANDS = [
     "version",
     "up",
     "data",
+    "pipeline",
     "checkpoint",
 ]
 
@@ -74,7 +75,7 @@ def test_help_lists_every_command_without_loading_a_service(tmp_path: Path) -> N
     assert "Exit status" in done.stdout
 
 
-PARTS = {"data": ["tokenize", "inspect"], "checkpoint": ["list", "fetch", "verify"]}
+PARTS = {"data": ["tokenize", "inspect"], "pipeline": ["draw"], "checkpoint": ["list", "fetch", "verify"]}
 WHOLE = [name if not part else f"{name} {part}" for name in COMMANDS for part in PARTS.get(name, [""])]
 
 

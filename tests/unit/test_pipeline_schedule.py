@@ -1,13 +1,15 @@
 """1F1B, plain and interleaved, is valid on in-order, untagged, unbuffered communicators and keeps its memory bound.
 
-The proof runs all stages' programs against a model of such communicators: every directed edge of the ring has one per
-kind, on it the k-th send meets the k-th receive, data moves only when both are posted, a receive blocks its stage, a
-posted send does not.
+The proof runs all stages' programs against models of such communicators: every directed edge of the ring has one per
+kind, on it the k-th send meets the k-th receive, and data moves only when both are posted. A wait blocks its stage. In
+the harder models more does: where all operations of a device pass through one queue, an operation also blocks it until
+the one before it on its communicator has ended; and a computation may make its stage wait for its whole device.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Collection
 
 import pytest
 from hypothesis import example, given
@@ -20,11 +22,16 @@ from megascale_executor.trainer.parallel.pipeline.schedule import (
     one_forward_one_backward,
     warm_up_forwards,
 )
+from megascale_executor.trainer.parallel.pipeline.timing import Durations, simulate
 
-_ACTIVATIONS = (Kind.SEND_ACTIVATION, Kind.RECEIVE_ACTIVATION)
+_ACTIVATIONS = (Kind.SEND_ACTIVATION, Kind.POST_ACTIVATION, Kind.WAIT_ACTIVATION)
 _SENDS = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
-_RECEIVES = (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT)
+_POSTS = (Kind.POST_ACTIVATION, Kind.POST_GRADIENT)
+_WAITS = (Kind.WAIT_ACTIVATION, Kind.WAIT_GRADIENT)
+_COMPUTATIONS = (Kind.FORWARD, Kind.BACKWARD)
 Shape = tuple[int, int, int]  # stages, micro-batches, chunks
+Edge = tuple[int, bool]
+Generator = Callable[..., list[Action]]
 
 plain = st.tuples(st.integers(1, 9), st.integers(1, 20), st.just(1))
 interleaved = st.builds(
@@ -34,66 +41,102 @@ interleaved = st.builds(
     st.integers(2, 5),
 )
 shapes = plain | interleaved
+generators = st.sampled_from([one_forward_one_backward, forward_only])
 
 
-def _programs(shape: Shape) -> list[list[Action]]:
+def _programs(shape: Shape, overlap: bool, generator: Generator = one_forward_one_backward) -> list[list[Action]]:
     stages, micro_batches, chunks = shape
-    return [one_forward_one_backward(stage, stages, micro_batches, chunks) for stage in range(stages)]
+    return [generator(stage, stages, micro_batches, chunks, overlap=overlap) for stage in range(stages)]
 
 
-def _edge(stage: int, kind: Kind, stages: int) -> tuple[int, bool]:
+def _edge(stage: int, kind: Kind, stages: int) -> Edge:
     """The communicator of an action: the stage that the directed ring edge leaves, and whether it is for activations.
 
     Two stages have two edges between them, 0 to 1 and 1 to 0; each has its own communicators.
     """
-    from_here = kind in (Kind.SEND_ACTIVATION, Kind.RECEIVE_GRADIENT)
+    from_here = kind in (Kind.SEND_ACTIVATION, Kind.POST_GRADIENT, Kind.WAIT_GRADIENT)
     return (stage if from_here else (stage - 1) % stages), kind in _ACTIVATIONS
 
 
 def _message(stage: int, action: Action, stages: int) -> tuple[int, int]:
     """What travels: the micro-batch, and the virtual stage whose forward the edge follows."""
     virtual = action.chunk * stages + stage
-    before = action.kind in (Kind.RECEIVE_ACTIVATION, Kind.SEND_GRADIENT)
+    before = action.kind in (Kind.POST_ACTIVATION, Kind.WAIT_ACTIVATION, Kind.SEND_GRADIENT)
     return action.micro_batch, virtual - 1 if before else virtual
 
 
-def _run(programs: list[list[Action]]) -> list[tuple[int, Action]]:
-    """The order in which actions complete; fails on deadlock, on a send nobody takes and on a crossed message."""
-    stages = len(programs)
-    at = [0] * stages
-    posted: dict[tuple[int, bool], list[tuple[int, int]]] = defaultdict(list)
-    taken: dict[tuple[int, bool], int] = defaultdict(int)
-    order: list[tuple[int, Action]] = []
-    moved = True
-    while moved:
-        moved = False
-        for stage, program in enumerate(programs):
-            while at[stage] < len(program):
-                action = program[at[stage]]
-                edge = _edge(stage, action.kind, stages)
-                if action.kind in _SENDS:
-                    posted[edge].append(_message(stage, action, stages))
-                elif action.kind in _RECEIVES:
-                    if taken[edge] == len(posted[edge]):
-                        break
-                    assert posted[edge][taken[edge]] == _message(stage, action, stages), "crossed messages"
-                    taken[edge] += 1
-                order.append((stage, action))
-                at[stage] += 1
-                moved = True
-    assert at == [len(program) for program in programs], f"deadlock at {at}"
-    assert all(taken[edge] == len(sends) for edge, sends in posted.items()), "a send was never received"
-    return order
+class _Model:
+    """Communicators and the stages on them.
+
+    Args:
+        one_queue: a device has a single queue: an operation at its head waits there for the one before it on its
+            communicator, and those behind it for that. What was launched, a receive that spins for its partner say,
+            holds nobody up.
+        device_waits: computations (stage and place in its program) that begin once everything posted by their stage
+            has ended.
+    """
+
+    def __init__(
+        self, programs: list[list[Action]], one_queue: bool = False, device_waits: Collection[tuple[int, int]] = ()
+    ) -> None:
+        self._programs, self._one_queue, self._device_waits = programs, one_queue, device_waits
+        self._sent: dict[Edge, list[tuple[int, int]]] = defaultdict(list)
+        self._posted: dict[Edge, list[tuple[int, int]]] = defaultdict(list)
+        self._waited: dict[Edge, int] = defaultdict(int)
+        self._last: list[dict[tuple[Edge, bool], int]] = [{} for _ in programs]  # of each stage, sends and receives
+
+    def run(self) -> list[tuple[int, Action]]:
+        """The order in which actions pass; fails on deadlock, on what nobody takes and on crossed messages."""
+        at = [0] * len(self._programs)
+        order: list[tuple[int, Action]] = []
+        moved = True
+        while moved:
+            moved = False
+            for stage, program in enumerate(self._programs):
+                while at[stage] < len(program) and self._passes(stage, at[stage], program[at[stage]]):
+                    order.append((stage, program[at[stage]]))
+                    at[stage] += 1
+                    moved = True
+        assert at == [len(program) for program in self._programs], f"deadlock at {at}"
+        assert self._sent == self._posted, "a send without its receive"
+        assert all(self._waited[edge] == len(posted) for edge, posted in self._posted.items()), "never waited for"
+        return order
+
+    def _passes(self, stage: int, place: int, action: Action) -> bool:
+        edge, stages = _edge(stage, action.kind, len(self._programs)), len(self._programs)
+        if action.kind in _COMPUTATIONS:
+            ended = (number <= self._ended(edge) for (edge, _), number in self._last[stage].items())
+            return (stage, place) not in self._device_waits or all(ended)
+        if action.kind in _WAITS:
+            if self._waited[edge] >= self._ended(edge):
+                return False
+            mine = self._posted[edge][self._waited[edge]]
+            assert mine == _message(stage, action, stages), "waits for something else than it posted"
+            self._waited[edge] += 1
+            return True
+        messages = (self._sent if action.kind in _SENDS else self._posted)[edge]
+        if self._one_queue and self._ended(edge) < len(messages):
+            return False
+        messages.append(_message(stage, action, stages))
+        self._last[stage][edge, action.kind in _SENDS] = len(messages)
+        return True
+
+    def _ended(self, edge: Edge) -> int:
+        """How many transfers of a communicator have both ends posted, and so end without anybody's help."""
+        sent, posted = self._sent[edge], self._posted[edge]
+        number = min(len(sent), len(posted))
+        assert sent[:number] == posted[:number], "crossed messages"
+        return number
 
 
-@given(shape=shapes)
-@example(shape=(2, 2, 2))
-@example(shape=(2, 8, 2))
-@example(shape=(4, 4, 2))
-@example(shape=(4, 16, 2))
-def test_every_stage_runs_everything_once_in_a_possible_order(shape: Shape) -> None:
+@given(shape=shapes, overlap=st.booleans())
+@example(shape=(2, 2, 2), overlap=True)
+@example(shape=(2, 8, 2), overlap=True)
+@example(shape=(4, 4, 2), overlap=True)
+@example(shape=(4, 16, 2), overlap=True)
+def test_every_stage_runs_everything_once_in_a_possible_order(shape: Shape, overlap: bool) -> None:
     stages, micro_batches, chunks = shape
-    order = _run(_programs(shape))
+    order = _Model(_programs(shape, overlap)).run()
     everything = [(virtual, number) for virtual in range(stages * chunks) for number in range(micro_batches)]
     place: dict[tuple[Kind, int, int], int] = {}
     for kind in (Kind.FORWARD, Kind.BACKWARD):
@@ -108,62 +151,175 @@ def test_every_stage_runs_everything_once_in_a_possible_order(shape: Shape) -> N
             assert place[Kind.BACKWARD, virtual, number] < place[Kind.BACKWARD, virtual - 1, number]
 
 
+@given(shape=shapes, overlap=st.booleans(), generator=generators)
+@example(shape=(2, 8, 2), overlap=True, generator=one_forward_one_backward)
+@example(shape=(4, 16, 2), overlap=True, generator=one_forward_one_backward)
+def test_one_hardware_queue_per_device_is_enough(shape: Shape, overlap: bool, generator: Generator) -> None:
+    _Model(_programs(shape, overlap, generator), one_queue=True).run()
+
+
+@given(shape=shapes, overlap=st.booleans(), generator=generators, data=st.data())
+@example(shape=(3, 3, 2), overlap=True, generator=one_forward_one_backward, data=None)
+def test_a_stage_may_wait_for_its_device_in_any_one_computation(
+    shape: Shape, overlap: bool, generator: Generator, data: st.DataObject | None
+) -> None:
+    """As when memory is given back to CUDA: what is in flight then never needs what the stage has yet to post."""
+    programs = _programs(shape, overlap, generator)
+    places = [
+        (stage, at)
+        for stage, program in enumerate(programs)
+        for at, action in enumerate(program)
+        if action.kind in _COMPUTATIONS
+    ]
+    for place in places if data is None else [data.draw(st.sampled_from(places))]:
+        _Model(programs, device_waits=[place]).run()
+
+
+@given(shape=shapes, overlap=st.booleans(), generator=generators)
+@example(shape=(2, 1, 1), overlap=True, generator=one_forward_one_backward)
+def test_all_stages_may_wait_for_their_devices_in_their_first_computations(
+    shape: Shape, overlap: bool, generator: Generator
+) -> None:
+    """CUDA loads a kernel at its first use, and may wait for the device over it."""
+    programs = _programs(shape, overlap, generator)
+    first = {
+        (stage, next(at for at, action in enumerate(program) if action.kind is kind))
+        for stage, program in enumerate(programs)
+        for kind in {action.kind for action in program} & {*_COMPUTATIONS}
+    }
+    _Model(programs, device_waits=first).run()
+
+
+@given(shape=shapes, generator=generators)
+@example(shape=(2, 8, 2), generator=one_forward_one_backward)
+@example(shape=(4, 16, 2), generator=one_forward_one_backward)
+def test_overlap_moves_posts_and_nothing_else(shape: Shape, generator: Generator) -> None:
+    """At most one computation ahead and in order; plain, a stage posts where it waits."""
+    for direct, ahead in zip(_programs(shape, False, generator), _programs(shape, True, generator), strict=True):
+        for kinds in (_POSTS, [kind for kind in Kind if kind not in _POSTS]):
+            assert [action for action in direct if action.kind in kinds] == [
+                action for action in ahead if action.kind in kinds
+            ]
+        for program, most in ((direct, 0), (ahead, 1)):
+            flying = passed = 0
+            for action in program:
+                flying += (action.kind in _POSTS) - (action.kind in _WAITS)
+                passed = passed + 1 if action.kind in _COMPUTATIONS and flying else passed if flying else 0
+                assert flying <= 1 and passed <= most
+
+
 @given(shape=shapes)
 @example(shape=(2, 8, 2))
 @example(shape=(4, 16, 2))
 def test_memory_bound(shape: Shape) -> None:
+    """Of activations, the same with overlap; of receive buffers, from post to backward, one more."""
     stages, micro_batches, chunks = shape
-    for stage, program in enumerate(_programs(shape)):
-        alive = most = 0
-        for action in program:
-            alive += (action.kind is Kind.FORWARD) - (action.kind is Kind.BACKWARD)
-            most = max(most, alive)
-        assert most == min(warm_up_forwards(stage, stages, micro_batches, chunks) + 1, micro_batches * chunks)
-        assert alive == 0
-        if chunks == 1:
-            assert most == min(stages - stage, micro_batches)
-        else:
-            assert most <= stages * (chunks + 1) - 1, "pipeline memory is that of pp * (1 + v) chunks, not of the batch"
+    for stage in range(stages):
+        peaks = []
+        for overlap in (False, True):
+            alive = buffers = most_buffers = most = 0
+            received: dict[tuple[int, int], int] = defaultdict(int)
+            for action in one_forward_one_backward(stage, *shape, overlap=overlap):
+                place = action.micro_batch, action.chunk
+                received[place] += action.kind in _POSTS
+                buffers += (action.kind in _POSTS) - (received[place] if action.kind is Kind.BACKWARD else 0)
+                alive += (action.kind is Kind.FORWARD) - (action.kind is Kind.BACKWARD)
+                most, most_buffers = max(most, alive), max(most_buffers, buffers)
+            peaks.append(most_buffers)
+            assert most == min(warm_up_forwards(stage, stages, micro_batches, chunks) + 1, micro_batches * chunks)
+            assert alive == buffers == 0
+            if chunks == 1:
+                assert most == min(stages - stage, micro_batches)
+            else:
+                assert most <= stages * (chunks + 1) - 1, "memory is that of pp * (1 + v) chunks, not of the batch"
+        assert peaks[0] <= peaks[1] <= peaks[0] + 1
 
 
-@given(shape=shapes)
-@example(shape=(2, 4, 2))
-def test_evaluation_runs_all_forwards_and_nothing_else(shape: Shape) -> None:
+@given(shape=shapes, overlap=st.booleans())
+@example(shape=(2, 4, 2), overlap=True)
+def test_evaluation_runs_all_forwards_and_nothing_else(shape: Shape, overlap: bool) -> None:
     stages, micro_batches, chunks = shape
-    order = _run([forward_only(stage, stages, micro_batches, chunks) for stage in range(stages)])
+    order = _Model(_programs(shape, overlap, forward_only)).run()
     assert {action.kind for _, action in order} <= {Kind.FORWARD, *_ACTIVATIONS}
     done = [(stage, action.chunk, action.micro_batch) for stage, action in order if action.kind is Kind.FORWARD]
     assert len(done) == len(set(done)) == stages * micro_batches * chunks
 
 
-@given(shape=interleaved)
-def test_interleaving_shrinks_the_bubble(shape: Shape) -> None:
+@given(shape=shapes, overlap=st.booleans())
+def test_interleaving_shrinks_the_bubble(shape: Shape, overlap: bool) -> None:
     """With a chunk's forward and backward one time unit each, a stage idles 2 (pp - 1) units whatever v is."""
     stages, micro_batches, chunks = shape
-    free, ready = [0] * stages, dict[tuple[Kind, int, int], int]()
-    for stage, action in _run(_programs(shape)):
-        if action.kind not in (Kind.FORWARD, Kind.BACKWARD):
-            continue
-        virtual = action.chunk * stages + stage
-        before = virtual - 1 if action.kind is Kind.FORWARD else virtual + 1
-        start = max(free[stage], ready.get((action.kind, before, action.micro_batch), 0))
-        free[stage] = ready[action.kind, virtual, action.micro_batch] = start + 1
-    assert max(free) == 2 * micro_batches * chunks + 2 * (stages - 1)
+    timeline = simulate(_programs(shape, overlap), Durations(forward=1, backward=1))
+    assert timeline.makespan == 2 * micro_batches * chunks + 2 * (stages - 1)
+
+
+times = st.builds(
+    lambda transfer, forward, backward: Durations(transfer + forward, transfer + backward, transfer),
+    st.integers(1, 5),
+    st.integers(0, 10),
+    st.integers(0, 10),
+)
+
+
+@given(shape=shapes, durations=times)
+@example(shape=(2, 8, 2), durations=Durations(4, 8, 1))
+@example(shape=(4, 16, 2), durations=Durations(4, 8, 1))
+def test_overlap_is_faster(shape: Shape, durations: Durations) -> None:
+    """While a transfer is not longer than a computation. Two stages of plain 1F1B take turns in any case: a micro-batch
+    is on its way there and back all the time, and only an even number of them leaves something to gain.
+    """
+    stages, micro_batches, _ = shape
+    direct, ahead = (simulate(_programs(shape, overlap), durations).makespan for overlap in (False, True))
+    gains = stages > 1 and micro_batches > 1 and (shape[::2] != (2, 1) or micro_batches % 2 == 0)
+    assert ahead < direct if gains else ahead == direct
+
+
+@given(shape=shapes, durations=times)
+def test_nothing_is_gained_by_posting_further_ahead(shape: Shape, durations: Durations) -> None:
+    programs = _programs(shape, overlap=True)
+    at_once = [sorted(program, key=lambda action: action.kind not in _POSTS) for program in programs]
+    assert simulate(programs, durations).makespan == simulate(at_once, durations).makespan
+
+
+@given(shape=interleaved, durations=times)
+def test_interleaved_and_overlapped_only_filling_and_draining_expose_transfers(
+    shape: Shape, durations: Durations
+) -> None:
+    """As many as lie on the way through the model and back, however many micro-batches there are."""
+    stages, micro_batches, chunks = shape
+    timeline = simulate(_programs(shape, overlap=True), durations)
+    computing = (micro_batches * chunks + stages - 1) * (durations.forward + durations.backward)
+    assert timeline.makespan == computing + 2 * (stages * chunks - 1) * durations.transfer
 
 
 def test_the_model_sees_a_deadlock_and_crossed_messages() -> None:
-    programs = _programs((2, 2, 1))
-    receive = next(n for n, action in enumerate(programs[0]) if action.kind is Kind.RECEIVE_GRADIENT)
-    programs[0].insert(0, programs[0].pop(receive))
+    programs = _programs((2, 2, 1), overlap=False)
+    wait = next(n for n, action in enumerate(programs[0]) if action.kind is Kind.WAIT_GRADIENT)
+    programs[0][:0] = [programs[0].pop(wait - 1), programs[0].pop(wait - 1)]
     with pytest.raises(AssertionError, match="deadlock"):
-        _run(programs)
+        _Model(programs).run()
+    with pytest.raises(ValueError, match="wait for each other"):
+        simulate(programs, Durations())
     for shape in ((2, 3, 1), (2, 4, 2)):
-        programs = _programs(shape)
+        programs = _programs(shape, overlap=True)
         sends = [n for n, action in enumerate(programs[0]) if action.kind is Kind.SEND_ACTIVATION]
         first, second = sends[:2]
         programs[0][first], programs[0][second] = programs[0][second], programs[0][first]
         with pytest.raises(AssertionError, match="crossed"):
-            _run(programs)
+            _Model(programs).run()
+
+
+def test_the_harder_models_see_more() -> None:
+    """Two posts ahead block a single queue; a post ahead of what its message echoes holds up a waiting host."""
+    at_once = [sorted(program, key=lambda action: action.kind not in _POSTS) for program in _programs((3, 2, 1), True)]
+    _Model(at_once).run()
+    with pytest.raises(AssertionError, match="deadlock"):
+        _Model(at_once, one_queue=True).run()
+    echo = _programs((2, 1, 1), overlap=True)
+    echo[0].sort(key=lambda action: action.kind is not Kind.POST_GRADIENT)
+    _Model(echo).run()
+    with pytest.raises(AssertionError, match="deadlock"):
+        _Model(echo, device_waits=[(0, 1)]).run()
 
 
 @pytest.mark.parametrize(

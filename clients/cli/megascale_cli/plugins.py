@@ -37,6 +37,7 @@ KNOWN = {
     "data": Known(
         "Tokenise your own text and look into tokenised data.", "megascale_executor.data_commands:app", "executor"
     ),
+    "pipeline": Known("Draw a pipeline schedule and its bubble.", "megascale_executor.pipeline_commands:app"),
 }
 CHECKPOINT = Known(
     "Check every byte of checkpoints on storage, without a cluster.", "megascale_checkpoint.commands:app", "checkpoint"

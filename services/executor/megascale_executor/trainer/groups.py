@@ -88,13 +88,15 @@ class Group:
         self._leave(tensor)
         return work
 
-    def receive(self, tensor: torch.Tensor) -> None:
-        """Receive into ``tensor`` from the other rank of an edge; the current stream (CPU: the caller) waits for it."""
-        self._enter()
+    def post_receive(self, tensor: torch.Tensor) -> Receive:
+        """Post a receive into ``tensor`` from the other rank of an edge, and return at once.
+
+        On CUDA the transfer begins on the communicator's stream when the current stream has done all it was given so
+        far; what it is given from now on runs beside the transfer.
+        """
         work = dist.irecv(tensor, self._other, group=self._handle)
         assert work is not None
-        work.wait()
-        self._leave(tensor)
+        return Receive(self, work, tensor)
 
     def poll(self) -> None:
         """Write completion to the status page if the last operation has ended on the device; never waits."""
@@ -126,6 +128,32 @@ class Group:
             return
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record()
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """A posted receive, waited for once; until then its tensor belongs to the communicator.
+
+    The tensor is safe with CUDA's caching allocator without being recorded on the communicator's stream. Its memory
+    comes from the stream that is current at the post: who had it before is done when the transfer begins. It stays
+    referenced here until the wait, and whoever gets it after a later release comes behind that wait, on the same
+    stream. Post and wait must therefore meet the same current stream.
+    """
+
+    _group: Group
+    _work: dist.Work
+    _tensor: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        """The received tensor; the current stream (CPU: the caller) waits for the data.
+
+        Only now is the receive counted as entered: a rank inside an operation is taken for one that is held up, and one
+        that stands still in its own computation, with its next receive posted, holds others up.
+        """
+        self._group._enter()
+        self._work.wait()
+        self._group._leave(self._tensor)
+        return self._tensor
 
 
 @dataclass(frozen=True)
@@ -267,7 +295,7 @@ class _Factory:
         if sends:
             edge.send(value).wait()
         else:
-            edge.receive(value)
+            edge.post_receive(value).wait()
 
     def _group(self, name: str, ranks: tuple[int, ...]) -> Group:
         handle = dist.new_group(

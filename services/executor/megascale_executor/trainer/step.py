@@ -125,7 +125,9 @@ class Trainer:
             self._note_micro_batch,
         )
         line = (self._table.at.pp, config.parallelism.pp, config.micro_batches, config.parallelism.virtual_stages)
-        self._program, self._forwards = one_forward_one_backward(*line), forward_only(*line)
+        overlap = config.parallelism.overlap.pp
+        self._program = one_forward_one_backward(*line, overlap=overlap)
+        self._forwards = forward_only(*line, overlap=overlap)
 
     def initialise(self) -> None:
         """Give all parameters their initial values; a restored run calls :meth:`load_from` instead."""

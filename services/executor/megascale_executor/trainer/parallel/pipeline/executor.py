@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megascale_executor.trainer.batch import MicroBatch
-from megascale_executor.trainer.groups import Edges, Group
+from megascale_executor.trainer.groups import Edges, Group, Receive
 from megascale_executor.trainer.model.stage import Stage
 from megascale_executor.trainer.parallel.pipeline.schedule import Action, Kind
 
@@ -38,14 +38,18 @@ class PipelineExecutor:
         self._batches: Sequence[MicroBatch] = ()
         self._inputs: dict[_Place, torch.Tensor] = {}
         self._outputs: dict[_Place, torch.Tensor] = {}
+        self._posted_inputs: dict[_Place, Receive] = {}
+        self._posted_gradients: dict[_Place, Receive] = {}
         self._gradients: dict[_Place, torch.Tensor] = {}
         self._sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self._sums: list[torch.Tensor] = []
         self._actions: dict[Kind, Callable[[_Place], None]] = {
-            Kind.RECEIVE_ACTIVATION: self._receive_activation,
+            Kind.POST_ACTIVATION: self._post_activation,
+            Kind.WAIT_ACTIVATION: self._wait_activation,
             Kind.FORWARD: self._forward,
             Kind.SEND_ACTIVATION: self._send_activation,
-            Kind.RECEIVE_GRADIENT: self._receive_gradient,
+            Kind.POST_GRADIENT: self._post_gradient,
+            Kind.WAIT_GRADIENT: self._wait_gradient,
             Kind.BACKWARD: self._backward,
             Kind.SEND_GRADIENT: self._send_gradient,
         }
@@ -67,8 +71,11 @@ class PipelineExecutor:
         self._sends.clear()
         return self._sums
 
-    def _receive_activation(self, place: _Place) -> None:
-        self._inputs[place] = self._receive(self._edges.activation_in).requires_grad_()
+    def _post_activation(self, place: _Place) -> None:
+        self._posted_inputs[place] = self._post(self._edges.activation_in)
+
+    def _wait_activation(self, place: _Place) -> None:
+        self._inputs[place] = self._posted_inputs.pop(place).wait().requires_grad_()
 
     def _forward(self, place: _Place) -> None:
         number, chunk = place
@@ -87,8 +94,11 @@ class PipelineExecutor:
         if not torch.is_grad_enabled():
             del self._outputs[place]
 
-    def _receive_gradient(self, place: _Place) -> None:
-        self._gradients[place] = self._receive(self._edges.gradient_in)
+    def _post_gradient(self, place: _Place) -> None:
+        self._posted_gradients[place] = self._post(self._edges.gradient_in)
+
+    def _wait_gradient(self, place: _Place) -> None:
+        self._gradients[place] = self._posted_gradients.pop(place).wait()
 
     def _backward(self, place: _Place) -> None:
         torch.autograd.backward(self._outputs.pop(place), self._gradients.pop(place, None))
@@ -98,11 +108,9 @@ class PipelineExecutor:
         assert gradient is not None, "the stage's input took part in its forward"
         self._send(self._edges.gradient_out, gradient)
 
-    def _receive(self, edge: Group | None) -> torch.Tensor:
+    def _post(self, edge: Group | None) -> Receive:
         assert edge is not None, "the schedule receives where this stage has no neighbour"
-        hidden = self._empty_hidden()
-        edge.receive(hidden)
-        return hidden
+        return edge.post_receive(self._empty_hidden())
 
     def _send(self, edge: Group | None, tensor: torch.Tensor) -> None:
         assert edge is not None, "the schedule sends where this stage has no neighbour"

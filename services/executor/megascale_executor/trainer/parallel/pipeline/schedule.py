@@ -4,10 +4,16 @@ A stage fills the pipeline with forwards, then runs one forward and one backward
 left. With V chunks (virtual stages) per stage, groups of ``stages`` micro-batches visit chunk 0, then chunk 1 and so
 on; chunk c of the last stage hands on to chunk c + 1 of the first, so the edges of the pipeline form a ring.
 
-Sends are posted as soon as their data exists and waited for later, receives wait just before they are needed: a send
-that waited for its partner would close a circle with the partner's own send. Every directed edge of the ring has a
-communicator per kind, also where two edges join the same two ranks (two stages). Both ends of an edge run through the
-same chunks and micro-batches in the same order, so that the k-th send meets the k-th receive.
+Sends are posted as soon as their data exists and waited for later: a send that waited for its partner would close a
+circle with the partner's own send. A receive is a post, after which data may arrive, and a wait, right before the
+computation that needs it. A device runs its part of a post only after all computation that was given to it before.
+Plain, a stage posts where it waits, and the transfer is exposed. With ``overlap`` it posts one computation earlier, in
+warm-up, steady state and cool-down (MegaScale, arXiv 2402.15627, section 3.2), at the price of one more message in
+memory. Earlier still buys nothing while a transfer is not longer than a computation.
+
+Every directed edge of the ring has a communicator per kind, also where two edges join the same two ranks (two stages).
+Both ends of an edge run through the same chunks and micro-batches in the same order, so that the k-th send meets the
+k-th receive.
 """
 
 from __future__ import annotations
@@ -17,14 +23,20 @@ from dataclasses import dataclass
 
 
 class Kind(enum.Enum):
-    """What a stage does. A send posts and returns; a receive returns when the data is there."""
+    """What a stage does. Sends and posts return at once; a wait returns when the data of its post is there."""
 
-    RECEIVE_ACTIVATION = "receive_activation"
+    POST_ACTIVATION = "post_activation"
+    WAIT_ACTIVATION = "wait_activation"
     FORWARD = "forward"
     SEND_ACTIVATION = "send_activation"
-    RECEIVE_GRADIENT = "receive_gradient"
+    POST_GRADIENT = "post_gradient"
+    WAIT_GRADIENT = "wait_gradient"
     BACKWARD = "backward"
     SEND_GRADIENT = "send_gradient"
+
+
+POSTS = frozenset({Kind.POST_ACTIVATION, Kind.POST_GRADIENT})
+COMPUTATIONS = frozenset({Kind.FORWARD, Kind.BACKWARD})
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,30 +48,38 @@ class Action:
     chunk: int = 0
 
 
-def one_forward_one_backward(stage: int, stages: int, micro_batches: int, chunks: int = 1) -> list[Action]:
+def one_forward_one_backward(
+    stage: int, stages: int, micro_batches: int, chunks: int = 1, *, overlap: bool = False
+) -> list[Action]:
     """The program of ``stage`` out of ``stages``, each with ``chunks`` model chunks.
 
-    At most :func:`warm_up_forwards` + 1 pairs of micro-batch and chunk are alive at once.
+    At most :func:`warm_up_forwards` + 1 pairs of micro-batch and chunk are alive at once; with ``overlap``, one posted
+    message besides.
 
     Raises:
         ValueError: no micro-batch, a stage that does not exist, or chunks that do not fit the other numbers.
     """
     line = _Line(stage, stages, micro_batches, chunks)
     total, warm_up = micro_batches * chunks, warm_up_forwards(stage, stages, micro_batches, chunks)
-    program: list[Action] = []
+    turns: list[list[Action]] = []
     for number in range(total):
-        program += line.forward(number)
+        turns += [line.forward(number)]
         if number >= warm_up:
-            program += line.backward(number - warm_up)
+            turns += [line.backward(number - warm_up)]
     for number in range(total - warm_up, total):
-        program += line.backward(number)
-    return program
+        turns += [line.backward(number)]
+    # Without a steady state the first gradient may be an echo of the very last forward. Posted before that forward,
+    # it would gain nothing, and a host that waits for its device in there (a kernel loaded at its first use, memory
+    # given back to CUDA) would wait for ever.
+    return _joined(turns, overlap, held=total if warm_up == total else None)
 
 
-def forward_only(stage: int, stages: int, micro_batches: int, chunks: int = 1) -> list[Action]:
+def forward_only(
+    stage: int, stages: int, micro_batches: int, chunks: int = 1, *, overlap: bool = False
+) -> list[Action]:
     """The forwards of ``stage`` and their messages, for evaluation; arguments and errors as above."""
     line = _Line(stage, stages, micro_batches, chunks)
-    return [action for number in range(micro_batches * chunks) for action in line.forward(number)]
+    return _joined([line.forward(number) for number in range(micro_batches * chunks)], overlap, held=None)
 
 
 def warm_up_forwards(stage: int, stages: int, micro_batches: int, chunks: int) -> int:
@@ -67,6 +87,20 @@ def warm_up_forwards(stage: int, stages: int, micro_batches: int, chunks: int) -
     after = stages - stage - 1
     fill = after if chunks == 1 else 2 * after + (chunks - 1) * stages
     return min(fill, micro_batches * chunks)
+
+
+def _joined(turns: list[list[Action]], overlap: bool, held: int | None) -> list[Action]:
+    """The program of ``turns``, one computation each; ``overlap`` moves posts, but that of turn ``held``, one ahead."""
+    program: list[Action] = []
+    last = 0  # where the last computation stands
+    for number, turn in enumerate(turns):
+        posts = sum(action.kind in POSTS for action in turn)
+        at = last if overlap and number != held else len(program)
+        program[at:at] = turn[:posts]
+        rest = turn[posts:]
+        last = len(program) + next(at for at, action in enumerate(rest) if action.kind in COMPUTATIONS)
+        program += rest
+    return program
 
 
 class _Line:
@@ -88,7 +122,7 @@ class _Line:
     def forward(self, number: int) -> list[Action]:
         """Forward ``number`` of the stage."""
         micro_batch, chunk = self._place(number)
-        kinds = [] if self._opens(chunk) else [Kind.RECEIVE_ACTIVATION]
+        kinds = [] if self._opens(chunk) else [Kind.POST_ACTIVATION, Kind.WAIT_ACTIVATION]
         kinds += [Kind.FORWARD]
         kinds += [] if self._closes(chunk) else [Kind.SEND_ACTIVATION]
         return [Action(kind, micro_batch, chunk) for kind in kinds]
@@ -97,7 +131,7 @@ class _Line:
         """Backward ``number`` of the stage: the same places, last chunk first."""
         micro_batch, chunk = self._place(number)
         chunk = self._chunks - 1 - chunk
-        kinds = [] if self._closes(chunk) else [Kind.RECEIVE_GRADIENT]
+        kinds = [] if self._closes(chunk) else [Kind.POST_GRADIENT, Kind.WAIT_GRADIENT]
         kinds += [Kind.BACKWARD]
         kinds += [] if self._opens(chunk) else [Kind.SEND_GRADIENT]
         return [Action(kind, micro_batch, chunk) for kind in kinds]
