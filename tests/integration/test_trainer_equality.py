@@ -21,22 +21,35 @@ LOSS_TOLERANCE = 5e-6
 
 TRAIN = "tests.harness.training:train"
 
+# Overlapped products are made in row chunks: another order of sums inside the library, hence a tolerance and not bits
+OVERLAPPED_TP = {"tp": True}
 # Larger micro-batches where many ranks talk in every layer: fewer, and the grouping of samples is compared as well.
 LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
     "one, full recompute": ({"recompute": "full"}, 4),
     "one, selective recompute": ({"recompute": "selective"}, 4),
     "pp2vpp2dp2": ({"pp": 2, "virtual_stages": 2, "dp": 2}, 1),
     "pp4vpp2, full recompute": ({"pp": 4, "virtual_stages": 2, "recompute": "full"}, 2),
-    "tp2pp2vpp2 uneven, selective recompute": (
-        {"tp": 2, "pp": 2, "virtual_stages": 2, "stage_layers": [3, 2, 2, 1], "recompute": "selective"},
+    "tp2pp2vpp2 uneven, selective recompute, overlapped tp": (
+        {
+            "tp": 2,
+            "pp": 2,
+            "virtual_stages": 2,
+            "stage_layers": [3, 2, 2, 1],
+            "recompute": "selective",
+            "overlap": OVERLAPPED_TP,
+        },
         4,
     ),
     "tp2pp2dp2": ({"tp": 2, "pp": 2, "dp": 2}, 1),
-    "tp4": ({"tp": 4}, 4),
+    "tp2pp2dp2, overlapped tp": ({"tp": 2, "pp": 2, "dp": 2, "overlap": OVERLAPPED_TP}, 1),
+    "tp4, overlapped tp": ({"tp": 4, "overlap": OVERLAPPED_TP}, 4),
     "pp4": ({"pp": 4}, 1),
     "pp3": ({"pp": 3}, 2),
     "dp4": ({"dp": 4}, 1),
-    "tp2dp2": ({"tp": 2, "dp": 2}, 2),
+    "tp2dp2, full recompute, overlapped tp": (
+        {"tp": 2, "dp": 2, "recompute": "full", "overlap": OVERLAPPED_TP},
+        2,
+    ),
 }
 MODELS: dict[str, dict[str, Any]] = {
     "parallel": {"block": "parallel"},
@@ -78,17 +91,17 @@ def reference(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Calla
     ("layout", "model"),
     [
         ("tp2pp2dp2", "parallel"),
-        ("tp2pp2dp2", "serial"),
-        ("tp4", "parallel"),
+        ("tp2pp2dp2, overlapped tp", "serial"),
+        ("tp4, overlapped tp", "parallel"),
         ("pp4", "serial"),
         ("pp3", "parallel"),
         ("dp4", "parallel"),
-        ("tp2dp2", "grouped"),
+        ("tp2dp2, full recompute, overlapped tp", "grouped"),
         ("one, full recompute", "parallel"),
         ("one, selective recompute", "serial"),
         ("pp2vpp2dp2", "parallel"),
         ("pp4vpp2, full recompute", "grouped"),
-        ("tp2pp2vpp2 uneven, selective recompute", "grouped"),
+        ("tp2pp2vpp2 uneven, selective recompute, overlapped tp", "grouped"),
     ],
 )
 def test_layout_trains_as_one_process(
@@ -119,7 +132,7 @@ def test_layout_trains_as_one_process(
 
 
 def test_a_job_repeats_and_resumes_bit_for_bit(pool: RankPool, tmp_path: Path) -> None:
-    job = tiny_job(parallelism={"tp": 2, "pp": 2, "dp": 2})
+    job = tiny_job(parallelism={"tp": 2, "pp": 2, "dp": 2, "overlap": OVERLAPPED_TP})
     program = "tests.harness.training:train_and_resume"
     results = pool.run(program, 8, tmp_path / "first", job=job)
     assert pool.run(program, 8, tmp_path / "second", job=job) == results, "the same job ran to other bits"
