@@ -23,7 +23,8 @@ TRAIN = "tests.harness.training:train"
 STEPS = 10
 # bf16 keeps 8 bits: activations differ by 2^-8 between layouts, which a loss of 5.7 averaged over tokens mostly cancels
 TOLERANCES = {"fp32": 1e-4, "bf16": 3e-2}
-LAYOUTS: list[dict[str, int]] = [
+OVERLAPPED_TP: dict[str, Any] = {"tp": 2, "overlap": {"tp": True}}
+LAYOUTS: list[dict[str, Any]] = [
     {"tp": 2},
     {"pp": 2},
     {"dp": 2},
@@ -34,6 +35,11 @@ LAYOUTS: list[dict[str, int]] = [
     {"tp": 4},
     {"tp": 2, "pp": 2, "dp": 2},
     {"tp": 8},
+    OVERLAPPED_TP,
+    {**OVERLAPPED_TP, "recompute": "full"},
+    {**OVERLAPPED_TP, "pp": 2, "virtual_stages": 2},
+    {**OVERLAPPED_TP, "tp": 4},
+    {**OVERLAPPED_TP, "tp": 8},
 ]
 
 
@@ -43,7 +49,7 @@ def pool() -> Iterator[RankPool]:
         yield ready
 
 
-def _world_size(parallelism: dict[str, int]) -> int:
+def _world_size(parallelism: dict[str, Any]) -> int:
     return math.prod(parallelism.get(axis, 1) for axis in ("tp", "pp", "dp"))
 
 
@@ -63,9 +69,9 @@ def _job(precision: str, parallelism: dict[str, Any], block: str = "parallel", *
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("block", ["parallel", "serial"])
-@pytest.mark.parametrize("parallelism", LAYOUTS, ids=lambda sizes: "".join(f"{k}{v}" for k, v in sizes.items()))
+@pytest.mark.parametrize("parallelism", LAYOUTS, ids=lambda sizes: " ".join(f"{k}{v}" for k, v in sizes.items()))
 def test_layout_trains_as_one_device(
-    parallelism: dict[str, int], block: str, precision: str, pool: RankPool, tmp_path: Path
+    parallelism: dict[str, Any], block: str, precision: str, pool: RankPool, tmp_path: Path
 ) -> None:
     world_size = _world_size(parallelism)
     _need(world_size)
@@ -81,9 +87,9 @@ def test_layout_trains_as_one_device(
         np.testing.assert_array_equal(initial[name], values, err_msg=name)
 
 
-@pytest.mark.parametrize("parallelism", [{}, {"tp": 2}, {"tp": 2, "pp": 2, "dp": 2}])
+@pytest.mark.parametrize("parallelism", [{}, {"tp": 2}, OVERLAPPED_TP, {"tp": 2, "pp": 2, "dp": 2}])
 def test_deterministic_mode_repeats_and_resumes_bit_for_bit(
-    parallelism: dict[str, int], pool: RankPool, tmp_path: Path
+    parallelism: dict[str, Any], pool: RankPool, tmp_path: Path
 ) -> None:
     world_size = _world_size(parallelism)
     _need(world_size)
@@ -97,9 +103,9 @@ def test_deterministic_mode_repeats_and_resumes_bit_for_bit(
 
 
 @pytest.mark.parametrize("documents", [True, False])
-@pytest.mark.parametrize("parallelism", [{}, {"tp": 2}, {"pp": 2}, {"dp": 2}])
+@pytest.mark.parametrize("parallelism", [{}, {"tp": 2}, OVERLAPPED_TP, {"pp": 2}, {"dp": 2}])
 def test_a_step_never_waits_for_the_device(
-    parallelism: dict[str, int], documents: bool, pool: RankPool, tmp_path: Path
+    parallelism: dict[str, Any], documents: bool, pool: RankPool, tmp_path: Path
 ) -> None:
     world_size = _world_size(parallelism)
     _need(world_size)
@@ -124,7 +130,7 @@ def test_an_update_waits_for_a_snapshot_on_another_stream(pool: RankPool, tmp_pa
 
 @pytest.mark.parametrize("parallelism", [{}, {"pp": 2, "virtual_stages": 2}])
 def test_evaluation_is_the_loss_of_a_step_without_the_step(
-    parallelism: dict[str, int], pool: RankPool, tmp_path: Path
+    parallelism: dict[str, Any], pool: RankPool, tmp_path: Path
 ) -> None:
     world_size = _world_size(parallelism)
     _need(world_size)

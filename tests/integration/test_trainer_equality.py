@@ -172,7 +172,7 @@ def test_a_rank_that_stalls_fails_its_group_in_time(pool: RankPool, tmp_path: Pa
 def test_evaluation_is_the_loss_of_a_step_without_the_step(pool: RankPool, tmp_path: Path) -> None:
     program = "tests.harness.training:evaluate"
     one = pool.run(program, 1, tmp_path / "one", job=tiny_job())[0]
-    interleaved = {"tp": 2, "pp": 2, "virtual_stages": 2}
+    interleaved = {"tp": 2, "pp": 2, "virtual_stages": 2, "overlap": OVERLAPPED_TP}
     for result in [one, *pool.run(program, 4, tmp_path / "interleaved", job=tiny_job(parallelism=interleaved))]:
         assert result["before"][0] == pytest.approx(result["losses"][0], abs=LOSS_TOLERANCE)
         assert result["after"] == result["again"], "an evaluation changes nothing"
