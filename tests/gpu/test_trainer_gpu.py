@@ -24,6 +24,7 @@ STEPS = 10
 # bf16 keeps 8 bits: activations differ by 2^-8 between layouts, which a loss of 5.7 averaged over tokens mostly cancels
 TOLERANCES = {"fp32": 1e-4, "bf16": 3e-2}
 AHEAD = {"overlap": {"pp": True}}
+OVERLAPPED_TP: dict[str, Any] = {"tp": 2, "overlap": {"tp": True}}
 LAYOUTS: list[dict[str, Any]] = [
     {"tp": 2},
     {"pp": 2},
@@ -35,6 +36,11 @@ LAYOUTS: list[dict[str, Any]] = [
     {"tp": 4},
     {"tp": 2, "pp": 2, "dp": 2, **AHEAD},
     {"tp": 8},
+    OVERLAPPED_TP,
+    {**OVERLAPPED_TP, "recompute": "full"},
+    {**OVERLAPPED_TP, "pp": 2, "virtual_stages": 2},
+    {**OVERLAPPED_TP, "tp": 4},
+    {**OVERLAPPED_TP, "tp": 8},
 ]
 
 
@@ -104,9 +110,9 @@ def test_posting_receives_ahead_changes_no_bit(
     assert ahead == plain
 
 
-@pytest.mark.parametrize("parallelism", [{}, {"tp": 2}, {"tp": 2, "pp": 2, "dp": 2}])
+@pytest.mark.parametrize("parallelism", [{}, {"tp": 2}, OVERLAPPED_TP, {"tp": 2, "pp": 2, "dp": 2}])
 def test_deterministic_mode_repeats_and_resumes_bit_for_bit(
-    parallelism: dict[str, int], pool: RankPool, tmp_path: Path
+    parallelism: dict[str, Any], pool: RankPool, tmp_path: Path
 ) -> None:
     world_size = _world_size(parallelism)
     _need(world_size)
@@ -120,7 +126,7 @@ def test_deterministic_mode_repeats_and_resumes_bit_for_bit(
 
 
 @pytest.mark.parametrize("documents", [True, False])
-@pytest.mark.parametrize("parallelism", [{}, {"tp": 2}, {"pp": 2, **AHEAD}, {"dp": 2}])
+@pytest.mark.parametrize("parallelism", [{}, {"tp": 2}, OVERLAPPED_TP, {"pp": 2, **AHEAD}, {"dp": 2}])
 def test_a_step_never_waits_for_the_device(
     parallelism: dict[str, Any], documents: bool, pool: RankPool, tmp_path: Path
 ) -> None:

@@ -9,7 +9,9 @@ interleaving the edges form a ring; two stages then share two edges, one each wa
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
@@ -48,6 +50,18 @@ class Group:
         self._status = status if handle is not None else None
         self._row = self._status.row(name) if self._status is not None else -1
         self._event: torch.cuda.Event | None = None
+
+    @property
+    def handle(self) -> dist.ProcessGroup | None:
+        """torch's group; None in a group of one."""
+        return self._handle
+
+    @contextlib.contextmanager
+    def operation(self, tensor: torch.Tensor) -> Iterator[None]:
+        """Count the body as one operation of the group, on the device of ``tensor``: it communicates by other means."""
+        self._enter()
+        yield
+        self._leave(tensor)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum ``tensor`` over the ranks, in place."""

@@ -6,16 +6,15 @@ import torch
 
 from megascale_common.job_config import JobConfig
 from megascale_executor.trainer.batch import MicroBatch
-from megascale_executor.trainer.groups import Group
 from megascale_executor.trainer.model.layer import normalise
-from megascale_executor.trainer.model.linear import linear
+from megascale_executor.trainer.model.linear import column_parallel
 from megascale_executor.trainer.model.weights import Weights
-from megascale_executor.trainer.parallel.tensor.sequence import gather_sequence
+from megascale_executor.trainer.parallel.tensor.products import TensorParallel
 from megascale_kernels.cross_entropy import cross_entropy
 
 
 def loss_sums(
-    hidden: torch.Tensor, batch: MicroBatch, weights: Weights, config: JobConfig, tp: Group
+    hidden: torch.Tensor, batch: MicroBatch, weights: Weights, config: JobConfig, tp: TensorParallel
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The objective of a micro-batch and what is reported of it, both as *sums* over tokens.
 
@@ -33,11 +32,11 @@ def loss_sums(
     table = weights["head.weight"]
     width = table.value.shape[0]
     first = tp.index * width
-    normed = gather_sequence(normalise(hidden, weights, "final_norm", config.model), tp)
-    logits = linear(normed, table, "out_in").flatten(0, 1)
+    normed = normalise(hidden, weights, "final_norm", config.model)
+    logits = column_parallel(normed, table, tp).flatten(0, 1)
     columns = max(0, min(width, vocabulary - first))
     entropy, log_z = cross_entropy(
-        logits, batch.targets.t().flatten(), first, columns, tp.all_reduce_max, tp.all_reduce
+        logits, batch.targets.t().flatten(), first, columns, tp.group.all_reduce_max, tp.group.all_reduce
     )
     weight = batch.loss_weight.t().flatten()
     entropy_sum = (weight * entropy).sum()

@@ -16,10 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from megascale_common.job_config import JobConfig, ModelConfig
 from megascale_executor.trainer.batch import MicroBatch
-from megascale_executor.trainer.groups import Group
-from megascale_executor.trainer.model.linear import linear
+from megascale_executor.trainer.model.linear import column_parallel, row_parallel
 from megascale_executor.trainer.model.weights import Weights
-from megascale_executor.trainer.parallel.tensor.sequence import gather_sequence, reduce_scatter_sequence
+from megascale_executor.trainer.parallel.tensor.products import TensorParallel
 from megascale_kernels.activation import gelu, swiglu
 from megascale_kernels.attention import AttentionMask, attention, attention_mask
 from megascale_kernels.norm import layer_norm, rms_norm
@@ -54,7 +53,7 @@ def batch_context(batch: MicroBatch, config: JobConfig, window: int) -> Context:
     return Context(mask, rotary, config.parallelism.recompute == "selective")
 
 
-def layer(x: torch.Tensor, context: Context, weights: Weights, model: ModelConfig, tp: Group) -> torch.Tensor:
+def layer(x: torch.Tensor, context: Context, weights: Weights, model: ModelConfig, tp: TensorParallel) -> torch.Tensor:
     """[S / tp, B, H] to [S / tp, B, H]; ``weights`` are the layer's own, by their names inside the layer."""
     if model.block == "parallel":
         inputs = _input(normalise(x, weights, "norm", model), weights, "", tp)
@@ -77,16 +76,16 @@ def normalise(x: torch.Tensor, weights: Weights, name: str, model: ModelConfig) 
     return layer_norm(x, weight, bias.tracked() if bias is not None else None, model.norm_epsilon)
 
 
-def _input(x: torch.Tensor, weights: Weights, kind: str, tp: Group) -> torch.Tensor:
+def _input(x: torch.Tensor, weights: Weights, kind: str, tp: TensorParallel) -> torch.Tensor:
     """Column-parallel projection: [S / tp, B, H] to this rank's columns for the whole sequence, [S, B, width]."""
-    y = linear(gather_sequence(x, tp), weights[f"{kind}in.weight"], "out_in")
+    y = column_parallel(x, weights[f"{kind}in.weight"], tp)
     bias = weights.get(f"{kind}in.bias")
     return y if bias is None else y + bias.tracked()
 
 
-def _output(x: torch.Tensor, weights: Weights, kind: str, biases: tuple[str, ...], tp: Group) -> torch.Tensor:
+def _output(x: torch.Tensor, weights: Weights, kind: str, biases: tuple[str, ...], tp: TensorParallel) -> torch.Tensor:
     """Row-parallel projection: [S, B, width] to [S / tp, B, H], summed over tp; then the biases, once."""
-    y = reduce_scatter_sequence(linear(x, weights[f"{kind}out.weight"], "in_out"), tp)
+    y = row_parallel(x, weights[f"{kind}out.weight"], tp)
     for name in biases:
         if (bias := weights.get(f"{name}.bias")) is not None:
             y = y + bias.tracked()

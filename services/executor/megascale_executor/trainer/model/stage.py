@@ -10,11 +10,11 @@ from torch.utils.checkpoint import checkpoint
 from megascale_common.job_config import JobConfig
 from megascale_common.parameter_slices import ModelChunk
 from megascale_executor.trainer.batch import MicroBatch
-from megascale_executor.trainer.groups import Group
 from megascale_executor.trainer.model.embedding import embed
 from megascale_executor.trainer.model.head import loss_sums
 from megascale_executor.trainer.model.layer import batch_context, layer
 from megascale_executor.trainer.model.weights import Weights, subset
+from megascale_executor.trainer.parallel.tensor.products import TensorParallel
 
 
 class Stage:
@@ -23,7 +23,7 @@ class Stage:
     ``last`` says that it ends the model: its forward is followed by :meth:`loss`.
     """
 
-    def __init__(self, config: JobConfig, chunk: ModelChunk, weights: Weights, tp: Group) -> None:
+    def __init__(self, config: JobConfig, chunk: ModelChunk, weights: Weights, tp: TensorParallel) -> None:
         self._config, self._weights, self._tp = config, weights, tp
         self.last = chunk.last
         self._layers = [(config.model.window_of(index), subset(weights, f"layers.{index}.")) for index in chunk.layers]
@@ -31,7 +31,7 @@ class Stage:
     def forward(self, received: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
         """Hidden states [S / tp, B, H]; ``received`` are those of the stage before (None on the first stage)."""
         model, tp = self._config.model, self._tp
-        hidden = embed(batch, self._weights, model, tp) if received is None else received
+        hidden = embed(batch, self._weights, model, tp.group) if received is None else received
         windows = {window for window, _ in self._layers}
         contexts = {window: batch_context(batch, self._config, window) for window in windows}
         for window, weights in self._layers:

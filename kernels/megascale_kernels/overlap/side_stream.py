@@ -1,0 +1,45 @@
+"""A high-priority stream beside the current one, for transfers that computation hides.
+
+On a CPU there is none, and what is written first runs first. "Main" is the stream that is current for the caller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+_HIGH_PRIORITY = -1
+
+
+class SideStream:
+    """The stream; order between it and main is made by the calls below alone, on the device, never on the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
+
+    def follow_main(self) -> None:
+        """What comes on the side stream waits for all that main has been given so far."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Give the body's work to the side stream. The body allocates nothing: memory belongs to a stream."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def mark(self) -> torch.cuda.Event | None:
+        """A point after all that the side stream has been given so far, for :meth:`hold_main`."""
+        return None if self._stream is None else self._stream.record_event()
+
+    def hold_main(self, mark: torch.cuda.Event | None) -> None:
+        """What comes on main waits for ``mark``."""
+        if mark is not None and self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(mark)

@@ -1,0 +1,204 @@
+"""On a device nothing but streams, events and barriers orders the accesses of overlapped products: is that enough?
+
+A race detector in the manner of vector clocks. Each rank's operations are run by one thread with a side stream that
+only takes notes; every tensor operation is noted with the stream it would run on and the bytes it reads and writes.
+Then two accesses of the same bytes, one of them a write, must be ordered by streams, marks or barriers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megascale_kernels.overlap import products as products_module
+from megascale_kernels.overlap.products import OverlappedProducts, region_bytes
+
+MAIN, SIDE = 0, 1
+Clock = dict[tuple[int, int], int]  # newest known note of each (rank, stream)
+
+
+@dataclass(frozen=True)
+class _Access:
+    rank: int
+    stream: int
+    start: int
+    stop: int
+    write: bool
+    count: int
+    clock: Clock
+
+    def races(self, other: _Access) -> bool:
+        """Whether ``self``, noted earlier, meets ``other`` without being known to be over by then."""
+        if (self.rank, self.stream) == (other.rank, other.stream) or not (self.write or other.write):
+            return False
+        before = other.clock.get((self.rank, self.stream), 0) >= self.count
+        after = self.clock.get((other.rank, other.stream), 0) >= other.count
+        return self.start < other.stop and other.start < self.stop and not before and not after
+
+
+class _Notes(TorchDispatchMode):
+    """What one rank did, in the order in which its thread said so; also its side stream and its peer memory."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, rank: int, regions: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.rank, self.size, self.size_bytes = rank, len(regions), regions[0].numel()
+        self._regions, self._stream, self._marks = regions, MAIN, 0
+        self.notes: list[tuple[str, Any]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        schema = function._schema
+        made = [value.alias_info for value in schema.returns]
+        if not any(alias is not None and not alias.is_write for alias in made):  # else a view: touches nothing
+            for position, argument in enumerate(schema.arguments):
+                value = args[position] if position < len(args) else (kwargs or {}).get(argument.name)
+                if isinstance(value, torch.Tensor):
+                    write = argument.alias_info is not None and argument.alias_info.is_write
+                    self.notes.append(("access", (self._stream, *self._bytes_of(value), write)))
+            if made and made[0] is None and "empty" not in str(function):
+                self.notes.append(("access", (self._stream, *self._bytes_of(result), True)))
+        return result
+
+    def _bytes_of(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """Addresses; memory that is not shared lies apart for each rank. What is freed may be given out again."""
+        start = tensor.data_ptr()
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        if not any(0 <= start - region.data_ptr() < region.numel() for region in self._regions):
+            start += (self.rank + 1) << 52
+        return start, start + (last + 1) * tensor.itemsize
+
+    # the side stream
+
+    def follow_main(self) -> None:
+        self.notes.append(("follow", None))
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        self._stream = SIDE
+        yield
+        self._stream = MAIN
+
+    def mark(self) -> int:
+        self._marks += 1
+        self.notes.append(("mark", self._marks))
+        return self._marks
+
+    def hold_main(self, mark: int) -> None:
+        self.notes.append(("hold", mark))
+
+    # the memory
+
+    def tensor_of(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:
+        length = torch.Size(shape).numel() * dtype.itemsize
+        return self._regions[rank][offset_bytes : offset_bytes + length].view(dtype).view(tuple(shape))
+
+    def barrier(self) -> None:
+        assert self._stream == SIDE, "all barriers on one stream"
+        self.notes.append(("barrier", None))
+
+
+def _races(ranks: list[_Notes]) -> list[tuple[_Access, _Access]]:
+    """All pairs of accesses that nothing orders; the barriers of the ranks are met together, one after the other."""
+    clocks: dict[tuple[int, int], Clock] = {(notes.rank, stream): {} for notes in ranks for stream in (MAIN, SIDE)}
+    accesses: list[_Access] = []
+    left = [list(reversed(notes.notes)) for notes in ranks]
+    marks: dict[tuple[int, int], Clock] = {}
+    while any(left):
+        for rank, notes in enumerate(left):
+            while notes and (note := notes.pop())[0] != "barrier":
+                _replay(rank, note, clocks, marks, accesses)
+        known = _join(*(clocks[rank, SIDE] for rank in range(len(ranks))))
+        for rank in range(len(ranks)):
+            clocks[rank, SIDE] = known
+    return [(one, other) for number, other in enumerate(accesses) for one in accesses[:number] if one.races(other)]
+
+
+def _replay(
+    rank: int,
+    note: tuple[str, Any],
+    clocks: dict[tuple[int, int], Clock],
+    marks: dict[tuple[int, int], Clock],
+    accesses: list[_Access],
+) -> None:
+    kind, value = note
+    if kind == "follow":
+        clocks[rank, SIDE] = _join(clocks[rank, SIDE], clocks[rank, MAIN])
+    elif kind == "mark":
+        marks[rank, value] = clocks[rank, SIDE]
+    elif kind == "hold":
+        clocks[rank, MAIN] = _join(clocks[rank, MAIN], marks[rank, value])
+    else:
+        stream, start, stop, write = value
+        place = (rank, stream)
+        count = clocks[place].get(place, 0) + 1
+        clocks[place] = {**clocks[place], place: count}
+        accesses.append(_Access(rank, stream, start, stop, write, count, clocks[place]))
+
+
+def _join(*clocks: Clock) -> Clock:
+    return {place: max(clock.get(place, 0) for clock in clocks) for clock in clocks for place in clock}
+
+
+def _run(size: int, chunks: int, monkeypatch: pytest.MonkeyPatch, notes_type: type[_Notes] = _Notes) -> list[_Notes]:
+    """What each rank notes of the same ten operations."""
+    kinds = random.Random(size).choices((False, True), k=7)
+    kinds += [True, True, False, False, True]  # each after each, and each after itself
+    regions = [torch.zeros(region_bytes(4 * 6 * size * 8), dtype=torch.uint8) for _ in range(size)]
+    ranks = []
+    for rank in range(size):
+        notes = notes_type(rank, regions)
+        monkeypatch.setattr(products_module, "SideStream", lambda device, side=notes: side)
+        with torch.no_grad(), notes:
+            products = OverlappedProducts(notes, chunks)
+            weight = torch.ones(8, 8)
+            for gathers in kinds:
+                x = torch.ones(6 if gathers else 6 * size, 1, 8)
+                if gathers:
+                    product, gathered = products.gather_multiply(x, weight)
+                    torch.mm(gathered.flatten(0, 1).t(), product.flatten(0, 1))
+                else:
+                    products.multiply_scatter(x, weight, partial(torch.sum, x)).add_(1.0)
+        ranks.append(notes)
+    return ranks
+
+
+@pytest.mark.parametrize(("size", "chunks"), [(2, 1), (2, 3), (3, 1), (4, 2)])
+def test_every_conflict_is_ordered(size: int, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = _run(size, chunks, monkeypatch)
+    assert len(ranks[0].notes) > 100
+    assert _races(ranks) == []
+
+
+class _WithoutHold(_Notes):
+    def hold_main(self, mark: int) -> None:
+        pass
+
+
+class _WithoutFollow(_Notes):
+    def follow_main(self) -> None:
+        pass
+
+
+class _WithoutBarrier(_Notes):
+    def barrier(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("broken", [_WithoutHold, _WithoutFollow, _WithoutBarrier])
+def test_the_detector_sees_a_missing_order(broken: type[_Notes], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _races(_run(2, 1, monkeypatch, broken))
+
+
+def test_the_detector_sees_a_slot_that_is_used_again_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products_module, "_SLOTS", 1)
+    assert _races(_run(2, 1, monkeypatch))

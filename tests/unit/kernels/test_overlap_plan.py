@@ -1,0 +1,62 @@
+"""The plans of overlapped products: every row once, own rows first or last, each row with its owner."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megascale_kernels.overlap.plan import Piece, Step, gather_plan, scatter_plan
+
+SIZES = st.integers(1, 9)
+ROWS = st.integers(1, 40)
+CHUNKS = st.integers(1, 50)
+
+
+@given(st.data(), SIZES, ROWS, CHUNKS)
+def test_every_row_is_multiplied_once_and_travels_once(data: st.DataObject, size: int, rows: int, chunks: int) -> None:
+    index = data.draw(st.integers(0, size - 1))
+    for plan in (gather_plan(index, size, rows, chunks), scatter_plan(index, size, rows, chunks)):
+        covered = [row for step in plan for row in range(step.start, step.stop)]
+        assert sorted(covered) == list(range(size * rows))
+        for step in plan:
+            pieces = [row for piece in step.pieces for row in range(piece.start, piece.stop)]
+            assert pieces == list(range(step.start, step.stop))
+            assert all(row // rows == piece.owner for piece in step.pieces for row in range(piece.start, piece.stop))
+
+
+@given(st.data(), SIZES, ROWS, CHUNKS)
+def test_own_rows_come_first_or_last_and_peers_in_cyclic_order(
+    data: st.DataObject, size: int, rows: int, chunks: int
+) -> None:
+    index = data.draw(st.integers(0, size - 1))
+    own, *peers = gather_plan(index, size, rows, chunks)
+    assert (own.start, own.stop) == (index * rows, (index + 1) * rows)
+    assert scatter_plan(index, size, rows, chunks) == (*peers, own)
+    whole = size * rows
+    travelled = [row for step in peers for row in range(step.start, step.stop)]
+    assert travelled == [row % whole for row in range(own.stop, own.stop + whole - rows)]
+
+
+@given(st.data(), st.integers(2, 9), ROWS, CHUNKS)
+def test_as_many_steps_of_like_size_as_asked_for(data: st.DataObject, size: int, rows: int, chunks: int) -> None:
+    index = data.draw(st.integers(0, size - 1))
+    steps = gather_plan(index, size, rows, chunks)[1:]
+    wanted = min(chunks, (size - 1) * rows)
+    leaps = sum(step.start == 0 for step in steps[1:])
+    assert wanted <= len(steps) <= wanted + leaps
+    if not leaps:
+        lengths = [step.stop - step.start for step in steps]
+        assert max(lengths) - min(lengths) <= (rows if chunks < size - 1 else 1)
+
+
+def test_an_example() -> None:
+    found = [(step.start, step.stop, [piece.owner for piece in step.pieces]) for step in gather_plan(2, 4, 10, 2)]
+    assert found == [(20, 30, [2]), (30, 40, [3]), (0, 20, [0, 1])]
+    assert gather_plan(0, 2, 10, 2)[1:] == (Step(10, 15, (Piece(1, 10, 15),)), Step(15, 20, (Piece(1, 15, 20),)))
+
+
+@pytest.mark.parametrize(("rows", "chunks"), [(0, 1), (4, 0)])
+def test_nothing_to_cut_is_refused(rows: int, chunks: int) -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        gather_plan(0, 2, rows, chunks)
