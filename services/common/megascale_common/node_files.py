@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import PurePosixPath
 
-
 TRACE_PREFIX = "trace-"  # with a dot before it while it is being written
 
 

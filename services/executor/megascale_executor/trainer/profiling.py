@@ -10,36 +10,23 @@ what fails is told.
 from __future__ import annotations
 
 import contextlib
-import os
 import select
-import shutil
 import socket
-import threading
 import time
 import traceback
-import zlib
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch.autograd import profiler
-from torch.autograd.profiler import record_function
 
 from megascale_common import framing
 from megascale_common.local_messages import Profiled, ProfileSteps
 from megascale_executor.trainer import spans
+from megascale_executor.trainer.trace_writer import State, TraceWriter, text_of
 
-State = Literal["written", "skipped", "failed"]
-
-MAX_RAW_BYTES = 2 << 30  # of a trace before compression; browsers give up earlier
-MIN_FREE_BYTES = 1 << 30  # a trace is not worth a full disk
 LAST_TRACE_TIMEOUT_S = 120.0
-_WRITER_NICENESS = 10
-_PART_BYTES = 1 << 20
-_GZIP = 16 + zlib.MAX_WBITS
-_END = b'"traceName"'  # the last key that the profiler writes
 
 
 @dataclass(slots=True)
@@ -59,7 +46,7 @@ class StepProfiler:
         self._wanted: ProfileSteps | None = None
         self._ready: Any = None  # the profiler of ``_wanted``, once it is made ready
         self._run: _Run | None = None
-        self._writer: _Writer | None = None
+        self._writer: TraceWriter | None = None
         self._inbox = select.poll()
         self._inbox.register(agent, select.POLLIN)
 
@@ -71,7 +58,7 @@ class StepProfiler:
         if self._wanted is not None:
             self._approach(self._wanted, step)
         if self._run is not None:
-            self._run.step_span = record_function(f"step {step}")
+            self._run.step_span = spans.span("step", step)
             self._run.step_span.__enter__()
 
     def after(self, step: int) -> None:
@@ -88,10 +75,11 @@ class StepProfiler:
         try:
             run.profile.__exit__(None, None, None)  # waits for the device: its last kernels belong to the trace
         except Exception as error:
-            self._tell(run.command, "failed", _text(error))
+            self._tell(run.command, "failed", text_of(error))
             return
         print(f"profile: events collected in {time.monotonic() - begin_s:.3f} s after step {step}", flush=True)
-        self._writer = _Writer(run.command, run.profile)
+        self._writer = TraceWriter(run.command, run.profile)
+        self._writer.start()
 
     def finish(self) -> None:
         """After the last step: wait for the trace that is being written."""
@@ -126,7 +114,7 @@ class StepProfiler:
                     self._wanted, self._ready, self._run = None, None, _Run(command, self._ready)
                     spans.switch(True)
             except Exception as error:
-                self._drop(command, "failed", _text(error))
+                self._drop(command, "failed", text_of(error))
 
     def _make_ready(self) -> None:
         """On GPUs this may take a while the first time."""
@@ -169,71 +157,3 @@ class StepProfiler:
             "detail": detail,
         }
         framing.send(self._agent, dict(answer))
-
-
-class _Writer(threading.Thread):
-    """Writes one trace; ``outcome`` holds state, detail and size once it has ended."""
-
-    def __init__(self, command: ProfileSteps, profile: Any) -> None:
-        super().__init__(name="trace-writer", daemon=True)
-        self.command = command
-        self.outcome: tuple[State, str, int] = ("failed", "the writer ended without a word", 0)
-        self._profile = profile
-        self.start()
-
-    def run(self) -> None:
-        """Body of the thread."""
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WRITER_NICENESS)  # of this thread alone
-        try:
-            size_bytes = write_trace(self._profile, Path(self.command["path"]))
-            self.outcome = ("written", "", size_bytes)
-        except Exception as error:
-            self.outcome = ("failed", _text(error), 0)
-        finally:
-            self._profile = None
-
-
-def write_trace(profile: Any, path: Path) -> int:
-    """Write what a profiler has collected to ``path`` as gzipped JSON, all of it or nothing; its size in bytes.
-
-    Raises:
-        OSError: no room, or the trace cannot be written.
-        ValueError: it is larger than MAX_RAW_BYTES.
-    """
-    free_bytes = shutil.disk_usage(path.parent).free
-    if free_bytes < MIN_FREE_BYTES:
-        raise OSError(f"{path.parent} has {free_bytes} bytes left; a trace is not written below {MIN_FREE_BYTES}")
-    raw, packed = path.with_name(f".{path.name}.raw"), path.with_name(f".{path.name}.part")
-    try:
-        profile.export_chrome_trace(str(raw))
-        _check_whole(raw)
-        _compress(raw, packed)
-        packed.replace(path)
-    finally:
-        raw.unlink(missing_ok=True)
-        packed.unlink(missing_ok=True)
-    return path.stat().st_size
-
-
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _check_whole(raw: Path) -> None:
-    """The profiler says nothing of a disk that is full."""
-    size_bytes = raw.stat().st_size
-    if size_bytes > MAX_RAW_BYTES:
-        raise ValueError(f"the trace has {size_bytes} bytes, the limit is {MAX_RAW_BYTES}; profile fewer steps")
-    with raw.open("rb") as file:
-        file.seek(max(size_bytes - 2 * len(str(raw)) - 1024, 0))
-        tail = file.read()
-    if _END not in tail or not tail.rstrip().endswith(b"}"):
-        raise OSError(f"the trace was cut after {size_bytes} bytes: is the disk full?")
-
-
-def _compress(raw: Path, packed: Path) -> None:
-    packer = zlib.compressobj(level=1, wbits=_GZIP)
-    with raw.open("rb") as source, packed.open("wb") as target:
-        while part := source.read(_PART_BYTES):
-            target.write(packer.compress(part))
-        target.write(packer.flush())
