@@ -62,8 +62,8 @@ def write_trace(profile: Any, path: Path) -> int:
         _compress(raw, packed)
         packed.replace(path)
     finally:
-        raw.unlink(missing_ok=True)
-        packed.unlink(missing_ok=True)
+        for unfinished in path.parent.glob(f".{path.name}.*"):  # the profiler has a name of its own for half a file
+            unfinished.unlink(missing_ok=True)
     return path.stat().st_size
 
 
@@ -73,7 +73,9 @@ def text_of(error: Exception) -> str:
 
 
 def _check_whole(raw: Path) -> None:
-    """The profiler says nothing of a disk that is full."""
+    """The profiler raises nothing when its file cannot be written: it leaves none, or one that is cut."""
+    if not raw.exists():
+        raise OSError(f"the profiler left no file in {raw.parent}: is the disk full? The rank's log has its words")
     size_bytes = raw.stat().st_size
     if size_bytes > MAX_RAW_BYTES:
         raise ValueError(f"the trace has {size_bytes} bytes, the limit is {MAX_RAW_BYTES}; profile fewer steps")
