@@ -46,7 +46,7 @@ class Desk:
         return received[0] if received is not None else None
 
     def answer(self, rank: int, profile: str, state: str, detail: str = "") -> None:
-        message = {"kind": "profiled", "id": profile, "state": state, "path": f"/{rank}", "size_bytes": 9}
+        message = {"kind": "profiled", "id": profile, "state": state, "size_bytes": 9}
         self.profiles.take(rank, {**message, "detail": detail})
 
     def reports(self) -> list[tuple[str, int, str]]:

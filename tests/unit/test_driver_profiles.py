@@ -72,7 +72,7 @@ def test_the_nodes_of_the_ranks_are_told_and_each_trace_is_settled_once() -> Non
     assert (first.ranks, second.ranks) == ((1,), (6,))
     assert (first.id, first.first_step, first.last_step) == (second.id, second.first_step, second.last_step)
 
-    written = TraceReport(found.id, 1, TraceState.WRITTEN, "/x/trace.json.gz", 1234)
+    written = TraceReport(found.id, 1, TraceState.WRITTEN, 1234)
     for _ in range(3):  # heartbeats repeat it
         tell(desk, "n1", written)
     assert states(desk) == [TraceState.WRITTEN, TraceState.PENDING] and command(desk, "n1") is None
@@ -83,8 +83,8 @@ def test_the_nodes_of_the_ranks_are_told_and_each_trace_is_settled_once() -> Non
         ("PROFILE_REQUESTED", "ada"), ("PROFILE_WRITTEN", "nodes/n1"), ("PROFILE_MISSED", "nodes/n2"),
     ]  # fmt: skip
     assert "steps 16 to 17 on ranks 1, 6: slow" in lines[0].message
-    assert "node n1" in lines[1].message and "/x/trace.json.gz (1234 bytes)" in lines[1].message
-    assert lines[1].evidence[0].uri == "/x/trace.json.gz" and "the word came late" in lines[2].message
+    assert "node n1" in lines[1].message and f"{found.traces[0].path} (1234 bytes)" in lines[1].message
+    assert lines[1].evidence[0].uri == found.traces[0].path and "the word came late" in lines[2].message
     assert desk.feed(asked(desk, newest_step=20)) == "", "the next one may come now"
 
 
@@ -92,9 +92,9 @@ def test_what_is_not_this_nodes_to_say_changes_nothing() -> None:
     desk = running()
     desk.feed(asked(desk))
     own_id = profile(desk).id
-    tell(desk, "n2", TraceReport(own_id, 1, TraceState.WRITTEN, "/forged"))
-    tell(desk, "n1", TraceReport("older", 1, TraceState.WRITTEN, "/old"))
-    tell(desk, "n1", TraceReport(own_id, 0, TraceState.WRITTEN, "/not-asked"))
+    tell(desk, "n2", TraceReport(own_id, 1, TraceState.WRITTEN))
+    tell(desk, "n1", TraceReport("older", 1, TraceState.WRITTEN))
+    tell(desk, "n1", TraceReport(own_id, 0, TraceState.WRITTEN))
     tell(desk, "n1", TraceReport(own_id, 1, TraceState.PENDING))
     assert states(desk) == [TraceState.PENDING] * 2
     assert "PROFILE_WRITTEN" not in desk.reasons()
@@ -135,7 +135,7 @@ def test_one_at_a_time_on_a_running_job_and_a_repeated_request_is_the_same_one()
 def test_an_attempt_that_ends_loses_what_is_not_written_and_the_next_knows_nothing_of_it() -> None:
     desk = running()
     desk.feed(asked(desk))
-    tell(desk, "n1", TraceReport(profile(desk).id, 1, TraceState.WRITTEN, "/x", 1))
+    tell(desk, "n1", TraceReport(profile(desk).id, 1, TraceState.WRITTEN, 1))
     desk.fail("n2", exited(5, desk.now_s))
     assert desk.job().phase is JobPhase.STOPPING
     assert states(desk) == [TraceState.WRITTEN, TraceState.LOST]

@@ -681,14 +681,12 @@ class TraceReport(google.protobuf.message.Message):
     PROFILE_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
-    PATH_FIELD_NUMBER: builtins.int
     SIZE_BYTES_FIELD_NUMBER: builtins.int
     DETAIL_FIELD_NUMBER: builtins.int
     profile: builtins.str
     """Id of the ProfileCommand."""
     rank: builtins.int
     state: megascale.v1.types_pb2.TraceState.ValueType
-    path: builtins.str
     size_bytes: builtins.int
     detail: builtins.str
     """Why there is none."""
@@ -698,11 +696,10 @@ class TraceReport(google.protobuf.message.Message):
         profile: builtins.str = ...,
         rank: builtins.int = ...,
         state: megascale.v1.types_pb2.TraceState.ValueType = ...,
-        path: builtins.str = ...,
         size_bytes: builtins.int = ...,
         detail: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["detail", b"detail", "path", b"path", "profile", b"profile", "rank", b"rank", "size_bytes", b"size_bytes", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["detail", b"detail", "profile", b"profile", "rank", b"rank", "size_bytes", b"size_bytes", "state", b"state"]) -> None: ...
 
 Global___TraceReport: typing_extensions.TypeAlias = TraceReport
 

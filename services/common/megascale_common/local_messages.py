@@ -156,7 +156,6 @@ class Profiled(TypedDict):
     kind: Literal["profiled"]
     id: str
     state: Literal["written", "skipped", "failed"]
-    path: str
     size_bytes: int
     detail: str
 

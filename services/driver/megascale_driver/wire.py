@@ -294,8 +294,7 @@ def _status(status: link_pb2.WorkerStatus) -> RankStatus:
 
 def _trace(item: link_pb2.TraceReport) -> TraceReport:
     name = types_pb2.TraceState.Name(item.state).removeprefix("TRACE_STATE_") if item.state else "FAILED"
-    path, detail = item.path[:MAX_TEXT], item.detail[:MAX_TEXT]
-    return TraceReport(item.profile, item.rank, TraceState(name), path, item.size_bytes, detail)
+    return TraceReport(item.profile, item.rank, TraceState(name), item.size_bytes, item.detail[:MAX_TEXT])
 
 
 def _progress(item: link_pb2.CheckpointProgress) -> Progress:

@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 
 from megascale_common import node_files
 from megascale_driver.core.draft import Draft
-from megascale_driver.core.events import Evidence, ProfileRequested, Reason
+from megascale_driver.core.events import Evidence, ProfileRequested
 from megascale_driver.core.state import Job, JobPhase, Profile, Report, Trace, TraceReport, TraceState
 
 # The newest record is that of a step behind the one under way, and on GPUs the next is launched already.
@@ -92,28 +92,24 @@ def report(draft: Draft, node: str, found: Report) -> None:
         job = draft.jobs.get(found.job)
         if job is None or job.attempt != found.attempt or job.profile is None or job.profile.id != item.profile:
             return
-        awaited = {(trace.rank, trace.node) for trace in job.profile.traces if trace.state is TraceState.PENDING}
-        if (item.rank, node) in awaited and item.state is not TraceState.PENDING:
-            _settle(draft, job, job.profile, node, item)
+        trace = next((t for t in job.profile.traces if (t.rank, t.node) == (item.rank, node)), None)
+        if trace is not None and trace.state is TraceState.PENDING and item.state is not TraceState.PENDING:
+            _settle(draft, job, job.profile, trace, item)
 
 
-def _settle(draft: Draft, job: Job, profile: Profile, node: str, item: TraceReport) -> None:
-    traces = tuple(
-        replace(t, state=item.state, path=item.path or t.path, size_bytes=item.size_bytes, detail=item.detail)
-        if t.rank == item.rank
-        else t
-        for t in profile.traces
-    )
+def _settle(draft: Draft, job: Job, profile: Profile, trace: Trace, item: TraceReport) -> None:
+    settled = replace(trace, state=item.state, size_bytes=item.size_bytes, detail=item.detail)
+    traces = tuple(settled if t is trace else t for t in profile.traces)
     draft.job(job.name, profile=replace(profile, traces=traces))
+    who, node = f"rank {trace.rank} on node {trace.node}", f"nodes/{trace.node}"
     if item.state is not TraceState.WRITTEN:
-        _missed(draft, job, profile, f"rank {item.rank} on node {node}", item.detail, f"nodes/{node}")
+        _missed(draft, job, profile, who, item.detail, node)
         return
     steps = f"steps {profile.first_step} to {profile.last_step}"
     draft.log(
-        "PROFILE_WRITTEN",
-        f"rank {item.rank} on node {node} has written {steps} to {item.path} ({item.size_bytes} bytes)",
-        subject=f"jobs/{job.name}", job=job.name, actor=f"nodes/{node}", attempt=job.attempt,
-        evidence=(Evidence("trace", f"nodes/{node}", f"{item.size_bytes} bytes", item.path),),
+        "PROFILE_WRITTEN", f"{who} has written {steps} to {trace.path} ({item.size_bytes} bytes)",
+        subject=f"jobs/{job.name}", job=job.name, actor=node, attempt=job.attempt,
+        evidence=(Evidence("trace", node, f"{item.size_bytes} bytes", trace.path),),
     )  # fmt: skip
 
 
@@ -139,9 +135,8 @@ def _drop(draft: Draft, job: Job, profile: Profile, state: TraceState, why: str)
 
 
 def _missed(draft: Draft, job: Job, profile: Profile, who: str, why: str, actor: str) -> None:
-    reason: Reason = "PROFILE_MISSED"
     draft.log(
-        reason, f"no trace of steps {profile.first_step} to {profile.last_step} from {who}: {why}",
+        "PROFILE_MISSED", f"no trace of steps {profile.first_step} to {profile.last_step} from {who}: {why}",
         subject=f"jobs/{job.name}", job=job.name, actor=actor, attempt=job.attempt,
     )  # fmt: skip
 

@@ -163,7 +163,6 @@ class TraceReport:
     profile: str
     rank: int
     state: TraceState
-    path: str = ""
     size_bytes: int = 0
     detail: str = ""
 

@@ -50,7 +50,7 @@ class Profiles:
         Raises:
             KeyError, TypeError: not a Profiled message.
         """
-        self._note(message["id"], rank, message["state"], message["detail"], message["path"], message["size_bytes"])
+        self._note(message["id"], rank, message["state"], message["detail"], message["size_bytes"])
 
     def forget(self, folder: Path) -> None:
         """The attempt, with its files in ``folder``, has ended: remove what its workers were writing."""
@@ -74,16 +74,15 @@ class Profiles:
         except framing.FramingError as error:
             self._note(command.id, worker.rank, "failed", f"the worker cannot be told: {error}")
 
-    def _note(self, profile: str, rank: int, state: str, detail: str, path: str = "", size_bytes: int = 0) -> None:
+    def _note(self, profile: str, rank: int, state: str, detail: str, size_bytes: int = 0) -> None:
         if profile != self._id:
             return  # the driver waits for it no longer
-        _log.info("trace", profile=profile, rank=rank, state=state, detail=detail, path=path, size_bytes=size_bytes)
+        _log.info("trace", profile=profile, rank=rank, state=state, detail=detail, size_bytes=size_bytes)
         self._reports.append(
             link_pb2.TraceReport(
                 profile=profile,
                 rank=rank,
                 state=_STATES[state],
-                path=encodable(path),
                 size_bytes=size_bytes,
                 detail=encodable(detail[:MAX_DETAIL_CHARS]),
             )

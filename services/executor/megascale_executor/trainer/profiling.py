@@ -147,12 +147,10 @@ class StepProfiler:
     def _tell(self, command: ProfileSteps, state: State, detail: str = "", size_bytes: int = 0) -> None:
         steps = f"steps {command['first_step']} to {command['last_step']}"
         print(f"profile of {steps}: {state} {detail or command['path']}", flush=True)
-        path = command["path"] if state == "written" else ""
         answer: Profiled = {
             "kind": "profiled",
             "id": command["id"],
             "state": state,
-            "path": path,
             "size_bytes": size_bytes,
             "detail": detail,
         }
