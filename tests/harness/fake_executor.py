@@ -111,9 +111,11 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
     async def __aexit__(self, *_: object) -> None:
         if self._training is not None:
             self._tasks.append(self._training)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        pending = set(self._tasks)
+        while pending:  # a library may swallow a cancellation: ask again
+            for task in pending:
+                task.cancel()
+            _, pending = await asyncio.wait(pending, timeout=1.0)
         if self._server is not None:
             await self._server.stop(0)
 

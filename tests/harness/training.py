@@ -157,7 +157,7 @@ def stall(rank: int, world_size: int, folder: Path, *, job: dict[str, Any]) -> d
     trainer.initialise()
     begin, error = time.monotonic(), ""
     if rank == world_size - 1:
-        time.sleep(4.0)
+        time.sleep(6.0)
     else:
         try:
             step(trainer, rank).read()

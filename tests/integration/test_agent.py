@@ -102,7 +102,7 @@ async def test_attempt_runs_to_its_end(driver: RecordingDriver, agent: AgentProc
     begin = time.monotonic()
     version = driver.want(PREPARE, given)
     prepared = await driver.until_phase(link_pb2.ATTEMPT_PHASE_PREPARED)
-    assert time.monotonic() - begin < 3.0
+    assert time.monotonic() - begin < 5.0
     assert prepared.desired_version == version
     verdicts = {check.name: check.verdict for check in prepared.checks}
     assert set(verdicts) == {"checkpoint_daemon", "device_present", "disk_room", "memory_room", "compute"}
@@ -160,7 +160,7 @@ async def test_failed_worker_fails_the_attempt_and_stops_the_others(
     assert "scripted failure" in found[0].sample_line
 
 
-async def test_killed_worker_is_told_within_a_second(
+async def test_killed_worker_is_told_within_two_seconds(
     driver: RecordingDriver, agent: AgentProcess, tmp_path: Path
 ) -> None:
     driver.interval_s = 30.0
@@ -168,10 +168,10 @@ async def test_killed_worker_is_told_within_a_second(
     running = await run_attempt(driver, assignment(tmp_path), link_pb2.ATTEMPT_PHASE_RUNNING)
     os.kill(running.workers[0].pid, signal.SIGKILL)
     begin = time.monotonic()
-    failed = await driver.until_phase(link_pb2.ATTEMPT_PHASE_FAILED, 2.0)
-    assert time.monotonic() - begin < 1.0
+    failed = await driver.until_phase(link_pb2.ATTEMPT_PHASE_FAILED, 5.0)
+    assert time.monotonic() - begin < 2.0, "at once, not with the next heartbeat 30 s later"
     assert failed.workers[0].exit_status == -9 and failed.workers[0].error_kind == ""
-    assert abs(failed.workers[0].exited_at.ToMilliseconds() / 1000 - time.time()) < 2.0
+    assert abs(failed.workers[0].exited_at.ToMilliseconds() / 1000 - time.time()) < 5.0
 
 
 async def test_idle_kills_workers_and_a_newer_attempt_supersedes(
@@ -204,6 +204,22 @@ async def test_template_death_fails_the_attempt_and_the_next_one_works(
     await driver.until_phase(link_pb2.ATTEMPT_PHASE_IDLE)
     assert not {worker.pid for worker in running.workers} & set(agent.group())
     await run_attempt(driver, assignment(tmp_path, 2), link_pb2.ATTEMPT_PHASE_RUNNING)
+
+
+async def test_a_loader_that_ends_fails_the_attempt_though_no_worker_waits_for_it(
+    driver: RecordingDriver, agent: AgentProcess, tmp_path: Path
+) -> None:
+    """The scripted workers never ask for data, as real ones before their first step."""
+    await driver.until(lambda: bool(driver.beats))
+    running = await run_attempt(driver, assignment(tmp_path), link_pb2.ATTEMPT_PHASE_RUNNING)
+    pids = json.loads((agent.node_folder / "pids.json").read_text())
+    os.kill(pids["loader"], signal.SIGKILL)
+    failed = await driver.until_phase(link_pb2.ATTEMPT_PHASE_FAILED, 5.0)
+    assert "the data loader" in failed.failure and "killed by signal 9" in failed.failure
+    assert {worker.error_kind for worker in failed.workers} <= {"", "STOPPED"}
+    driver.want(IDLE)
+    await driver.until_phase(link_pb2.ATTEMPT_PHASE_IDLE)
+    assert not {worker.pid for worker in running.workers} & set(agent.group())
 
 
 async def test_daemon_death_is_mended_while_training_goes_on(

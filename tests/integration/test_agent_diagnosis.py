@@ -109,7 +109,7 @@ async def test_a_diagnosis_gives_way_to_an_attempt(
     driver.want(PREPARE, assignment(tmp_path))
     code, message = await asking
     assert code == grpc.StatusCode.ABORTED and "given work" in message
-    assert time.monotonic() - begin < 2.0
+    assert time.monotonic() - begin < 5.0
     driver.want(IDLE)
     await driver.until_phase(link_pb2.ATTEMPT_PHASE_IDLE)
 

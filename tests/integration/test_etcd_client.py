@@ -130,7 +130,7 @@ async def test_failover_past_a_dead_and_a_silent_endpoint(etcd_server: EtcdServe
             assert stored is not None and stored.value == b"1"
             started = time.monotonic()
             await client.put("k", b"2")
-            assert time.monotonic() - started < 1.0, "the client stays with the endpoint that answers"
+            assert time.monotonic() - started < 2.5, "the client stays with the endpoint that answers"
 
 
 async def test_failover_past_an_endpoint_that_never_finishes_connecting(

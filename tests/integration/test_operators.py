@@ -212,7 +212,7 @@ async def _seconds_until_it_leads(process: DriverProcess) -> float:
 async def test_sigterm_resigns_and_a_standby_leads_within_two_seconds(
     driver: DriverProcess, standby: DriverProcess
 ) -> None:
-    async with executors(driver, "n1"):
+    async with asyncio.timeout(30), executors(driver, "n1"):
         watch = driver.stub.WatchEvents(driver_pb2.WatchEventsRequest())
         await watch.initial_metadata()  # an open stream does not hold up the end
         begin = time.monotonic()

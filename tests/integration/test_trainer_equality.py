@@ -150,9 +150,9 @@ def test_the_status_page_counts_what_every_group_did(pool: RankPool, tmp_path: P
 
 def test_a_rank_that_stalls_fails_its_group_in_time(pool: RankPool, tmp_path: Path) -> None:
     results = pool.run("tests.harness.training:stall", 4, tmp_path, job=tiny_job(parallelism={"tp": 2, "dp": 2}))
-    # rank 3 stalls for 4 s; its tp peer is rank 2, its dp peer rank 1; rank 0 shares only the world with it
+    # rank 3 stalls for 6 s; its tp peer is rank 2, its dp peer rank 1; rank 0 shares only the world with it
     waited = [result["waited_s"] for result in results]
-    assert all(1.5 < seconds < 3.9 for seconds in waited[:3]), waited
+    assert all(1.5 < seconds < 5.9 for seconds in waited[:3]), waited
     assert all("imed out" in result["error"] or "onnection" in result["error"] for result in results[:3]), results
 
 

@@ -32,7 +32,7 @@ from megascale_executor.agent.step_reports import StepReports
 from megascale_executor.agent.template import TemplateError
 from megascale_executor.agent.template_keeper import TemplateKeeper
 from megascale_executor.agent.tensorboard import EventFile
-from megascale_executor.agent.workers import Worker, WorkerEvents, WorkerSet
+from megascale_executor.agent.workers import Worker, WorkerEvents, WorkerSet, describe_exit
 from megascale_executor.diagnostics.devices import DeviceFacts
 from megascale_executor.diagnostics.finding import Finding, failures
 
@@ -42,6 +42,7 @@ _STORE_BACKLOG = 4096  # every rank of the job connects at about the same time
 _STOP_RETRY_S = 1.0
 # A driver that is away hears no end either; one that takes heartbeats but no records must not hold the job for ever.
 _LAST_RECORDS_TIMEOUT_S = 60.0
+_WORKERS_TELL_FIRST_S = 1.0  # workers that the loader serves notice its end themselves, and know more of it
 
 
 class AttemptRunner:
@@ -70,6 +71,7 @@ class AttemptRunner:
         self._store: socket.socket | None = None
         self._workers: WorkerSet | None = None
         self._loader: asyncio.subprocess.Process | None = None
+        self._loader_watch: asyncio.Task[None] | None = None
         self._job: JobConfig | None = None
         self._events_file: EventFile | None = None
 
@@ -206,6 +208,16 @@ class AttemptRunner:
         command = [sys.executable, "-m", "megascale_executor.trainer.data.loader"]
         command += ["--socket", str(path), "--config", str(folder.config)]
         self._loader = await children.spawn(command, folder.loader_log)
+        self._loader_watch = asyncio.create_task(self._watch_loader(self._loader, folder.loader_log))
+
+    async def _watch_loader(self, loader: asyncio.subprocess.Process, log: Path) -> None:
+        """Fail the attempt if the loader ends by itself: workers that have not reached it yet would wait in vain."""
+        status = await loader.wait()
+        await asyncio.sleep(_WORKERS_TELL_FIRST_S)
+        said = log.read_text(errors="replace").strip().rpartition("\n")[2]
+        reason = f"the data loader {describe_exit(status)}: {said or 'it said nothing'}"
+        if self._workers is not None and self.state.phase in (attempt.STARTING, attempt.RUNNING):
+            self._workers.abort(reason)
 
     def _on_step(self, record: dict[str, Any]) -> None:
         self._reports.add(self.state.key.job, record)
@@ -252,6 +264,8 @@ class AttemptRunner:
         """SIGKILL workers and loader; False when a worker is still there."""
         self._close_store()
         gone = await self._workers.stop() if self._workers is not None else True
+        await tasks.cancelled(self._loader_watch)
+        self._loader_watch = None
         if self._loader is not None:
             await children.stop(self._loader, grace_s=0)
             self._loader = None

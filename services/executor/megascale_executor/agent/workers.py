@@ -178,21 +178,30 @@ class WorkerSet:
             self._fail(worker)
         self._events.exited()
 
-    def _fail(self, culprit: Worker) -> None:
+    def abort(self, reason: str) -> None:
+        """Kill what runs for a reason outside the workers, and make the failure known; nothing after an end."""
+        if not self._stopping and not all(worker.ended_well for worker in self.workers):
+            self._kill_for(reason)
+            _log.warning("workers aborted", reason=reason)
+            self._events.failed(reason)
+
+    def _kill_for(self, reason: str, culprit: Worker | None = None) -> None:
         self._stopping = True
-        how = describe_exit(culprit.exit_status or 0)
-        if culprit.exit_status == 0:
-            how = "ended with status 0 before its last step"
-            if not culprit.error_kind:  # by its status alone nobody would take it for the culprit
-                culprit.error_kind, culprit.error = "OTHER", how
         for worker in self.workers:
             process = worker.process
             if worker is culprit or process is None or not process.alive:
                 continue
             if not worker.error_kind:
-                worker.error_kind = STOPPED
-                worker.error = f"stopped by the agent, because rank {culprit.rank} {how}"
+                worker.error_kind, worker.error = STOPPED, f"stopped by the agent, because {reason}"
             process.kill()
+
+    def _fail(self, culprit: Worker) -> None:
+        how = describe_exit(culprit.exit_status or 0)
+        if culprit.exit_status == 0:
+            how = "ended with status 0 before its last step"
+            if not culprit.error_kind:  # by its status alone nobody would take it for the culprit
+                culprit.error_kind, culprit.error = "OTHER", how
+        self._kill_for(f"rank {culprit.rank} {how}", culprit)
         reason = f"rank {culprit.rank} {how}"
         if culprit.error_kind:
             reason += f" ({culprit.error_kind})"
