@@ -3,8 +3,8 @@
 Between two steps the rank looks whether a command has come: one system call. The profiler is made ready before the
 step ahead of the first one and started before the first; so on every rank the trace begins at the same step. After the
 last one the rank waits for its device and collects the events (some 2 us each, on this thread: measured with torch 2.13
-on a CPU). Writing happens on a thread of low priority, outside the interpreter's lock. Nothing here ends the training:
-what fails is told.
+on a CPU). Writing happens on a thread of low priority, outside the interpreter's lock. A profile that fails is told
+and ends nothing.
 """
 
 from __future__ import annotations
