@@ -43,7 +43,7 @@ def _judge(path: Path, steps: list[int]) -> None:
     """The trace has these steps, and nearly every kernel launched in the last of them: the rank waited for it."""
     events: list[dict[str, Any]] = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     spans = {event["name"]: event for event in events if event.get("cat") == "user_annotation"}
-    assert [name for name in spans if name.startswith("step ")] == [f"step {step}" for step in steps]
+    assert {name for name in spans if name.startswith("step ")} == {f"step {step}" for step in steps}
     assert {"forward 0.0", "backward 0.0", "optimizer"} <= spans.keys()
     last = spans[f"step {steps[-1]}"]
     end = last["ts"] + last["dur"]
