@@ -16,6 +16,7 @@ from megascale_driver.core.events import (
     LeaderStarted,
     NodeHello,
     NodeReport,
+    Outcome,
     Tick,
 )
 from megascale_driver.core.policy import Policy
@@ -47,8 +48,12 @@ class Desk:
             self.hello(name)
             self.report(name, AttemptPhase.IDLE)
 
+    def ask(self, event: Event) -> tuple[Cluster, Outcome]:
+        """What an event would lead to."""
+        return machine.step(self.state, event, POLICY)
+
     def feed(self, event: Event) -> str:
-        self.state, outcome = machine.step(self.state, event, POLICY)
+        self.state, outcome = self.ask(event)
         self.audit += outcome.audit
         self.effects += outcome.effects
         return outcome.refusal

@@ -29,6 +29,7 @@ class ScriptedDriver(driver_pb2_grpc.DriverServiceServicer):
         self.phase = types_pb2.JOB_PHASE_SUCCEEDED
         self.address = ""
         self.open_streams = 0
+        self.profiles: list[driver_pb2.Profile] = []  # as GetJob shows them, one after the other
         self.checkpoints: list[driver_pb2.Checkpoint] = []
         self.verdicts: dict[str, types_pb2.CheckVerdict.ValueType] = {}
         self.server = RpcServer(TOKEN)
@@ -49,7 +50,14 @@ class ScriptedDriver(driver_pb2_grpc.DriverServiceServicer):
 
     async def GetJob(self, request: Any, context: Any) -> driver_pb2.GetJobResponse:
         await self._note(request, context)
-        return driver_pb2.GetJobResponse(job=driver_pb2.Job(spec=job_pb2.JobSpec(name=request.name), phase=self.phase))
+        job = driver_pb2.Job(spec=job_pb2.JobSpec(name=request.name), phase=self.phase)
+        if self.profiles:
+            job.profile.CopyFrom(self.profiles.pop(0))
+        return driver_pb2.GetJobResponse(job=job)
+
+    async def ProfileJob(self, request: Any, context: Any) -> driver_pb2.ProfileJobResponse:
+        await self._note(request, context)
+        return driver_pb2.ProfileJobResponse(profile=driver_pb2.Profile(id="p1", first_step=7, last_step=8))
 
     async def CordonNode(self, request: Any, context: Any) -> driver_pb2.CordonNodeResponse:
         await self._note(request, context)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import itertools
 import json
 import os
 import pty
@@ -14,7 +16,10 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.harness.local_cluster import UpProcess, megascale
+from tests.harness.local_cluster import UpProcess, megascale, until
+
+from megascale.v1 import types_pb2
+from megascale_client import Client, NotPossible, parse_job
 
 OPTIONS = ("--nodes", "2", "--devices-per-node", "1", "--device", "cpu")
 STEPS = 6
@@ -150,6 +155,61 @@ def test_the_example_of_the_clients_page_trains_and_fetches(cluster: Path, tmp_p
     assert json.loads((older / "manifest.json").read_text())["step"] == 2
     absent = megascale("checkpoint", "fetch", "example", "--step", "3", "--to", str(tmp_path / "x"), *here)
     assert (absent.returncode, "those of steps 6, 4, 2" in absent.stderr) == (4, True)
+
+
+def losses_until(client: Client, name: str, step: int) -> list[float]:
+    """Loss of each step of a running job, the first to ``step``."""
+    records = (update.step for update in client.watch(name) if update.HasField("step"))
+    return [record.loss for record in itertools.takewhile(lambda record: record.step <= step, records)]
+
+
+def test_a_running_job_is_profiled_and_trains_as_if_it_were_not(cluster: Path) -> None:
+    here = ("--cluster", str(cluster / "runs"))
+    spec = job("profiled", 1_000_000)
+    spec["trainer"] |= {"data": {"sources": [{"prefix": str(cluster / "corpus")}]}, "parallelism": {"pp": 2}}
+    spec["trainer"]["model"]["layers"] = 2
+    del spec["checkpoint"]
+    with Client.from_run_folder(cluster / "runs") as client:
+        client.submit(parse_job(spec))
+        until(lambda: client.get("profiled").step > 5, 30, "some steps")
+        done = megascale("profile", "profiled", "--ranks", "1,0", "--reason", "slow", "--json", *here)
+        assert done.returncode == 0, done.stdout + done.stderr
+        (found,) = objects(done.stdout)
+        first, last = int(found["first_step"]), int(found["last_step"])
+        assert last == first + 1 and found["attempt"] == "1"
+        assert [(trace["rank"], trace["node"]) for trace in found["traces"]] == [(0, "n1"), (1, "n2")]
+        for trace in found["traces"]:
+            path = Path(trace["path"])
+            assert path.parent == cluster / "runs/nodes" / trace["node"] / "jobs/profiled/attempt-000001"
+            assert (trace["state"], int(trace["size_bytes"])) == ("TRACE_STATE_WRITTEN", path.stat().st_size)
+            events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+            names = {event["name"] for event in events if event.get("cat") == "user_annotation"}
+            assert {name for name in names if name.startswith("step ")} == {f"step {first}", f"step {last}"}
+            assert names >= {"forward 0.0", "backward 0.0", "optimizer"}
+        written = [event for event in client.events("jobs/profiled") if event.reason.startswith("PROFILE_")]
+        assert [event.reason for event in written] == ["PROFILE_REQUESTED", "PROFILE_WRITTEN", "PROFILE_WRITTEN"]
+        assert f"steps {first} to {last} on ranks 0, 1: slow" in written[0].message
+        assert {event.evidence[0].uri for event in written[1:]} == {trace["path"] for trace in found["traces"]}
+
+        for options, status, said in (
+            (["--first-step", "1"], 5, "step 1 has passed or is too near"),
+            (["--ranks", "2"], 2, "2 is not one of the job's 2 ranks"),
+        ):
+            refused = megascale("profile", "profiled", *options, *here)
+            assert (refused.returncode, said in refused.stderr) == (status, True), refused.stderr
+        far = client.profile("profiled", steps=1, first_step=client.get("profiled").step + 3000)
+        with pytest.raises(NotPossible, match="still under way"):
+            client.profile("profiled", steps=2)
+        losses = losses_until(client, "profiled", last + 3)
+        client.cancel("profiled", reason="enough")
+        assert client.profiled("profiled", far.id).traces[0].detail == "attempt 1 ended first"
+        with pytest.raises(NotPossible, match="only a running job"):
+            client.profile("profiled", steps=2)
+
+        client.submit(parse_job({**spec, "name": "twin"}))
+        assert losses_until(client, "twin", last + 3) == losses and len(losses) == last + 3
+        client.cancel("twin", reason="enough")
+        until(lambda: client.get("twin").phase == types_pb2.JOB_PHASE_CANCELLED, 20, "the twin's end")
 
 
 def test_a_job_that_runs_is_cancelled_and_a_node_evicted(cluster: Path) -> None:

@@ -125,6 +125,18 @@ def test_logs_come_from_the_driver_and_from_the_node(cluster: Cluster) -> None:
     assert missing.returncode != 0 and "rank: 7 is not one of the job's 1 ranks" in missing.stderr
 
 
+def test_a_profile_is_asked_for_and_shown_with_the_job(cluster: Cluster) -> None:
+    asked = cluster.one("driver/profile_job.sh", "demo", "1", REASON="why so slow")["profile"]
+    assert asked["first_step"] == asked["last_step"] and asked["not_after"]
+    (trace,) = asked["traces"]
+    assert (trace.get("rank", 0), trace["node"], trace["state"]) == (0, "n1", "TRACE_STATE_PENDING")
+    until(lambda: cluster.job()["profile"]["traces"][0]["state"] == "TRACE_STATE_WRITTEN", 20, "a trace")
+    assert cluster.job()["profile"]["id"] == asked["id"]
+    assert Path(trace["path"]).read_bytes()[:2] == b"\x1f\x8b", "it lies where the answer said"
+    refused = cluster.run("driver/profile_job.sh", "demo", "21")
+    assert refused.returncode != 0 and "steps: 21 is outside 1 to 20" in refused.stderr
+
+
 def test_checkpoints_are_listed_by_the_driver_and_by_a_daemon(cluster: Cluster) -> None:
     folder = str(cluster.folder / "checkpoints")
     known = cluster.one("driver/list_checkpoints.sh", "demo")["checkpoints"]

@@ -40,6 +40,7 @@ COMMANDS = [
     "logs",
     "explain",
     "events",
+    "profile",
     "cancel",
     "nodes",
     "evict",
@@ -95,6 +96,7 @@ def test_help_answers_what_a_newcomer_asks(runner: CliRunner) -> None:
         "megascale explain NAME",
         "megascale demo",
         "megascale logs NAME --rank 5",
+        "megascale profile NAME --steps 2",
         "megascale data tokenize MY_TEXTS",
         "megascale up --nodes 2",
         "megascale --install-completion",
@@ -164,6 +166,7 @@ def test_commands_are_found_without_the_packages_metadata(runner: CliRunner, mon
         ["nodes"],
         ["explain", "x"],
         ["events", "x"],
+        ["profile", "x"],
         ["evict", "n1", "--reason", "r"],
         ["cancel", "x", "--reason", "r"],
         ["checkpoint", "list", "x"],
@@ -192,7 +195,14 @@ def test_a_bad_job_file_is_refused_before_any_cluster_is_looked_for(runner: CliR
 
 @pytest.mark.parametrize(
     "arguments",
-    [["no-such-command"], ["evict", "n1"], ["cancel", "x"], ["logs", "x", "--rank", "-1"], ["jobs", "--wrong"]],
+    [
+        ["no-such-command"],
+        ["evict", "n1"],
+        ["cancel", "x"],
+        ["logs", "x", "--rank", "-1"],
+        ["profile", "x", "--ranks", "0;1"],
+        ["jobs", "--wrong"],
+    ],
 )
 def test_wrong_usage_ends_with_2(runner: CliRunner, arguments: list[str]) -> None:
     assert runner.invoke(build_app(), arguments).exit_code == exits.USAGE

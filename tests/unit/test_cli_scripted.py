@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from tests.harness.scripted_driver import TOKEN, ScriptedDriver, start_driver
 
-from megascale.v1 import types_pb2
-from megascale_cli.exits import FAILED, INTERRUPTED, OK, USAGE
+from megascale.v1 import driver_pb2, types_pb2
+from megascale_cli.exits import FAILED, INTERRUPTED, OK, REFUSED, USAGE
 
 
 @pytest.fixture
@@ -53,6 +53,37 @@ async def test_a_node_is_cordoned_and_put_back(driver: ScriptedDriver) -> None:
     assert (status, output) == (OK, "node n1 is schedulable\n")
     sent = [(request.name, request.reason, request.validate_only) for request in driver.requests]
     assert sent == [("n1", "a cable", False), ("n1", "a cable", True), ("n1", "replaced", False)]
+
+
+def profile(name: str, *states: types_pb2.TraceState.ValueType) -> driver_pb2.Profile:
+    made = driver_pb2.Profile(id=name, first_step=7, last_step=8)
+    for rank, state in enumerate(states):
+        detail = "" if state == types_pb2.TRACE_STATE_WRITTEN else "the disk is full"
+        made.traces.add(rank=rank, node="n1", path=f"/{rank}.json.gz", state=state, size_bytes=2048, detail=detail)
+    return made
+
+
+async def test_a_profile_is_awaited_and_a_missing_trace_is_a_failed_command(driver: ScriptedDriver) -> None:
+    pending, written, failed = (
+        types_pb2.TRACE_STATE_PENDING, types_pb2.TRACE_STATE_WRITTEN, types_pb2.TRACE_STATE_FAILED,
+    )  # fmt: skip
+    driver.profiles = [profile("p1", pending, pending), profile("p1", written, pending), profile("p1", written, failed)]
+    status, output, _ = await run("profile", "x", "--steps", "2", "--ranks", "0,1", "--reason", "slow")
+    assert status == FAILED and driver.profiles == []
+    assert output.splitlines() == [
+        "job x: steps 7 to 8 will be profiled",
+        "rank 0 on node n1: /0.json.gz (2.0 KiB)",
+        "rank 1 on node n1: failed the disk is full",
+        "open a trace at https://ui.perfetto.dev (it is read in the browser; nothing is uploaded)",
+    ]
+    sent = driver.requests[0]
+    assert (list(sent.ranks), sent.steps, sent.first_step, sent.reason) == ([0, 1], 2, 0, "slow") and sent.request_id
+    driver.profiles = [profile("p2", pending)]
+    status, _, errors = await run("profile", "x")
+    assert (status, "another profile was asked for since" in errors) == (REFUSED, True)
+    driver.requests.clear()
+    status, output, _ = await run("profile", "x", "--no-wait", "--json")
+    assert (status, json.loads(output)["id"], len(driver.requests)) == (OK, "p1", 1)
 
 
 async def test_a_failed_check_is_a_failed_command(driver: ScriptedDriver) -> None:

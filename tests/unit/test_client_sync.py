@@ -34,6 +34,7 @@ EXPORTED = {
 METHODS = {
     *("from_run_folder", "close", "cluster_info"),
     *("submit", "get", "jobs", "watch", "cancel", "explain", "logs", "checkpoints", "fetch_checkpoint"),
+    *("profile", "profiled"),
     *("nodes", "evict", "cordon", "uncordon", "diagnose", "events", "watch_events"),
 }
 

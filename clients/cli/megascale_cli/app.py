@@ -6,7 +6,7 @@ from importlib import metadata
 
 import typer
 
-from megascale_cli import checkpoints, jobfile, jobs, nodes
+from megascale_cli import checkpoints, jobfile, jobs, nodes, profile
 from megascale_cli.demo.command import demo
 from megascale_cli.exits import HELP
 from megascale_cli.options import FIRST_STEPS, HELP_OPTIONS, JOBS, NODES, Json
@@ -27,6 +27,7 @@ GUIDE = """Train language models over many devices, and keep training when nodes
   watch it later                       megascale watch NAME
   learn why it is not running          megascale explain NAME
   read the log of rank 5               megascale logs NAME --rank 5
+  see where a step's time goes         megascale profile NAME --steps 2
   get its newest checkpoint            megascale checkpoint fetch NAME --to FOLDER
 
 Every command has --help with an example. Completion of your shell: megascale --install-completion."""
@@ -69,6 +70,7 @@ def build_app() -> typer.Typer:
             jobs.logs,
             jobs.explain,
             jobs.events,
+            profile.profile,
             jobs.cancel,
         ),
         NODES: (nodes.nodes, nodes.diagnose, nodes.cordon, nodes.uncordon, nodes.evict, nodes.cluster, version),

@@ -11,6 +11,7 @@ raises :class:`megascale_client.errors.MegascaleError` or one of its children, a
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ import grpc.aio
 
 from megascale.v1 import driver_pb2, job_pb2, types_pb2
 from megascale_client.connection import Backoff, Connection
-from megascale_client.errors import ClusterNotFound, InvalidJob, InvalidRequest, NotFound, Unavailable
+from megascale_client.errors import ClusterNotFound, InvalidJob, InvalidRequest, NotFound, NotPossible, Unavailable
 from megascale_client.fetch import FetchedCheckpoint, Progress, fetch
 from megascale_client.run_folder import address_reader, find_run_folder, read_token
 
@@ -31,6 +32,7 @@ DEFAULT_RETRY_FOR_S = 30.0
 PAGE_SIZE = 200
 # Self-checks of a node multiply matrices and probe disks; the driver bounds them well below this.
 DIAGNOSE_TIMEOUT_S = 120.0
+PROFILE_POLL_INTERVAL_S = 0.5
 
 TERMINAL_PHASES = frozenset(
     {job_phase for job_phase in types_pb2.JobPhase.values() if job_phase >= types_pb2.JOB_PHASE_SUCCEEDED}
@@ -138,6 +140,35 @@ class AsyncClient:
         """Stop a job's workers; its committed checkpoints stay. Raises NotFound, NotPossible."""
         request = driver_pb2.CancelJobRequest(name=name, reason=reason, request_id=_request_id())
         return (await self._connection.unary("CancelJob", request, driver_pb2.CancelJobResponse)).job
+
+    async def profile(
+        self, name: str, *, steps: int, first_step: int = 0, ranks: Sequence[int] = (), reason: str = ""
+    ) -> driver_pb2.Profile:
+        """Have ranks of a running job (none given: rank 0) write a trace of ``steps`` steps ahead, the same on all.
+
+        ``first_step`` 0: the nearest that the word reaches all ranks in time for. Returns at once, with the steps and
+        the places of the traces; :meth:`profiled` waits for them. Raises NotFound, NotPossible, InvalidRequest.
+        """
+        request = driver_pb2.ProfileJobRequest(
+            job=name, first_step=first_step, steps=steps, ranks=ranks, request_id=_request_id(), reason=reason
+        )
+        return (await self._connection.unary("ProfileJob", request, driver_pb2.ProfileJobResponse)).profile
+
+    async def profiled(self, name: str, profile_id: str) -> driver_pb2.Profile:
+        """The profile once no trace of it is awaited any more: each is written, or says why there is none.
+
+        Raises NotFound; NotPossible when another profile was asked for since.
+        """
+        while True:
+            profile = (await self.get(name)).profile
+            if profile.id != profile_id:
+                raise NotPossible(
+                    f"job {name}: another profile was asked for since; the events tell of this one",
+                    reason="PROFILE_SUPERSEDED",
+                )
+            if all(trace.state != types_pb2.TRACE_STATE_PENDING for trace in profile.traces):
+                return profile
+            await asyncio.sleep(PROFILE_POLL_INTERVAL_S)
 
     async def explain(self, name: str) -> driver_pb2.ExplainJobResponse:
         """Why a job is where it is, in one sentence, with the newest events behind it. Raises NotFound."""

@@ -90,6 +90,18 @@ class Client:
         """See :meth:`AsyncClient.cancel`."""
         return self._loop.run(self._client.cancel(name, reason=reason))
 
+    def profile(
+        self, name: str, *, steps: int, first_step: int = 0, ranks: Sequence[int] = (), reason: str = ""
+    ) -> driver_pb2.Profile:
+        """See :meth:`AsyncClient.profile`."""
+        return self._loop.run(
+            self._client.profile(name, steps=steps, first_step=first_step, ranks=ranks, reason=reason)
+        )
+
+    def profiled(self, name: str, profile_id: str) -> driver_pb2.Profile:
+        """See :meth:`AsyncClient.profiled`."""
+        return self._loop.run(self._client.profiled(name, profile_id))
+
     def explain(self, name: str) -> driver_pb2.ExplainJobResponse:
         """See :meth:`AsyncClient.explain`."""
         return self._loop.run(self._client.explain(name))

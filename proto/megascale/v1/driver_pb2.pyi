@@ -44,6 +44,7 @@ class Job(google.protobuf.message.Message):
     CREATED_AT_FIELD_NUMBER: builtins.int
     UPDATED_AT_FIELD_NUMBER: builtins.int
     LAST_RECORD_FIELD_NUMBER: builtins.int
+    PROFILE_FIELD_NUMBER: builtins.int
     spec_revision: builtins.int
     """Counts from 1; a change of the spec raises it."""
     etag: builtins.str
@@ -79,6 +80,10 @@ class Job(google.protobuf.message.Message):
     def last_record(self) -> megascale.v1.types_pb2.StepRecord:
         """Newest step record, if any."""
 
+    @property
+    def profile(self) -> Global___Profile:
+        """Newest profile that was asked for, if any."""
+
     def __init__(
         self,
         *,
@@ -99,11 +104,85 @@ class Job(google.protobuf.message.Message):
         created_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         updated_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         last_record: megascale.v1.types_pb2.StepRecord | None = ...,
+        profile: Global___Profile | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["created_at", b"created_at", "last_record", b"last_record", "spec", b"spec", "updated_at", b"updated_at"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "committed_step", b"committed_step", "created_at", b"created_at", "etag", b"etag", "evicted_nodes", b"evicted_nodes", "last_record", b"last_record", "nodes", b"nodes", "phase", b"phase", "phase_reason", b"phase_reason", "restarts", b"restarts", "restore_source", b"restore_source", "restored_step", b"restored_step", "spare_nodes", b"spare_nodes", "spec", b"spec", "spec_revision", b"spec_revision", "step", b"step", "updated_at", b"updated_at"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["created_at", b"created_at", "last_record", b"last_record", "profile", b"profile", "spec", b"spec", "updated_at", b"updated_at"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "committed_step", b"committed_step", "created_at", b"created_at", "etag", b"etag", "evicted_nodes", b"evicted_nodes", "last_record", b"last_record", "nodes", b"nodes", "phase", b"phase", "phase_reason", b"phase_reason", "profile", b"profile", "restarts", b"restarts", "restore_source", b"restore_source", "restored_step", b"restored_step", "spare_nodes", b"spare_nodes", "spec", b"spec", "spec_revision", b"spec_revision", "step", b"step", "updated_at", b"updated_at"]) -> None: ...
 
 Global___Job: typing_extensions.TypeAlias = Job
+
+@typing.final
+class Profile(google.protobuf.message.Message):
+    """A profile of some steps of one attempt: a trace of each chosen rank."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ID_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    FIRST_STEP_FIELD_NUMBER: builtins.int
+    LAST_STEP_FIELD_NUMBER: builtins.int
+    NOT_AFTER_FIELD_NUMBER: builtins.int
+    TRACES_FIELD_NUMBER: builtins.int
+    id: builtins.str
+    """The request_id of the call, or an id that the driver made."""
+    attempt: builtins.int
+    first_step: builtins.int
+    """Both ends included."""
+    last_step: builtins.int
+    @property
+    def not_after(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """A rank that has not reached the first step by then does not begin."""
+
+    @property
+    def traces(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Trace]: ...
+    def __init__(
+        self,
+        *,
+        id: builtins.str = ...,
+        attempt: builtins.int = ...,
+        first_step: builtins.int = ...,
+        last_step: builtins.int = ...,
+        not_after: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        traces: collections.abc.Iterable[Global___Trace] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["not_after", b"not_after"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "first_step", b"first_step", "id", b"id", "last_step", b"last_step", "not_after", b"not_after", "traces", b"traces"]) -> None: ...
+
+Global___Profile: typing_extensions.TypeAlias = Profile
+
+@typing.final
+class Trace(google.protobuf.message.Message):
+    """One rank's trace: gzipped Chrome JSON, as Perfetto reads it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    NODE_FIELD_NUMBER: builtins.int
+    PATH_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    DETAIL_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    node: builtins.str
+    path: builtins.str
+    """On the node's host; where it will lie, until it is written."""
+    state: megascale.v1.types_pb2.TraceState.ValueType
+    size_bytes: builtins.int
+    detail: builtins.str
+    """Why there is none: with SKIPPED, FAILED and LOST."""
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        node: builtins.str = ...,
+        path: builtins.str = ...,
+        state: megascale.v1.types_pb2.TraceState.ValueType = ...,
+        size_bytes: builtins.int = ...,
+        detail: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["detail", b"detail", "node", b"node", "path", b"path", "rank", b"rank", "size_bytes", b"size_bytes", "state", b"state"]) -> None: ...
+
+Global___Trace: typing_extensions.TypeAlias = Trace
 
 @typing.final
 class Node(google.protobuf.message.Message):
@@ -422,6 +501,61 @@ class CancelJobResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["job", b"job"]) -> None: ...
 
 Global___CancelJobResponse: typing_extensions.TypeAlias = CancelJobResponse
+
+@typing.final
+class ProfileJobRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    FIRST_STEP_FIELD_NUMBER: builtins.int
+    STEPS_FIELD_NUMBER: builtins.int
+    RANKS_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    first_step: builtins.int
+    """First step to profile; 0: the driver takes the nearest that its word reaches all ranks in time for."""
+    steps: builtins.int
+    """How many steps, 1 to 20."""
+    request_id: builtins.str
+    reason: builtins.str
+    """Why; goes to the audit log. May be empty."""
+    @property
+    def ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Global ranks, at most 64; empty: rank 0."""
+
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        first_step: builtins.int = ...,
+        steps: builtins.int = ...,
+        ranks: collections.abc.Iterable[builtins.int] | None = ...,
+        request_id: builtins.str = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["first_step", b"first_step", "job", b"job", "ranks", b"ranks", "reason", b"reason", "request_id", b"request_id", "steps", b"steps"]) -> None: ...
+
+Global___ProfileJobRequest: typing_extensions.TypeAlias = ProfileJobRequest
+
+@typing.final
+class ProfileJobResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PROFILE_FIELD_NUMBER: builtins.int
+    @property
+    def profile(self) -> Global___Profile:
+        """All traces are PENDING; Job.profile tells how it goes on."""
+
+    def __init__(
+        self,
+        *,
+        profile: Global___Profile | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["profile", b"profile"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["profile", b"profile"]) -> None: ...
+
+Global___ProfileJobResponse: typing_extensions.TypeAlias = ProfileJobResponse
 
 @typing.final
 class ExplainJobRequest(google.protobuf.message.Message):

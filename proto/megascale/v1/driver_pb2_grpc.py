@@ -60,6 +60,11 @@ class DriverServiceStub(object):
                 request_serializer=megascale_dot_v1_dot_driver__pb2.CancelJobRequest.SerializeToString,
                 response_deserializer=megascale_dot_v1_dot_driver__pb2.CancelJobResponse.FromString,
                 _registered_method=True)
+        self.ProfileJob = channel.unary_unary(
+                '/megascale.v1.DriverService/ProfileJob',
+                request_serializer=megascale_dot_v1_dot_driver__pb2.ProfileJobRequest.SerializeToString,
+                response_deserializer=megascale_dot_v1_dot_driver__pb2.ProfileJobResponse.FromString,
+                _registered_method=True)
         self.ExplainJob = channel.unary_unary(
                 '/megascale.v1.DriverService/ExplainJob',
                 request_serializer=megascale_dot_v1_dot_driver__pb2.ExplainJobRequest.SerializeToString,
@@ -149,6 +154,13 @@ class DriverServiceServicer(object):
 
     def CancelJob(self, request, context):
         """Stops the job's workers at once; committed checkpoints stay.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ProfileJob(self, request, context):
+        """Has chosen ranks of a running job write a trace of some steps ahead, the same steps on all of them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -257,6 +269,11 @@ def add_DriverServiceServicer_to_server(servicer, server):
                     servicer.CancelJob,
                     request_deserializer=megascale_dot_v1_dot_driver__pb2.CancelJobRequest.FromString,
                     response_serializer=megascale_dot_v1_dot_driver__pb2.CancelJobResponse.SerializeToString,
+            ),
+            'ProfileJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.ProfileJob,
+                    request_deserializer=megascale_dot_v1_dot_driver__pb2.ProfileJobRequest.FromString,
+                    response_serializer=megascale_dot_v1_dot_driver__pb2.ProfileJobResponse.SerializeToString,
             ),
             'ExplainJob': grpc.unary_unary_rpc_method_handler(
                     servicer.ExplainJob,
@@ -450,6 +467,33 @@ class DriverService(object):
             '/megascale.v1.DriverService/CancelJob',
             megascale_dot_v1_dot_driver__pb2.CancelJobRequest.SerializeToString,
             megascale_dot_v1_dot_driver__pb2.CancelJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ProfileJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/megascale.v1.DriverService/ProfileJob',
+            megascale_dot_v1_dot_driver__pb2.ProfileJobRequest.SerializeToString,
+            megascale_dot_v1_dot_driver__pb2.ProfileJobResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -105,6 +105,22 @@ _DriverServiceCancelJobType = typing_extensions.TypeVar(
     ],
 )
 
+_DriverServiceProfileJobType = typing_extensions.TypeVar(
+    '_DriverServiceProfileJobType',
+    grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.ProfileJobRequest,
+        megascale.v1.driver_pb2.ProfileJobResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.ProfileJobRequest,
+        megascale.v1.driver_pb2.ProfileJobResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.ProfileJobRequest,
+        megascale.v1.driver_pb2.ProfileJobResponse,
+    ],
+)
+
 _DriverServiceExplainJobType = typing_extensions.TypeVar(
     '_DriverServiceExplainJobType',
     grpc.UnaryUnaryMultiCallable[
@@ -281,7 +297,7 @@ _DriverServiceGetClusterInfoType = typing_extensions.TypeVar(
     ],
 )
 
-class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServiceGetJobType, _DriverServiceListJobsType, _DriverServiceWatchJobType, _DriverServiceCancelJobType, _DriverServiceExplainJobType, _DriverServiceListNodesType, _DriverServiceEvictNodeType, _DriverServiceCordonNodeType, _DriverServiceUncordonNodeType, _DriverServiceRunDiagnosticsType, _DriverServiceListEventsType, _DriverServiceWatchEventsType, _DriverServiceTailLogsType, _DriverServiceListCheckpointsType, _DriverServiceGetClusterInfoType]):
+class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServiceGetJobType, _DriverServiceListJobsType, _DriverServiceWatchJobType, _DriverServiceCancelJobType, _DriverServiceProfileJobType, _DriverServiceExplainJobType, _DriverServiceListNodesType, _DriverServiceEvictNodeType, _DriverServiceCordonNodeType, _DriverServiceUncordonNodeType, _DriverServiceRunDiagnosticsType, _DriverServiceListEventsType, _DriverServiceWatchEventsType, _DriverServiceTailLogsType, _DriverServiceListCheckpointsType, _DriverServiceGetClusterInfoType]):
     """Jobs, nodes, audit. Errors are google.rpc.Status with ErrorInfo; a standby answers UNAVAILABLE with the leader's address."""
 
     @typing.overload
@@ -305,6 +321,10 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
         grpc.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.CancelJobRequest,
             megascale.v1.driver_pb2.CancelJobResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.ProfileJobRequest,
+            megascale.v1.driver_pb2.ProfileJobResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.ExplainJobRequest,
@@ -375,6 +395,10 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
             megascale.v1.driver_pb2.CancelJobResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.ProfileJobRequest,
+            megascale.v1.driver_pb2.ProfileJobResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.ExplainJobRequest,
             megascale.v1.driver_pb2.ExplainJobResponse,
         ],
@@ -433,6 +457,9 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
     CancelJob: _DriverServiceCancelJobType
     """Stops the job's workers at once; committed checkpoints stay."""
 
+    ProfileJob: _DriverServiceProfileJobType
+    """Has chosen ranks of a running job write a trace of some steps ahead, the same steps on all of them."""
+
     ExplainJob: _DriverServiceExplainJobType
     """Says in one sentence why the job is where it is."""
 
@@ -485,6 +512,10 @@ DriverServiceAsyncStub: typing_extensions.TypeAlias = DriverServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         megascale.v1.driver_pb2.CancelJobRequest,
         megascale.v1.driver_pb2.CancelJobResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.ProfileJobRequest,
+        megascale.v1.driver_pb2.ProfileJobResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         megascale.v1.driver_pb2.ExplainJobRequest,
@@ -572,6 +603,14 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[megascale.v1.driver_pb2.CancelJobResponse, collections.abc.Awaitable[megascale.v1.driver_pb2.CancelJobResponse]]:
         """Stops the job's workers at once; committed checkpoints stay."""
+
+    @abc.abstractmethod
+    def ProfileJob(
+        self,
+        request: megascale.v1.driver_pb2.ProfileJobRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[megascale.v1.driver_pb2.ProfileJobResponse, collections.abc.Awaitable[megascale.v1.driver_pb2.ProfileJobResponse]]:
+        """Has chosen ranks of a running job write a trace of some steps ahead, the same steps on all of them."""
 
     @abc.abstractmethod
     def ExplainJob(

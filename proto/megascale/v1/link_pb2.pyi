@@ -203,6 +203,7 @@ class ExecutorHello(google.protobuf.message.Message):
     EXECUTOR_ENDPOINT_FIELD_NUMBER: builtins.int
     CHECKPOINT_ENDPOINT_FIELD_NUMBER: builtins.int
     HOSTNAME_FIELD_NUMBER: builtins.int
+    FOLDER_FIELD_NUMBER: builtins.int
     build: builtins.str
     node: builtins.str
     incarnation: builtins.str
@@ -212,6 +213,8 @@ class ExecutorHello(google.protobuf.message.Message):
     executor_endpoint: builtins.str
     checkpoint_endpoint: builtins.str
     hostname: builtins.str
+    folder: builtins.str
+    """Where the node keeps its files, on its host."""
     @property
     def protocol(self) -> Global___ProtocolRange: ...
     @property
@@ -233,9 +236,10 @@ class ExecutorHello(google.protobuf.message.Message):
         executor_endpoint: builtins.str = ...,
         checkpoint_endpoint: builtins.str = ...,
         hostname: builtins.str = ...,
+        folder: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["protocol", b"protocol"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "build", b"build", "checkpoint_endpoint", b"checkpoint_endpoint", "devices", b"devices", "executor_endpoint", b"executor_endpoint", "hostname", b"hostname", "incarnation", b"incarnation", "node", b"node", "protocol", b"protocol", "topology", b"topology"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "build", b"build", "checkpoint_endpoint", b"checkpoint_endpoint", "devices", b"devices", "executor_endpoint", b"executor_endpoint", "folder", b"folder", "hostname", b"hostname", "incarnation", b"incarnation", "node", b"node", "protocol", b"protocol", "topology", b"topology"]) -> None: ...
 
 Global___ExecutorHello: typing_extensions.TypeAlias = ExecutorHello
 
@@ -282,6 +286,7 @@ class DesiredState(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     PHASE_FIELD_NUMBER: builtins.int
     ASSIGNMENT_FIELD_NUMBER: builtins.int
+    PROFILE_FIELD_NUMBER: builtins.int
     version: builtins.int
     """Number of this desired state within the epoch; a receiver refuses a lower one."""
     phase: Global___DesiredPhase.ValueType
@@ -291,6 +296,10 @@ class DesiredState(google.protobuf.message.Message):
     def assignment(self) -> Global___AttemptAssignment:
         """With PREPARE and START."""
 
+    @property
+    def profile(self) -> Global___ProfileCommand:
+        """With START, while traces of this node's ranks are awaited."""
+
     def __init__(
         self,
         *,
@@ -298,11 +307,49 @@ class DesiredState(google.protobuf.message.Message):
         version: builtins.int = ...,
         phase: Global___DesiredPhase.ValueType = ...,
         assignment: Global___AttemptAssignment | None = ...,
+        profile: Global___ProfileCommand | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["assignment", b"assignment", "epoch", b"epoch"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["assignment", b"assignment", "epoch", b"epoch", "phase", b"phase", "version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["assignment", b"assignment", "epoch", b"epoch", "profile", b"profile"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["assignment", b"assignment", "epoch", b"epoch", "phase", b"phase", "profile", b"profile", "version", b"version"]) -> None: ...
 
 Global___DesiredState: typing_extensions.TypeAlias = DesiredState
+
+@typing.final
+class ProfileCommand(google.protobuf.message.Message):
+    """One-shot: profile some ranks over some steps. A node that has taken `id` in does nothing when it comes again."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ID_FIELD_NUMBER: builtins.int
+    FIRST_STEP_FIELD_NUMBER: builtins.int
+    LAST_STEP_FIELD_NUMBER: builtins.int
+    RANKS_FIELD_NUMBER: builtins.int
+    NOT_AFTER_FIELD_NUMBER: builtins.int
+    id: builtins.str
+    first_step: builtins.int
+    last_step: builtins.int
+    """Included."""
+    @property
+    def ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Global ranks, all of this node."""
+
+    @property
+    def not_after(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """A rank that has not reached the first step by then does not begin."""
+
+    def __init__(
+        self,
+        *,
+        id: builtins.str = ...,
+        first_step: builtins.int = ...,
+        last_step: builtins.int = ...,
+        ranks: collections.abc.Iterable[builtins.int] | None = ...,
+        not_after: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["not_after", b"not_after"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["first_step", b"first_step", "id", b"id", "last_step", b"last_step", "not_after", b"not_after", "ranks", b"ranks"]) -> None: ...
+
+Global___ProfileCommand: typing_extensions.TypeAlias = ProfileCommand
 
 @typing.final
 class AttemptAssignment(google.protobuf.message.Message):
@@ -561,6 +608,7 @@ class Heartbeat(google.protobuf.message.Message):
     ACK_DRIVER_RECEIVED_AT_FIELD_NUMBER: builtins.int
     ACK_DRIVER_SENT_AT_FIELD_NUMBER: builtins.int
     ACK_RECEIVED_AT_FIELD_NUMBER: builtins.int
+    TRACES_FIELD_NUMBER: builtins.int
     seq: builtins.int
     desired_version: builtins.int
     """Version of the desired state that this heartbeat has taken in."""
@@ -593,6 +641,10 @@ class Heartbeat(google.protobuf.message.Message):
     def ack_driver_sent_at(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
     @property
     def ack_received_at(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
+    @property
+    def traces(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TraceReport]:
+        """Of the newest profile of this attempt, once a rank has said how it went; repeated until the attempt ends."""
+
     def __init__(
         self,
         *,
@@ -613,11 +665,43 @@ class Heartbeat(google.protobuf.message.Message):
         ack_driver_received_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         ack_driver_sent_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         ack_received_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        traces: collections.abc.Iterable[Global___TraceReport] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["ack_driver_received_at", b"ack_driver_received_at", "ack_driver_sent_at", b"ack_driver_sent_at", "ack_received_at", b"ack_received_at", "epoch_seen", b"epoch_seen", "host", b"host", "sent_at", b"sent_at"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ack_driver_received_at", b"ack_driver_received_at", "ack_driver_sent_at", b"ack_driver_sent_at", "ack_received_at", b"ack_received_at", "attempt", b"attempt", "checkpoints", b"checkpoints", "checks", b"checks", "desired_version", b"desired_version", "epoch_seen", b"epoch_seen", "failure", b"failure", "host", b"host", "job", b"job", "logs", b"logs", "phase", b"phase", "sent_at", b"sent_at", "seq", b"seq", "store_endpoint", b"store_endpoint", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ack_driver_received_at", b"ack_driver_received_at", "ack_driver_sent_at", b"ack_driver_sent_at", "ack_received_at", b"ack_received_at", "attempt", b"attempt", "checkpoints", b"checkpoints", "checks", b"checks", "desired_version", b"desired_version", "epoch_seen", b"epoch_seen", "failure", b"failure", "host", b"host", "job", b"job", "logs", b"logs", "phase", b"phase", "sent_at", b"sent_at", "seq", b"seq", "store_endpoint", b"store_endpoint", "traces", b"traces", "workers", b"workers"]) -> None: ...
 
 Global___Heartbeat: typing_extensions.TypeAlias = Heartbeat
+
+@typing.final
+class TraceReport(google.protobuf.message.Message):
+    """What became of one rank's trace."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PROFILE_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    DETAIL_FIELD_NUMBER: builtins.int
+    profile: builtins.str
+    """Id of the ProfileCommand."""
+    rank: builtins.int
+    state: megascale.v1.types_pb2.TraceState.ValueType
+    size_bytes: builtins.int
+    detail: builtins.str
+    """Why there is none."""
+    def __init__(
+        self,
+        *,
+        profile: builtins.str = ...,
+        rank: builtins.int = ...,
+        state: megascale.v1.types_pb2.TraceState.ValueType = ...,
+        size_bytes: builtins.int = ...,
+        detail: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["detail", b"detail", "profile", b"profile", "rank", b"rank", "size_bytes", b"size_bytes", "state", b"state"]) -> None: ...
+
+Global___TraceReport: typing_extensions.TypeAlias = TraceReport
 
 @typing.final
 class LogFingerprint(google.protobuf.message.Message):

@@ -187,6 +187,38 @@ RESTORE_SOURCE_MEMORY: RestoreSource.ValueType  # 2
 RESTORE_SOURCE_STORAGE: RestoreSource.ValueType  # 3
 Global___RestoreSource: typing_extensions.TypeAlias = RestoreSource
 
+class _TraceState:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _TraceStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_TraceState.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    TRACE_STATE_UNSPECIFIED: _TraceState.ValueType  # 0
+    TRACE_STATE_PENDING: _TraceState.ValueType  # 1
+    """Its steps are ahead or under way, or it is being written."""
+    TRACE_STATE_WRITTEN: _TraceState.ValueType  # 2
+    TRACE_STATE_SKIPPED: _TraceState.ValueType  # 3
+    """The rank did not begin: the word came too late."""
+    TRACE_STATE_FAILED: _TraceState.ValueType  # 4
+    """The profiler failed, the file could not be written, or no word came."""
+    TRACE_STATE_LOST: _TraceState.ValueType  # 5
+    """The attempt ended first."""
+
+class TraceState(_TraceState, metaclass=_TraceStateEnumTypeWrapper):
+    """What became of a rank's trace."""
+
+TRACE_STATE_UNSPECIFIED: TraceState.ValueType  # 0
+TRACE_STATE_PENDING: TraceState.ValueType  # 1
+"""Its steps are ahead or under way, or it is being written."""
+TRACE_STATE_WRITTEN: TraceState.ValueType  # 2
+TRACE_STATE_SKIPPED: TraceState.ValueType  # 3
+"""The rank did not begin: the word came too late."""
+TRACE_STATE_FAILED: TraceState.ValueType  # 4
+"""The profiler failed, the file could not be written, or no word came."""
+TRACE_STATE_LOST: TraceState.ValueType  # 5
+"""The attempt ended first."""
+Global___TraceState: typing_extensions.TypeAlias = TraceState
+
 @typing.final
 class Epoch(google.protobuf.message.Message):
     """Fencing token of a driver leader: ordered by generation, then revision. A receiver refuses a lower one."""

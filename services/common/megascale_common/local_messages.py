@@ -10,6 +10,7 @@ Agent and template (the process that imported torch ahead of need and forks work
 Agent and worker, over the socket passed with Fork:
     agent: Assignment (-> fds: the store's listening socket, on rank 0 only)
     worker: Running, then StepDone per step (one rank of the node's ranks per job: see ``reports``), Failed or Finished.
+    agent: ProfileSteps at any time; the worker answers each with Profiled, steps later.
     Or, instead of Assignment, agent: SelfCheck (-> fds: the store's listening socket, on rank 0 of several only);
     the forked process answers SelfChecked and exits.
 Worker and checkpoint daemon, over the daemon's unix socket, strictly request and answer:
@@ -133,6 +134,30 @@ class StepDone(TypedDict):
 
     kind: Literal["step"]
     record: dict[str, Any]
+
+
+class ProfileSteps(TypedDict):
+    """Agent to worker: write a trace of these steps, both ends included, to ``path`` (gzipped Chrome JSON).
+
+    A worker that has not reached ``first_step`` by ``not_after_s`` (Unix seconds) does not begin.
+    """
+
+    kind: Literal["profile"]
+    id: str
+    first_step: int
+    last_step: int
+    path: str
+    not_after_s: float
+
+
+class Profiled(TypedDict):
+    """Worker to agent: what became of a trace; ``detail`` says why there is none."""
+
+    kind: Literal["profiled"]
+    id: str
+    state: Literal["written", "skipped", "failed"]
+    size_bytes: int
+    detail: str
 
 
 class Failed(TypedDict):

@@ -293,7 +293,7 @@ def _visible(job: Any) -> tuple[Any, ...]:
     """What of a job makes watchers want to see it again."""
     return (
         job.phase, job.reason, job.attempt, job.slots, job.spares, job.evicted, job.restore, job.committed_step,
-        job.restarts,
+        job.restarts, job.profile,
     )  # fmt: skip
 
 

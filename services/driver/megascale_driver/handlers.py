@@ -59,6 +59,11 @@ def streams(
     return handler
 
 
+def invalid(field: str, problem: str) -> RpcError:
+    """A request that cannot be carried out as it stands."""
+    return RpcError(grpc.StatusCode.INVALID_ARGUMENT, "BAD_REQUEST", f"{field}: {problem}", fields=[(field, problem)])
+
+
 async def until_set(event: asyncio.Event, answers: AsyncIterator[Answer]) -> AsyncIterator[Answer]:
     """Pass ``answers`` on until they end or ``event`` is set."""
     ended = asyncio.ensure_future(event.wait())

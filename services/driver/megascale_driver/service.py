@@ -14,7 +14,7 @@ from megascale.v1 import driver_pb2, driver_pb2_grpc, executor_pb2, types_pb2
 from megascale_common import identity, job_spec, job_validation
 from megascale_common.job_config import ConfigError, JobConfig
 from megascale_common.rpc_errors import RpcError
-from megascale_driver import audit_log, wire
+from megascale_driver import audit_log, profiling, wire
 from megascale_driver.core import machine
 from megascale_driver.core.events import (
     Audit,
@@ -23,13 +23,14 @@ from megascale_driver.core.events import (
     EvictRequested,
     JobSubmitted,
     Mutation,
+    Outcome,
     RequestKey,
     UncordonRequested,
 )
 from megascale_driver.core.explain import explain
 from megascale_driver.core.state import Disposition, Job, JobPhase, Liveness, Node
 from megascale_driver.engine import Engine
-from megascale_driver.handlers import answers, streams, until_set
+from megascale_driver.handlers import answers, invalid, streams, until_set
 from megascale_driver.leadership import Leader
 from megascale_driver.store import NotLeader
 from megascale_driver.watch import TokenExpired
@@ -49,6 +50,7 @@ _REFUSALS = {
     "JOB_EXISTS": (grpc.StatusCode.ALREADY_EXISTS, "a job of that name exists; choose another name"),
     "JOB_NOT_FOUND": (_NOT_FOUND, "there is no such job; `ListJobs` names them"),
     "JOB_ENDED": (_PRECONDITION, "the job has ended already"),
+    **dict.fromkeys(profiling.REFUSALS, (_PRECONDITION, "the job cannot be profiled now")),
     "NODE_NOT_FOUND": (_NOT_FOUND, "there is no such node; `ListNodes` names them"),
     "NODE_QUARANTINED": (_PRECONDITION, "the node is quarantined, which keeps work off it already"),
     "REQUEST_ID_REUSED": (_INVALID, "the request_id was used for another request; use a new one"),
@@ -103,7 +105,7 @@ class DriverService(driver_pb2_grpc.DriverServiceServicer):
         except TokenExpired as error:
             raise _expired(error) from error
         except ValueError as error:
-            raise _invalid("resume_token", str(error)) from error
+            raise invalid("resume_token", str(error)) from error
         if not feed.ended:
             raise self.leader.not_leading()
 
@@ -116,6 +118,17 @@ class DriverService(driver_pb2_grpc.DriverServiceServicer):
             key = _request_key(request, request.request_id)
             await self._call(CancelRequested(self.engine.clock.now_s(), request.name, reason, _actor(context), key))
         return driver_pb2.CancelJobResponse(job=self._message(self._job(request.name)))
+
+    @answers
+    async def ProfileJob(
+        self, request: driver_pb2.ProfileJobRequest, context: Context
+    ) -> driver_pb2.ProfileJobResponse:
+        """Have chosen ranks write a trace of some steps ahead."""
+        job = self._job(request.job)
+        key, record = _request_key(request, request.request_id), self.engine.feeds.record_of(job.name)
+        now_s, actor = self.engine.clock.now_s(), _actor(context)
+        await self._call(profiling.judged(request, job, record, now_s, request.reason[:MAX_REASON], actor, key))
+        return driver_pb2.ProfileJobResponse(profile=profiling.answer(self._job(request.job), request.request_id))
 
     @answers
     async def ExplainJob(
@@ -209,7 +222,7 @@ class DriverService(driver_pb2_grpc.DriverServiceServicer):
         except TokenExpired as error:
             raise _expired(error) from error
         except ValueError as error:
-            raise _invalid("page_token", str(error)) from error
+            raise invalid("page_token", str(error)) from error
         lines = list(itertools.islice(filter(about, behind), size + 1))
         token = audit_log.token_of(lines[size - 1]) if len(lines) > size else ""
         events = [wire.event_message(line, self._epoch()) for line in lines[:size]]
@@ -232,7 +245,7 @@ class DriverService(driver_pb2_grpc.DriverServiceServicer):
         except TokenExpired as error:
             raise _expired(error) from error
         except ValueError as error:
-            raise _invalid("resume_token", str(error)) from error
+            raise invalid("resume_token", str(error)) from error
         raise self.leader.not_leading()
 
     @streams
@@ -242,14 +255,14 @@ class DriverService(driver_pb2_grpc.DriverServiceServicer):
         """A rank's log, read on the node that runs or ran it."""
         job = self._job(request.job)
         if not 0 <= request.lines <= MAX_LOG_LINES:
-            raise _invalid("lines", f"{request.lines} is outside 0 to {MAX_LOG_LINES}")
+            raise invalid("lines", f"{request.lines} is outside 0 to {MAX_LOG_LINES}")
         wanted = request.attempt or job.attempt
         slots = next((record.slots for record in job.attempts if record.number == wanted), ())
         if not slots:
             raise RpcError(_NOT_FOUND, "ATTEMPT_NOT_FOUND", f"job {job.name} has no attempt {wanted}")
         slot = next((slot for slot in slots if request.rank in slot.ranks), None)
         if slot is None:
-            raise _invalid("rank", f"{request.rank} is not one of the job's {job.config.layout.world_size} ranks")
+            raise invalid("rank", f"{request.rank} is not one of the job's {job.config.layout.world_size} ranks")
         tail = executor_pb2.TailWorkerLogsRequest(
             job=job.name, rank=request.rank, attempt=wanted, lines=request.lines, follow=request.follow
         )
@@ -268,7 +281,7 @@ class DriverService(driver_pb2_grpc.DriverServiceServicer):
         found = await self._commits(job) if job.config.checkpoint.uri else []
         token = request.page_token
         if token and not (token.isdecimal() and len(token) <= MAX_OFFSET_DIGITS):
-            raise _invalid("page_token", f"{token!r} is not one that ListCheckpoints gave out")
+            raise invalid("page_token", f"{token!r} is not one that ListCheckpoints gave out")
         first = int(token or 0)
         size = _page_size(request.page_size)
         token = str(first + size) if first + size < len(found) else ""
@@ -316,7 +329,7 @@ class DriverService(driver_pb2_grpc.DriverServiceServicer):
     def _preview(self, event: Mutation, reason: str) -> str:
         """What the request would lead to, from the core itself; raises the refusal if it would be refused."""
         _, outcome = machine.step(self.engine.state, event, self.engine.policy)
-        _raise_refusal(outcome.refusal)
+        _raise_refusal(outcome)
         line = next((line for line in outcome.audit if line.reason == reason), None)
         return line.outcome if line is not None else "nothing changes: it is so already"
 
@@ -360,14 +373,14 @@ class DriverService(driver_pb2_grpc.DriverServiceServicer):
                 "ETCD_SILENT",
                 "etcd has not confirmed the request yet and may still; send it again with the same request_id",
             ) from error
-        _raise_refusal(outcome.refusal)
+        _raise_refusal(outcome)
 
 
-def _raise_refusal(refusal: str) -> None:
-    if refusal:
-        code, message = _REFUSALS[refusal]
-        fields = [("request_id", message)] if refusal == "REQUEST_ID_REUSED" else []
-        raise RpcError(code, refusal, message, fields=fields)
+def _raise_refusal(outcome: Outcome) -> None:
+    if outcome.refusal:
+        code, message = _REFUSALS[outcome.refusal]
+        fields = [("request_id", message)] if outcome.refusal == "REQUEST_ID_REUSED" else []
+        raise RpcError(code, outcome.refusal, outcome.refusal_detail or message, fields=fields)
 
 
 def _about(subject: str) -> Callable[[Audit], bool]:
@@ -376,7 +389,7 @@ def _about(subject: str) -> Callable[[Audit], bool]:
     if not subject:
         return lambda line: True
     if kind not in ("jobs", "nodes") or not name:
-        raise _invalid("subject", f"{subject!r} is neither jobs/NAME nor nodes/NAME nor empty (the whole cluster)")
+        raise invalid("subject", f"{subject!r} is neither jobs/NAME nor nodes/NAME nor empty (the whole cluster)")
     return lambda line: line.log == name if kind == "jobs" else line.subject == subject
 
 
@@ -388,13 +401,13 @@ def _expired(error: ValueError) -> RpcError:
 def _judged(request: driver_pb2.SubmitJobRequest) -> JobConfig:
     """The job's configuration, if nothing is wrong with it."""
     if not request.HasField("spec"):
-        raise _invalid("spec", "missing; a job needs a specification")
+        raise invalid("spec", "missing; a job needs a specification")
     if request.spec.ByteSize() > MAX_SPEC_BYTES:
-        raise _invalid("spec", f"{request.spec.ByteSize()} bytes; use at most {MAX_SPEC_BYTES}")
+        raise invalid("spec", f"{request.spec.ByteSize()} bytes; use at most {MAX_SPEC_BYTES}")
     try:
         config = job_spec.from_proto(request.spec)
     except ConfigError as error:
-        raise _invalid(error.field, error.problem) from error
+        raise invalid(error.field, error.problem) from error
     problems = job_validation.validate(config)
     if problems:
         fields = [(p.field, f"{p.problem}; {p.remedy}") for p in problems]
@@ -406,13 +419,13 @@ def _request_key(request: Message, request_id: str) -> RequestKey | None:
     if not request_id:
         return None
     if len(request_id) > MAX_REQUEST_ID or not request_id.isprintable() or "/" in request_id:
-        raise _invalid("request_id", f"use at most {MAX_REQUEST_ID} printable characters without '/', best a UUID")
+        raise invalid("request_id", f"use at most {MAX_REQUEST_ID} printable characters without '/', best a UUID")
     return RequestKey(request_id, hashlib.sha256(request.SerializeToString(deterministic=True)).hexdigest())
 
 
 def _reason(text: str) -> str:
     if not text.strip():
-        raise _invalid("reason", "missing; say why, it goes to the audit log")
+        raise invalid("reason", "missing; say why, it goes to the audit log")
     return text.strip()[:MAX_REASON]
 
 
@@ -421,10 +434,6 @@ def _actor(context: Context) -> str:
     metadata = dict(context.invocation_metadata() or ())
     value = metadata.get("megascale-actor", "user")
     return (value.decode(errors="replace") if isinstance(value, bytes) else value)[:64]
-
-
-def _invalid(field: str, problem: str) -> RpcError:
-    return RpcError(_INVALID, "BAD_REQUEST", f"{field}: {problem}", fields=[(field, problem)])
 
 
 def _from_node(node: str, error: grpc.aio.AioRpcError) -> RpcError:
@@ -438,7 +447,7 @@ def _from_node(node: str, error: grpc.aio.AioRpcError) -> RpcError:
 
 def _page_size(size: int) -> int:
     if size < 0:
-        raise _invalid("page_size", f"{size} is negative; leave it out or give 1 to {MAX_PAGE}")
+        raise invalid("page_size", f"{size} is negative; leave it out or give 1 to {MAX_PAGE}")
     return min(size or DEFAULT_PAGE, MAX_PAGE)
 
 

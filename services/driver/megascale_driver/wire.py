@@ -18,10 +18,13 @@ from megascale_driver.core.state import (
     Identity,
     Job,
     Node,
+    Profile,
     Progress,
     Report,
     Restore,
     Sealed,
+    TraceReport,
+    TraceState,
     WorkerReport,
 )
 
@@ -31,6 +34,7 @@ MAX_DEVICES = 1024
 MAX_TEXT = 4096
 MAX_LABEL = 256  # of an address, an id, a key or value of the topology
 MAX_LABELS = 64
+MAX_TRACES = 64  # of one profile
 
 
 def timestamp(seconds: float) -> Timestamp:
@@ -67,6 +71,7 @@ def identity(hello: link_pb2.ExecutorHello) -> Identity:
         topology={key[:MAX_LABEL]: hello.topology[key][:MAX_LABEL] for key in sorted(hello.topology)[:MAX_LABELS]},
         executor_endpoint=hello.executor_endpoint[:MAX_LABEL],
         checkpoint_endpoint=hello.checkpoint_endpoint[:MAX_LABEL],
+        folder=hello.folder[:MAX_TEXT],
     )  # fmt: skip
 
 
@@ -89,6 +94,7 @@ def report(beat: link_pb2.Heartbeat, epoch: types_pb2.Epoch) -> Report:
         ),
         store_endpoint=beat.store_endpoint,
         progress=tuple(_progress(item) for item in beat.checkpoints),
+        traces=tuple(_trace(item) for item in beat.traces[:MAX_TRACES]),
     )  # fmt: skip
 
 
@@ -137,7 +143,39 @@ def desired_state(node: Node, job: Job | None, epoch: types_pb2.Epoch) -> link_p
         )
         if wanted.restore is not None:
             message.assignment.restore.CopyFrom(restore_plan(wanted.restore))
+        if wanted.profile is not None:
+            message.profile.CopyFrom(
+                link_pb2.ProfileCommand(
+                    id=wanted.profile.id,
+                    first_step=wanted.profile.first_step,
+                    last_step=wanted.profile.last_step,
+                    ranks=wanted.profile.ranks,
+                    not_after=timestamp(wanted.profile.not_after_s),
+                )
+            )
     return message
+
+
+def profile_message(profile: Profile) -> driver_pb2.Profile:
+    """A profile for people."""
+    return driver_pb2.Profile(
+        id=profile.id,
+        attempt=profile.attempt,
+        first_step=profile.first_step,
+        last_step=profile.last_step,
+        not_after=timestamp(profile.not_after_s),
+        traces=[
+            driver_pb2.Trace(
+                rank=trace.rank,
+                node=trace.node,
+                path=trace.path,
+                state=types_pb2.TraceState.Value(f"TRACE_STATE_{trace.state}"),
+                size_bytes=trace.size_bytes,
+                detail=trace.detail,
+            )
+            for trace in profile.traces
+        ],
+    )
 
 
 def job_message(job: Job, record: types_pb2.StepRecord | None) -> driver_pb2.Job:
@@ -164,6 +202,8 @@ def job_message(job: Job, record: types_pb2.StepRecord | None) -> driver_pb2.Job
         message.restore_source = types_pb2.RestoreSource.Value(f"RESTORE_SOURCE_{job.restore.source}")
     if record is not None:
         message.last_record.CopyFrom(record)
+    if job.profile is not None:
+        message.profile.CopyFrom(profile_message(job.profile))
     return message
 
 
@@ -223,7 +263,7 @@ def event_message(line: events.Audit, epoch: types_pb2.Epoch) -> types_pb2.Event
         mode=line.mode,
         epoch=epoch,
         attempt=line.attempt,
-        evidence=[types_pb2.Evidence(kind=e.kind, source=e.source, digest=e.digest) for e in line.evidence],
+        evidence=[types_pb2.Evidence(kind=e.kind, source=e.source, digest=e.digest, uri=e.uri) for e in line.evidence],
         outcome=line.outcome,
     )
 
@@ -250,6 +290,11 @@ def _status(status: link_pb2.WorkerStatus) -> RankStatus:
             for item in status.operations[:MAX_OPERATIONS]
         ),
     )
+
+
+def _trace(item: link_pb2.TraceReport) -> TraceReport:
+    name = types_pb2.TraceState.Name(item.state).removeprefix("TRACE_STATE_") if item.state else "FAILED"
+    return TraceReport(item.profile, item.rank, TraceState(name), item.size_bytes, item.detail[:MAX_TEXT])
 
 
 def _progress(item: link_pb2.CheckpointProgress) -> Progress:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megascale_driver.core.state import Desired, DesiredPhase, Job, JobPhase, Node
+from megascale_driver.core.state import Desired, DesiredPhase, Job, JobPhase, Node, ProfileCommand, TraceState
 
 IDLE = Desired()
 
@@ -19,4 +19,18 @@ def desired_of(node: Node, job: Job | None) -> Desired:
         return IDLE
     if job.phase is JobPhase.PREPARING:
         return Desired(DesiredPhase.PREPARE, job.name, job.attempt)
-    return Desired(DesiredPhase.START, job.name, job.attempt, job.store_endpoint, job.restore, job.committer_endpoint)
+    return Desired(
+        DesiredPhase.START, job.name, job.attempt, job.store_endpoint, job.restore, job.committer_endpoint,
+        _profile_on(node.name, job),
+    )  # fmt: skip
+
+
+def _profile_on(node: str, job: Job) -> ProfileCommand | None:
+    """The node's part in the attempt's profile, while traces of its ranks are awaited."""
+    profile = job.profile
+    if profile is None or profile.attempt != job.attempt:
+        return None
+    ranks = tuple(t.rank for t in profile.traces if t.node == node and t.state is TraceState.PENDING)
+    if not ranks:
+        return None
+    return ProfileCommand(profile.id, profile.first_step, profile.last_step, ranks, profile.not_after_s)

@@ -24,7 +24,7 @@ class Draft:
         self.jobs: dict[str, Job] = dict(state.jobs)
         self.requests: dict[str, Request] = dict(state.requests)
         self.breaker: Breaker = state.breaker
-        self.refusal = ""
+        self.refusal, self.refusal_detail = "", ""
         self._log_seq = state.log_seq
         self._values: dict[str, Any] = {}
         self._effects: list[Effect] = []
@@ -67,6 +67,10 @@ class Draft:
         """Want the node's desired state sent, whether or not it changes."""
         self._commanded[node] = None
 
+    def refuse(self, refusal: str, detail: str = "") -> None:
+        """Refuse the request; ``detail`` says it in words where the word alone does not."""
+        self.refusal, self.refusal_detail = refusal, detail
+
     def ask(self, effect: Effect) -> None:
         """Want an effect once the decision is committed."""
         self._effects.append(effect)
@@ -108,7 +112,8 @@ class Draft:
             log_seq=self._log_seq,
             **self._values,
         )
-        return state, Outcome(tuple(self._effects), tuple(self._commanded), tuple(self._audit), self.refusal)
+        follows = (tuple(self._effects), tuple(self._commanded), tuple(self._audit))
+        return state, Outcome(*follows, self.refusal, self.refusal_detail)
 
     def _refresh_desired(self) -> None:
         touched: dict[str, None] = {}
@@ -133,4 +138,4 @@ class Draft:
 
 def _role(job: Job) -> tuple[object, ...]:
     """Whatever of a job decides its nodes' desired state."""
-    return (job.phase, job.attempt, job.slots, job.store_endpoint, job.restore, job.committer_endpoint)
+    return (job.phase, job.attempt, job.slots, job.store_endpoint, job.restore, job.committer_endpoint, job.profile)

@@ -25,6 +25,9 @@ Reason = Literal[
     "SPARE_ASSIGNED",
     "CHECKPOINT_COMMITTED",
     "CHECKPOINT_REFUSED",
+    "PROFILE_REQUESTED",
+    "PROFILE_WRITTEN",
+    "PROFILE_MISSED",
     "CANCEL_REQUESTED",
     "JOB_SUCCEEDED",
     "JOB_FAILED",
@@ -161,7 +164,26 @@ class UncordonRequested:
     request: RequestKey | None = None
 
 
-Mutation = JobSubmitted | CancelRequested | EvictRequested | CordonRequested | UncordonRequested
+@dataclass(frozen=True, slots=True)
+class ProfileRequested:
+    """Someone wants a profile of a running job. ``first_step`` 0: the nearest that all ranks hear of in time.
+
+    ``newest_step`` and ``step_time_s`` are those of the attempt's newest step record; 0 where there is none.
+    """
+
+    now_s: float
+    job: str
+    first_step: int
+    steps: int
+    ranks: tuple[int, ...]
+    newest_step: int
+    step_time_s: float
+    reason: str
+    actor: str
+    request: RequestKey | None = None
+
+
+Mutation = JobSubmitted | CancelRequested | EvictRequested | CordonRequested | UncordonRequested | ProfileRequested
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,11 +215,12 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """One fact behind a decision: its kind, where it comes from, and what it says."""
+    """One fact behind a decision: its kind, where it comes from, what it says, and where to read it."""
 
     kind: str
     source: str
     digest: str = ""
+    uri: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,10 +273,12 @@ Effect = OpenAttempt | Probe
 class Outcome:
     """What one event led to beside the new state. ``commanded``: nodes whose desired state must be sent.
 
-    ``refusal``: the request was refused, and why; empty when it was carried out.
+    ``refusal``: the request was refused, and why; empty when it was carried out. ``refusal_detail``: in words, where
+    the word alone does not say it.
     """
 
     effects: tuple[Effect, ...] = ()
     commanded: tuple[str, ...] = ()
     audit: tuple[Audit, ...] = ()
     refusal: str = ""
+    refusal_detail: str = ""

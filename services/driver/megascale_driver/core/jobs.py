@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megascale_driver.analysis.progress import add_step_time
-from megascale_driver.core import hang, recovery
+from megascale_driver.core import hang, profiles, recovery
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import (
     AttemptOpened,
@@ -77,6 +77,8 @@ def advance(draft: Draft, name: str, reporter: str = "") -> None:
     if job.phase is JobPhase.STOPPING:
         _advance_stopping(draft, job)
         return
+    profiles.expire(draft, job)
+    job = draft.jobs[name]
     if not job.faults:
         job = hang.check(draft, _check_deadline(draft, job))
     if job.faults:
@@ -208,6 +210,7 @@ def _stop(draft: Draft, job: Job, after: JobPhase, why: str) -> None:
     if job.phase is JobPhase.STOPPING:
         draft.job(job.name, after_stop=after, stop_reason=why)
     else:
+        profiles.attempt_ends(draft, job)
         draft.job(
             job.name, phase=JobPhase.STOPPING, after_stop=after, stop_reason=why,
             reason=f"attempt {job.attempt} is being stopped: {why}",
@@ -269,6 +272,7 @@ def _end(draft: Draft, job: Job, phase: JobPhase, why: str) -> None:
         JobPhase.FAILED: "JOB_FAILED",
         JobPhase.CANCELLED: "JOB_CANCELLED",
     }
+    profiles.attempt_ends(draft, job)
     draft.job(job.name, phase=phase, reason=why, spares=())
     draft.log(reasons[phase], why, subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt)
 

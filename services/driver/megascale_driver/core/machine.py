@@ -6,7 +6,7 @@ or effect leave the process. Equal states and events give equal outcomes, which 
 
 from __future__ import annotations
 
-from megascale_driver.core import breaker, jobs, liveness, nodes
+from megascale_driver.core import breaker, jobs, liveness, nodes, profiles
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import (
     AttemptOpened,
@@ -22,6 +22,7 @@ from megascale_driver.core.events import (
     OpenFailed,
     Outcome,
     ProbeResult,
+    ProfileRequested,
     RequestKey,
     StreamReset,
     Tick,
@@ -37,6 +38,7 @@ _MUTATION_KINDS = {
     EvictRequested: "EvictNode",
     CordonRequested: "CordonNode",
     UncordonRequested: "UncordonNode",
+    ProfileRequested: "ProfileJob",
 }
 
 
@@ -86,6 +88,9 @@ def _mutate(draft: Draft, event: Mutation) -> None:
     elif isinstance(event, CancelRequested):
         subject = f"jobs/{event.job}"
         jobs.cancel(draft, event)
+    elif isinstance(event, ProfileRequested):
+        subject = f"jobs/{event.job}"
+        profiles.request(draft, event)
     else:
         subject = f"nodes/{event.node}"
         nodes.set_disposition(draft, event)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megascale_driver.core import breaker
+from megascale_driver.core import breaker, profiles
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import CordonRequested, EvictRequested, NodeHello, NodeReport, UncordonRequested
 from megascale_driver.core.state import Disposition, Job, Liveness, Node, Progress, Report
@@ -71,6 +71,7 @@ def report(draft: Draft, event: NodeReport) -> Job | None:
     )
     for progress in event.report.progress:
         _committed(draft, node.name, progress)
+    profiles.report(draft, node.name, event.report)
     before = node.report
     if before is not None and node.liveness is Liveness.ALIVE and _news(before) == _news(event.report):
         return None

@@ -41,6 +41,13 @@ class Policy:
     # A job that stands still with all processes alive, and hangs in a row after which its node is evicted.
     hang: HangLimits = field(default_factory=HangLimits)
     node_hangs: int = 2
+    # A profile begins so long after the newest step: time for etcd and the links, not counting the steps under way.
+    profile_lead_s: float = 2.0
+    # Steps may be named so far ahead.
+    profile_ahead_s: float = 3600.0
+    # Added to the expected time of the steps, after which no rank begins; and what writing a trace may take then.
+    profile_patience_s: float = 60.0
+    profile_write_s: float = 600.0
     breaker_share: float = 0.02
     breaker_nodes: int = 4
     breaker_window_s: float = 300.0

@@ -91,6 +91,16 @@ class FaultKind(enum.StrEnum):
     OPEN_FAILED = "OPEN_FAILED"
 
 
+class TraceState(enum.StrEnum):
+    """What became of a rank's trace."""
+
+    PENDING = "PENDING"
+    WRITTEN = "WRITTEN"
+    SKIPPED = "SKIPPED"
+    FAILED = "FAILED"
+    LOST = "LOST"
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """One device of a node. ``kind`` is cpu or cuda."""
@@ -147,6 +157,17 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class TraceReport:
+    """What a node says of one rank's trace. ``profile`` is the profile's id, ``detail`` why there is no trace."""
+
+    profile: str
+    rank: int
+    state: TraceState
+    size_bytes: int = 0
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """What a heartbeat says. ``desired_version`` is 0 when the node has not yet seen this leader's epoch."""
 
@@ -160,6 +181,7 @@ class Report:
     checks: tuple[Check, ...] = ()
     store_endpoint: str = ""
     progress: tuple[Progress, ...] = ()
+    traces: tuple[TraceReport, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +196,7 @@ class Identity:
     topology: Mapping[str, str] = field(default_factory=dict)
     executor_endpoint: str = ""
     checkpoint_endpoint: str = ""
+    folder: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +220,17 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
+class ProfileCommand:
+    """A node's part in a profile: these ranks write a trace of these steps, both ends included."""
+
+    id: str
+    first_step: int
+    last_step: int
+    ranks: tuple[int, ...]
+    not_after_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Desired:
     """What a node is to do; the assignment's fields are empty when it is IDLE."""
 
@@ -206,6 +240,7 @@ class Desired:
     store_endpoint: str = ""
     restore: Restore | None = None
     committer_endpoint: str = ""
+    profile: ProfileCommand | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +292,35 @@ class AttemptRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class Trace:
+    """A rank's trace. ``path`` is where it lies, or will lie."""
+
+    rank: int
+    node: str
+    path: str
+    state: TraceState = TraceState.PENDING
+    size_bytes: int = 0
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Steps of one attempt that chosen ranks trace, both ends included; none of them begins after ``not_after_s``."""
+
+    id: str
+    attempt: int
+    first_step: int
+    last_step: int
+    not_after_s: float
+    traces: tuple[Trace, ...] = ()
+
+    @property
+    def pending(self) -> bool:
+        """Whether a trace is still awaited."""
+        return any(trace.state is TraceState.PENDING for trace in self.traces)
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """A job and the attempt under way. ``after_stop`` is the phase that STOPPING leads to."""
 
@@ -288,6 +352,8 @@ class Job:
     committed_step: int = 0
     committed_by_attempt: int = 0
     manifest_uri: str = ""
+    # The newest that was asked for, of this attempt or an earlier one.
+    profile: Profile | None = None
     step: int = field(default=0, metadata=VOLATILE)
     best_step: int = field(default=0, metadata=VOLATILE)
     last_step_at_s: float = field(default=0.0, metadata=VOLATILE)

@@ -16,6 +16,8 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+from megascale_common import node_files
+
 _OWNER_FILE = "owner"
 _MAX_FOLDER_BYTES = 80  # leaves 27 for the longest socket name
 
@@ -74,7 +76,7 @@ def lock_node(node_folder: Path, node: str) -> int:
 
 def attempt_folder(node_folder: Path, job: str, attempt: int) -> AttemptFolder:
     """The folder of an attempt; not created."""
-    return AttemptFolder(node_folder / "jobs" / job / f"attempt-{attempt:06d}")
+    return AttemptFolder(node_folder / node_files.attempt_folder(job, attempt))
 
 
 def newest_attempt(node_folder: Path, job: str) -> int:

@@ -47,6 +47,7 @@ def build_hello(
         executor_endpoint=executor_endpoint,
         checkpoint_endpoint=checkpoint_endpoint,
         hostname=socket.gethostname(),
+        folder=encodable(str(config.node_folder)),
     )
 
 
@@ -66,6 +67,7 @@ def build_heartbeat(runner: AttemptRunner, daemon: CheckpointDaemon, *, take_log
         checkpoints=daemon.progress,
         logs=runner.scanner.collect() if take_logs else [],
         host=host_counters(),
+        traces=runner.profiles.reports,
     )
     beat.sent_at.GetCurrentTime()
     return beat

@@ -26,6 +26,7 @@ from megascale_executor.agent.daemon import CheckpointDaemon
 from megascale_executor.agent.diagnosis import Diagnosis
 from megascale_executor.agent.folders import AttemptFolder
 from megascale_executor.agent.logs import LogScanner
+from megascale_executor.agent.profiles import Profiles, part_of
 from megascale_executor.agent.self_check import SelfChecks
 from megascale_executor.agent.step_reports import StepReports
 from megascale_executor.agent.template import TemplateError
@@ -59,6 +60,7 @@ class AttemptRunner:
     ) -> None:
         self.state = AttemptState()
         self.scanner = LogScanner()
+        self.profiles = Profiles(config.node_folder, changed)
         self._config, self._devices = config, {device.index for device in devices}
         self._templates, self._daemon, self._reports = templates, daemon, reports
         self._checks = SelfChecks(devices, config.node_folder)
@@ -100,6 +102,7 @@ class AttemptRunner:
             self._wake.clear()
             while (action := self.state.next_action()) is not Action.NOTHING:
                 await self._do(action)
+            self._profile()
 
     async def shut_down(self) -> None:
         """Stop what runs; for the agent's own end."""
@@ -108,6 +111,12 @@ class AttemptRunner:
     def _tell(self) -> None:
         self._wake.set()
         self._changed()
+
+    def _profile(self) -> None:
+        """Pass a wanted profile on. Before the workers run, it waits for the next wake: all of them running."""
+        command = part_of(self.state.desired, self.state.key)
+        if command is not None and self.state.phase == attempt.RUNNING:
+            self.profiles.want(self.state.key, command, self.workers)
 
     async def _do(self, action: Action) -> None:
         key = self.state.key if action is Action.STOP else self.state.wanted
@@ -186,6 +195,7 @@ class AttemptRunner:
             step=self._on_step,
             failed=self._on_failed,
             exited=self._changed,
+            profiled=self.profiles.take,
         )
         self._workers = WorkerSet(template, events)
         self.scanner.watch({message["rank"]: log for message, log in told})
@@ -245,6 +255,7 @@ class AttemptRunner:
             self._events_file.close()
             self._events_file = None
         self.scanner.watch({})
+        self.profiles.forget(self.folder.path)
         self._checks.attempt_ended(well=self.state.phase == attempt.FINISHED)
         self.state.stopped()
         self._changed()

@@ -73,6 +73,7 @@ class WorkerEvents:
     step: Callable[[dict[str, Any]], None]
     failed: Callable[[str], None]
     exited: Callable[[], None]  # any worker, after its end was judged
+    profiled: Callable[[int, framing.Message], None]  # of a rank; raises KeyError or TypeError
 
 
 class WorkerSet:
@@ -138,6 +139,8 @@ class WorkerSet:
                 self._events.all_running()
         elif kind == "step":
             self._events.step(message["record"])
+        elif kind == "profiled":
+            self._events.profiled(worker.rank, message)
         elif kind == "failed":
             detail = message["detail"]
             worker.error_kind = message["error_kind"]

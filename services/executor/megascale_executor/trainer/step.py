@@ -29,6 +29,7 @@ from megascale_executor.trainer.parallel.pipeline.executor import PipelineExecut
 from megascale_executor.trainer.parallel.pipeline.schedule import forward_only, one_forward_one_backward
 from megascale_executor.trainer.parallel.tensor.overlapped import tensor_parallel
 from megascale_executor.trainer.schedule import learning_rate
+from megascale_executor.trainer.spans import span
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -155,7 +156,8 @@ class Trainer:
             self._groups.world.all_reduce(vector)
             totals, control = step_control(vector, self.config.optimizer.clip_norm)
             rate = learning_rate(self.config, self.step)
-            self._optimizer.update([shard for _, shard in gradients], control, rate, self.step + 1)
+            with span("optimizer"):
+                self._optimizer.update([shard for _, shard in gradients], control, rate, self.step + 1)
             self._buffers.publish(self._optimizer.master)
         self.step += 1
         samples = self.step * self.config.training.global_batch_size

@@ -30,6 +30,7 @@ from megascale_executor.trainer.data.client import LoaderClient
 from megascale_executor.trainer.data.device_batches import StepBatches, step_batches
 from megascale_executor.trainer.data.errors import DataError
 from megascale_executor.trainer.groups import Groups, create_groups
+from megascale_executor.trainer.profiling import StepProfiler
 from megascale_executor.trainer.snapshot import Registration, RestoreRefused, Snapshotter
 from megascale_executor.trainer.step import StepRecord, StepResult, Trainer
 
@@ -82,6 +83,7 @@ class _Worker:
         )
         self._snapshots: Snapshotter | None = None
         self._held_out: StepBatches | None = None
+        self._profiler = StepProfiler(agent, self._device)
         self._last_step_end_s = 0.0
         self._logged_steps, self._logged_at_s = 0, 0.0
         self._skipped, self._consumed = 0, 0
@@ -107,6 +109,7 @@ class _Worker:
         status.update(step=done, phase=Phase.WARMUP)
         self._last_step_end_s = time.monotonic()
         self._train(trainer, data, done)
+        self._profiler.finish()
         status.update(phase=Phase.SNAPSHOT)
         if done == config.training.steps and self._assignment["restore"]["source"] == "memory":
             self._take_last_again()
@@ -212,6 +215,7 @@ class _Worker:
         steps = self._config.training.steps
         previous: _InFlight | None = None
         for step in range(done + 1, steps + 1):
+            self._profiler.before(step)
             if step == steps and previous is not None:  # its snapshot is sealed before the last one finds a slot
                 self._take_in(previous, trainer)
                 previous = None
@@ -235,6 +239,7 @@ class _Worker:
             self._snapshot(step)
             if step % COLLECT_EVERY_STEPS == 0:
                 gc.collect()
+            self._profiler.after(step)
 
     def _snapshot_to_vote_on(self, step: int) -> int | None:
         """The snapshot that the vote in ``step`` is about: the next step's, or at the end this one's."""

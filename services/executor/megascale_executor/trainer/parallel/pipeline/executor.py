@@ -12,6 +12,7 @@ from megascale_executor.trainer.batch import MicroBatch
 from megascale_executor.trainer.groups import Edges, Group, Receive
 from megascale_executor.trainer.model.stage import Stage
 from megascale_executor.trainer.parallel.pipeline.schedule import Action, Kind
+from megascale_executor.trainer.spans import span
 
 _Place = tuple[int, int]  # micro-batch and chunk
 
@@ -65,7 +66,8 @@ class PipelineExecutor:
         """
         self._batches, self._sums = batches, []
         for action in program:
-            self._actions[action.kind]((action.micro_batch, action.chunk))
+            with span(action.kind.value, action.micro_batch, action.chunk):
+                self._actions[action.kind]((action.micro_batch, action.chunk))
         for work, _ in self._sends:
             work.wait()
         self._sends.clear()

@@ -1,0 +1,71 @@
+"""ProfileJob between the wire and the core: what may be asked for, and the answer."""
+
+from __future__ import annotations
+
+import grpc
+
+from megascale.v1 import driver_pb2, types_pb2
+from megascale_common.rpc_errors import RpcError
+from megascale_driver import wire
+from megascale_driver.core.events import ProfileRequested, RequestKey
+from megascale_driver.core.state import Job
+from megascale_driver.handlers import invalid
+
+MAX_STEPS = 20  # a trace of more is too large to look at
+MAX_RANKS = wire.MAX_TRACES
+# The core says each in words, with the numbers.
+REFUSALS = (
+    "JOB_NOT_RUNNING",
+    "PROFILE_PENDING",
+    "NO_STEP_YET",
+    "FIRST_STEP_PASSED",
+    "STEPS_BEYOND_END",
+    "STEPS_TOO_FAR",
+)
+
+
+def judged(
+    request: driver_pb2.ProfileJobRequest,
+    job: Job,
+    record: types_pb2.StepRecord | None,
+    now_s: float,
+    reason: str,
+    actor: str,
+    key: RequestKey | None,
+) -> ProfileRequested:
+    """The event of a request that makes sense; ``record`` is the job's newest step record.
+
+    Raises:
+        RpcError: steps or ranks that no job, or not this one, can profile.
+    """
+    if not 1 <= request.steps <= MAX_STEPS:
+        raise invalid("steps", f"{request.steps} is outside 1 to {MAX_STEPS}")
+    if request.first_step < 0:
+        raise invalid("first_step", f"{request.first_step} is negative; leave it out or name a step ahead")
+    ranks, world_size = tuple(sorted(set(request.ranks))) or (0,), job.config.layout.world_size
+    wrong = [rank for rank in ranks if not 0 <= rank < world_size]
+    if wrong:
+        raise invalid("ranks", f"{wrong[0]} is not one of the job's {world_size} ranks")
+    if len(ranks) > MAX_RANKS:
+        raise invalid("ranks", f"{len(ranks)} ranks; choose at most {MAX_RANKS}")
+    current = record if record is not None and record.attempt == job.attempt else types_pb2.StepRecord()
+    return ProfileRequested(
+        now_s, job.name, request.first_step, request.steps, ranks, current.step,
+        current.step_time.ToNanoseconds() / 1e9, reason.strip(), actor, key,
+    )  # fmt: skip
+
+
+def answer(job: Job, request_id: str) -> driver_pb2.Profile:
+    """The profile that the request led to.
+
+    Raises:
+        RpcError: the request was carried out before, and another profile has taken its place since.
+    """
+    profile = job.profile
+    if profile is None or (request_id and profile.id != request_id):
+        raise RpcError(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "PROFILE_SUPERSEDED",
+            f"another profile of job {job.name} was asked for since; the audit log has what became of this one",
+        )
+    return wire.profile_message(profile)

@@ -1,0 +1,97 @@
+"""Profiles on command: to the workers once, and back what became of each rank's trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megascale.v1 import link_pb2, types_pb2
+from megascale_common import framing, logs, node_files
+from megascale_common.local_messages import ProfileSteps
+from megascale_executor.agent.attempt import AttemptKey
+from megascale_executor.agent.status import encodable
+from megascale_executor.agent.workers import Worker
+
+_log = logs.get(__name__)
+
+MAX_DETAIL_CHARS = 200  # 64 traces stand in one heartbeat
+_STATES = {
+    "written": types_pb2.TRACE_STATE_WRITTEN,
+    "skipped": types_pb2.TRACE_STATE_SKIPPED,
+    "failed": types_pb2.TRACE_STATE_FAILED,
+}
+
+
+class Profiles:
+    """Of the present attempt. ``changed`` is called when a heartbeat has something new to tell."""
+
+    def __init__(self, node_folder: Path, changed: Callable[[], None]) -> None:
+        self._node_folder, self._changed = node_folder, changed
+        self._id = ""
+        self._reports: list[link_pb2.TraceReport] = []
+
+    @property
+    def reports(self) -> Sequence[link_pb2.TraceReport]:
+        """What is known of the newest profile's traces."""
+        return self._reports
+
+    def want(self, key: AttemptKey, command: link_pb2.ProfileCommand, workers: Sequence[Worker]) -> None:
+        """Hand the command to the workers of its ranks, once."""
+        if command.id == self._id:
+            return
+        self._id, self._reports = command.id, []
+        for worker in workers:
+            if worker.rank in command.ranks:
+                self._send(key, command, worker)
+
+    def take(self, rank: int, message: framing.Message) -> None:
+        """A worker tells of its trace.
+
+        Raises:
+            KeyError, TypeError: not a Profiled message.
+        """
+        self._note(message["id"], rank, message["state"], message["detail"], message["size_bytes"])
+
+    def forget(self, folder: Path) -> None:
+        """The attempt, with its files in ``folder``, has ended: remove what its workers were writing."""
+        self._id, self._reports = "", []
+        for unfinished in folder.glob(f".{node_files.TRACE_PREFIX}*"):
+            unfinished.unlink(missing_ok=True)
+
+    def _send(self, key: AttemptKey, command: link_pb2.ProfileCommand, worker: Worker) -> None:
+        first, last = command.first_step, command.last_step
+        path = self._node_folder / node_files.trace_file(key.job, key.attempt, first, last, worker.rank)
+        message: ProfileSteps = {
+            "kind": "profile",
+            "id": command.id,
+            "first_step": first,
+            "last_step": last,
+            "path": str(path),
+            "not_after_s": command.not_after.ToNanoseconds() / 1e9,
+        }
+        try:
+            worker.channel.send(dict(message))
+        except framing.FramingError as error:
+            self._note(command.id, worker.rank, "failed", f"the worker cannot be told: {error}")
+
+    def _note(self, profile: str, rank: int, state: str, detail: str, size_bytes: int = 0) -> None:
+        if profile != self._id:
+            return  # the driver waits for it no longer
+        _log.info("trace", profile=profile, rank=rank, state=state, detail=detail, size_bytes=size_bytes)
+        self._reports.append(
+            link_pb2.TraceReport(
+                profile=profile,
+                rank=rank,
+                state=_STATES[state],
+                size_bytes=size_bytes,
+                detail=encodable(detail[:MAX_DETAIL_CHARS]),
+            )
+        )
+        self._changed()
+
+
+def part_of(desired: link_pb2.DesiredState, key: AttemptKey) -> link_pb2.ProfileCommand | None:
+    """The profile that the desired state asks of the attempt ``key``, if any."""
+    assignment = desired.assignment
+    mine = (assignment.job, assignment.attempt) == (key.job, key.attempt)
+    return desired.profile if mine and desired.HasField("profile") else None

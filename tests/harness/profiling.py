@@ -1,0 +1,66 @@
+"""A program of one rank that trains under the step profiler, with the agent's end of the socket in the same process."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.harness.training import device_of, start, step
+
+from megascale_common import framing
+from megascale_common.job_config import from_dict
+from megascale_executor.trainer.groups import destroy_groups
+from megascale_executor.trainer.profiling import StepProfiler
+
+WRITE_TIMEOUT_S = 30.0
+
+
+def train_under_profiler(
+    rank: int,
+    world_size: int,
+    folder: Path,
+    *,
+    job: dict[str, Any],
+    steps: int,
+    commands: dict[str, dict[str, Any]],
+    patient: bool = True,
+    file_limit_bytes: int = 0,
+) -> dict[str, Any]:
+    """Train ``steps`` steps; before step N comes the command ``commands[str(N)]`` (fields of ProfileSteps).
+
+    Each rank writes ``trace-ID-RANK.json.gz``. ``patient``: a trace is waited for after every step.
+    ``file_limit_bytes``: no file may grow larger, as on a full disk.
+
+    Returns:
+        The losses, and the answers (Profiled) in their order.
+    """
+    trainer = start(from_dict(job), rank, world_size, folder)
+    agent, ours = socket.socketpair()
+    profiler = StepProfiler(ours, device_of(rank))
+    if file_limit_bytes:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit_bytes, resource.RLIM_INFINITY))
+    losses = []
+    with contextlib.redirect_stdout(sys.stderr):  # the pool reads our stdout
+        for number in range(1, steps + 1):
+            given = commands.get(str(number))
+            if given is not None:
+                path = str(folder / f"trace-{given['id']}-{rank}.json.gz")
+                command = {"kind": "profile", "path": path, "not_after_s": time.time() + 60.0, **given}
+                framing.send(agent, command)
+            profiler.before(number)
+            losses.append(step(trainer, rank).read().loss)
+            profiler.after(number)
+            if patient:
+                profiler.finish()
+        profiler.finish()
+    ours.close()
+    answers = []
+    while (received := framing.receive(agent)) is not None:
+        answers.append(received[0])
+    destroy_groups()
+    return {"losses": losses, "answers": answers}
