@@ -23,7 +23,7 @@ TRAIN = "tests.harness.training:train"
 STEPS = 10
 # bf16 keeps 8 bits: activations differ by 2^-8 between layouts, which a loss of 5.7 averaged over tokens mostly cancels
 TOLERANCES = {"fp32": 1e-4, "bf16": 3e-2}
-LAYOUTS: list[dict[str, int]] = [
+LAYOUTS: list[dict[str, Any]] = [
     {"tp": 2},
     {"pp": 2},
     {"dp": 2},
@@ -34,6 +34,9 @@ LAYOUTS: list[dict[str, int]] = [
     {"tp": 4},
     {"tp": 2, "pp": 2, "dp": 2},
     {"tp": 8},
+    {"dp": 2, "overlap": {"dp": True}},
+    {"pp": 2, "virtual_stages": 2, "dp": 2, "overlap": {"dp": True}},
+    {"tp": 2, "pp": 2, "dp": 2, "overlap": {"dp": True}},
 ]
 
 
@@ -43,7 +46,7 @@ def pool() -> Iterator[RankPool]:
         yield ready
 
 
-def _world_size(parallelism: dict[str, int]) -> int:
+def _world_size(parallelism: dict[str, Any]) -> int:
     return math.prod(parallelism.get(axis, 1) for axis in ("tp", "pp", "dp"))
 
 
@@ -65,7 +68,7 @@ def _job(precision: str, parallelism: dict[str, Any], block: str = "parallel", *
 @pytest.mark.parametrize("block", ["parallel", "serial"])
 @pytest.mark.parametrize("parallelism", LAYOUTS, ids=lambda sizes: "".join(f"{k}{v}" for k, v in sizes.items()))
 def test_layout_trains_as_one_device(
-    parallelism: dict[str, int], block: str, precision: str, pool: RankPool, tmp_path: Path
+    parallelism: dict[str, Any], block: str, precision: str, pool: RankPool, tmp_path: Path
 ) -> None:
     world_size = _world_size(parallelism)
     _need(world_size)
@@ -81,9 +84,18 @@ def test_layout_trains_as_one_device(
         np.testing.assert_array_equal(initial[name], values, err_msg=name)
 
 
-@pytest.mark.parametrize("parallelism", [{}, {"tp": 2}, {"tp": 2, "pp": 2, "dp": 2}])
+@pytest.mark.parametrize(
+    "parallelism",
+    [
+        {},
+        {"tp": 2},
+        {"tp": 2, "pp": 2, "dp": 2},
+        {"dp": 2, "overlap": {"dp": True}},
+        {"tp": 2, "pp": 2, "dp": 2, "overlap": {"dp": True}},
+    ],
+)
 def test_deterministic_mode_repeats_and_resumes_bit_for_bit(
-    parallelism: dict[str, int], pool: RankPool, tmp_path: Path
+    parallelism: dict[str, Any], pool: RankPool, tmp_path: Path
 ) -> None:
     world_size = _world_size(parallelism)
     _need(world_size)
@@ -97,15 +109,33 @@ def test_deterministic_mode_repeats_and_resumes_bit_for_bit(
 
 
 @pytest.mark.parametrize("documents", [True, False])
-@pytest.mark.parametrize("parallelism", [{}, {"tp": 2}, {"pp": 2}, {"dp": 2}])
+@pytest.mark.parametrize(
+    "parallelism", [{}, {"tp": 2}, {"pp": 2}, {"dp": 2}, {"dp": 2, "recompute": "full", "overlap": {"dp": True}}]
+)
 def test_a_step_never_waits_for_the_device(
-    parallelism: dict[str, int], documents: bool, pool: RankPool, tmp_path: Path
+    parallelism: dict[str, Any], documents: bool, pool: RankPool, tmp_path: Path
 ) -> None:
     world_size = _world_size(parallelism)
     _need(world_size)
     job = {**_job("bf16", parallelism), "data": {"document_attention": documents}}
     for result in pool.run("tests.harness.training:step_without_sync", world_size, tmp_path, 120, job=job):
         assert result["error"] == ""
+
+
+@pytest.mark.parametrize("parallelism", [{"dp": 2}, {"tp": 2, "dp": 2, "recompute": "full"}])
+def test_overlapped_data_parallelism_changes_no_bit(
+    parallelism: dict[str, Any], pool: RankPool, tmp_path: Path
+) -> None:
+    world_size = _world_size(parallelism)
+    _need(world_size)
+    # with two replicas a sum has one order, so that NCCL's choice of algorithm does not show
+    jobs = [
+        _job("bf16", {**parallelism, "overlap": {"dp": overlap}}, deterministic=True, bucket_mib=0)
+        for overlap in (False, True)
+    ]
+    program = "tests.harness.training:train_in_several_ways"
+    for plain, overlapped in pool.run(program, world_size, tmp_path, 120, jobs=jobs, lag_cycles=1_000_000_000):
+        assert overlapped == plain
 
 
 def test_all_ranks_skip_together(pool: RankPool, tmp_path: Path) -> None:
@@ -124,7 +154,7 @@ def test_an_update_waits_for_a_snapshot_on_another_stream(pool: RankPool, tmp_pa
 
 @pytest.mark.parametrize("parallelism", [{}, {"pp": 2, "virtual_stages": 2}])
 def test_evaluation_is_the_loss_of_a_step_without_the_step(
-    parallelism: dict[str, int], pool: RankPool, tmp_path: Path
+    parallelism: dict[str, Any], pool: RankPool, tmp_path: Path
 ) -> None:
     world_size = _world_size(parallelism)
     _need(world_size)

@@ -25,7 +25,7 @@ TRAIN = "tests.harness.training:train"
 LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
     "one, full recompute": ({"recompute": "full"}, 4),
     "one, selective recompute": ({"recompute": "selective"}, 4),
-    "pp2vpp2dp2": ({"pp": 2, "virtual_stages": 2, "dp": 2}, 1),
+    "pp2vpp2dp2, overlap": ({"pp": 2, "virtual_stages": 2, "dp": 2, "overlap": {"dp": True}}, 1),
     "pp4vpp2, full recompute": ({"pp": 4, "virtual_stages": 2, "recompute": "full"}, 2),
     "tp2pp2vpp2 uneven, selective recompute": (
         {"tp": 2, "pp": 2, "virtual_stages": 2, "stage_layers": [3, 2, 2, 1], "recompute": "selective"},
@@ -35,7 +35,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
     "tp4": ({"tp": 4}, 4),
     "pp4": ({"pp": 4}, 1),
     "pp3": ({"pp": 3}, 2),
-    "dp4": ({"dp": 4}, 1),
+    "dp4, overlap": ({"dp": 4, "overlap": {"dp": True}}, 1),
     "tp2dp2": ({"tp": 2, "dp": 2}, 2),
 }
 MODELS: dict[str, dict[str, Any]] = {
@@ -82,11 +82,11 @@ def reference(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Calla
         ("tp4", "parallel"),
         ("pp4", "serial"),
         ("pp3", "parallel"),
-        ("dp4", "parallel"),
+        ("dp4, overlap", "parallel"),
         ("tp2dp2", "grouped"),
         ("one, full recompute", "parallel"),
         ("one, selective recompute", "serial"),
-        ("pp2vpp2dp2", "parallel"),
+        ("pp2vpp2dp2, overlap", "parallel"),
         ("pp4vpp2, full recompute", "grouped"),
         ("tp2pp2vpp2 uneven, selective recompute", "grouped"),
     ],
@@ -119,7 +119,7 @@ def test_layout_trains_as_one_process(
 
 
 def test_a_job_repeats_and_resumes_bit_for_bit(pool: RankPool, tmp_path: Path) -> None:
-    job = tiny_job(parallelism={"tp": 2, "pp": 2, "dp": 2})
+    job = tiny_job(parallelism={"tp": 2, "pp": 2, "dp": 2, "overlap": {"dp": True}})
     program = "tests.harness.training:train_and_resume"
     results = pool.run(program, 8, tmp_path / "first", job=job)
     assert pool.run(program, 8, tmp_path / "second", job=job) == results, "the same job ran to other bits"

@@ -107,6 +107,7 @@ class _Worker:
         status.update(step=done, phase=Phase.WARMUP)
         self._last_step_end_s = time.monotonic()
         self._train(trainer, loader, done)
+        trainer.settle()
         status.update(phase=Phase.SNAPSHOT)
         if done == config.training.steps and self._assignment["restore"]["source"] == "memory":
             self._take_last_again()
