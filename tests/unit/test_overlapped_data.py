@@ -1,7 +1,8 @@
 """Overlapped data parallelism in one process: when buckets of gradients leave, and what is in them then.
 
 A group that writes down what it is given stands in for the communicator. What a plain run hands over after all
-backwards is what an overlapped run must hand over during the last one.
+backwards is what an overlapped run must hand over during the last one. What the group gathers arrives as late as it
+may: in the wait for it.
 """
 
 from __future__ import annotations
@@ -29,13 +30,34 @@ from megascale_executor.trainer.parallel.data.overlapped import OverlappedBuffer
 ALONE = single_process_groups().world
 
 
-class _Recorder(Group):
-    """A group of one that notes each bucket it is given: where it lies, and a copy of what is in it at that moment."""
+class _LateGather:
+    """A gather whose result is not there before it is waited for."""
 
-    def __init__(self, note: Callable[[torch.Tensor], None]) -> None:
+    def __init__(self, output: torch.Tensor, waited: list[int]) -> None:
+        self._output, self._result, self._waited = output, output.clone(), waited
+        output.fill_(torch.nan)
+
+    def wait(self) -> None:
+        self._output.copy_(self._result)
+        self._waited.append(self._output.numel())
+
+
+class _Recorder(Group):
+    """A group of one that keeps a copy of each bucket it is given to reduce, as it is at that moment.
+
+    ``started`` and ``waited`` are sizes of gathers; ``note`` is called with each bucket to reduce.
+    """
+
+    def __init__(self, note: Callable[[torch.Tensor], None] = lambda source: None) -> None:
         super().__init__("dp", (0,), 0, None, None)
         self.reduced: list[torch.Tensor] = []
+        self.started: list[int] = []
+        self.waited: list[int] = []
         self._note = note
+
+    def start_all_gather(self, output: torch.Tensor, source: torch.Tensor) -> Any:
+        self.started.append(output.numel())
+        return _LateGather(output, self.waited)
 
     def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor) -> None:
         self._note(source)
@@ -68,7 +90,7 @@ def _backward_passes(config: JobConfig, table: ParameterTable, buffers: FlatBuff
 
 def _reduced(config: JobConfig, rank: int, *, overlapped: bool) -> list[torch.Tensor]:
     """What the buckets held when they were handed over, in the order of a plain run."""
-    table, recorder = parameter_table(config, rank), _Recorder(lambda source: None)
+    table, recorder = parameter_table(config, rank), _Recorder()
     place = (table, torch.float32, CPU, ALONE, recorder)
     if not overlapped:
         _backward_passes(config, table, FlatBuffers(*place))
@@ -161,42 +183,24 @@ def _base(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-class _Gather:
-    """An operation that ends when it is waited for."""
-
-    def __init__(self, source: torch.Tensor, waited: list[int]) -> None:
-        self._source, self._waited = source, waited
-
-    def wait(self) -> None:
-        self._waited.append(self._source.numel())
-
-
-def test_forward_waits_for_a_bucket_just_before_its_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forward_waits_for_a_bucket_just_before_its_first_use() -> None:
     config = from_dict(tiny_job(training={"bucket_mib": 0, "global_batch_size": 2}))
-    table, started, waited = parameter_table(config, 0), list[int](), list[int]()
-
-    def start(output: torch.Tensor, source: torch.Tensor) -> _Gather:
-        started.append(source.numel())
-        return _Gather(source, waited)
-
-    monkeypatch.setattr(ALONE, "start_all_gather", start)
-    buffers = OverlappedBuffers(table, torch.float32, CPU, ALONE, ALONE, micro_batches=2)
+    table, recorder = parameter_table(config, 0), _Recorder()
+    buffers = OverlappedBuffers(table, torch.float32, CPU, ALONE, recorder, micro_batches=2)
     units = table.chunks[0].units
-    sizes = {
-        unit: [bucket.stop - bucket.start for plan in table.buffers for bucket in plan.buckets if unit in bucket.units]
-        for unit in units
-    }
+    buckets = [bucket for plan in table.buffers for bucket in plan.buckets]
+    sizes = {unit: [bucket.stop - bucket.start for bucket in buckets if unit in bucket.units] for unit in units}
+    in_forward_order = [size for unit in units for size in sizes[unit]]
     master = torch.zeros(table.shard_elements)
     buffers.publish(master)
-    assert started == [size for unit in units for size in sizes[unit]], "in the order of forward"
-    assert waited == []
+    assert (recorder.started, recorder.waited) == (in_forward_order, [])
+    expected = []
     for unit in units:
-        buffers.await_parameters(unit)
-        assert waited == sizes[unit]
-        buffers.await_parameters(unit)
-        assert waited == sizes[unit], "once"
-        waited.clear()
+        for _ in range(2):  # it is there the second time
+            buffers.await_parameters(unit)
+            assert recorder.waited == expected + sizes[unit]
+        expected += sizes[unit]
     buffers.publish(master)
-    assert waited == []
+    assert recorder.waited == in_forward_order
     buffers.publish(master)
-    assert waited == started[: len(started) // 3], "nothing is written under a gather"
+    assert recorder.waited == 2 * in_forward_order, "nothing is written under a gather"

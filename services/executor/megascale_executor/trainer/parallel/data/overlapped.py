@@ -119,8 +119,8 @@ class _Boundary(torch.autograd.Function):
     autograd runs, of the nodes that are ready, the one that was made last in forward. The unit's nodes, and those of
     the units after it, were made after this one and wait for nothing that was made before them: when this one's turn
     comes all of them have run, weight gradients that lie off the path to the input included. A hook on the input tensor
-    would not do: that of a leaf (a received activation) runs ahead of the order. Recomputation adds no nodes to this
-    backward.
+    would not do: that of a leaf (a received activation) runs ahead of the order, before the weights of the unit's norm
+    have their gradients. Recomputation adds no nodes to this backward.
     """
 
     @staticmethod
