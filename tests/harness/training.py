@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from dataclasses import asdict
 from datetime import timedelta
@@ -43,6 +44,11 @@ def tiny_job(
     }
     overrides = {"model": model or {}, "parallelism": parallelism or {}, **sections}
     return {**base, **{name: {**base.get(name, {}), **fields} for name, fields in overrides.items()}}
+
+
+def hiding(*axes: str) -> dict[str, Any]:
+    """The field of ``parallelism`` that overlaps these dimensions."""
+    return {"overlap": dict.fromkeys(axes, True)}
 
 
 def sample(config: JobConfig, index: int) -> dict[str, np.ndarray[Any, Any]]:
@@ -111,6 +117,40 @@ def train_and_resume(rank: int, world_size: int, folder: Path, *, job: dict[str,
     return {"uninterrupted": uninterrupted, "resumed": resumed, "states_equal": equal}
 
 
+def train_in_several_ways(
+    rank: int, world_size: int, folder: Path, *, jobs: list[dict[str, Any]], lag_cycles: int = 0
+) -> list[list[str]]:
+    """Program of one rank: jobs of one layout, one after another through the same groups.
+
+    Each takes a step, evaluates, has replica 0 bring a NaN to its second step, and takes two more. Returns of each job
+    what was found, exact to the last bit: records, evaluation and the digest of the final states. ``lag_cycles`` (CUDA)
+    hold the device back before each step, so that the host is far ahead and nothing but events orders the streams.
+    """
+    assert from_dict(jobs[0]).layout.world_size == world_size
+    groups = _groups(from_dict(jobs[0]), rank, folder)
+    found = []
+    for job in jobs:
+        config = from_dict(job)
+        dp_rank = config.layout.coordinates(rank).dp
+        trainer = Trainer(config, rank, groups, device_of(rank))
+        trainer.initialise()
+        results, evaluation = [], 0.0
+        for number in range(4):
+            batches = micro_batches(config, number, dp_rank, device_of(rank))
+            if number == 1:
+                evaluation = trainer.evaluate([batches])
+                batches[-1].loss_weight[0, 0] = 1.0 if dp_rank else float("nan")
+            if lag_cycles:
+                torch.cuda._sleep(lag_cycles)  # type: ignore[no-untyped-call]
+            results.append(trainer.train_step(batches))
+        trainer.settle()
+        states = b"".join(state.cpu().numpy().tobytes() for state in trainer.states().values())
+        digest = hashlib.sha256(states).hexdigest()
+        found.append([*(repr(result.read()) for result in results), repr(evaluation), digest])
+    destroy_groups()
+    return found
+
+
 def train_with_a_broken_replica(rank: int, world_size: int, folder: Path, *, job: dict[str, Any]) -> dict[str, Any]:
     """Program of one rank: three steps; in the second, replica 1 has a NaN in its batch and rank r votes r."""
     config = from_dict(job)
@@ -142,8 +182,10 @@ def status_rows(rank: int, world_size: int, folder: Path, *, job: dict[str, Any]
     groups = _groups(config, rank, folder, status)
     trainer = Trainer(config, rank, groups, device_of(rank), status)
     trainer.initialise()
+    trainer.settle()
     before = _rows(path)
     step(trainer, rank).read()
+    trainer.settle()
     groups.poll()
     destroy_groups()
     return {name: (after[0] - before[name][0], after[1] - before[name][1]) for name, after in _rows(path).items()}

@@ -35,7 +35,7 @@ def assignment(
             "name": "demo",
             "model": {"layers": 2, "hidden_size": 32, "heads": 2, "vocab_size": 257, "sequence_length": 16},
             "training": {"steps": steps_of_training, "global_batch_size": 4, "precision": "fp32"},
-            "parallelism": {"dp": 2},
+            "parallelism": {"dp": 2, "overlap": {"dp": True}},
             "data": {"sources": [{"prefix": str(tmp_path / "corpus")}]},
             "checkpoint": {"uri": uri, "interval_steps": 5 if uri else 0},
             "labels": labels,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.harness.ranks import RankPool, rank_pool
-from tests.harness.training import assemble, tiny_job
+from tests.harness.training import assemble, hiding, tiny_job
 
 from megascale_executor.trainer.step import StepRecord
 
@@ -22,14 +22,12 @@ LOSS_TOLERANCE = 5e-6
 TRAIN = "tests.harness.training:train"
 
 # Overlapped products are made in row chunks: another order of sums inside the library, hence a tolerance and not bits
-OVERLAPPED_TP = {"tp": True}
 # Larger micro-batches where many ranks talk in every layer: fewer, and the grouping of samples is compared as well.
-AHEAD = {"overlap": {"pp": True}}
 LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
     "one, full recompute": ({"recompute": "full"}, 4),
     "one, selective recompute": ({"recompute": "selective"}, 4),
-    "pp2vpp2dp2, overlapped pp": ({"pp": 2, "virtual_stages": 2, "dp": 2, **AHEAD}, 1),
-    "pp4vpp2, full recompute, overlapped pp": ({"pp": 4, "virtual_stages": 2, "recompute": "full", **AHEAD}, 2),
+    "pp2vpp2dp2, overlapped pp and dp": ({"pp": 2, "virtual_stages": 2, "dp": 2, **hiding("pp", "dp")}, 1),
+    "pp4vpp2, full recompute, overlapped pp": ({"pp": 4, "virtual_stages": 2, "recompute": "full", **hiding("pp")}, 2),
     "tp2pp2vpp2 uneven, selective recompute, overlapped tp and pp": (
         {
             "tp": 2,
@@ -37,18 +35,18 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
             "virtual_stages": 2,
             "stage_layers": [3, 2, 2, 1],
             "recompute": "selective",
-            "overlap": {"tp": True, "pp": True},
+            **hiding("tp", "pp"),
         },
         4,
     ),
     "tp2pp2dp2": ({"tp": 2, "pp": 2, "dp": 2}, 1),
-    "tp2pp2dp2, overlapped tp": ({"tp": 2, "pp": 2, "dp": 2, "overlap": OVERLAPPED_TP}, 1),
-    "tp4, overlapped tp": ({"tp": 4, "overlap": OVERLAPPED_TP}, 4),
-    "pp4, overlapped pp": ({"pp": 4, **AHEAD}, 1),
+    "tp2pp2dp2, all overlapped": ({"tp": 2, "pp": 2, "dp": 2, **hiding("tp", "pp", "dp")}, 1),
+    "tp4, overlapped tp": ({"tp": 4, **hiding("tp")}, 4),
+    "pp4, overlapped pp": ({"pp": 4, **hiding("pp")}, 1),
     "pp3": ({"pp": 3}, 2),
-    "dp4": ({"dp": 4}, 1),
-    "tp2dp2, full recompute, overlapped tp": (
-        {"tp": 2, "dp": 2, "recompute": "full", "overlap": OVERLAPPED_TP},
+    "dp4, overlapped dp": ({"dp": 4, **hiding("dp")}, 1),
+    "tp2dp2, full recompute, overlapped tp and dp": (
+        {"tp": 2, "dp": 2, "recompute": "full", **hiding("tp", "dp")},
         2,
     ),
 }
@@ -92,15 +90,15 @@ def reference(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Calla
     ("layout", "model"),
     [
         ("tp2pp2dp2", "parallel"),
-        ("tp2pp2dp2, overlapped tp", "serial"),
+        ("tp2pp2dp2, all overlapped", "serial"),
         ("tp4, overlapped tp", "parallel"),
         ("pp4, overlapped pp", "serial"),
         ("pp3", "parallel"),
-        ("dp4", "parallel"),
-        ("tp2dp2, full recompute, overlapped tp", "grouped"),
+        ("dp4, overlapped dp", "parallel"),
+        ("tp2dp2, full recompute, overlapped tp and dp", "grouped"),
         ("one, full recompute", "parallel"),
         ("one, selective recompute", "serial"),
-        ("pp2vpp2dp2, overlapped pp", "parallel"),
+        ("pp2vpp2dp2, overlapped pp and dp", "parallel"),
         ("pp4vpp2, full recompute, overlapped pp", "grouped"),
         ("tp2pp2vpp2 uneven, selective recompute, overlapped tp and pp", "grouped"),
     ],
@@ -134,7 +132,7 @@ def test_layout_trains_as_one_process(
 
 @pytest.mark.parametrize("sizes", [{"pp": 2}, {"pp": 2, "virtual_stages": 2}])
 def test_posting_receives_ahead_changes_no_bit(sizes: dict[str, Any], pool: RankPool, tmp_path: Path) -> None:
-    jobs = [tiny_job(parallelism=sizes | overlap) for overlap in ({}, AHEAD)]
+    jobs = [tiny_job(parallelism=sizes | overlap) for overlap in ({}, hiding("pp"))]
     plain, ahead = (pool.run(TRAIN, 2, tmp_path / str(n), job=job, steps=3) for n, job in enumerate(jobs))
     assert ahead == plain
     for rank in range(2):
@@ -145,7 +143,7 @@ def test_posting_receives_ahead_changes_no_bit(sizes: dict[str, Any], pool: Rank
 
 def test_a_posted_receive_is_entered_when_it_is_waited_for(pool: RankPool, tmp_path: Path) -> None:
     """A stage that stands still in its own computation must not seem to wait for others (hang diagnosis)."""
-    job = tiny_job(parallelism={"pp": 2, **AHEAD})
+    job = tiny_job(parallelism={"pp": 2, **hiding("pp")})
     rows = pool.run("tests.harness.training:posted_receive_rows", 2, tmp_path, job=job)[1]
     (entered, completed), connected = rows["posted"], rows["before"]
     assert (entered, completed) == tuple(connected)
@@ -154,7 +152,7 @@ def test_a_posted_receive_is_entered_when_it_is_waited_for(pool: RankPool, tmp_p
 
 
 def test_a_job_repeats_and_resumes_bit_for_bit(pool: RankPool, tmp_path: Path) -> None:
-    job = tiny_job(parallelism={"tp": 2, "pp": 2, "dp": 2, "overlap": OVERLAPPED_TP})
+    job = tiny_job(parallelism={"tp": 2, "pp": 2, "dp": 2, **hiding("tp", "pp", "dp")})
     program = "tests.harness.training:train_and_resume"
     results = pool.run(program, 8, tmp_path / "first", job=job)
     assert pool.run(program, 8, tmp_path / "second", job=job) == results, "the same job ran to other bits"
@@ -174,7 +172,7 @@ def test_all_ranks_skip_and_vote_together(pool: RankPool, tmp_path: Path) -> Non
 
 
 def test_the_status_page_counts_what_every_group_did(pool: RankPool, tmp_path: Path) -> None:
-    job = tiny_job(parallelism={"tp": 2, "pp": 2, "dp": 2, **AHEAD})
+    job = tiny_job(parallelism={"tp": 2, "pp": 2, "dp": 2, **hiding("pp")})
     for rows in pool.run("tests.harness.training:status_rows", 8, tmp_path, job=job):
         assert set(rows) == {"world", "tp", "dp", "pp0-1.activation", "pp0-1.gradient"}
         for name, (entered, completed) in rows.items():
@@ -194,7 +192,7 @@ def test_a_rank_that_stalls_fails_its_group_in_time(pool: RankPool, tmp_path: Pa
 def test_evaluation_is_the_loss_of_a_step_without_the_step(pool: RankPool, tmp_path: Path) -> None:
     program = "tests.harness.training:evaluate"
     one = pool.run(program, 1, tmp_path / "one", job=tiny_job())[0]
-    interleaved = {"tp": 2, "pp": 2, "virtual_stages": 2, "overlap": {"tp": True, "pp": True}}
+    interleaved = {"tp": 2, "pp": 2, "virtual_stages": 2, **hiding("tp", "pp")}
     for result in [one, *pool.run(program, 4, tmp_path / "interleaved", job=tiny_job(parallelism=interleaved))]:
         assert result["before"][0] == pytest.approx(result["losses"][0], abs=LOSS_TOLERANCE)
         assert result["after"] == result["again"], "an evaluation changes nothing"

@@ -33,15 +33,15 @@ def _kept_bytes(job: dict[str, Any]) -> int:
     config = from_dict(job)
     table, alone = parameter_table(config, 0), single_process_groups().world
     buffers = FlatBuffers(table, torch.bfloat16, CPU, alone, alone)
-    weights_by_name = bind_weights(table, buffers.parameters, buffers.gradients)
-    stage = Stage(config, table.chunks[0], weights_by_name, plain_tensor_parallel(alone))
+    weights = bind_weights(table, buffers.parameters, buffers.gradients)
+    stage = Stage(config, table.chunks[0], weights, plain_tensor_parallel(alone), buffers)
     flat = [*buffers.parameters.values(), *buffers.gradients.values()]
-    weights = {tensor.untyped_storage().data_ptr() for tensor in flat}
+    stored = {tensor.untyped_storage().data_ptr() for tensor in flat}
     kept: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
+        if storage.data_ptr() not in stored:
             kept[storage.data_ptr()] = storage
         return tensor
 

@@ -15,15 +15,20 @@ def test_a_reader_sees_what_was_written(tmp_path: Path) -> None:
     writer = StatusPageWriter(tmp_path / "page", rank=5, attempt=3)
     row = writer.row("tp")
     writer.row("edge 0-1 activation")
+    under_way = writer.row("dp")
     writer.update(step=17, phase=Phase.STEP, micro_batch=2)
     writer.enter(row)
     writer.enter(row)
     writer.complete(row)
     writer.enter(row)
+    for _ in range(3):
+        writer.enter(under_way)
+    writer.complete(under_way, unfinished=2)
     status = read_status_page(tmp_path / "page")
     assert status is not None
     assert (status.rank, status.attempt, status.step, status.phase, status.micro_batch) == (5, 3, 17, Phase.STEP, 2)
-    assert [(r.name, r.entered, r.completed) for r in status.rows] == [("tp", 3, 2), ("edge 0-1 activation", 0, 0)]
+    rows = [(row.name, row.entered, row.completed) for row in status.rows]
+    assert rows == [("tp", 3, 2), ("edge 0-1 activation", 0, 0), ("dp", 3, 1)]
     assert 0 <= time.monotonic_ns() - status.updated_ns < 5_000_000_000
     assert (tmp_path / "page").stat().st_mode & 0o777 == 0o600
 

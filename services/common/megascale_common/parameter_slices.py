@@ -110,6 +110,12 @@ class ModelChunk:
     first: bool
     last: bool
 
+    @property
+    def units(self) -> tuple[str, ...]:
+        """Names of what a bucket holds whole, in the order of forward."""
+        layers = (f"layers.{index}" for index in self.layers)
+        return (*(("embedding",) if self.first else ()), *layers, *(("head",) if self.last else ()))
+
 
 @dataclass(frozen=True, slots=True)
 class ParameterTable:

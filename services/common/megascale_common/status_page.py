@@ -103,9 +103,9 @@ class StatusPageWriter:
         self._counts[row][0] += 1
         self._write()
 
-    def complete(self, row: int) -> None:
-        """The operation last entered on this row is done."""
-        self._counts[row][1] = self._counts[row][0]
+    def complete(self, row: int, *, unfinished: int = 0) -> None:
+        """All operations entered on this row are done but the last ``unfinished``."""
+        self._counts[row][1] = self._counts[row][0] - unfinished
         self._write()
 
     def close(self) -> None:

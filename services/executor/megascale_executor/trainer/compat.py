@@ -18,9 +18,21 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGr
     _all_gather(output, source, group=group)
 
 
+def start_all_gather(output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """:func:`all_gather` that returns at once; the result is there after ``wait``."""
+    work: dist.Work = _all_gather(output, source, group=group, async_op=True)
+    return work
+
+
 def reduce_scatter(output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Sum ``source`` over the ranks and leave this rank's part of dimension 0 in ``output`` (may be a view of it)."""
     _reduce_scatter(output, source, group=group)
+
+
+def start_reduce_scatter(output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """:func:`reduce_scatter` that returns at once; the result is there after ``wait``."""
+    work: dist.Work = _reduce_scatter(output, source, group=group, async_op=True)
+    return work
 
 
 def accumulate_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

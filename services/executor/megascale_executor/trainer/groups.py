@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,6 +28,24 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 EdgeKind = Literal["activation", "gradient"]
+
+
+class Pending:
+    """A collective under way. Neither its source may be written nor its output be used before :meth:`wait`."""
+
+    def __init__(self, work: dist.Work, group: Group, *, cuda: bool) -> None:
+        self._work, self._group, self._cuda = work, group, cuda
+        self._ended = False
+
+    def wait(self) -> None:
+        """Have the current stream wait for the end, without the host (CPU: the caller waits)."""
+        self._work.wait()
+        self._ended = not self._cuda  # gloo's reduce-scatter never says so itself: it ends in its wait
+        self._group.poll()
+
+    def ended(self) -> bool:
+        """Whether it is known to have ended; never waits."""
+        return self._ended or self._work.is_completed()
 
 
 class Group:
@@ -50,6 +69,7 @@ class Group:
         self._status = status if handle is not None else None
         self._row = self._status.row(name) if self._status is not None else -1
         self._event: torch.cuda.Event | None = None
+        self._pending: deque[Pending] = deque()
 
     @property
     def handle(self) -> dist.ProcessGroup | None:
@@ -91,6 +111,24 @@ class Group:
         compat.reduce_scatter(output, source, self._handle)
         self._leave(source)
 
+    def start_all_gather(self, output: torch.Tensor, source: torch.Tensor) -> Pending | None:
+        """:meth:`all_gather` in place that returns at once; None where there is nothing to wait for.
+
+        On CUDA it runs on the communicator's own stream, behind what the current stream holds now; ``source`` and
+        ``output`` must outlive it. All ranks of a group start its operations in the same order.
+        """
+        if self._handle is None:
+            return None
+        self._enter()
+        return self._post(compat.start_all_gather(output, source, self._handle), source)
+
+    def start_reduce_scatter(self, output: torch.Tensor, source: torch.Tensor) -> Pending | None:
+        """:meth:`reduce_scatter` in place that returns at once; otherwise as :meth:`start_all_gather`."""
+        if self._handle is None:
+            return None
+        self._enter()
+        return self._post(compat.start_reduce_scatter(output, source, self._handle), source)
+
     def send(self, tensor: torch.Tensor) -> dist.Work:
         """Post a send to the other rank of an edge; ``tensor`` must live until the returned work was waited for.
 
@@ -113,10 +151,16 @@ class Group:
         return Receive(self, work, tensor)
 
     def poll(self) -> None:
-        """Write completion to the status page if the last operation has ended on the device; never waits."""
-        if self._status is not None and self._event is not None and self._event.query():  # type: ignore[no-untyped-call]
-            self._status.complete(self._row)
+        """Write to the status page which operations have ended on the device since the last look; never waits."""
+        if self._status is None:
+            return
+        before = (self._event, len(self._pending))
+        while self._pending and self._pending[0].ended():
+            self._pending.popleft()
+        if self._event is not None and self._event.query():  # type: ignore[no-untyped-call]
             self._event = None
+        if self._event is None and before != (None, len(self._pending)):
+            self._status.complete(self._row, unfinished=len(self._pending))
 
     @property
     def _other(self) -> int:
@@ -134,11 +178,17 @@ class Group:
             self.poll()
             self._status.enter(self._row)
 
+    def _post(self, work: dist.Work, tensor: torch.Tensor) -> Pending:
+        pending = Pending(work, self, cuda=tensor.is_cuda)
+        if self._status is not None:
+            self._pending.append(pending)
+        return pending
+
     def _leave(self, tensor: torch.Tensor) -> None:
         if self._status is None:
             return
         if not tensor.is_cuda:
-            self._status.complete(self._row)
+            self._status.complete(self._row, unfinished=len(self._pending))
             return
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record()

@@ -25,6 +25,7 @@ from megascale_executor.trainer.model.weights import bind_weights
 from megascale_executor.trainer.optimizer.adamw import AdamW
 from megascale_executor.trainer.optimizer.step_control import StepControl, StepTotals, local_totals, step_control
 from megascale_executor.trainer.parallel.data.buffers import FlatBuffers
+from megascale_executor.trainer.parallel.data.overlapped import OverlappedBuffers
 from megascale_executor.trainer.parallel.pipeline.executor import PipelineExecutor
 from megascale_executor.trainer.parallel.pipeline.schedule import forward_only, one_forward_one_backward
 from megascale_executor.trainer.parallel.tensor.overlapped import tensor_parallel
@@ -112,7 +113,11 @@ class Trainer:
         self._table = parameter_table(config, rank)
         self._layout = shard_layout(self._table)
         dtype = DTYPES[config.training.precision]
-        self._buffers = FlatBuffers(self._table, dtype, device, groups.tp, groups.dp)
+        place = (self._table, dtype, device, groups.tp, groups.dp)
+        overlapped = config.parallelism.overlap.dp
+        self._buffers = (
+            OverlappedBuffers(*place, micro_batches=config.micro_batches) if overlapped else FlatBuffers(*place)
+        )
         self._optimizer = AdamW(config.optimizer, self._table, device)
         weights = bind_weights(self._table, self._buffers.parameters, self._buffers.gradients)
         shape = (
@@ -122,7 +127,7 @@ class Trainer:
         )
         tp = tensor_parallel(config, groups.tp, dtype, device)
         self._pipeline = PipelineExecutor(
-            [Stage(config, chunk, weights, tp) for chunk in self._table.chunks],
+            [Stage(config, chunk, weights, tp, self._buffers) for chunk in self._table.chunks],
             groups.edges,
             lambda: torch.empty(shape, dtype=dtype, device=device),
             self._note_micro_batch,
@@ -219,6 +224,15 @@ class Trainer:
         """Set the number of completed steps and publish the loaded master parameters to all replicas."""
         self.step = step
         self._buffers.publish(self._optimizer.master)
+
+    def settle(self) -> None:
+        """Wait until the parameters of the last update have arrived on this rank; for the end of training.
+
+        A rank that left before its peers have gathered from it would break their communication.
+        """
+        self._buffers.await_parameters()
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     def _image(self) -> torch.Tensor:
         return self._optimizer.states.view(-1).view(torch.uint8)

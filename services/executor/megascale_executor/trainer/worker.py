@@ -109,6 +109,7 @@ class _Worker:
         status.update(step=done, phase=Phase.WARMUP)
         self._last_step_end_s = time.monotonic()
         self._train(trainer, data, done)
+        trainer.settle()
         self._profiler.finish()
         status.update(phase=Phase.SNAPSHOT)
         if done == config.training.steps and self._assignment["restore"]["source"] == "memory":

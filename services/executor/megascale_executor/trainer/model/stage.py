@@ -14,27 +14,38 @@ from megascale_executor.trainer.model.embedding import embed
 from megascale_executor.trainer.model.head import loss_sums
 from megascale_executor.trainer.model.layer import batch_context, layer
 from megascale_executor.trainer.model.weights import Weights, subset
+from megascale_executor.trainer.parallel.data.buffers import FlatBuffers
 from megascale_executor.trainer.parallel.tensor.products import TensorParallel
 
 
 class Stage:
     """The stage's forward; backward is autograd's, and leaves weight gradients in the weights' ``main_grad``.
 
-    ``last`` says that it ends the model: its forward is followed by :meth:`loss`.
+    ``last`` says that it ends the model: its forward is followed by :meth:`loss`. Units (embedding, layers, head) are
+    entered through ``buffers``, which hold their parameters.
     """
 
-    def __init__(self, config: JobConfig, chunk: ModelChunk, weights: Weights, tp: TensorParallel) -> None:
-        self._config, self._weights, self._tp = config, weights, tp
+    def __init__(
+        self, config: JobConfig, chunk: ModelChunk, weights: Weights, tp: TensorParallel, buffers: FlatBuffers
+    ) -> None:
+        self._config, self._weights, self._tp, self._buffers = config, weights, tp, buffers
         self.last = chunk.last
-        self._layers = [(config.model.window_of(index), subset(weights, f"layers.{index}.")) for index in chunk.layers]
+        self._layers = [
+            (f"layers.{index}", config.model.window_of(index), subset(weights, f"layers.{index}."))
+            for index in chunk.layers
+        ]
 
     def forward(self, received: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
         """Hidden states [S / tp, B, H]; ``received`` are those of the stage before (None on the first stage)."""
         model, tp = self._config.model, self._tp
-        hidden = embed(batch, self._weights, model, tp.group) if received is None else received
-        windows = {window for window, _ in self._layers}
+        if received is None:
+            self._buffers.await_parameters("embedding")
+            received = embed(batch, self._weights, model, tp.group)
+        hidden = received
+        windows = {window for _, window, _ in self._layers}
         contexts = {window: batch_context(batch, self._config, window) for window in windows}
-        for window, weights in self._layers:
+        for unit, window, weights in self._layers:
+            hidden = self._buffers.enter(unit, hidden)
             run = partial(layer, context=contexts[window], weights=weights, model=model, tp=tp)
             if self._config.parallelism.recompute == "full":
                 hidden = checkpoint(run, hidden, use_reentrant=False, preserve_rng_state=False)
@@ -44,4 +55,4 @@ class Stage:
 
     def loss(self, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Objective and sums of :func:`megascale_executor.trainer.model.head.loss_sums` (last stage only)."""
-        return loss_sums(hidden, batch, self._weights, self._config, self._tp)
+        return loss_sums(self._buffers.enter("head", hidden), batch, self._weights, self._config, self._tp)
