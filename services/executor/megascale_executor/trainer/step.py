@@ -28,6 +28,7 @@ from megascale_executor.trainer.parallel.data.buffers import FlatBuffers
 from megascale_executor.trainer.parallel.pipeline.executor import PipelineExecutor
 from megascale_executor.trainer.parallel.pipeline.schedule import forward_only, one_forward_one_backward
 from megascale_executor.trainer.schedule import learning_rate
+from megascale_kernels.operators import choose
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -118,8 +119,9 @@ class Trainer:
             config.training.micro_batch_size,
             config.model.hidden_size,
         )
+        operators = choose(config.training.kernels, device)
         self._pipeline = PipelineExecutor(
-            [Stage(config, chunk, weights, groups.tp) for chunk in self._table.chunks],
+            [Stage(config, chunk, weights, groups.tp, operators) for chunk in self._table.chunks],
             groups.edges,
             lambda: torch.empty(shape, dtype=dtype, device=device),
             self._note_micro_batch,

@@ -12,10 +12,16 @@ from megascale_executor.trainer.model.linear import linear
 from megascale_executor.trainer.model.weights import Weights
 from megascale_executor.trainer.parallel.tensor.sequence import gather_sequence
 from megascale_kernels.cross_entropy import cross_entropy
+from megascale_kernels.operators import Operators
 
 
 def loss_sums(
-    hidden: torch.Tensor, batch: MicroBatch, weights: Weights, config: JobConfig, tp: Group
+    hidden: torch.Tensor,
+    batch: MicroBatch,
+    weights: Weights,
+    config: JobConfig,
+    tp: Group,
+    operators: Operators,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The objective of a micro-batch and what is reported of it, both as *sums* over tokens.
 
@@ -33,8 +39,8 @@ def loss_sums(
     table = weights["head.weight"]
     width = table.value.shape[0]
     first = tp.index * width
-    normed = gather_sequence(normalise(hidden, weights, "final_norm", config.model), tp)
-    logits = linear(normed, table, "out_in").flatten(0, 1)
+    _, normed = normalise(hidden, None, weights, "final_norm", config.model, operators)
+    logits = linear(gather_sequence(normed, tp), table, "out_in").flatten(0, 1)
     columns = max(0, min(width, vocabulary - first))
     entropy, log_z = cross_entropy(
         logits, batch.targets.t().flatten(), first, columns, tp.all_reduce_max, tp.all_reduce

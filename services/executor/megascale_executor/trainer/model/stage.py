@@ -15,6 +15,7 @@ from megascale_executor.trainer.model.embedding import embed
 from megascale_executor.trainer.model.head import loss_sums
 from megascale_executor.trainer.model.layer import batch_context, layer
 from megascale_executor.trainer.model.weights import Weights, subset
+from megascale_kernels.operators import Operators
 
 
 class Stage:
@@ -23,8 +24,8 @@ class Stage:
     ``last`` says that it ends the model: its forward is followed by :meth:`loss`.
     """
 
-    def __init__(self, config: JobConfig, chunk: ModelChunk, weights: Weights, tp: Group) -> None:
-        self._config, self._weights, self._tp = config, weights, tp
+    def __init__(self, config: JobConfig, chunk: ModelChunk, weights: Weights, tp: Group, operators: Operators) -> None:
+        self._config, self._weights, self._tp, self._operators = config, weights, tp, operators
         self.last = chunk.last
         self._layers = [(config.model.window_of(index), subset(weights, f"layers.{index}.")) for index in chunk.layers]
 
@@ -33,7 +34,7 @@ class Stage:
         model, tp = self._config.model, self._tp
         hidden = embed(batch, self._weights, model, tp) if received is None else received
         windows = {window for window, _ in self._layers}
-        contexts = {window: batch_context(batch, self._config, window) for window in windows}
+        contexts = {window: batch_context(batch, self._config, window, self._operators) for window in windows}
         for window, weights in self._layers:
             run = partial(layer, context=contexts[window], weights=weights, model=model, tp=tp)
             if self._config.parallelism.recompute == "full":
@@ -44,4 +45,4 @@ class Stage:
 
     def loss(self, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Objective and sums of :func:`megascale_executor.trainer.model.head.loss_sums` (last stage only)."""
-        return loss_sums(hidden, batch, self._weights, self._config, self._tp)
+        return loss_sums(hidden, batch, self._weights, self._config, self._tp, self._operators)
