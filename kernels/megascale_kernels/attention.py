@@ -165,10 +165,10 @@ def _device_obstacle(query: torch.Tensor, capability: tuple[int, int] = (8, 0)) 
 
 @functools.cache
 def _imported(module: str) -> Callable[..., Any] | None:
-    """The package's attention function; None where it is not installed."""
+    """The package's attention function; None where it cannot be imported."""
     try:
         found: Callable[..., Any] | None = getattr(importlib.import_module(module), "flash_attn_func", None)
-    except ImportError:
+    except Exception:  # one that was built for another torch fails in its own way
         return None
     return found
 
@@ -198,7 +198,7 @@ def _of_package(module: str, capability: tuple[int, int], *, repeats: bool) -> B
             return "its backward is not known to repeat bit for bit, and training.deterministic is set"
         missing = _device_obstacle(query, capability)
         if missing is None and _imported(module) is None:
-            return f"{module} with flash_attn_func is not installed"
+            return f"{module}.flash_attn_func cannot be imported"
         return missing
 
     return Backend(run, obstacle)

@@ -27,16 +27,9 @@ def norm(
     epsilon: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Fused :func:`megascale_kernels.norm.norm`, of float32 or bf16."""
-    biased = bias is not None and kind == "layernorm"
+    value, main_grad = (None, None) if bias is None else (bias.value, bias.main_grad)
     stream, normed = _Norm.apply(  # type: ignore[no-untyped-call]
-        x,
-        residual,
-        weight.value,
-        weight.main_grad,
-        bias.value if biased and bias is not None else None,
-        bias.main_grad if biased and bias is not None else None,
-        kind == "layernorm",
-        epsilon,
+        x, residual, weight.value, weight.main_grad, value, main_grad, kind == "layernorm", epsilon
     )
     return stream, normed
 
@@ -111,16 +104,16 @@ def _warps(block: int) -> int:
 
 @triton.jit
 def _forward_kernel(
-    x: Any,
-    residual: Any,
-    weight: Any,
-    bias: Any,
-    stream: Any,
-    normed: Any,
-    mean: Any,
-    scale: Any,
-    width: Any,
-    epsilon: Any,
+    x: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    stream: tl.tensor,
+    normed: tl.tensor,
+    mean: tl.tensor,
+    scale: tl.tensor,
+    width: tl.tensor,
+    epsilon: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     """One row: [width] contiguous; ``mean`` None for the root mean square, ``residual`` None where none is added."""
@@ -148,18 +141,18 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    d_normed: Any,
-    d_stream: Any,
-    x: Any,
-    weight: Any,
-    mean: Any,
-    scale: Any,
-    d_x: Any,
-    d_weight: Any,
-    d_bias: Any,
-    rows: Any,
-    width: Any,
-    each: Any,
+    d_normed: tl.tensor,
+    d_stream: tl.tensor,
+    x: tl.tensor,
+    weight: tl.tensor,
+    mean: tl.tensor,
+    scale: tl.tensor,
+    d_x: tl.tensor,
+    d_weight: tl.tensor,
+    d_bias: tl.tensor,
+    rows: tl.tensor,
+    width: tl.tensor,
+    each: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     """``each`` rows in turn; their share of the weight's and the bias's gradient is row ``program`` of the partials."""

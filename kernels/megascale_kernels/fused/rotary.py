@@ -7,7 +7,6 @@ partial sums over fixed runs of positions, added up in order: no atomics, so the
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import triton
@@ -106,16 +105,16 @@ def _sizes(number: int, size: int) -> tuple[int, int, int, int, int]:
 
 @triton.jit
 def _read_kernel(
-    columns: Any,
-    bias: Any,
-    cos: Any,
-    sin: Any,
-    out: Any,
-    sequence: Any,
-    batch: Any,
-    heads: Any,
-    position_stride: Any,
-    batch_stride: Any,
+    columns: tl.tensor,
+    bias: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    out: tl.tensor,
+    sequence: tl.tensor,
+    batch: tl.tensor,
+    heads: tl.tensor,
+    position_stride: tl.tensor,
+    batch_stride: tl.tensor,
     SIZE: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -153,19 +152,19 @@ def _read_kernel(
 
 @triton.jit
 def _write_kernel(
-    gradient: Any,
-    cos: Any,
-    sin: Any,
-    d_columns: Any,
-    partial: Any,
-    sequence: Any,
-    batch: Any,
-    gradient_batch_stride: Any,
-    gradient_head_stride: Any,
-    gradient_position_stride: Any,
-    position_stride: Any,
-    batch_stride: Any,
-    partial_stride: Any,
+    gradient: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    d_columns: tl.tensor,
+    partial: tl.tensor,
+    sequence: tl.tensor,
+    batch: tl.tensor,
+    gradient_batch_stride: tl.tensor,
+    gradient_head_stride: tl.tensor,
+    gradient_position_stride: tl.tensor,
+    position_stride: tl.tensor,
+    batch_stride: tl.tensor,
+    partial_stride: tl.tensor,
     SIZE: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,

@@ -37,7 +37,7 @@ def test_activate(shape: tuple[int, int, int], activation: Activation, bias: boo
         rounded = [x.to(through)], [w.to(through) for w in weights], [gradient.to(through)]
         return gradients_of(run, *rounded, dtype)
 
-    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 6e-3)):
+    for dtype, tolerance in ((torch.float32, 3e-6), (torch.bfloat16, 6e-3)):
         exact = computed(plain, torch.float64, dtype)
         for ours, theirs in zip(computed(fused, dtype, dtype), exact, strict=True):
             assert ours.isfinite().all()

@@ -62,7 +62,7 @@ def test_the_fused_operators_train_as_torchs_own(model: dict[str, Any], recomput
     records, moments = _train("torch", model, recompute)
     found, ours = _train("triton", model, recompute)
     for one, other in zip(found, records, strict=True):
-        assert one.loss == pytest.approx(other.loss, abs=2e-6)
+        assert one.loss == pytest.approx(other.loss, abs=5e-6)
         assert one.gradient_norm == pytest.approx(other.gradient_norm, rel=1e-5)
     # every gradient of the model is in the moments: none is missing, none is counted twice
     torch.testing.assert_close(ours, moments, atol=float(moments.abs().max()) * 1e-5, rtol=1e-4)
