@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
@@ -120,3 +120,22 @@ def test_it_repeats_bit_for_bit(recompute: bool) -> None:
 
     one, two = (gradients_of(run, [inputs], [shift], [gradient], torch.float32) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def test_recomputing_does_no_activation_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megascale_kernels.fused import core as fused
+
+    calls: list[str] = []
+    for name in ("read_heads", "write_activation"):
+        original = getattr(fused, name)
+
+        def counted(*arguments: object, name: str = name, original: Callable[..., object] = original) -> object:
+            calls.append(name)
+            return original(*arguments)
+
+        monkeypatch.setattr(fused, name, counted)
+    heads, mask = Heads(2, 2, 4), attention_mask(SEQUENCE, device=DEVICE)
+    inputs = torch.randn(SEQUENCE, BATCH, heads.width + FFN, device=DEVICE, requires_grad=True)
+    function = partial(fused.core, bias=None, heads=heads, activation="gelu", rotary=_table(4), mask=mask)
+    checkpoint(function, inputs, use_reentrant=False).sum().backward()
+    assert calls == ["read_heads", "write_activation", "read_heads"]
