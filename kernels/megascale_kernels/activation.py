@@ -2,8 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
+
+from megascale_kernels.parameter import Parameter
+
+Activation = Literal["gelu", "swiglu"]
+
+
+def activate(x: torch.Tensor, bias: Parameter | None, activation: Activation) -> torch.Tensor:
+    """The activation of ``x`` + ``bias``.
+
+    Args:
+        x: [..., width], for swiglu [..., 2 width]: gate, then up.
+        bias: of the last dimension of ``x``.
+
+    Returns:
+        [..., width].
+    """
+    if bias is not None:
+        x = x + bias.tracked()
+    if activation == "gelu":
+        return gelu(x)
+    gate, up = x.chunk(2, dim=-1)
+    return swiglu(gate, up)
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:

@@ -2,8 +2,40 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
+
+from megascale_kernels.parameter import Parameter
+
+Kind = Literal["layernorm", "rmsnorm"]
+
+
+def norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: Parameter,
+    bias: Parameter | None,
+    kind: Kind,
+    epsilon: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The residual stream and its norm: (x + residual, norm(x + residual)); without ``residual`` (x, norm(x)).
+
+    Going on with the stream that is returned, and not with ``x``, lets a fused operator add both gradients at once.
+
+    Args:
+        x, residual: [..., H].
+        weight, bias: [H]; ``bias`` for layernorm alone.
+        epsilon: added to the variance, or to the mean square.
+
+    Returns:
+        Both [..., H] in the dtype of ``x``.
+    """
+    stream = x if residual is None else x + residual
+    if kind == "rmsnorm":
+        return stream, rms_norm(stream, weight.tracked(), epsilon)
+    return stream, layer_norm(stream, weight.tracked(), None if bias is None else bias.tracked(), epsilon)
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float) -> torch.Tensor:

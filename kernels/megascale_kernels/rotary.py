@@ -1,4 +1,7 @@
-"""Rotary position embedding in its half-split form (Su et al., arXiv 2104.09864): pair i is (x[i], x[i + d/2])."""
+"""From the input GEMM's columns to the heads of attention, with rotary position embedding.
+
+Rotary embedding stands in its half-split form (Su et al., arXiv 2104.09864): pair i is (x[i], x[i + d/2]).
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,22 @@ import torch
 
 
 @dataclass(frozen=True)
+class Heads:
+    """How many heads one rank has: ``query`` of them and ``key_value`` of each kind, all ``size`` (d) wide."""
+
+    query: int
+    key_value: int
+    size: int
+
+    @property
+    def width(self) -> int:
+        """Columns of q, k and v beside each other."""
+        return (self.query + 2 * self.key_value) * self.size
+
+
+@dataclass(frozen=True)
 class RotaryTable:
-    """cos and sin of every token's angles, float32 [S, B, 1, d/2]."""
+    """cos and sin of every token's angles, float32 [S, B, 1, d/2], contiguous."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -25,8 +42,23 @@ def rotary_table(position: torch.Tensor, head_size: int, theta: float) -> Rotary
         raise ValueError(f"rotary embedding needs an even head size, got {head_size}: change hidden_size or heads")
     pair = torch.arange(head_size // 2, device=position.device, dtype=torch.float64)
     # float64: at position 100,000 a float32 angle is already off by 0.004 rad
-    angle = position.t()[:, :, None, None].double() * theta ** (-2.0 * pair / head_size)
+    angle = position.t().contiguous()[:, :, None, None].double() * theta ** (-2.0 * pair / head_size)
     return RotaryTable(angle.cos().float(), angle.sin().float())
+
+
+def split_heads(
+    inputs: torch.Tensor, heads: Heads, table: RotaryTable | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v of attention, [B, heads, S, d] each; q and k rotated where there is a ``table``.
+
+    Args:
+        inputs: [S, B, heads.width]: the columns of q, then k, then v.
+    """
+    apart = inputs.reshape(*inputs.shape[:2], -1, heads.size)
+    q, k, v = apart.tensor_split((heads.query, heads.query + heads.key_value), dim=2)
+    if table is not None:
+        q, k = apply_rotary(q, table), apply_rotary(k, table)
+    return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
 
 
 def apply_rotary(x: torch.Tensor, table: RotaryTable) -> torch.Tensor:

@@ -24,7 +24,7 @@ def deterministic() -> Iterator[None]:
 def _inputs(kv_heads: int) -> list[torch.Tensor]:
     generator = torch.Generator("cuda").manual_seed(1)
     return [
-        torch.randn(SEQUENCE, BATCH, heads, WIDTH, generator=generator, device="cuda", dtype=torch.bfloat16)
+        torch.randn(BATCH, heads, SEQUENCE, WIDTH, generator=generator, device="cuda", dtype=torch.bfloat16)
         .mul_(0.5)
         .requires_grad_()
         for heads in (HEADS, kv_heads, kv_heads)

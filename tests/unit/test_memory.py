@@ -17,6 +17,7 @@ from megascale_executor.trainer.model.weights import bind_weights
 from megascale_executor.trainer.parallel.data.buffers import FlatBuffers
 from megascale_executor.trainer.parallel.pipeline.schedule import Kind, one_forward_one_backward
 from megascale_executor.trainer.parallel.tensor.products import plain_tensor_parallel
+from megascale_kernels.operators import torch_operators
 
 
 def _job(layers: int, model: dict[str, Any], **parallelism: Any) -> dict[str, Any]:
@@ -33,8 +34,8 @@ def _kept_bytes(job: dict[str, Any]) -> int:
     config = from_dict(job)
     table, alone = parameter_table(config, 0), single_process_groups().world
     buffers = FlatBuffers(table, torch.bfloat16, CPU, alone, alone)
-    weights = bind_weights(table, buffers.parameters, buffers.gradients)
-    stage = Stage(config, table.chunks[0], weights, plain_tensor_parallel(alone), buffers)
+    weights, tp = bind_weights(table, buffers.parameters, buffers.gradients), plain_tensor_parallel(alone)
+    stage = Stage(config, table.chunks[0], weights, tp, buffers, torch_operators())
     flat = [*buffers.parameters.values(), *buffers.gradients.values()]
     stored = {tensor.untyped_storage().data_ptr() for tensor in flat}
     kept: dict[int, torch.UntypedStorage] = {}

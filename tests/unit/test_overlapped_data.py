@@ -27,6 +27,7 @@ from megascale_executor.trainer.model.weights import bind_weights
 from megascale_executor.trainer.parallel.data.buffers import FlatBuffers
 from megascale_executor.trainer.parallel.data.overlapped import OverlappedBuffers
 from megascale_executor.trainer.parallel.tensor.products import plain_tensor_parallel
+from megascale_kernels.operators import torch_operators
 
 ALONE = single_process_groups().world
 
@@ -77,7 +78,7 @@ def _backward_passes(config: JobConfig, table: ParameterTable, buffers: FlatBuff
     fill_shard(master, table, seed=1)
     buffers.publish(master)
     weights = bind_weights(table, buffers.parameters, buffers.gradients)
-    stage = Stage(config, chunk, weights, plain_tensor_parallel(ALONE), buffers)
+    stage = Stage(config, chunk, weights, plain_tensor_parallel(ALONE), buffers, torch_operators())
     buffers.zero_gradients()
     shape = (config.model.sequence_length, config.training.micro_batch_size, config.model.hidden_size)
     generator = torch.Generator().manual_seed(3)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from megascale_kernels.attention import attention, attention_mask
+from megascale_kernels import attention as module
+from megascale_kernels.attention import BACKENDS, attention, attention_mask
 
 SEQUENCE, BATCH, WIDTH = 13, 2, 8
 
 
 def _reference(inputs: list[torch.Tensor], seen: torch.Tensor) -> torch.Tensor:
     q, k, v = inputs
-    share = q.shape[2] // k.shape[2]
-    k, v = k.repeat_interleave(share, 2), v.repeat_interleave(share, 2)
-    scores = torch.einsum("sbhd,tbhd->bhst", q, k) / q.shape[-1] ** 0.5
-    weights = scores.masked_fill(~seen[:, None], float("-inf")).softmax(-1)
-    return torch.einsum("bhst,tbhd->sbhd", weights, v).flatten(2)
+    share = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
+    scores = q @ k.transpose(2, 3) / q.shape[-1] ** 0.5
+    return scores.masked_fill(~seen[:, None], float("-inf")).softmax(-1) @ v
 
 
 def _seen(window: int, start: torch.Tensor | None) -> torch.Tensor:
@@ -29,16 +31,20 @@ def _seen(window: int, start: torch.Tensor | None) -> torch.Tensor:
     return seen
 
 
+def _heads(generator: torch.Generator, dtype: torch.dtype, kv_heads: int) -> list[torch.Tensor]:
+    return [
+        torch.randn(BATCH, heads, SEQUENCE, WIDTH, generator=generator).to(dtype).requires_grad_()
+        for heads in (4, kv_heads, kv_heads)
+    ]
+
+
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("window", [0, 3, SEQUENCE])
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
 def test_attention(kv_heads: int, window: int, documents: bool, dtype: torch.dtype, tolerance: float) -> None:
     generator = torch.Generator().manual_seed(1)
-    q, k, v = (
-        torch.randn(SEQUENCE, BATCH, heads, WIDTH, generator=generator).to(dtype).requires_grad_()
-        for heads in (4, kv_heads, kv_heads)
-    )
+    q, k, v = _heads(generator, dtype, kv_heads)
     start = torch.tensor([[0] * 5 + [5] * 8, [0] * 12 + [12]]) if documents else None
     out = attention(q, k, v, attention_mask(SEQUENCE, window=window, document_start=start))
     gradient = torch.randn(out.shape, generator=generator)
@@ -46,7 +52,6 @@ def test_attention(kv_heads: int, window: int, documents: bool, dtype: torch.dty
     exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
     expected = _reference(exact, _seen(window, start))
     wanted = torch.autograd.grad(expected, exact, gradient.to(dtype).double())
-    assert out.is_contiguous()
     for ours, theirs in zip((out, *found), (expected, *wanted), strict=True):
         torch.testing.assert_close(ours.double(), theirs, atol=tolerance, rtol=tolerance)
 
@@ -54,3 +59,69 @@ def test_attention(kv_heads: int, window: int, documents: bool, dtype: torch.dty
 def test_a_causal_mask_is_a_flag_and_not_a_matrix() -> None:
     assert attention_mask(SEQUENCE).dense is None
     assert attention_mask(SEQUENCE, window=SEQUENCE + 1).dense is None
+
+
+def test_a_dense_mask_is_built_once() -> None:
+    mask = attention_mask(SEQUENCE, window=3)
+    assert mask.dense is mask.dense is not None
+
+
+@pytest.mark.parametrize(("backend", "window"), [("flash", 0), ("math", 0), ("math", 3)])
+def test_a_backend_by_name(backend: str, window: int) -> None:
+    q, k, v = _heads(torch.Generator().manual_seed(2), torch.float32, 2)
+    out = attention(q, k, v, attention_mask(SEQUENCE, window=window), backend)
+    torch.testing.assert_close(out, _reference([q, k, v], _seen(window, None)), atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("backend", "window", "reason"),
+    [
+        ("cudnn", 0, "it needs a CUDA device; available here: flash, math"),
+        ("flash", 3, "it takes no window and no documents; available here: math"),
+        ("flash_attn_3", 3, "it needs a CUDA device; available here: math"),
+        ("xformers", 0, "there is none of that name; available here: flash, math"),
+    ],
+)
+def test_a_backend_that_cannot_run_here_is_refused(backend: str, window: int, reason: str) -> None:
+    q, k, v = _heads(torch.Generator().manual_seed(2), torch.float32, 2)
+    with pytest.raises(ValueError) as refused:
+        attention(q, k, v, attention_mask(SEQUENCE, window=window), backend)
+    assert str(refused.value) == f"attention backend {backend!r} cannot be used: {reason}"
+
+
+@pytest.mark.parametrize("returns_sums", [True, False])
+@pytest.mark.parametrize("window", [0, 3])
+def test_the_flash_attn_packages_are_called_as_they_are_documented(
+    window: int, returns_sums: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flash_attn_func(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        causal: bool,
+        window_size: tuple[int, int] = (-1, -1),
+    ) -> Any:
+        """[B, S, heads, d]; a query at i sees i - left to i + right."""
+        assert causal
+        left = window_size[0] if window_size[0] >= 0 else SEQUENCE
+        seen = _seen(left + 1, None)
+        out = _reference([t.transpose(1, 2) for t in (q, k, v)], seen).transpose(1, 2)
+        return (out, out) if returns_sums else out
+
+    monkeypatch.setattr(module, "_imported", lambda name: flash_attn_func)
+    monkeypatch.setattr(module, "_device_obstacle", lambda query, capability=None: None)
+    q, k, v = _heads(torch.Generator().manual_seed(3), torch.float32, 2)
+    expected = _reference([q, k, v], _seen(window, None))
+    mask = attention_mask(SEQUENCE, window=window)
+    for name in ("flash_attn_2", "flash_attn_3", "flash_attn_4"):
+        torch.testing.assert_close(attention(q, k, v, mask, name), expected, atol=2e-6, rtol=2e-6)
+    if window:
+        torch.testing.assert_close(attention(q, k, v, mask), expected, atol=2e-6, rtol=2e-6)
+        assert "dense" not in vars(mask), "the package needs no matrix"
+
+
+def test_packages_take_no_documents() -> None:
+    q, _, _ = _heads(torch.Generator().manual_seed(3), torch.float32, 2)
+    mask = attention_mask(SEQUENCE, document_start=torch.zeros(BATCH, SEQUENCE, dtype=torch.int64))
+    assert all(BACKENDS[f"flash_attn_{n}"].obstacle(q, mask) == "it takes no documents" for n in (2, 3, 4))

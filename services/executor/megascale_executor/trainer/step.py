@@ -31,6 +31,7 @@ from megascale_executor.trainer.parallel.pipeline.schedule import forward_only, 
 from megascale_executor.trainer.parallel.tensor.overlapped import tensor_parallel
 from megascale_executor.trainer.schedule import learning_rate
 from megascale_executor.trainer.spans import span
+from megascale_kernels.operators import choose
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -125,9 +126,9 @@ class Trainer:
             config.training.micro_batch_size,
             config.model.hidden_size,
         )
-        tp = tensor_parallel(config, groups.tp, dtype, device)
+        tp, operators = tensor_parallel(config, groups.tp, dtype, device), choose(config.training.kernels, device)
         self._pipeline = PipelineExecutor(
-            [Stage(config, chunk, weights, tp, self._buffers) for chunk in self._table.chunks],
+            [Stage(config, chunk, weights, tp, self._buffers, operators) for chunk in self._table.chunks],
             groups.edges,
             lambda: torch.empty(shape, dtype=dtype, device=device),
             self._note_micro_batch,

@@ -11,10 +11,16 @@ from megascale_executor.trainer.model.linear import column_parallel
 from megascale_executor.trainer.model.weights import Weights
 from megascale_executor.trainer.parallel.tensor.products import TensorParallel
 from megascale_kernels.cross_entropy import cross_entropy
+from megascale_kernels.operators import Operators
 
 
 def loss_sums(
-    hidden: torch.Tensor, batch: MicroBatch, weights: Weights, config: JobConfig, tp: TensorParallel
+    hidden: torch.Tensor,
+    batch: MicroBatch,
+    weights: Weights,
+    config: JobConfig,
+    tp: TensorParallel,
+    operators: Operators,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The objective of a micro-batch and what is reported of it, both as *sums* over tokens.
 
@@ -32,7 +38,7 @@ def loss_sums(
     table = weights["head.weight"]
     width = table.value.shape[0]
     first = tp.index * width
-    normed = normalise(hidden, weights, "final_norm", config.model)
+    _, normed = normalise(hidden, None, weights, "final_norm", config.model, operators)
     logits = column_parallel(normed, table, tp).flatten(0, 1)
     columns = max(0, min(width, vocabulary - first))
     entropy, log_z = cross_entropy(

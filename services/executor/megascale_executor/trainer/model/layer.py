@@ -19,10 +19,9 @@ from megascale_executor.trainer.batch import MicroBatch
 from megascale_executor.trainer.model.linear import column_parallel, row_parallel
 from megascale_executor.trainer.model.weights import Weights
 from megascale_executor.trainer.parallel.tensor.products import TensorParallel
-from megascale_kernels.activation import gelu, swiglu
-from megascale_kernels.attention import AttentionMask, attention, attention_mask
-from megascale_kernels.norm import layer_norm, rms_norm
-from megascale_kernels.rotary import RotaryTable, apply_rotary, rotary_table
+from megascale_kernels.attention import AttentionMask, attention_mask
+from megascale_kernels.operators import Operators
+from megascale_kernels.rotary import Heads, RotaryTable, rotary_table
 
 
 @dataclass(frozen=True)
@@ -33,12 +32,13 @@ class Context:
     GEMMs after forward and computes it again in backward (recompute: selective).
     """
 
+    operators: Operators
     mask: AttentionMask
     rotary: RotaryTable | None
     recompute_core: bool
 
 
-def batch_context(batch: MicroBatch, config: JobConfig, window: int) -> Context:
+def batch_context(batch: MicroBatch, config: JobConfig, window: int, operators: Operators) -> Context:
     """The context of one micro-batch for the layers with this sliding ``window`` (0: full causal attention)."""
     model = config.model
     mask = attention_mask(
@@ -50,37 +50,50 @@ def batch_context(batch: MicroBatch, config: JobConfig, window: int) -> Context:
     rotary = None
     if model.positions == "rope":
         rotary = rotary_table(batch.position, model.head_size, model.rope_theta)
-    return Context(mask, rotary, config.parallelism.recompute == "selective")
+    return Context(operators, mask, rotary, config.parallelism.recompute == "selective")
 
 
 def layer(x: torch.Tensor, context: Context, weights: Weights, model: ModelConfig, tp: TensorParallel) -> torch.Tensor:
     """[S / tp, B, H] to [S / tp, B, H]; ``weights`` are the layer's own, by their names inside the layer."""
+    operators = context.operators
+    attend = partial(
+        operators.core, heads=_local_heads(model, tp), rotary=context.rotary, mask=context.mask, activation=None
+    )
     if model.block == "parallel":
-        inputs = _input(normalise(x, weights, "norm", model), weights, "", tp)
-        attention_width = (model.heads + 2 * model.key_value_heads) * model.head_size // tp.size
-        joined = _core(partial(_attend_and_activate, attention_width, context, model), inputs, context)
+        x, normed = normalise(x, None, weights, "norm", model, operators)
+        inputs = _input(normed, weights, "", tp)
+        joined = _core(partial(attend, bias=weights.get("in.bias"), activation=model.mlp), inputs, context)
         return x + _output(joined, weights, "", ("attention_out", "ffn_out"), tp)
-    heads = _input(normalise(x, weights, "attention_norm", model), weights, "attention_", tp)
-    attended = _core(partial(_attend, context, model), heads, context)
-    x = x + _output(attended, weights, "attention_", ("attention_out",), tp)
-    ffn = _input(normalise(x, weights, "ffn_norm", model), weights, "ffn_", tp)
-    return x + _output(_core(partial(_activate, model), ffn, context), weights, "ffn_", ("ffn_out",), tp)
+    x, normed = normalise(x, None, weights, "attention_norm", model, operators)
+    inputs = _input(normed, weights, "attention_", tp)
+    attended = _core(partial(attend, bias=weights.get("attention_in.bias")), inputs, context)
+    attended = _output(attended, weights, "attention_", ("attention_out",), tp)
+    x, normed = normalise(attended, x, weights, "ffn_norm", model, operators)
+    inputs = _input(normed, weights, "ffn_", tp)
+    activate = partial(operators.activate, bias=weights.get("ffn_in.bias"), activation=model.mlp)
+    return x + _output(_core(activate, inputs, context), weights, "ffn_", ("ffn_out",), tp)
 
 
-def normalise(x: torch.Tensor, weights: Weights, name: str, model: ModelConfig) -> torch.Tensor:
-    """The norm ``name`` of the model's kind over the last dimension."""
-    weight = weights[f"{name}.weight"].tracked()
-    if model.norm == "rmsnorm":
-        return rms_norm(x, weight, model.norm_epsilon)
-    bias = weights.get(f"{name}.bias")
-    return layer_norm(x, weight, bias.tracked() if bias is not None else None, model.norm_epsilon)
+def normalise(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weights: Weights,
+    name: str,
+    model: ModelConfig,
+    operators: Operators,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x`` + ``residual`` (None: ``x``), and the norm ``name`` of the model's kind of it."""
+    weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
+    return operators.norm(x, residual, weight, bias, model.norm, model.norm_epsilon)
+
+
+def _local_heads(model: ModelConfig, tp: TensorParallel) -> Heads:
+    return Heads(model.heads // tp.size, model.key_value_heads // tp.size, model.head_size)
 
 
 def _input(x: torch.Tensor, weights: Weights, kind: str, tp: TensorParallel) -> torch.Tensor:
     """Column-parallel projection: [S / tp, B, H] to this rank's columns for the whole sequence, [S, B, width]."""
-    y = column_parallel(x, weights[f"{kind}in.weight"], tp)
-    bias = weights.get(f"{kind}in.bias")
-    return y if bias is None else y + bias.tracked()
+    return column_parallel(x, weights[f"{kind}in.weight"], tp)  # what reads it adds the bias
 
 
 def _output(x: torch.Tensor, weights: Weights, kind: str, biases: tuple[str, ...], tp: TensorParallel) -> torch.Tensor:
@@ -98,31 +111,3 @@ def _core(function: Callable[[torch.Tensor], torch.Tensor], inputs: torch.Tensor
         return function(inputs)
     recomputed: torch.Tensor = checkpoint(function, inputs, use_reentrant=False, preserve_rng_state=False)
     return recomputed
-
-
-def _attend_and_activate(
-    attention_width: int, context: Context, model: ModelConfig, inputs: torch.Tensor
-) -> torch.Tensor:
-    """The parallel block's core: attention of the first columns beside the activation of the others."""
-    heads, ffn = inputs.tensor_split((attention_width,), dim=-1)
-    return torch.cat((_attend(context, model, heads), _activate(model, ffn)), dim=-1)
-
-
-def _attend(context: Context, model: ModelConfig, inputs: torch.Tensor) -> torch.Tensor:
-    """Attention of this rank's heads: [S, B, (heads + 2 kv heads) d / tp], q then k then v, to [S, B, heads d / tp]."""
-    d = model.head_size
-    total = inputs.shape[-1] // d
-    kv = total * model.key_value_heads // (model.heads + 2 * model.key_value_heads)
-    heads = inputs.reshape(*inputs.shape[:2], total, d)
-    query, key, value = heads.tensor_split((total - 2 * kv, total - kv), dim=2)
-    if context.rotary is not None:
-        query, key = apply_rotary(query, context.rotary), apply_rotary(key, context.rotary)
-    return attention(query, key, value, context.mask)
-
-
-def _activate(model: ModelConfig, inputs: torch.Tensor) -> torch.Tensor:
-    """The feed-forward activation; for swiglu ``inputs`` holds gate then up."""
-    if model.mlp == "swiglu":
-        gate, up = inputs.chunk(2, dim=-1)
-        return swiglu(gate, up)
-    return gelu(inputs)

@@ -16,6 +16,7 @@ from megascale_executor.trainer.model.layer import batch_context, layer
 from megascale_executor.trainer.model.weights import Weights, subset
 from megascale_executor.trainer.parallel.data.buffers import FlatBuffers
 from megascale_executor.trainer.parallel.tensor.products import TensorParallel
+from megascale_kernels.operators import Operators
 
 
 class Stage:
@@ -26,9 +27,16 @@ class Stage:
     """
 
     def __init__(
-        self, config: JobConfig, chunk: ModelChunk, weights: Weights, tp: TensorParallel, buffers: FlatBuffers
+        self,
+        config: JobConfig,
+        chunk: ModelChunk,
+        weights: Weights,
+        tp: TensorParallel,
+        buffers: FlatBuffers,
+        operators: Operators,
     ) -> None:
-        self._config, self._weights, self._tp, self._buffers = config, weights, tp, buffers
+        self._config, self._weights, self._tp = config, weights, tp
+        self._buffers, self._operators = buffers, operators
         self.last = chunk.last
         self._layers = [
             (f"layers.{index}", config.model.window_of(index), subset(weights, f"layers.{index}."))
@@ -43,7 +51,7 @@ class Stage:
             received = embed(batch, self._weights, model, tp.group)
         hidden = received
         windows = {window for _, window, _ in self._layers}
-        contexts = {window: batch_context(batch, self._config, window) for window in windows}
+        contexts = {window: batch_context(batch, self._config, window, self._operators) for window in windows}
         for unit, window, weights in self._layers:
             hidden = self._buffers.enter(unit, hidden)
             run = partial(layer, context=contexts[window], weights=weights, model=model, tp=tp)
@@ -55,4 +63,5 @@ class Stage:
 
     def loss(self, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Objective and sums of :func:`megascale_executor.trainer.model.head.loss_sums` (last stage only)."""
-        return loss_sums(self._buffers.enter("head", hidden), batch, self._weights, self._config, self._tp)
+        hidden = self._buffers.enter("head", hidden)
+        return loss_sums(hidden, batch, self._weights, self._config, self._tp, self._operators)

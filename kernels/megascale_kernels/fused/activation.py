@@ -1,0 +1,217 @@
+"""tanh-GeLU and SwiGLU in Triton, with the bias before them, on columns of wider matrices.
+
+The parallel block's core reads its columns of the merged GEMM's result and writes its columns of the next GEMM's input
+through :func:`write_activation` and :func:`write_gradients`; :func:`activate` is the operator by itself. Bias gradients
+are partial sums over fixed runs of rows, added up in order: no atomics, so they repeat bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from megascale_kernels.activation import Activation
+from megascale_kernels.parameter import Parameter
+
+_ROWS = 8
+_COLUMNS = 256
+_STEPS = 8  # tiles one below the other that a program of the backward sums the bias gradient over
+
+
+def activate(x: torch.Tensor, bias: Parameter | None, activation: Activation) -> torch.Tensor:
+    """Fused :func:`megascale_kernels.activation.activate`, of float32 or bf16; keeps ``x`` alone for backward."""
+    value, main_grad = (None, None) if bias is None else (bias.value, bias.main_grad)
+    y: torch.Tensor = _Activate.apply(x, value, main_grad, activation)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Activate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        bias_grad: torch.Tensor | None,
+        activation: Activation,
+    ) -> torch.Tensor:
+        y = x.new_empty((*x.shape[:-1], x.shape[-1] // (2 if activation == "swiglu" else 1)))
+        write_activation(y, x, bias, activation)
+        ctx.save_for_backward(x, bias)
+        ctx.bias_grad, ctx.activation = bias_grad, activation
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, d_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, bias = ctx.saved_tensors
+        d_x = torch.empty_like(x)
+        write_gradients(d_x, ctx.bias_grad, d_y, x, bias, ctx.activation)
+        return d_x, None, None, None
+
+
+def write_activation(y: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> None:
+    """Write the activation of ``x`` + ``bias`` into ``y``.
+
+    Args:
+        y: [..., width], columns of a contiguous matrix or a matrix of its own; so is ``x``.
+        x: [..., width], for swiglu [..., 2 width].
+        bias: of the last dimension of ``x``, or None.
+    """
+    x_rows, y_rows = _rows(x), _rows(y)
+    rows, width = y_rows.shape
+    columns = min(_COLUMNS, triton.next_power_of_2(width))
+    across = triton.cdiv(width, columns)
+    _forward_kernel[(triton.cdiv(rows, _ROWS) * across,)](
+        x_rows,
+        bias,
+        y_rows,
+        rows,
+        width,
+        across,
+        x_rows.stride(0),
+        y_rows.stride(0),
+        activation == "swiglu",
+        _ROWS,
+        columns,
+    )
+
+
+def write_gradients(
+    d_x: torch.Tensor,
+    bias_grad: torch.Tensor | None,
+    d_y: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: Activation,
+) -> None:
+    """Write the gradient of ``x`` into ``d_x`` and add that of the bias to ``bias_grad`` (float32, None: no bias).
+
+    Shapes and strides are those of :func:`write_activation`; ``d_x`` is like ``x``, ``d_y`` like ``y``.
+    """
+    x_rows, d_x_rows, d_y_rows = _rows(x), _rows(d_x), _rows(d_y)
+    rows, width = d_y_rows.shape
+    columns = min(_COLUMNS, triton.next_power_of_2(width))
+    across, down = triton.cdiv(width, columns), triton.cdiv(rows, _ROWS * _STEPS)
+    partial = None
+    if bias_grad is not None:
+        partial = torch.empty(down, x_rows.shape[1], dtype=torch.float32, device=x.device)
+    _backward_kernel[(down * across,)](
+        d_y_rows,
+        x_rows,
+        bias,
+        d_x_rows,
+        partial,
+        rows,
+        width,
+        across,
+        d_y_rows.stride(0),
+        x_rows.stride(0),
+        d_x_rows.stride(0),
+        x_rows.shape[1],
+        activation == "swiglu",
+        _ROWS,
+        columns,
+        _STEPS,
+    )
+    if bias_grad is not None and partial is not None:
+        bias_grad.add_(partial.sum(0))
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """[..., width] as [rows, width] without a copy: columns of a contiguous matrix keep its row stride."""
+    rows = x.flatten(0, -2) if x.dim() > 2 else x
+    assert rows.stride(-1) == 1 and rows.data_ptr() == x.data_ptr(), "columns of a contiguous matrix are wanted"
+    return rows
+
+
+@triton.jit
+def _forward_kernel(
+    x: tl.tensor,
+    bias: tl.tensor,
+    y: tl.tensor,
+    rows: tl.tensor,
+    width: tl.tensor,
+    across: tl.tensor,
+    x_stride: tl.tensor,
+    y_stride: tl.tensor,
+    GATED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """One tile [ROWS, COLUMNS] of ``y``; with GATED the columns ``width`` further right in ``x`` are up."""
+    program = tl.program_id(0)
+    row = (program // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = (program % across) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row[:, None] < rows) & (column[None, :] < width)
+    source = x + row[:, None] * x_stride + column[None, :]
+    value = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        value += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        up = tl.load(source + width, mask=inside, other=0.0).to(tl.float32)
+        if bias is not None:
+            up += tl.load(bias + width + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+        result = value * tl.sigmoid(value) * up
+    else:
+        # 0.5 (1 + tanh(u)) = sigmoid(2 u)
+        result = value * tl.sigmoid(1.5957691216057308 * (value + 0.044715 * value * value * value))
+    tl.store(y + row[:, None] * y_stride + column[None, :], result.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward_kernel(
+    d_y: tl.tensor,
+    x: tl.tensor,
+    bias: tl.tensor,
+    d_x: tl.tensor,
+    partial: tl.tensor,
+    rows: tl.tensor,
+    width: tl.tensor,
+    across: tl.tensor,
+    d_y_stride: tl.tensor,
+    x_stride: tl.tensor,
+    d_x_stride: tl.tensor,
+    partial_stride: tl.tensor,
+    GATED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEPS: tl.constexpr,
+) -> None:
+    """STEPS tiles one below the other; ``partial`` (None: no bias) gets the sum of their gradients down the rows."""
+    program = tl.program_id(0)
+    below = (program // across).to(tl.int64)
+    column = (program % across) * COLUMNS + tl.arange(0, COLUMNS)
+    real = column < width
+    bias_sum = tl.zeros([COLUMNS], dtype=tl.float32)
+    up_sum = tl.zeros([COLUMNS], dtype=tl.float32)
+    for step in range(STEPS):
+        row = (below * STEPS + step) * ROWS + tl.arange(0, ROWS)
+        inside = (row[:, None] < rows) & real[None, :]
+        source = x + row[:, None] * x_stride + column[None, :]
+        target = d_x + row[:, None] * d_x_stride + column[None, :]
+        gradient = tl.load(d_y + row[:, None] * d_y_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+        if bias is not None:
+            value += tl.load(bias + column, mask=real, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            up = tl.load(source + width, mask=inside, other=0.0).to(tl.float32)
+            if bias is not None:
+                up += tl.load(bias + width + column, mask=real, other=0.0).to(tl.float32)[None, :]
+            share = tl.sigmoid(value)
+            d_up = gradient * value * share
+            result = gradient * up * share * (1.0 + value * (1.0 - share))
+            tl.store(target + width, d_up.to(d_x.dtype.element_ty), mask=inside)
+            up_sum += tl.sum(d_up, axis=0)
+        else:
+            square = value * value
+            share = tl.sigmoid(1.5957691216057308 * value * (1.0 + 0.044715 * square))
+            slope = 1.5957691216057308 * (1.0 + 0.134145 * square)
+            result = gradient * share * (1.0 + value * (1.0 - share) * slope)
+        tl.store(target, result.to(d_x.dtype.element_ty), mask=inside)
+        bias_sum += tl.sum(result, axis=0)
+    if partial is not None:
+        tl.store(partial + below * partial_stride + column, bias_sum, mask=real)
+        if GATED:
+            tl.store(partial + below * partial_stride + width + column, up_sum, mask=real)

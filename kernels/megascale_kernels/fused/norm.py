@@ -1,0 +1,188 @@
+"""LayerNorm and RMSNorm in Triton, each with the residual addition before it; one pass over the rows either way.
+
+Weight and bias gradients are summed without atomics: every program of the backward sums a fixed run of rows, and one
+reduction adds those partial sums in order. So they repeat bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from megascale_kernels.norm import Kind
+from megascale_kernels.parameter import Parameter
+
+_PROGRAMS = 264  # of the backward: two for each multiprocessor of a Hopper GPU
+
+
+def norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: Parameter,
+    bias: Parameter | None,
+    kind: Kind,
+    epsilon: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fused :func:`megascale_kernels.norm.norm`, of float32 or bf16."""
+    value, main_grad = (None, None) if bias is None else (bias.value, bias.main_grad)
+    stream, normed = _Norm.apply(  # type: ignore[no-untyped-call]
+        x, residual, weight.value, weight.main_grad, value, main_grad, kind == "layernorm", epsilon
+    )
+    return stream, normed
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        weight_grad: torch.Tensor,
+        bias: torch.Tensor | None,
+        bias_grad: torch.Tensor | None,
+        centred: bool,
+        epsilon: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, width = x.contiguous(), x.shape[-1]
+        rows = x.numel() // width
+        stream = x.view_as(x)
+        if residual is not None:
+            residual, stream = residual.contiguous(), torch.empty_like(x)
+        normed = torch.empty_like(x)
+        scale = torch.empty(rows, dtype=torch.float32, device=x.device)
+        mean = torch.empty_like(scale) if centred else None
+        block = triton.next_power_of_2(width)
+        _forward_kernel[(rows,)](
+            x, residual, weight, bias, stream, normed, mean, scale, width, epsilon, block, num_warps=_warps(block)
+        )
+        ctx.save_for_backward(x if residual is None else stream, weight, mean, scale)
+        ctx.main_grads = weight_grad, bias_grad
+        ctx.added = residual is not None
+        ctx.set_materialize_grads(False)
+        return stream, normed
+
+    @staticmethod
+    def backward(ctx: Any, d_stream: torch.Tensor | None, d_normed: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, mean, scale = ctx.saved_tensors
+        weight_grad, bias_grad = ctx.main_grads
+        rows, width = scale.numel(), x.shape[-1]
+        each = triton.cdiv(rows, _PROGRAMS)
+        programs = triton.cdiv(rows, each)
+        d_x = torch.empty_like(x)
+        d_weight = torch.empty(programs, width, dtype=torch.float32, device=x.device)
+        d_bias = None if bias_grad is None else torch.empty_like(d_weight)
+        block = triton.next_power_of_2(width)
+        _backward_kernel[(programs,)](
+            d_normed.contiguous(),
+            None if d_stream is None else d_stream.contiguous(),
+            x,
+            weight,
+            mean,
+            scale,
+            d_x,
+            d_weight,
+            d_bias,
+            rows,
+            width,
+            each,
+            block,
+            num_warps=_warps(block),
+        )
+        weight_grad.add_(d_weight.sum(0))
+        if d_bias is not None:
+            bias_grad.add_(d_bias.sum(0))
+        return d_x, d_x if ctx.added else None, None, None, None, None, None, None
+
+
+def _warps(block: int) -> int:
+    return max(4, min(16, block // 512))
+
+
+@triton.jit
+def _forward_kernel(
+    x: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    stream: tl.tensor,
+    normed: tl.tensor,
+    mean: tl.tensor,
+    scale: tl.tensor,
+    width: tl.tensor,
+    epsilon: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One row: [width] contiguous; ``mean`` None for the root mean square, ``residual`` None where none is added."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    at = row * width + column
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if residual is not None:
+        value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        kept = value.to(stream.dtype.element_ty)
+        tl.store(stream + at, kept, mask=inside)
+        value = kept.to(tl.float32)  # the norm of what backward will read
+    if mean is not None:
+        average = tl.sum(value, axis=0) / width
+        tl.store(mean + row, average)
+        value = tl.where(inside, value - average, 0.0)
+    inverse = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / width + epsilon)
+    tl.store(scale + row, inverse)
+    result = value * inverse * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        result += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(normed + at, result.to(normed.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward_kernel(
+    d_normed: tl.tensor,
+    d_stream: tl.tensor,
+    x: tl.tensor,
+    weight: tl.tensor,
+    mean: tl.tensor,
+    scale: tl.tensor,
+    d_x: tl.tensor,
+    d_weight: tl.tensor,
+    d_bias: tl.tensor,
+    rows: tl.tensor,
+    width: tl.tensor,
+    each: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """``each`` rows in turn; their share of the weight's and the bias's gradient is row ``program`` of the partials."""
+    program = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    weight_sum = tl.zeros([BLOCK], dtype=tl.float32)
+    bias_sum = tl.zeros([BLOCK], dtype=tl.float32)
+    for step in range(each):
+        row = program * each + step
+        here = column < tl.where(row < rows, width, 0)
+        at = row * width + column
+        inverse = tl.load(scale + row, mask=row < rows, other=0.0)
+        value = tl.load(x + at, mask=here, other=0.0).to(tl.float32)
+        gradient = tl.load(d_normed + at, mask=here, other=0.0).to(tl.float32)
+        if mean is not None:
+            value -= tl.load(mean + row, mask=row < rows, other=0.0)
+        value *= inverse
+        weight_sum += gradient * value
+        if d_bias is not None:
+            bias_sum += gradient
+        gradient *= w
+        result = gradient - value * (tl.sum(gradient * value, axis=0) / width)
+        if mean is not None:
+            result -= tl.sum(gradient, axis=0) / width
+        result *= inverse
+        if d_stream is not None:
+            result += tl.load(d_stream + at, mask=here, other=0.0).to(tl.float32)
+        tl.store(d_x + at, result.to(d_x.dtype.element_ty), mask=here)
+    tl.store(d_weight + program * width + column, weight_sum, mask=inside)
+    if d_bias is not None:
+        tl.store(d_bias + program * width + column, bias_sum, mask=inside)

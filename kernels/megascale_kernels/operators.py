@@ -1,0 +1,106 @@
+"""The operators that a model computes with: torch's own, or fused Triton kernels; equal but for rounding."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+from megascale_kernels import activation, core, norm
+from megascale_kernels.activation import Activation
+from megascale_kernels.attention import AttentionMask
+from megascale_kernels.parameter import Parameter
+from megascale_kernels.rotary import Heads, RotaryTable
+
+_AMPERE = (8, 0)  # bf16 in Triton
+
+
+class Norm(Protocol):
+    """:func:`megascale_kernels.norm.norm`."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: Parameter,
+        bias: Parameter | None,
+        kind: norm.Kind,
+        epsilon: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class Core(Protocol):
+    """:func:`megascale_kernels.core.core`."""
+
+    def __call__(
+        self,
+        inputs: torch.Tensor,
+        bias: Parameter | None,
+        heads: Heads,
+        activation: Activation | None,
+        rotary: RotaryTable | None,
+        mask: AttentionMask,
+    ) -> torch.Tensor: ...
+
+
+class Activate(Protocol):
+    """:func:`megascale_kernels.activation.activate`."""
+
+    def __call__(self, x: torch.Tensor, bias: Parameter | None, activation: Activation) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Operators:
+    """One implementation of each operator; ``name`` says whose."""
+
+    name: Literal["torch", "triton"]
+    norm: Norm
+    core: Core
+    activate: Activate
+
+
+def choose(kind: Literal["torch", "triton"], device: torch.device) -> Operators:
+    """The operators of ``kind``; torch's, with one line in the log, where Triton cannot run on ``device``."""
+    if kind == "triton":
+        obstacle = _obstacle(device)
+        if obstacle is None:
+            return triton_operators()
+        _say_once(f"training.kernels is triton, but {obstacle}: torch's own operators are used")
+    return torch_operators()
+
+
+def torch_operators() -> Operators:
+    """The plain references."""
+    return Operators("torch", norm.norm, core.core, activation.activate)
+
+
+def triton_operators() -> Operators:
+    """The fused operators; needs Triton (an ImportError without), and CUDA tensors or Triton's interpreter."""
+    from megascale_kernels.fused import activation as fused_activation
+    from megascale_kernels.fused import core as fused_core
+    from megascale_kernels.fused import norm as fused_norm
+
+    return Operators("triton", fused_norm.norm, fused_core.core, fused_activation.activate)
+
+
+def _obstacle(device: torch.device) -> str | None:
+    """Why Triton cannot run on ``device``; its interpreter (TRITON_INTERPRET=1, for tests) runs on any."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    if device.type != "cuda":
+        return f"Triton does not run on {device.type}"
+    if torch.cuda.get_device_capability(device) < _AMPERE:
+        return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
+    return None
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    logging.getLogger(__name__).warning(line)

@@ -1,0 +1,72 @@
+"""The fused norms against the plain ones in float64: values, gradients, and the gradients of weight and bias."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from tests.harness.kernels import DEVICE, gradients_of, relative_error
+
+from megascale_executor.trainer.model.weights import Weight
+from megascale_kernels import norm as plain
+from megascale_kernels.norm import Kind
+
+pytest.importorskip("triton")
+
+EPSILON = 1e-5
+
+
+def _computed(
+    module: object, kind: Kind, tensors: dict[str, list[torch.Tensor]], dtype: torch.dtype
+) -> list[torch.Tensor]:
+    def run(inputs: Sequence[torch.Tensor], weights: Sequence[Weight]) -> tuple[torch.Tensor, ...]:
+        residual = inputs[1] if len(inputs) > 1 else None
+        bias = weights[1] if len(weights) > 1 else None
+        stream, normed = module.norm(inputs[0], residual, weights[0], bias, kind, EPSILON)  # type: ignore[attr-defined]
+        return stream, normed
+
+    return gradients_of(run, tensors["inputs"], tensors["weights"], tensors["gradients"], dtype)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize(("kind", "bias"), [("layernorm", True), ("layernorm", False), ("rmsnorm", False)])
+@pytest.mark.parametrize("shape", [(7, 3, 37), (1, 1, 64)])
+def test_norm(shape: tuple[int, ...], kind: Kind, bias: bool, residual: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megascale_kernels.fused import norm as fused
+
+    monkeypatch.setattr(fused, "_PROGRAMS", 4)  # the larger shape: three programs of six rows and one of three
+    generator = torch.Generator().manual_seed(2)
+
+    def random(*size: int) -> torch.Tensor:
+        return (1 + torch.randn(size, generator=generator)).to(DEVICE)
+
+    tensors = {
+        "inputs": [random(*shape) for _ in range(1 + residual)],
+        "weights": [random(shape[-1]) for _ in range(1 + bias)],
+        "gradients": [random(*shape), random(*shape)],
+    }
+    exact = _computed(plain, kind, tensors, torch.float64)
+    for dtype, tolerance in ((torch.float32, 3e-6), (torch.bfloat16, 2e-2)):
+        rounded = {name: [t.to(dtype) for t in found] for name, found in tensors.items()}
+        reference = exact if dtype == torch.float32 else _computed(plain, kind, rounded, torch.float64)
+        found = _computed(fused, kind, rounded, dtype)
+        for ours, theirs in zip(found, reference, strict=True):
+            assert relative_error(ours, theirs) < tolerance
+
+
+def test_the_stream_need_not_be_used() -> None:
+    from megascale_kernels.fused import norm as fused
+
+    x = torch.randn(5, 2, 8, device=DEVICE)
+    ones = torch.ones(8, device=DEVICE)
+
+    def run(inputs: Sequence[torch.Tensor], weights: Sequence[Weight]) -> torch.Tensor:
+        return fused.norm(inputs[0], None, weights[0], None, "rmsnorm", EPSILON)[1]
+
+    def plainly(inputs: Sequence[torch.Tensor], weights: Sequence[Weight]) -> torch.Tensor:
+        return plain.norm(inputs[0], None, weights[0], None, "rmsnorm", EPSILON)[1]
+
+    found, wanted = (gradients_of(one, [x], [ones], [x + 1], torch.float32) for one in (run, plainly))
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)

@@ -1,0 +1,57 @@
+"""The fused split of q, k and v against the plain one in float64: heads, and gradients back into columns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.harness.kernels import DEVICE, relative_error
+
+from megascale_kernels.rotary import Heads, RotaryTable, rotary_table, split_heads
+
+pytest.importorskip("triton")
+
+BATCH, SPARE = 2, 3
+
+
+def _table(sequence: int, size: int) -> RotaryTable:
+    generator = torch.Generator().manual_seed(6)
+    position = torch.randint(0, 5000, (BATCH, sequence), generator=generator)
+    return rotary_table(position.to(DEVICE), size, 10_000.0)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("heads", "turned"),
+    [(Heads(4, 4, 8), True), (Heads(6, 2, 6), True), (Heads(9, 3, 7), False), (Heads(2, 1, 2), True)],
+    ids=["equal", "grouped", "odd size, learned positions", "smallest"],
+)
+@pytest.mark.parametrize("sequence", [5, 37])
+def test_split_heads(sequence: int, heads: Heads, turned: bool, bias: bool) -> None:
+    from megascale_kernels.fused.rotary import read_heads, write_head_gradients
+
+    generator = torch.Generator().manual_seed(5)
+    table = _table(sequence, heads.size) if turned else None
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 6e-3)):
+        inputs = torch.randn(sequence, BATCH, heads.width + SPARE, generator=generator).to(DEVICE, dtype)
+        shift = torch.randn(heads.width + SPARE, generator=generator).to(DEVICE, dtype) * bias
+        exact = (inputs.double() + shift.double())[..., : heads.width].requires_grad_()
+        expected = split_heads(exact, heads, table)
+        found = read_heads(inputs, shift if bias else None, heads, table)
+        gradients = [torch.randn(q.shape, generator=generator).to(DEVICE, dtype) for q in expected]
+        # what backends return: a transposed layout, and one whose last stride is not 1
+        gradients[0] = gradients[0].transpose(1, 2).contiguous().transpose(1, 2)
+        gradients[1] = gradients[1].transpose(2, 3).contiguous().transpose(2, 3)
+        [wanted] = torch.autograd.grad(expected, exact, [g.double() for g in gradients])
+        d_inputs, bias_grad = torch.full_like(inputs, 7.0), torch.ones(heads.width + SPARE, device=DEVICE)
+        write_head_gradients(
+            d_inputs, bias_grad if bias else None, (gradients[0], gradients[1], gradients[2]), heads, table
+        )
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours.is_contiguous()
+            assert ours.dtype == dtype
+            assert relative_error(ours, theirs) < tolerance
+        assert relative_error(d_inputs[..., : heads.width], wanted) < tolerance
+        assert (d_inputs[..., heads.width :] == 7.0).all(), "other columns are not its own"
+        sums = 1 + wanted.sum((0, 1)) * bias
+        assert relative_error(bias_grad[: heads.width], sums) < 1e-5, "summed in float32, before rounding"
+        assert (bias_grad[heads.width :] == 1.0).all()

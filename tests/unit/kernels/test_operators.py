@@ -1,0 +1,68 @@
+"""Which operators a job gets, and that training with the fused ones is training with torch's own."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from tests.harness.kernels import DEVICE
+from tests.harness.training import micro_batches, tiny_job
+
+from megascale_common.job_config import from_dict
+from megascale_executor.trainer.groups import single_process_groups
+from megascale_executor.trainer.step import StepRecord, Trainer
+from megascale_kernels import operators
+
+STEPS = 2
+
+
+def test_torch_is_asked_for_and_got() -> None:
+    assert operators.choose("torch", DEVICE).name == "torch"
+
+
+def test_where_triton_cannot_run_torch_does_and_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    operators._say_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        found = [operators.choose("triton", torch.device("cpu")) for _ in range(3)]
+    assert {one.name for one in found} == {"torch"}
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith("training.kernels is triton, but ")
+
+
+def _train(kernels: str, model: dict[str, Any], recompute: str) -> tuple[list[StepRecord], torch.Tensor]:
+    """Records of STEPS steps of one process, and the gradients of the last."""
+    job = tiny_job(
+        model={"layers": 2, "hidden_size": 16, "sequence_length": 8, "vocab_size": 64, **model},
+        parallelism={"recompute": recompute},
+        training={"kernels": kernels, "global_batch_size": 4, "micro_batch_size": 2},
+    )
+    config = from_dict(job)
+    trainer = Trainer(config, 0, single_process_groups(), DEVICE)
+    trainer.initialise()
+    records = [trainer.train_step(micro_batches(config, number, 0, DEVICE)).read() for number in range(STEPS)]
+    return records, trainer.states()["exp_avg"]
+
+
+@pytest.mark.parametrize(
+    ("model", "recompute"),
+    [
+        ({"block": "parallel", "mlp": "gelu", "norm": "layernorm"}, "none"),
+        ({"block": "parallel", "mlp": "swiglu", "norm": "rmsnorm", "kv_heads": 2}, "selective"),
+        ({"block": "serial", "mlp": "gelu", "norm": "layernorm", "window": 3}, "full"),
+        ({"block": "serial", "mlp": "swiglu", "norm": "rmsnorm", "positions": "learned", "bias": False}, "selective"),
+    ],
+)
+def test_the_fused_operators_train_as_torchs_own(model: dict[str, Any], recompute: str) -> None:
+    pytest.importorskip("triton")
+    records, moments = _train("torch", model, recompute)
+    found, ours = _train("triton", model, recompute)
+    for one, other in zip(found, records, strict=True):
+        assert one.loss == pytest.approx(other.loss, abs=5e-6)
+        assert one.gradient_norm == pytest.approx(other.gradient_norm, rel=1e-5)
+    # every gradient of the model is in the moments: none is missing, none is counted twice
+    torch.testing.assert_close(ours, moments, atol=float(moments.abs().max()) * 1e-5, rtol=1e-4)
