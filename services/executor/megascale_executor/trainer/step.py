@@ -151,8 +151,9 @@ class Trainer:
             self._groups.world.all_reduce(vector)
             totals, control = step_control(vector, self.config.optimizer.clip_norm)
             rate = learning_rate(self.config, self.step)
-            self._optimizer.update([shard for _, shard in gradients], control, rate, self.step + 1)
-            self._buffers.publish(self._optimizer.master)
+            shards = [shard for _, shard in gradients]
+            self._optimizer.update(shards, self._buffers.parameter_shards(), control, rate, self.step + 1)
+            self._buffers.gather_parameters()
         self.step += 1
         samples = self.step * self.config.training.global_batch_size
         return StepResult(self.step, rate, samples, samples * self.config.model.sequence_length, totals, control)

@@ -11,11 +11,16 @@ from megascale_executor.trainer.model.layer import normalise
 from megascale_executor.trainer.model.linear import linear
 from megascale_executor.trainer.model.weights import Weights
 from megascale_executor.trainer.parallel.tensor.sequence import gather_sequence
-from megascale_kernels.cross_entropy import cross_entropy
+from megascale_kernels.cross_entropy import CrossEntropy, cross_entropy
 
 
 def loss_sums(
-    hidden: torch.Tensor, batch: MicroBatch, weights: Weights, config: JobConfig, tp: Group
+    hidden: torch.Tensor,
+    batch: MicroBatch,
+    weights: Weights,
+    config: JobConfig,
+    tp: Group,
+    entropy_of: CrossEntropy = cross_entropy,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The objective of a micro-batch and what is reported of it, both as *sums* over tokens.
 
@@ -24,6 +29,7 @@ def loss_sums(
 
     Args:
         hidden: [S / tp, B, H].
+        entropy_of: the cross entropy, which leaves the logits' gradient where the logits were.
 
     Returns:
         objective: scalar, differentiable: sum of loss_weight * (cross entropy + z_loss * log(Z)^2).
@@ -36,9 +42,7 @@ def loss_sums(
     normed = gather_sequence(normalise(hidden, weights, "final_norm", config.model), tp)
     logits = linear(normed, table, "out_in").flatten(0, 1)
     columns = max(0, min(width, vocabulary - first))
-    entropy, log_z = cross_entropy(
-        logits, batch.targets.t().flatten(), first, columns, tp.all_reduce_max, tp.all_reduce
-    )
+    entropy, log_z = entropy_of(logits, batch.targets.t().flatten(), first, columns, tp.all_reduce_max, tp.all_reduce)
     weight = batch.loss_weight.t().flatten()
     entropy_sum = (weight * entropy).sum()
     z_sum = config.loss.z_loss * (weight * log_z.square()).sum()

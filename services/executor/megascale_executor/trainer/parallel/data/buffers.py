@@ -53,13 +53,18 @@ class FlatBuffers:
             for owned in self._table.shard_ranges
         ]
 
+    def parameter_shards(self) -> list[torch.Tensor]:
+        """This rank's shard of each bucket of parameters, in the order of ``table.shard_ranges``; views."""
+        return [self.parameters[owned.buffer][owned.start : owned.stop] for owned in self._table.shard_ranges]
+
     def publish(self, master: torch.Tensor) -> None:
         """Round this rank's float32 shard ``master`` [shard_elements] to parameters and all-gather every bucket."""
-        for owned in self._table.shard_ranges:
-            size = owned.stop - owned.start
-            self.parameters[owned.buffer][owned.start : owned.stop].copy_(
-                master[owned.shard_offset : owned.shard_offset + size]
-            )
+        for owned, shard in zip(self._table.shard_ranges, self.parameter_shards(), strict=True):
+            shard.copy_(master[owned.shard_offset : owned.shard_offset + shard.numel()])
+        self.gather_parameters()
+
+    def gather_parameters(self) -> None:
+        """All-gather every bucket of parameters from the ranks' shards."""
         for plan in self._table.buffers:
             for bucket in plan.buckets:
                 start, stop = bucket.shard(self._dp.index, self._dp.size)
