@@ -148,6 +148,20 @@ def test_the_gradient_takes_the_place_of_the_logits_and_reaches_the_gemm(kernel:
     assert found[0][0] == found[0][1], "backward made a second tensor of the size of the logits"
 
 
+def test_forward_keeps_nothing_of_the_size_of_the_logits_but_the_logits(kernel: CrossEntropy) -> None:
+    logits, targets = _logits(TOKENS, 370, torch.bfloat16)
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        kernel(logits.requires_grad_(), targets, 0, 370, _alone, _alone)
+    assert kept.pop(logits.untyped_storage().data_ptr()) == logits.nbytes
+    assert sum(kept.values()) < logits.nbytes / 10
+
+
 def test_a_second_backward_is_an_error_and_not_a_wrong_gradient(kernel: CrossEntropy) -> None:
     logits, targets = _logits(TOKENS, 37)
     loss, _ = kernel(logits.requires_grad_(), targets, 0, 37, _alone, _alone)
