@@ -21,9 +21,10 @@ from torch.autograd.function import once_differentiable
 Reduce = Callable[[torch.Tensor], None]
 # what cross_entropy is, plain or fused
 CrossEntropy = Callable[[torch.Tensor, torch.Tensor, int, int, Reduce, Reduce], tuple[torch.Tensor, torch.Tensor]]
-# (logits, local target, columns) to maximum, sum of exp(logit - maximum), target's logit; each [T], float32 at least.
-# A rank without columns brings a maximum below all others and a sum of 0; a target that is not here, any number.
-Statistics = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+# (logits, local target, columns) to each row's maximum [T], and [2, T]: the sum of exp(logit - maximum) and the
+# target's logit, 0 where that is on another rank; float32 at least. A rank without columns brings a maximum below all
+# others and zeros.
+Statistics = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 # (logits, local target, columns, maximum, sum, d_loss, d_log_z): writes the gradient over the logits
 Gradient = Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
@@ -84,41 +85,40 @@ class _CrossEntropy(torch.autograd.Function):
         statistics: Statistics,
         gradient: Gradient,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        own, total, target = statistics(logits, local, columns)
+        own, sums = statistics(logits, local, columns)
         maximum = own.clone()
         reduce_max(maximum)
-        elsewhere = (local < 0) | (local >= columns)
-        sums = torch.stack((total * (own - maximum).exp(), (target - maximum).masked_fill(elsewhere, 0.0)))
+        sums[0].mul_((own - maximum).exp_())
         reduce_sum(sums)
-        log_sum = sums[0].log()
-        ctx.save_for_backward(logits, local, maximum, sums)
+        total, target = sums
+        log_total = total.log()
+        ctx.save_for_backward(logits, local, maximum, total)
         ctx.columns, ctx.gradient = columns, gradient
-        return log_sum - sums[1], log_sum + maximum
+        return log_total + (maximum - target), log_total + maximum
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_loss: torch.Tensor, d_log_z: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # d loss = softmax - onehot(target); d log_z = softmax
-        logits, local, maximum, sums = ctx.saved_tensors
-        ctx.gradient(logits, local, ctx.columns, maximum, sums[0], d_loss, d_log_z)
+        logits, local, maximum, total = ctx.saved_tensors
+        ctx.gradient(logits, local, ctx.columns, maximum, total, d_loss, d_log_z)
         # Autograd has not seen a kernel write. It must know that the saved logits are gone: a second backward that
         # took gradients for logits would be silently wrong, and so becomes an error.
         torch.autograd.graph.increment_version(logits)
         return logits, None, None, None, None, None, None
 
 
-def _statistics(
-    logits: torch.Tensor, local: torch.Tensor, columns: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _statistics(logits: torch.Tensor, local: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
     wide = torch.promote_types(logits.dtype, torch.float32)
     if not columns:  # nothing but padding
-        nothing = torch.zeros(logits.shape[0], dtype=wide, device=logits.device)
-        return nothing - torch.inf, nothing, nothing
+        sums = torch.zeros((2, logits.shape[0]), dtype=wide, device=logits.device)
+        return sums[0] - torch.inf, sums
     real = logits[:, :columns]
     maximum = real.amax(dim=1).to(wide)
-    target = real.gather(1, local.clamp(0, columns - 1)[:, None])[:, 0].to(wide)
+    index, here = _place(local, columns)
+    target = real.gather(1, index)[:, 0].to(wide).masked_fill(~here, 0.0)
     # bf16 minus float32 is computed in float32: no wide copy of the logits comes before the exponentials
-    return maximum, (real - maximum[:, None]).exp_().sum(dim=1), target
+    return maximum, torch.stack(((real - maximum[:, None]).exp_().sum(dim=1), target))
 
 
 def _gradient(
@@ -137,6 +137,11 @@ def _gradient(
     softmax = (real - maximum[:, None]).exp_().div_(total[:, None])
     d_logits = softmax.mul_((d_loss + d_log_z)[:, None])
     # gather and scatter rather than scatter_add: one entry per row needs no atomics, so the result is repeatable
-    index, here = local.clamp(0, columns - 1)[:, None], (local >= 0) & (local < columns)
+    index, here = _place(local, columns)
     d_logits.scatter_(1, index, d_logits.gather(1, index) - (d_loss * here)[:, None])
     real.copy_(d_logits)
+
+
+def _place(local: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A column [T, 1] to look at for each target, and whether the target is there [T] or on another rank."""
+    return local.clamp(0, columns - 1)[:, None], (local >= 0) & (local < columns)

@@ -31,16 +31,13 @@ def cross_entropy(
     return joined(logits, targets, first_column, columns, reduce_max, reduce_sum, _statistics, _gradient)
 
 
-def _statistics(
-    logits: torch.Tensor, local: torch.Tensor, columns: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    tokens = logits.shape[0]
+def _statistics(logits: torch.Tensor, local: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, width = logits.shape
     found = torch.empty((3, tokens), dtype=torch.float32, device=logits.device)
-    maximum, total, target = found
     _statistics_kernel[(tokens,)](
-        logits, local, maximum, total, target, logits.stride(0), columns, BLOCK=_BLOCK, num_warps=_WARPS
+        logits, local, *found, logits.stride(0), width, columns, BLOCK=_BLOCK, num_warps=_WARPS
     )
-    return maximum, total, target
+    return found[0], found[1:]
 
 
 def _gradient(
@@ -70,7 +67,15 @@ def _gradient(
 
 @triton.jit
 def _statistics_kernel(
-    logits: Any, local: Any, maximum: Any, total: Any, target: Any, stride: Any, columns: Any, BLOCK: tl.constexpr
+    logits: Any,
+    local: Any,
+    maximum: Any,
+    total: Any,
+    target: Any,
+    stride: Any,
+    width: Any,
+    columns: Any,
+    BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
     start = logits + row.to(tl.int64) * stride
@@ -79,7 +84,9 @@ def _statistics_kernel(
     weight = tl.full((), 0.0, tl.float32)
     for first in range(0, columns, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        x = tl.load(start + column, mask=column < columns, other=float("-inf")).to(tl.float32)
+        # padding is read and thrown away: the width is a multiple of wide loads, the number of real columns need not be
+        x = tl.load(start + column, mask=column < width, other=0.0).to(tl.float32)
+        x = tl.where(column < columns, x, float("-inf"))
         higher = tl.maximum(highest, tl.max(x, axis=0))
         weight = weight * tl.exp(highest - higher) + tl.sum(tl.exp(x - higher), axis=0)
         highest = higher
@@ -106,7 +113,8 @@ def _gradient_kernel(
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = logits + row.to(tl.int64) * stride + column
-    x = tl.load(place, mask=column < columns, other=float("-inf")).to(tl.float32)
+    x = tl.load(place, mask=column < width, other=0.0).to(tl.float32)
+    x = tl.where(column < columns, x, float("-inf"))
     softmax = tl.exp(x - tl.load(maximum + row)) / tl.load(total + row)
     of_loss = tl.load(d_loss + row)
     is_target = (column == tl.load(local + row)) & (column < columns)
