@@ -153,7 +153,7 @@ def _line(row: Row) -> str:
 
 def _shapes(options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Iterator[Shape]:
     if options.quick:
-        yield Shape(32, 4, 2, 16, 32, 80, device, dtype)
+        yield Shape(128, 4, 2, 32, 64, 160, device, dtype)
         return
     for hidden in map(int, options.hidden):
         for tp in map(int, options.tp):

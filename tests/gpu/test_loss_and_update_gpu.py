@@ -159,3 +159,11 @@ def test_adamw_of_a_shard_whose_states_pass_two_to_the_31_elements() -> None:
     fused.adamw(states, torch.ones(4096, device="cuda"), parameters, one, one, replace(UPDATE, number=1))
     torch.testing.assert_close(states[0], torch.full_like(states[0], -UPDATE.learning_rate))
     torch.testing.assert_close(states[2], torch.full_like(states[2], 1 - UPDATE.beta2))
+
+
+def test_the_benchmark_of_operators_runs_dry(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("triton")
+    from benchmarks import operators
+
+    ways = "eager,torch_fused,plain,fused,cudnn,flash"
+    assert operators.main(["--quick", "--ways", ways]) == 0, capsys.readouterr().out

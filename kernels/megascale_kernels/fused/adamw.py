@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -40,8 +38,8 @@ def adamw(
         update.learning_rate,
         1.0 - update.beta1,
         1.0 - update.beta2,
-        correction1,
-        correction2,
+        1.0 / correction1,
+        1.0 / correction2,
         update.epsilon,
         update.weight_decay,
         BLOCK=_BLOCK,
@@ -51,20 +49,20 @@ def adamw(
 
 @triton.jit
 def _kernel(
-    states: Any,
-    gradient: Any,
-    parameters: Any,
-    scale: Any,
-    apply: Any,
-    stride: Any,
-    size: Any,
-    learning_rate: Any,
-    weight1: Any,
-    weight2: Any,
-    correction1: Any,
-    correction2: Any,
-    epsilon: Any,
-    weight_decay: Any,
+    states: tl.tensor,
+    gradient: tl.tensor,
+    parameters: tl.tensor,
+    scale: tl.tensor,
+    apply: tl.tensor,
+    stride: tl.tensor,
+    size: tl.tensor,
+    learning_rate: tl.tensor,
+    weight1: tl.tensor,
+    weight2: tl.tensor,
+    factor1: tl.tensor,
+    factor2: tl.tensor,
+    epsilon: tl.tensor,
+    weight_decay: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -79,7 +77,7 @@ def _kernel(
     square = tl.load(squares, mask=inside, other=0.0)
     mean += (grad - mean) * weight1
     square += (grad * grad - square) * weight2
-    change = tl.div_rn(tl.div_rn(mean, correction1), tl.sqrt_rn(tl.div_rn(square, correction2)) + epsilon)
+    change = tl.div_rn(mean * factor1, tl.sqrt_rn(square * factor2) + epsilon)
     master -= learning_rate * (change + weight_decay * master)
     tl.store(means, mean, mask=inside)
     tl.store(squares, square, mask=inside)

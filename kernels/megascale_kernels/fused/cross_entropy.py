@@ -7,8 +7,6 @@ has their size. No atomics: the result is repeatable.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -67,14 +65,14 @@ def _gradient(
 
 @triton.jit
 def _statistics_kernel(
-    logits: Any,
-    local: Any,
-    maximum: Any,
-    total: Any,
-    target: Any,
-    stride: Any,
-    width: Any,
-    columns: Any,
+    logits: tl.tensor,
+    local: tl.tensor,
+    maximum: tl.tensor,
+    total: tl.tensor,
+    target: tl.tensor,
+    stride: tl.tensor,
+    width: tl.tensor,
+    columns: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
@@ -99,15 +97,15 @@ def _statistics_kernel(
 
 @triton.jit
 def _gradient_kernel(
-    logits: Any,
-    local: Any,
-    maximum: Any,
-    total: Any,
-    d_loss: Any,
-    d_log_z: Any,
-    stride: Any,
-    width: Any,
-    columns: Any,
+    logits: tl.tensor,
+    local: tl.tensor,
+    maximum: tl.tensor,
+    total: tl.tensor,
+    d_loss: tl.tensor,
+    d_log_z: tl.tensor,
+    stride: tl.tensor,
+    width: tl.tensor,
+    columns: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
