@@ -1,8 +1,13 @@
-"""Cross entropy over a vocabulary that is cut over several ranks, without ever gathering the logits.
+"""Cross entropy over a vocabulary that is cut over several ranks, without ever gathering the logits or copying them.
 
-Each rank holds the logits of its own columns. Two reductions join the ranks: the row maximum, then the sum of
-exponentials together with the target's logit. They are passed in as functions that reduce a tensor in place over
-the ranks, so that this module knows no process group; with one rank they do nothing.
+Each rank holds the logits of its own columns and looks at them twice: in forward for each row's maximum, the sum of
+exponentials below it and the target's logit; in backward to put the gradient in their place. Two reductions of a few
+numbers per row join the ranks: the maximum, then the rescaled sum together with the target's logit. They are passed in
+as functions that reduce a tensor in place over the ranks, so that this module knows no process group; with one rank
+they do nothing.
+
+The two looks are functions as well: here those of torch, in :mod:`megascale_kernels.fused.cross_entropy` one kernel
+each. What joins them is the same.
 """
 
 from __future__ import annotations
@@ -11,8 +16,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 Reduce = Callable[[torch.Tensor], None]
+# what cross_entropy is, plain or fused
+CrossEntropy = Callable[[torch.Tensor, torch.Tensor, int, int, Reduce, Reduce], tuple[torch.Tensor, torch.Tensor]]
+# (logits, local target, columns) to each row's maximum [T], and [2, T]: the sum of exp(logit - maximum) and the
+# target's logit, 0 where that is on another rank; float32 at least. A rank without columns brings a maximum below all
+# others and zeros.
+Statistics = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+# (logits, local target, columns, maximum, sum, d_loss, d_log_z): writes the gradient over the logits
+Gradient = Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 def cross_entropy(
@@ -23,19 +37,38 @@ def cross_entropy(
     reduce_max: Reduce,
     reduce_sum: Reduce,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """-log softmax(logits)[target] and log Z of every token, in float32; differentiable in ``logits``.
+    """-log softmax(logits)[target] and log Z of every token, in float32; differentiable once in ``logits``.
+
+    Backward writes the gradient over ``logits``, the only tensor of that size that a step keeps: who made them must
+    not need them any more. A second backward is an error.
 
     Args:
         logits: [T, width], this rank's columns; those from ``columns`` on are padding and take no part.
         targets: integer [T], columns of the whole vocabulary.
         first_column: the vocabulary entry of the first local column.
         columns: how many local columns are real.
+        reduce_max: maximum over the ranks, in place.
+        reduce_sum: sum over the ranks, in place.
 
     Returns:
-        (loss, log_z), each float32 [T], the same on all ranks.
+        (loss, log_z), each [T], float32 (float64 of float64 logits), the same on all ranks.
     """
+    return joined(logits, targets, first_column, columns, reduce_max, reduce_sum, _statistics, _gradient)
+
+
+def joined(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    first_column: int,
+    columns: int,
+    reduce_max: Reduce,
+    reduce_sum: Reduce,
+    statistics: Statistics,
+    gradient: Gradient,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`cross_entropy` of the two given looks at a rank's own logits."""
     result: tuple[torch.Tensor, torch.Tensor] = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        logits, targets, first_column, columns, reduce_max, reduce_sum
+        logits, targets - first_column, columns, reduce_max, reduce_sum, statistics, gradient
     )
     return result
 
@@ -45,38 +78,70 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any,
         logits: torch.Tensor,
-        targets: torch.Tensor,
-        first_column: int,
+        local: torch.Tensor,
         columns: int,
         reduce_max: Reduce,
         reduce_sum: Reduce,
+        statistics: Statistics,
+        gradient: Gradient,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        wide = logits if logits.dtype == torch.float64 else logits.float()
-        if columns < wide.shape[1]:
-            column = torch.arange(wide.shape[1], device=wide.device)
-            wide = wide.masked_fill(column >= columns, float("-inf"))
-        # A rank whose columns are all padding has no maximum of its own; the others' must win, and -inf does lose.
-        maximum = wide.amax(dim=1)
+        own, sums = statistics(logits, local, columns)
+        maximum = own.clone()
         reduce_max(maximum)
-        shifted = wide - maximum[:, None]
-        local = targets - first_column
-        here = (local >= 0) & (local < columns)
-        index = local.clamp(0, wide.shape[1] - 1)[:, None]
-        target_logit = shifted.gather(1, index)[:, 0].masked_fill(~here, 0.0)
-        exponentials = shifted.exp()
-        sums = torch.stack((exponentials.sum(dim=1), target_logit))
+        sums[0].mul_((own - maximum).exp_())
         reduce_sum(sums)
-        log_sum = sums[0].log()
-        ctx.save_for_backward(exponentials.div_(sums[0][:, None]), index, here)
-        ctx.dtype = logits.dtype
-        return log_sum - sums[1], log_sum + maximum
+        total, target = sums
+        log_total = total.log()
+        ctx.save_for_backward(logits, local, maximum, total)
+        ctx.columns, ctx.gradient = columns, gradient
+        return log_total + (maximum - target), log_total + maximum
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    @once_differentiable
+    def backward(ctx: Any, d_loss: torch.Tensor, d_log_z: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # d loss = softmax - onehot(target); d log_z = softmax
-        d_loss, d_log_z = gradients
-        softmax, index, here = ctx.saved_tensors
-        d_logits = softmax * (d_loss + d_log_z)[:, None]
-        # gather and scatter rather than scatter_add: one entry per row needs no atomics, so the result is repeatable
-        d_logits.scatter_(1, index, d_logits.gather(1, index) - (d_loss * here)[:, None])
-        return d_logits.to(ctx.dtype), None, None, None, None, None
+        logits, local, maximum, total = ctx.saved_tensors
+        ctx.gradient(logits, local, ctx.columns, maximum, total, d_loss, d_log_z)
+        # Autograd has not seen a kernel write. It must know that the saved logits are gone: a second backward that
+        # took gradients for logits would be silently wrong, and so becomes an error.
+        torch.autograd.graph.increment_version(logits)
+        return logits, None, None, None, None, None, None
+
+
+def _statistics(logits: torch.Tensor, local: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    if not columns:  # nothing but padding
+        sums = torch.zeros((2, logits.shape[0]), dtype=wide, device=logits.device)
+        return sums[0] - torch.inf, sums
+    real = logits[:, :columns]
+    maximum = real.amax(dim=1).to(wide)
+    index, here = _place(local, columns)
+    target = real.gather(1, index)[:, 0].to(wide).masked_fill(~here, 0.0)
+    # bf16 minus float32 is computed in float32: no wide copy of the logits comes before the exponentials
+    return maximum, torch.stack(((real - maximum[:, None]).exp_().sum(dim=1), target))
+
+
+def _gradient(
+    logits: torch.Tensor,
+    local: torch.Tensor,
+    columns: int,
+    maximum: torch.Tensor,
+    total: torch.Tensor,
+    d_loss: torch.Tensor,
+    d_log_z: torch.Tensor,
+) -> None:
+    logits[:, columns:].zero_()
+    if not columns:
+        return
+    real = logits[:, :columns]
+    softmax = (real - maximum[:, None]).exp_().div_(total[:, None])
+    d_logits = softmax.mul_((d_loss + d_log_z)[:, None])
+    # gather and scatter rather than scatter_add: one entry per row needs no atomics, so the result is repeatable
+    index, here = _place(local, columns)
+    d_logits.scatter_(1, index, d_logits.gather(1, index) - (d_loss * here)[:, None])
+    real.copy_(d_logits)
+
+
+def _place(local: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A column [T, 1] to look at for each target, and whether the target is there [T] or on another rank."""
+    return local.clamp(0, columns - 1)[:, None], (local >= 0) & (local < columns)

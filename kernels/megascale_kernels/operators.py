@@ -11,9 +11,11 @@ from typing import Literal, Protocol
 
 import torch
 
-from megascale_kernels import activation, core, norm
+from megascale_kernels import activation, adamw, core, cross_entropy, norm
 from megascale_kernels.activation import Activation
+from megascale_kernels.adamw import AdamWKernel
 from megascale_kernels.attention import AttentionMask
+from megascale_kernels.cross_entropy import CrossEntropy
 from megascale_kernels.parameter import Parameter
 from megascale_kernels.rotary import Heads, RotaryTable
 
@@ -62,6 +64,8 @@ class Operators:
     norm: Norm
     core: Core
     activate: Activate
+    cross_entropy: CrossEntropy
+    adamw: AdamWKernel
 
 
 def choose(kind: Literal["torch", "triton"], device: torch.device) -> Operators:
@@ -76,16 +80,25 @@ def choose(kind: Literal["torch", "triton"], device: torch.device) -> Operators:
 
 def torch_operators() -> Operators:
     """The plain references."""
-    return Operators("torch", norm.norm, core.core, activation.activate)
+    return Operators("torch", norm.norm, core.core, activation.activate, cross_entropy.cross_entropy, adamw.adamw)
 
 
 def triton_operators() -> Operators:
     """The fused operators; needs Triton (an ImportError without), and CUDA tensors or Triton's interpreter."""
     from megascale_kernels.fused import activation as fused_activation
+    from megascale_kernels.fused import adamw as fused_adamw
     from megascale_kernels.fused import core as fused_core
+    from megascale_kernels.fused import cross_entropy as fused_cross_entropy
     from megascale_kernels.fused import norm as fused_norm
 
-    return Operators("triton", fused_norm.norm, fused_core.core, fused_activation.activate)
+    return Operators(
+        "triton",
+        fused_norm.norm,
+        fused_core.core,
+        fused_activation.activate,
+        fused_cross_entropy.cross_entropy,
+        fused_adamw.adamw,
+    )
 
 
 def _obstacle(device: torch.device) -> str | None:

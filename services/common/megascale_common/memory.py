@@ -99,8 +99,10 @@ def _layer_bytes(config: JobConfig, recompute: str | None = None) -> int:
 
 
 def _head_bytes(config: JobConfig) -> int:
-    """What the vocabulary head keeps of the one micro-batch in it: logits, their float32 softmax, their gradient."""
+    """What the vocabulary head needs of the one micro-batch in it: logits, whose gradient takes their place, and
+    beside them, while either is computed, one float32 intermediate.
+    """
     model, size = config.model, _PARAMETER_BYTES[config.training.precision]
     tokens = config.training.micro_batch_size * model.sequence_length
     logits = tokens * local_width(model.vocab_size, config.parallelism.tp)
-    return logits * (size + 3 * _FLOAT32_BYTES) + tokens * model.hidden_size * size
+    return logits * (size + _FLOAT32_BYTES) + tokens * model.hidden_size * size

@@ -119,14 +119,15 @@ class Trainer:
         self._buffers = (
             OverlappedBuffers(*place, micro_batches=config.micro_batches) if overlapped else FlatBuffers(*place)
         )
-        self._optimizer = AdamW(config.optimizer, self._table, device)
+        operators = choose(config.training.kernels, device)
+        self._optimizer = AdamW(config.optimizer, self._table, device, operators.adamw)
         weights = bind_weights(self._table, self._buffers.parameters, self._buffers.gradients)
         shape = (
             config.model.sequence_length // config.parallelism.tp,
             config.training.micro_batch_size,
             config.model.hidden_size,
         )
-        tp, operators = tensor_parallel(config, groups.tp, dtype, device), choose(config.training.kernels, device)
+        tp = tensor_parallel(config, groups.tp, dtype, device)
         self._pipeline = PipelineExecutor(
             [Stage(config, chunk, weights, tp, self._buffers, operators) for chunk in self._table.chunks],
             groups.edges,
@@ -163,8 +164,9 @@ class Trainer:
             totals, control = step_control(vector, self.config.optimizer.clip_norm)
             rate = learning_rate(self.config, self.step)
             with span("optimizer"):
-                self._optimizer.update([shard for _, shard in gradients], control, rate, self.step + 1)
-            self._buffers.publish(self._optimizer.master)
+                shards = [shard for _, shard in gradients]
+                self._optimizer.update(shards, self._buffers.parameter_shards(), control, rate, self.step + 1)
+            self._buffers.gather_parameters()
         self.step += 1
         samples = self.step * self.config.training.global_batch_size
         return StepResult(self.step, rate, samples, samples * self.config.model.sequence_length, totals, control)

@@ -10,7 +10,6 @@ from megascale_executor.trainer.model.layer import normalise
 from megascale_executor.trainer.model.linear import column_parallel
 from megascale_executor.trainer.model.weights import Weights
 from megascale_executor.trainer.parallel.tensor.products import TensorParallel
-from megascale_kernels.cross_entropy import cross_entropy
 from megascale_kernels.operators import Operators
 
 
@@ -29,6 +28,7 @@ def loss_sums(
 
     Args:
         hidden: [S / tp, B, H].
+        entropy_of: the cross entropy, which leaves the logits' gradient where the logits were.
 
     Returns:
         objective: scalar, differentiable: sum of loss_weight * (cross entropy + z_loss * log(Z)^2).
@@ -41,7 +41,7 @@ def loss_sums(
     _, normed = normalise(hidden, None, weights, "final_norm", config.model, operators)
     logits = column_parallel(normed, table, tp).flatten(0, 1)
     columns = max(0, min(width, vocabulary - first))
-    entropy, log_z = cross_entropy(
+    entropy, log_z = operators.cross_entropy(
         logits, batch.targets.t().flatten(), first, columns, tp.group.all_reduce_max, tp.group.all_reduce
     )
     weight = batch.loss_weight.t().flatten()

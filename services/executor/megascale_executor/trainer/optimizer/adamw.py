@@ -1,4 +1,4 @@
-"""AdamW over a flat shard (Loshchilov and Hutter, arXiv 1711.05101), without a look at the device from the host.
+"""AdamW over a flat shard, run by run of equal decay, without a look at the device from the host.
 
 States are the three rows of one float32 tensor [3, shard elements], in the order of ``parameter_table.STATES``: the
 tensor is the byte image that a snapshot copies. Bias correction counts steps, skipped ones included, so that the step
@@ -8,7 +8,7 @@ number alone describes where the optimizer is.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,6 +16,7 @@ from megascale_common.job_config import OptimizerConfig
 from megascale_common.parameter_slices import ParameterTable, ShardRange
 from megascale_common.parameter_table import STATES
 from megascale_executor.trainer.optimizer.step_control import StepControl
+from megascale_kernels.adamw import AdamWKernel, AdamWUpdate
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,10 @@ class _Run:
 class AdamW:
     """Optimizer of one rank's shard; ``states`` is float32 [3, shard elements] on ``device``, zero at first."""
 
-    def __init__(self, config: OptimizerConfig, table: ParameterTable, device: torch.device) -> None:
-        self._config = config
+    def __init__(
+        self, config: OptimizerConfig, table: ParameterTable, device: torch.device, kernel: AdamWKernel
+    ) -> None:
+        self._config, self._kernel = config, kernel
         self._runs = list(_runs(table))
         self.states = torch.zeros((len(STATES), table.shard_elements), dtype=torch.float32, device=device)
 
@@ -43,28 +46,33 @@ class AdamW:
         return self.states[0]
 
     def update(
-        self, gradients: Sequence[torch.Tensor], control: StepControl, learning_rate: float, number: int
+        self,
+        gradients: Sequence[torch.Tensor],
+        parameters: Sequence[torch.Tensor],
+        control: StepControl,
+        learning_rate: float,
+        number: int,
     ) -> None:
-        """Apply update ``number`` (from 1), or leave every state bit for bit as it was where ``control.apply`` is 0.
+        """Apply update ``number`` (from 1), or leave everything bit for bit as it was where ``control.apply`` is 0.
 
         Args:
-            gradients: float32 shard of each bucket, summed over the global batch; overwritten.
+            gradients: float32 shard of each bucket, summed over the global batch; may be overwritten.
+            parameters: shard of each bucket in the compute dtype, which takes the rounded master.
             control: scale of the gradients and the apply flag.
         """
         config = self._config
-        step_size = learning_rate * control.apply
-        weight1, weight2 = (1.0 - config.beta1) * control.apply, (1.0 - config.beta2) * control.apply
-        correction1, correction2 = 1.0 - config.beta1**number, 1.0 - config.beta2**number
+        decaying = AdamWUpdate(learning_rate, config.beta1, config.beta2, config.epsilon, config.weight_decay, number)
+        still = replace(decaying, weight_decay=0.0)
         for run in self._runs:
-            # nan_to_num and not a product alone: in a skipped step the gradient may be NaN, and NaN * 0 is NaN
-            gradient = gradients[run.bucket][run.start : run.stop].nan_to_num_(0.0, 0.0, 0.0).mul_(control.scale)
-            master, mean, square = self.states[:, run.shard_start : run.shard_start + run.stop - run.start]
-            mean.lerp_(gradient, weight1)
-            square.lerp_(gradient.square_(), weight2)
-            change = (mean / correction1).div_((square / correction2).sqrt_().add_(config.epsilon))
-            if run.decay:
-                change.add_(master, alpha=config.weight_decay)
-            master.sub_(change.mul_(step_size))
+            part = slice(run.start, run.stop)
+            self._kernel(
+                self.states[:, run.shard_start : run.shard_start + run.stop - run.start],
+                gradients[run.bucket][part],
+                parameters[run.bucket][part],
+                control.scale,
+                control.apply,
+                decaying if run.decay else still,
+            )
 
 
 def _runs(table: ParameterTable) -> Iterator[_Run]:

@@ -1,0 +1,347 @@
+"""The operators that are measured: what each computes in plain torch, how else, and what it costs at least.
+
+An operator is a function here that yields its :class:`Case` for a shape of training. ``CASES`` lists them by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+
+from megascale_executor.trainer.compat import accumulate_product
+from megascale_executor.trainer.model.weights import Weight
+from megascale_kernels.adamw import AdamWKernel, AdamWUpdate, adamw
+from megascale_kernels.cross_entropy import CrossEntropy, cross_entropy
+
+Tensors = Sequence[torch.Tensor]
+Operation = Callable[[], Tensors]
+Way = Callable[[torch.dtype], Mapping[str, Operation]]
+Function = Callable[..., tuple[torch.Tensor, ...]]
+REFERENCE = "eager"  # the way that is also run in float64
+EPSILON = 1e-5
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one tp rank computes for a micro-batch of ``tokens`` in sequences of ``sequence``; widths of the whole."""
+
+    hidden: int
+    heads: int
+    tp: int
+    sequence: int
+    tokens: int
+    vocabulary: int
+    device: torch.device
+    dtype: torch.dtype
+
+    def random(self, *shape: int, seed: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Normal numbers of the device's own generator."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        return torch.randn(shape, generator=generator, device=self.device).mul_(scale).to(dtype or self.dtype)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The least that a pass moves and computes: every operand once."""
+
+    bytes: int
+    flops: int = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """``ways`` lay out fresh inputs of a dtype and give each of ``passes`` ready to run; the last one computes all."""
+
+    shape: str
+    passes: Mapping[str, Cost]
+    ways: Mapping[str, Way]
+
+
+def differentiable(
+    plain: Function, inputs: Tensors, vectors: Tensors, others: Mapping[str, Callable[[], Function]]
+) -> dict[str, Way]:
+    """Ways of a function of ``inputs`` and parameter ``vectors``: ``plain``, that compiled, and ``others``.
+
+    The others take each vector as a :class:`Weight`, add its gradient to ``main_grad``, and are imported when called.
+    """
+
+    def compiled() -> Function:
+        torch.compiler.reset()
+        return torch.compile(plain, fullgraph=True, dynamic=False)
+
+    return {
+        REFERENCE: lambda dtype: _passes(plain, inputs, vectors, dtype, weights=False),
+        "compile": lambda dtype: _passes(compiled(), inputs, vectors, dtype, weights=False),
+        **{
+            name: partial(lambda load, dtype: _passes(load(), inputs, vectors, dtype, weights=True), load)
+            for name, load in others.items()
+        },
+    }
+
+
+def _passes(
+    function: Function, inputs: Tensors, vectors: Tensors, dtype: torch.dtype, *, weights: bool
+) -> dict[str, Operation]:
+    leaves = [tensor.to(dtype, copy=True).requires_grad_() for tensor in inputs]
+    values = [tensor.to(dtype, copy=True).requires_grad_() for tensor in vectors]
+    sums = [torch.zeros_like(value, dtype=torch.float32) for value in values]
+    arguments = [*leaves, *(map(Weight, values, sums) if weights else values)]
+
+    def forward() -> Tensors:
+        with torch.no_grad():
+            return function(*arguments)
+
+    generator = torch.Generator(leaves[0].device).manual_seed(0)
+    d_outputs = [
+        torch.randn(out.shape, generator=generator, device=out.device).bfloat16().to(out.dtype) for out in forward()
+    ]
+
+    def both() -> Tensors:
+        outputs = function(*arguments)
+        found = torch.autograd.grad(outputs, [*leaves, *values], d_outputs, allow_unused=True)
+        return [*outputs, *found[: len(leaves)], *(sums if weights else found[len(leaves) :])]
+
+    return {"forward": forward, "forward + backward": both}
+
+
+def _costs(forward: int, backward: int, flops: int = 0, backward_flops: int = 0) -> dict[str, Cost]:
+    """Costs of both passes from bytes and FLOP of each."""
+    return {"forward": Cost(forward, flops), "forward + backward": Cost(forward + backward, flops + backward_flops)}
+
+
+def norm(shape: Shape, kind: Literal["layernorm", "rmsnorm"]) -> Case:
+    """The norm of a sum with the residual; tp cuts the sequence."""
+    rows, width = shape.tokens // shape.tp, shape.hidden
+    inputs = [shape.random(rows, width, seed=seed) for seed in (1, 2)]
+    vectors = [1.0 + shape.random(width, seed=3, scale=0.1), shape.random(width, seed=4)]
+
+    def plain(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> tuple[Any, ...]:
+        stream = x + residual
+        if kind == "layernorm":
+            return stream, F.layer_norm(stream, (width,), weight, bias, EPSILON)
+        return stream, F.rms_norm(stream, (width,), weight, EPSILON)
+
+    def fused() -> Function:
+        from megascale_kernels.fused import norm as module
+
+        return lambda x, residual, weight, bias=None: module.norm(x, residual, weight, bias, kind, EPSILON)
+
+    ways = differentiable(plain, inputs, vectors if kind == "layernorm" else vectors[:1], {"fused": fused})
+    size = inputs[0].nbytes
+    return Case(f"{rows} x {width}", _costs(4 * size, 4 * size), ways)
+
+
+def activation(shape: Shape, kind: Literal["gelu", "swiglu"]) -> Case:
+    """The activation with its bias."""
+    ffn = 4 * shape.hidden // shape.tp
+    width = ffn if kind == "gelu" else 2 * ffn
+    inputs, vectors = [shape.random(shape.tokens, width, seed=1)], [shape.random(width, seed=2)]
+
+    def plain(x: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor]:
+        x = x + bias
+        if kind == "gelu":
+            return (F.gelu(x, approximate="tanh"),)
+        gate, up = x.chunk(2, dim=-1)
+        return (F.silu(gate) * up,)
+
+    def fused() -> Function:
+        from megascale_kernels.fused import activation as module
+
+        return lambda x, bias: (module.activate(x, bias, kind),)
+
+    out, size = shape.tokens * ffn * shape.dtype.itemsize, inputs[0].nbytes
+    ways = differentiable(plain, inputs, vectors, {"fused": fused})
+    return Case(f"{shape.tokens} x {width}", _costs(size + out, 2 * size + out), ways)
+
+
+def core(shape: Shape, part: Literal["heads", "all"]) -> Case:
+    """From the input GEMM to the output GEMM: the split into rotated ``heads``, or ``all``: attention and GELU too."""
+    size, heads = shape.hidden // shape.heads, shape.heads // shape.tp
+    ffn = 4 * shape.hidden // shape.tp if part == "all" else 0
+    width, batch = 3 * heads * size, shape.tokens // shape.sequence
+    inputs = [shape.random(shape.sequence, batch, width + ffn, seed=1)]
+    vectors = [shape.random(width + ffn, seed=2)]
+    position = torch.arange(shape.sequence, device=shape.device).expand(batch, -1)
+    pair = torch.arange(size // 2, device=shape.device, dtype=torch.float64)
+    angle = position.t()[:, :, None, None] * 10_000.0 ** (-2.0 * pair / size)
+    cos, sin = angle.cos().float(), angle.sin().float()
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+    def plain(x: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        columns, rest = (x + bias).split((width, ffn), dim=-1)
+        q, k, v = columns.unflatten(-1, (-1, size)).chunk(3, dim=2)
+        q, k, v = (t.permute(1, 2, 0, 3).contiguous() for t in (turned(q), turned(k), v))
+        if part == "heads":
+            return q, k, v
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3).flatten(2)
+        return (torch.cat((attended, F.gelu(rest, approximate="tanh")), dim=-1),)
+
+    def fused() -> Function:
+        from benchmarks import operator_fused as module
+
+        split, table = module.Heads(heads, heads, size), module.RotaryTable(cos, sin)
+        if part == "heads":
+            return module.fused_heads(split, table)
+        return module.fused_core(split, table, shape.sequence)
+
+    read = inputs[0].nbytes
+    ways = differentiable(plain, inputs, vectors, {"fused": fused})
+    if part == "heads":
+        return Case(f"{shape.tokens} x {width}", _costs(2 * read, 2 * read), ways)
+    written = shape.tokens * (heads * size + ffn) * shape.dtype.itemsize
+    flops = _causal_flops(shape)
+    costs = _costs(read + written, 2 * read + written, flops, 5 * flops // 2)
+    return Case(f"{shape.tokens} x ({width} + {ffn})", costs, ways)
+
+
+def attention(shape: Shape) -> Case:
+    """Dense causal attention, by each backend that is available."""
+    size, heads, batch = shape.hidden // shape.heads, shape.heads // shape.tp, shape.tokens // shape.sequence
+    inputs = [shape.random(batch, heads, shape.sequence, size, seed=seed) for seed in (1, 2, 3)]
+
+    def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor]:
+        return (F.scaled_dot_product_attention(q, k, v, is_causal=True),)
+
+    def backend(name: str) -> Function:
+        from benchmarks import operator_fused as module
+
+        return module.backend(name, shape.sequence)
+
+    names = ("cudnn", "flash", "flash_attn_2", "flash_attn_3", "flash_attn_4")
+    ways = differentiable(plain, inputs, [], {name: partial(backend, name) for name in names})
+    flops, one = _causal_flops(shape), inputs[0].nbytes
+    return Case(f"{batch} x {heads} x {shape.sequence} x {size}", _costs(4 * one, 8 * one, flops, 5 * flops // 2), ways)
+
+
+def _causal_flops(shape: Shape) -> int:
+    """FLOP of two GEMMs over half of the square of positions; backward has five such GEMMs."""
+    return 2 * shape.tokens * shape.sequence * shape.hidden // shape.tp
+
+
+def loss(shape: Shape) -> Case:
+    """Cross entropy of one tp rank's logits, without the reductions over tp."""
+    columns = shape.vocabulary // shape.tp
+    inputs = [shape.random(shape.tokens, columns, seed=1, scale=4.0)]
+    generator = torch.Generator(shape.device).manual_seed(2)
+    targets = torch.randint(0, columns, (shape.tokens,), generator=generator, device=shape.device)
+
+    def plain(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        log_z = wide.logsumexp(-1)
+        return log_z - wide.gather(1, targets[:, None])[:, 0], log_z
+
+    def alone(tensor: torch.Tensor) -> None:
+        """The reduction of one rank."""
+
+    def of(kernel: CrossEntropy) -> Function:
+        return lambda logits: kernel(logits, targets, 0, columns, alone, alone)
+
+    def fused() -> Function:
+        from megascale_kernels.fused import cross_entropy as module
+
+        return of(module.cross_entropy)
+
+    size = inputs[0].nbytes
+    ways = differentiable(plain, inputs, [], {"plain": lambda: of(cross_entropy), "fused": fused})
+    return Case(f"{shape.tokens} x {columns}", _costs(size, 2 * size), ways)
+
+
+def update(shape: Shape) -> Case:
+    """AdamW of one layer's parameters over tp and 8 replicas, from the summed gradient to the rounded parameters."""
+    size = 12 * shape.hidden**2 // shape.tp // 8
+    numbers = AdamWUpdate(3e-4, 0.9, 0.95, 1e-8, 0.1, 7)
+    wide = [shape.random(size, seed=seed, dtype=torch.float32) for seed in (1, 2, 3, 4)]
+    wide[2] = wide[2].square()
+    scale = apply = torch.ones((), device=shape.device)
+    number = torch.tensor(float(numbers.number), device=shape.device)
+
+    def way(load: Callable[[], AdamWKernel], dtype: torch.dtype) -> dict[str, Operation]:
+        exact = dtype == torch.float64
+        kernel, states = load(), torch.stack(wide[:3]).to(dtype if exact else torch.float32)
+        gradient, parameters = wide[3].to(states.dtype, copy=True), torch.empty(size, dtype=dtype, device=shape.device)
+
+        def run() -> Tensors:
+            kernel(states, gradient, parameters, scale, apply, numbers)
+            return states.unbind()  # not the parameters, whose rounding would hide all else
+
+        return {"update": run}
+
+    def of_torch(
+        states: torch.Tensor, gradient: torch.Tensor, parameters: torch.Tensor, *rest: torch.Tensor | AdamWUpdate
+    ) -> None:
+        master, mean, square = ([row] for row in states)
+        torch._fused_adamw_(
+            *(master, [gradient], mean, square, [], [number]),
+            lr=numbers.learning_rate,
+            beta1=numbers.beta1,
+            beta2=numbers.beta2,
+            weight_decay=numbers.weight_decay,
+            eps=numbers.epsilon,
+            amsgrad=False,
+            maximize=False,
+        )
+        parameters.copy_(states[0])
+
+    def fused() -> AdamWKernel:
+        from megascale_kernels.fused import adamw as module
+
+        return module.adamw
+
+    def compiled() -> AdamWKernel:
+        torch.compiler.reset()
+        return torch.compile(adamw, dynamic=False)
+
+    loads = {REFERENCE: lambda: adamw, "compile": compiled, "torch_fused": lambda: of_torch, "fused": fused}
+    ways = {name: partial(way, load) for name, load in loads.items()}
+    return Case(f"{size}", {"update": Cost(size * (7 * 4 + shape.dtype.itemsize))}, ways)
+
+
+def weight_gradient(shape: Shape) -> Case:
+    """float32 main_grad += d_y^T x of the merged input projection."""
+    rows = 7 * shape.hidden // shape.tp
+    d_y, x = (shape.random(shape.tokens, width, seed=width) for width in (rows, shape.hidden))
+
+    def plain(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+        total.add_(left @ right)
+
+    def way(load: Callable[[], Callable[..., None]], dtype: torch.dtype) -> dict[str, Operation]:
+        function, wide = load(), torch.promote_types(dtype, torch.float32)
+        total = torch.zeros(rows, shape.hidden, dtype=wide, device=shape.device)
+        left, right = d_y.to(dtype).t(), x.to(dtype)
+
+        def run() -> Tensors:
+            function(total, left, right)
+            return [total]
+
+        return {"backward": run}
+
+    def compiled() -> Callable[..., None]:
+        torch.compiler.reset()
+        return torch.compile(plain, dynamic=False)
+
+    loads = {REFERENCE: lambda: plain, "compile": compiled, "fused": lambda: accumulate_product}
+    ways = {name: partial(way, load) for name, load in loads.items()}
+    moved, flops = d_y.nbytes + x.nbytes + 8 * rows * shape.hidden, 2 * rows * shape.hidden * shape.tokens
+    return Case(f"{rows} x {shape.hidden} x {shape.tokens}", {"backward": Cost(moved, flops)}, ways)
+
+
+CASES: Mapping[str, Callable[[Shape], Case]] = {
+    "layernorm": partial(norm, kind="layernorm"),
+    "rmsnorm": partial(norm, kind="rmsnorm"),
+    "gelu": partial(activation, kind="gelu"),
+    "swiglu": partial(activation, kind="swiglu"),
+    "heads": partial(core, part="heads"),
+    "core": partial(core, part="all"),
+    "attention": attention,
+    "cross_entropy": loss,
+    "adamw": update,
+    "weight_gradient": weight_gradient,
+}

@@ -1,0 +1,56 @@
+"""The fused core and the attention backends as functions of tensors and weights; imported where they are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megascale_executor.trainer.model.weights import Weight
+from megascale_kernels.attention import BACKENDS, attention, attention_mask
+from megascale_kernels.fused import core, rotary
+from megascale_kernels.rotary import Heads, RotaryTable
+
+Function = Callable[..., tuple[torch.Tensor, ...]]
+
+
+def fused_heads(heads: Heads, table: RotaryTable) -> Function:
+    """The split of q, k and v from their columns, with bias and rotary embedding."""
+
+    def run(x: torch.Tensor, bias: Weight) -> tuple[torch.Tensor, ...]:
+        found: tuple[torch.Tensor, ...] = _Heads.apply(x, bias.value, bias.main_grad, heads, table)
+        return found
+
+    return run
+
+
+def fused_core(heads: Heads, table: RotaryTable, sequence: int) -> Function:
+    """Attention and GELU between two merged GEMMs."""
+    mask = attention_mask(sequence)
+    return lambda x, bias: (core.core(x, bias, heads, "gelu", table, mask),)
+
+
+def backend(name: str, sequence: int) -> Function:
+    """Dense causal attention by one backend; NotImplementedError where it cannot run."""
+    mask = attention_mask(sequence)
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor]:
+        if obstacle := BACKENDS[name].obstacle(q, mask):
+            raise NotImplementedError(obstacle)
+        return (attention(q, k, v, mask, name),)
+
+    return run
+
+
+class _Heads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor, main_grad: torch.Tensor, *split: Any) -> Any:
+        ctx.shape, ctx.main_grad, ctx.split = x.shape, main_grad, split
+        return rotary.read_heads(x, bias, *split)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        d_x = gradients[0].new_empty(ctx.shape)
+        rotary.write_head_gradients(d_x, ctx.main_grad, gradients, *ctx.split)
+        return d_x, None, None, None, None

@@ -1,0 +1,191 @@
+"""Fused operators beside plain and compiled torch: error against float64, time, and the least time that is possible.
+
+    python benchmarks/operators.py --quick                          # a dry run at tiny shapes, on a CPU too
+    python benchmarks/operators.py --only cross_entropy,adamw --hidden 4096 --tp 1,2
+    python benchmarks/operators.py --json > operators.jsonl
+
+The floor of a pass is the larger of its bytes over the device's copy bandwidth and its FLOP over the device's rate in a
+large GEMM, both measured here. Times are the device's own: cold caches, no waiting for the host. Errors are those of
+all results, gradients included, over the size of the exact result: root mean square, and largest over largest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds only what lies beside it
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+
+from benchmarks.operator_cases import CASES, REFERENCE, Case, Operation, Shape, Tensors
+from benchmarks.operator_timing import Meter
+
+HEADS = {4096: 32, 5120: 40, 7168: 56, 12288: 96}  # hidden size to heads: 7B, 13B, 30B, 175B
+SEQUENCE, MICRO_BATCH, VOCABULARY = 2048, 4, 51200
+WAYS = (
+    "eager",
+    "compile",
+    "torch_fused",
+    "plain",
+    "fused",
+    "cudnn",
+    "flash",
+    "flash_attn_2",
+    "flash_attn_3",
+    "flash_attn_4",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way's figures of one pass. ``problem`` says why it has none; ``failed`` that this should not be."""
+
+    operator: str
+    shape: str
+    work: str
+    way: str
+    error_rms: float | None = None
+    error_max: float | None = None
+    median_us: float | None = None
+    low_us: float | None = None
+    high_us: float | None = None
+    floor_us: float | None = None
+    problem: str = ""
+    failed: bool = False
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure what the command line says; 1 if a way failed that should work here."""
+    options = _parser().parse_args(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    repeats = 2 if options.quick else options.repeats
+    meter = Meter(device, repeats, quick=options.quick)
+    limits = (meter.bandwidth(), meter.gemm_rate(dtype))
+    machine = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "dtype": str(dtype).removeprefix("torch."),
+        "copy_gb_per_s": round(limits[0] / 1e9, 1),
+        "gemm_tflop_per_s": round(limits[1] / 1e12, 3),
+        "repeats": repeats,
+    }
+    if options.json:
+        print(json.dumps(machine), flush=True)
+    else:
+        print(", ".join(f"{name} {value}" for name, value in machine.items()), *_header(), sep="\n", flush=True)
+    failed = False
+    for name in options.only:
+        done = set()  # tp or hidden size alone may decide the shape
+        for shape in _shapes(options, device, dtype):
+            case = CASES[name](shape)
+            if case.shape in done:
+                continue
+            done.add(case.shape)
+            for row in measure(name, case, dtype, meter, limits, options.ways):
+                print(json.dumps(asdict(row)) if options.json else _line(row), flush=True)
+                failed |= row.failed
+    return int(failed)
+
+
+def measure(
+    operator: str, case: Case, dtype: torch.dtype, meter: Meter, limits: tuple[float, float], ways: Sequence[str]
+) -> Iterator[Row]:
+    """The rows of one case: every pass of every way."""
+    exact: Tensors | None = None
+    try:
+        exact = _results(case.ways[REFERENCE](torch.float64))
+    except torch.OutOfMemoryError:
+        pass  # times are still worth having
+    for way in (name for name in case.ways if name in ways):
+        try:
+            passes = case.ways[way](dtype)
+            errors = _errors(_results(passes), exact) if exact is not None else (None, None)
+            for work, cost in case.passes.items():
+                times_us = [1e6 * time_s for time_s in meter.times_s(passes[work])]
+                floor_us = 1e6 * max(cost.bytes / limits[0], cost.flops / limits[1])
+                found = (times_us[len(times_us) // 2], times_us[0], times_us[-1], floor_us)
+                yield Row(operator, case.shape, work, way, *errors, *found)
+        except (ImportError, NotImplementedError) as problem:  # not installed, or not for this device
+            yield Row(operator, case.shape, "", way, problem=_short(problem))
+        except Exception as problem:  # the others are still worth having
+            yield Row(operator, case.shape, "", way, problem=_short(problem), failed=True)
+
+
+def _results(passes: Mapping[str, Operation]) -> Tensors:
+    """What the last pass computes, from inputs that nothing has run on yet."""
+    return [result.detach() for result in list(passes.values())[-1]()]
+
+
+def _errors(found: Tensors, exact: Tensors) -> tuple[float, float]:
+    """The worst of all results: root mean square and largest difference, over those of the exact result."""
+    differences = [ours.double() - wanted for ours, wanted in zip(found, exact, strict=True)]
+    rms = [float(d.norm() / wanted.norm()) for d, wanted in zip(differences, exact, strict=True)]
+    largest = [float(d.abs().max() / wanted.abs().max()) for d, wanted in zip(differences, exact, strict=True)]
+    return max(rms), max(largest)
+
+
+def _short(problem: Exception) -> str:
+    return f"{type(problem).__name__}: {str(problem).strip().splitlines()[0] if str(problem) else ''}"[:120]
+
+
+def _header() -> tuple[str, str]:
+    names = ("operator", "shape", "pass", "way", "error rms", "error max", "median us", "low - high us", "floor us")
+    return f"| {' | '.join(names)} | of floor |", "|---" * (len(names) + 1) + "|"
+
+
+def _line(row: Row) -> str:
+    start = f"| {row.operator} | {row.shape} | {row.work} | {row.way} |"
+    if row.median_us is None or row.floor_us is None:
+        return f"{start} {'failed: ' if row.failed else ''}{row.problem} | | | | | |"
+    errors = " | ".join("-" if error is None else f"{error:.1e}" for error in (row.error_rms, row.error_max))
+    times = f"{row.median_us:.1f} | {row.low_us:.1f} - {row.high_us:.1f} | {row.floor_us:.1f}"
+    return f"{start} {errors} | {times} | {row.floor_us / row.median_us:.0%} |"
+
+
+def _shapes(options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Iterator[Shape]:
+    if options.quick:
+        yield Shape(128, 4, 2, 32, 64, 160, device, dtype)
+        return
+    for hidden in map(int, options.hidden):
+        for tp in map(int, options.tp):
+            yield Shape(hidden, HEADS[hidden], tp, SEQUENCE, SEQUENCE * MICRO_BATCH, VOCABULARY, device, dtype)
+
+
+def _choice(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """Parses some of ``known``, separated by commas."""
+
+    def parse(text: str) -> list[str]:
+        if unknown := set(text.split(",")) - set(known):
+            raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(known)}")
+        return text.split(",")
+
+    return parse
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    lists = {
+        "only": list(CASES),
+        "ways": list(WAYS),
+        "hidden": [str(hidden) for hidden in HEADS],
+        "tp": ["1", "2", "8"],
+    }
+    for name, known in lists.items():
+        parser.add_argument(f"--{name}", type=_choice(known), default=known, help=f"of {', '.join(known)}")
+    parser.add_argument("--repeats", type=int, default=20, help="times taken of each")
+    parser.add_argument("--quick", action="store_true", help="one tiny shape, two repeats: a dry run")
+    parser.add_argument("--json", action="store_true", help="JSON lines, the machine first")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

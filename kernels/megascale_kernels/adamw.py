@@ -1,0 +1,65 @@
+"""One AdamW update of a run of parameters (Loshchilov and Hutter, arXiv 1711.05101), in place and without host sync.
+
+The plain version; :mod:`megascale_kernels.fused.adamw` does the same in one pass over memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class AdamWUpdate:
+    """The numbers of update ``number`` (from 1). Bias correction counts all updates, skipped ones included."""
+
+    learning_rate: float
+    beta1: float
+    beta2: float
+    epsilon: float
+    weight_decay: float
+    number: int
+
+    @property
+    def corrections(self) -> tuple[float, float]:
+        """By what the two moments are divided, as they started from zero: 1 - beta^number."""
+        return 1.0 - self.beta1**self.number, 1.0 - self.beta2**self.number
+
+
+# what adamw is, plain or fused
+AdamWKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, AdamWUpdate], None]
+
+
+def adamw(
+    states: torch.Tensor,
+    gradient: torch.Tensor,
+    parameters: torch.Tensor,
+    scale: torch.Tensor,
+    apply: torch.Tensor,
+    update: AdamWUpdate,
+) -> None:
+    """Update ``states`` and round the new master into ``parameters``; where ``apply`` is 0 no bit of either changes.
+
+    Args:
+        states: float32 [3, n], rows contiguous: master, first moment, second moment.
+        gradient: float32 [n]; may be overwritten. Non-finite only where ``apply`` is 0.
+        parameters: [n] in the compute dtype: the rounded master, before and after.
+        scale: float32 scalar on the device, what the gradient is multiplied by.
+        apply: float32 scalar on the device, 1 or 0.
+        update: the numbers of this update.
+    """
+    correction1, correction2 = update.corrections
+    gradient.mul_(scale)
+    mean = states[1].lerp(gradient, 1.0 - update.beta1)
+    square = states[2].lerp(gradient.square_(), 1.0 - update.beta2)
+    change = (mean / correction1).div_((square / correction2).sqrt_().add_(update.epsilon))
+    if update.weight_decay:
+        change.add_(states[0], alpha=update.weight_decay)
+    master = states[0] - change.mul_(update.learning_rate)
+    # A choice and not a product with ``apply``: NaN * 0 is NaN, and -0.0 + 0 is 0.0.
+    applies = apply != 0
+    for state, found in zip(states, (master, mean, square), strict=True):
+        torch.where(applies, found, state, out=state)
+    parameters.copy_(states[0])

@@ -1,0 +1,120 @@
+"""Vocabulary-parallel cross entropy in two kernels, each of which passes once over the logits.
+
+Forward reads a row and keeps its maximum and sum of exponentials as it goes (Milakov and Gimelshein, arXiv
+1805.02867); backward reads the logits and writes their gradient in the same place. No tensor but the logits themselves
+has their size. No atomics: the result is repeatable.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from megascale_kernels.cross_entropy import Reduce, joined
+
+_BLOCK = 4096  # columns at a time: 16 per thread of 8 warps, two wide loads of bf16
+_WARPS = 8
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    first_column: int,
+    columns: int,
+    reduce_max: Reduce,
+    reduce_sum: Reduce,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`megascale_kernels.cross_entropy.cross_entropy`, computed in float32; rows of ``logits`` are contiguous."""
+    return joined(logits, targets, first_column, columns, reduce_max, reduce_sum, _statistics, _gradient)
+
+
+def _statistics(logits: torch.Tensor, local: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, width = logits.shape
+    found = torch.empty((3, tokens), dtype=torch.float32, device=logits.device)
+    _statistics_kernel[(tokens,)](
+        logits, local, *found, logits.stride(0), width, columns, BLOCK=_BLOCK, num_warps=_WARPS
+    )
+    return found[0], found[1:]
+
+
+def _gradient(
+    logits: torch.Tensor,
+    local: torch.Tensor,
+    columns: int,
+    maximum: torch.Tensor,
+    total: torch.Tensor,
+    d_loss: torch.Tensor,
+    d_log_z: torch.Tensor,
+) -> None:
+    tokens, width = logits.shape
+    _gradient_kernel[(tokens, triton.cdiv(width, _BLOCK))](
+        logits,
+        local,
+        maximum,
+        total,
+        d_loss.contiguous(),
+        d_log_z.contiguous(),
+        logits.stride(0),
+        width,
+        columns,
+        BLOCK=_BLOCK,
+        num_warps=_WARPS,
+    )
+
+
+@triton.jit
+def _statistics_kernel(
+    logits: tl.tensor,
+    local: tl.tensor,
+    maximum: tl.tensor,
+    total: tl.tensor,
+    target: tl.tensor,
+    stride: tl.tensor,
+    width: tl.tensor,
+    columns: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)
+    start = logits + row.to(tl.int64) * stride
+    # Not -inf, of which a row of padding would make -inf - -inf. A NaN is lost to the maximum but not to the sum.
+    highest = tl.full((), -3.4e38, tl.float32)
+    weight = tl.full((), 0.0, tl.float32)
+    for first in range(0, columns, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        # padding is read and thrown away: the width is a multiple of wide loads, the number of real columns need not be
+        x = tl.load(start + column, mask=column < width, other=0.0).to(tl.float32)
+        x = tl.where(column < columns, x, float("-inf"))
+        higher = tl.maximum(highest, tl.max(x, axis=0))
+        weight = weight * tl.exp(highest - higher) + tl.sum(tl.exp(x - higher), axis=0)
+        highest = higher
+    index = tl.load(local + row)
+    logit = tl.load(start + index, mask=(index >= 0) & (index < columns), other=0.0).to(tl.float32)
+    tl.store(maximum + row, highest)
+    tl.store(total + row, weight)
+    tl.store(target + row, logit)
+
+
+@triton.jit
+def _gradient_kernel(
+    logits: tl.tensor,
+    local: tl.tensor,
+    maximum: tl.tensor,
+    total: tl.tensor,
+    d_loss: tl.tensor,
+    d_log_z: tl.tensor,
+    stride: tl.tensor,
+    width: tl.tensor,
+    columns: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = logits + row.to(tl.int64) * stride + column
+    x = tl.load(place, mask=column < width, other=0.0).to(tl.float32)
+    x = tl.where(column < columns, x, float("-inf"))
+    softmax = tl.exp(x - tl.load(maximum + row)) / tl.load(total + row)
+    of_loss = tl.load(d_loss + row)
+    is_target = (column == tl.load(local + row)) & (column < columns)
+    gradient = softmax * (of_loss + tl.load(d_log_z + row)) - tl.where(is_target, of_loss, 0.0)
+    tl.store(place, gradient.to(logits.dtype.element_ty), mask=column < width)
