@@ -29,19 +29,19 @@ class Batches:
         """The micro-batches of the step after ``number`` completed ones, on the device; never waits for it."""
         if self._stream is None:
             return self._random
-        training, dp = self._config.training, self._config.parallelism.dp
-        first = number * training.global_batch_size
-        numbers = sample_numbers(first, self._config.micro_batches, training.micro_batch_size, dp, self._dp_rank)
-        rows = [[self._stream.sample(int(sample)) for sample in row] for row in numbers]
+        first = number * self._config.training.global_batch_size
+        rows = [[self._stream.sample(sample) for sample in row] for row in self._numbers(first)]
         return [self._to_device(_stack(samples)) for samples in rows]
 
     def _random_step(self) -> list[MicroBatch]:
-        generator = np.random.default_rng(self._dp_rank)
+        rows = [[_random_sample(self._config, number) for number in row] for row in self._numbers(0)]
+        return [self._to_device(_stack(samples)) for samples in rows]
+
+    def _numbers(self, first: int) -> list[list[int]]:
+        """The samples of this replica, by micro-batch, in the step at sample ``first``: the same whatever dp is."""
         config, size = self._config, self._config.training.micro_batch_size
-        return [
-            self._to_device(_stack([_random_sample(config, generator) for _ in range(size)]))
-            for _ in range(config.micro_batches)
-        ]
+        found = sample_numbers(first, config.micro_batches, size, config.parallelism.dp, self._dp_rank)
+        return [[int(number) for number in row] for row in found]
 
     def _to_device(self, arrays: Arrays) -> MicroBatch:
         batch = MicroBatch.from_numpy(arrays)
@@ -52,8 +52,8 @@ def _stack(samples: list[Arrays]) -> Arrays:
     return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
 
 
-def _random_sample(config: JobConfig, generator: np.random.Generator) -> Arrays:
-    length = config.model.sequence_length
+def _random_sample(config: JobConfig, number: int) -> Arrays:
+    length, generator = config.model.sequence_length, np.random.default_rng(number)
     tokens = generator.integers(0, config.model.vocab_size, length + 1)
     start = np.zeros(length, np.int64)
     if config.data.document_attention:

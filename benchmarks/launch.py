@@ -70,6 +70,14 @@ class Journal:
         """All lines."""
         return [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
 
+    def touch(self) -> None:
+        """Something has been done, though not yet a whole measurement."""
+        self.path.touch()
+
+    def touched(self) -> int:
+        """Changes whenever something has been done."""
+        return self.path.stat().st_mtime_ns if self.path.exists() else 0
+
     def done(self) -> set[int]:
         """The entries that have a line: they were measured, failed or were left out."""
         return {line["entry"] for line in self.lines()}
@@ -129,8 +137,8 @@ def _fork_session(plan: Plan, journal: Journal, todo: Sequence[int], store: Path
 
 
 def _wait(running: dict[int, int], journal: Journal, limit_s: float) -> str:
-    """Until all ranks have ended; kills the rest when one fails or nothing is finished in time, and says why."""
-    problem, lines, deadline = "", 0, time.monotonic() + limit_s
+    """Until all ranks have ended; kills the rest when one fails or nothing is done in time, and says why."""
+    problem, touched, deadline = "", journal.touched(), time.monotonic() + limit_s
     while running:
         child, status = os.waitpid(-1, os.WNOHANG)
         if child:
@@ -139,10 +147,10 @@ def _wait(running: dict[int, int], journal: Journal, limit_s: float) -> str:
                 problem = f"rank {rank} ended with status {os.waitstatus_to_exitcode(status)}"
                 deadline = time.monotonic() + _GRACE_S
             continue
-        if not problem and (now := len(journal.lines())) != lines:
-            lines, deadline = now, time.monotonic() + limit_s
+        if not problem and (now := journal.touched()) != touched:
+            touched, deadline = now, time.monotonic() + limit_s
         if time.monotonic() > deadline:
-            problem = problem or f"finished nothing within {limit_s:.0f} s"
+            problem = problem or f"did nothing within {limit_s:.0f} s"
             for child in running:
                 os.kill(child, signal.SIGKILL)
             deadline = float("inf")
@@ -186,7 +194,7 @@ def _rank(
     """Measure ``todo`` in order; the failing rank writes down why, rank 0 everything else."""
     number = todo[0] if todo else 0
     try:
-        for session, number in _session(plan, todo, rank, local, store, deadline):
+        for session, number in _session(plan, journal, todo, rank, local, store, deadline):
             line = _line(session, plan.entries[number], plan.folder)
             if rank == 0:
                 _note(plan, journal, number, line)
@@ -200,7 +208,7 @@ def _rank(
 
 
 def _session(
-    plan: Plan, todo: Sequence[int], rank: int, local: int, store: Store, deadline: float
+    plan: Plan, journal: Journal, todo: Sequence[int], rank: int, local: int, store: Store, deadline: float
 ) -> Iterator[tuple[Session, int]]:
     entries = [plan.entries[number] for number in todo]
     os.environ.update(entries[0].environment if entries else ())
@@ -210,7 +218,7 @@ def _session(
     device = torch.device("cuda", local) if plan.cuda else torch.device("cpu")
     if plan.cuda:
         torch.cuda.set_device(device)
-    session = Session(rank, plan.ranks, store, device, deadline)
+    session = Session(rank, plan.ranks, store, device, deadline, journal.touch)
     for number in todo:
         yield session, number
         session.forget()

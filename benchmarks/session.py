@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -64,11 +64,20 @@ class Session:
     Args:
         store: where the ranks meet; fresh.
         deadline: time.time() after which :meth:`out_of_time` says so; 0: never.
+        on_leg: called after every leg.
     """
 
-    def __init__(self, rank: int, world_size: int, store: Store, device: torch.device, deadline: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        store: Store,
+        device: torch.device,
+        deadline: float,
+        on_leg: Callable[[], None] = lambda: None,
+    ) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
-        self._store, self._deadline = store, deadline
+        self._store, self._deadline, self._on_leg = store, deadline, on_leg
         self._layout: object = None
         self._layouts = 0
         self._groups: Groups | None = None
@@ -101,6 +110,7 @@ class Session:
         gc.enable()
         peak = torch.cuda.max_memory_allocated(self.device) - resident.allocated_before if self._cuda else 0
         copied = (self._silent.copied_bytes if self._silent else 0) - copied_before
+        self._on_leg()
         slowest = self.maximum(*times[warmup:], float(peak))
         return Leg(slowest[:-1], losses, int(slowest[-1]), copied / steps)
 

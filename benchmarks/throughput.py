@@ -20,14 +20,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds o
 
 from benchmarks import command, options, report
 from benchmarks.options import Entry
+from benchmarks.presets import Refused
 
 
 def _own_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sweep", type=Path, help="a JSON file of measurements; other options hold for all of them")
+    parser.add_argument("--only", default="", help="of a sweep the measurements whose names hold this")
 
 
 def _entries(machine: argparse.Namespace, rest: Sequence[str]) -> list[Entry]:
-    return options.read_sweep(machine.sweep, rest) if machine.sweep else [options.entry_of(rest)]
+    if machine.sweep is None:
+        return [options.entry_of(rest)]
+    entries = [entry for entry in options.read_sweep(machine.sweep, rest) if machine.only in entry.name]
+    if not entries:
+        raise Refused(f"--only {machine.only!r}: no measurement of {machine.sweep} has that in its name")
+    return entries
 
 
 if __name__ == "__main__":
