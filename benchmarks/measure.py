@@ -151,14 +151,15 @@ def _exposure(session: Session, run: Run, legs: list[Leg], without: list[Leg], d
     silent = [statistics.median(leg.times_s) for leg in without]
     config = session.config(run)
     found: dict[str, Any] = timing.exposed(whole, silent)
-    found["step_time_without_s"] = statistics.median(silent)
+    found["step_time_s"], found["step_time_without_s"] = statistics.median(whole), statistics.median(silent)
     # Still in the silent step, and so missing in the exposed share: copies that stand in for collectives.
     copies_s = without[0].copied_bytes / session.copy_bytes_per_s()
-    found["stand_in_copies_share"] = copies_s / statistics.median(whole)
+    found["stand_in_copies_share"] = copies_s / found["step_time_s"]
     if config.parallelism.pp > 1 and dimension in ("all", "pp"):
         # Missing in the silent step, and so counted as exposed: waiting for another stage's computation.
         sizes = config.parallelism
-        found["of_which_ideal_bubble"] = timing.ideal_bubble(sizes.pp, sizes.virtual_stages, config.micro_batches)
+        bubble = timing.ideal_bubble(sizes.pp, sizes.virtual_stages, config.micro_batches)
+        found["of_which_ideal_bubble"] = bubble * found["step_time_without_s"] / found["step_time_s"]
     return found
 
 

@@ -20,7 +20,7 @@ def text(line: _Line) -> str:
         parts.append(
             f"  exposed, {dimension}: {found['share']:.1%} ({found['min']:.1%} to {found['max']:.1%} in "
             f"{found['rounds']} rounds), stand-in copies {found['stand_in_copies_share']:.1%}"
-            + (f", ideal bubble {bubble:.1%} of it" if bubble is not None else "")
+            + (f", of which ideal bubble {bubble:.1%}" if bubble is not None else "")
         )
     if "repeats" in line:
         found = line["repeats"]

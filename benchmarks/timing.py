@@ -69,9 +69,8 @@ def exposed(times_s: Sequence[float], without_s: Sequence[float]) -> dict[str, f
 
 
 def ideal_bubble(pp: int, virtual_stages: int, micro_batches: int) -> float:
-    """Share of a step in which a stage waits even if nothing has to travel: b / (1 + b), b = (p - 1) / (v m).
+    """How long a pipeline stage waits even if transfers took no time, over how long it computes: (p - 1) / (v m).
 
     Leaving out the receives leaves out this wait too (arXiv 2104.04473, section 2.2).
     """
-    bubble = (pp - 1) / (virtual_stages * micro_batches)
-    return bubble / (1.0 + bubble)
+    return (pp - 1) / (virtual_stages * micro_batches)

@@ -105,9 +105,7 @@ async def test_a_node_that_stands_still_is_replaced_and_commits_nothing_later(cl
             back_s = time.time() - continued_at_s
             seen = len(attempts_after_reopening(cluster, "stopped"))
             await run.until(
-                lambda: len(attempts_after_reopening(cluster, "stopped")) >= seen + 2,
-                START_TIMEOUT_S,
-                "two more commits",
+                lambda: len(attempts_after_reopening(cluster, "stopped")) >= seen + 2, START_TIMEOUT_S, "two more commits"
             )
             acted_s = seconds(dead) - stopped_at_s
             story = run.story()

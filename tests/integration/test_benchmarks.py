@@ -53,7 +53,9 @@ def test_a_measurement_says_what_it_saw(pool: RankPool, tmp_path: Path) -> None:
     assert found["tokens_per_s_per_device"] == pytest.approx(tokens / 4)
     assert [row["label"] for row in found["variants"]] == ["block=serial", "measured"]
     assert found["variants"][1]["gain_over_previous"]["pairs"] == 2
-    assert found["exposed"]["all"]["of_which_ideal_bubble"] == pytest.approx(1 / 5)
+    whole = found["exposed"]["all"]
+    bubble_s = whole["of_which_ideal_bubble"] * whole["step_time_s"]
+    assert bubble_s == pytest.approx(whole["step_time_without_s"] / 4), "two stages, four micro-batches"
     assert "of_which_ideal_bubble" not in found["exposed"]["tp"], "the other stage is still waited for"
     for shares in found["exposed"].values():
         assert shares["min"] <= shares["share"] <= shares["max"] < 1.0

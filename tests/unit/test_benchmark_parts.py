@@ -104,9 +104,10 @@ def test_a_gain_is_told_pair_by_pair() -> None:
     assert timing.exposed([2.0, 4.0], [1.5, 3.0])["share"] == pytest.approx(0.25)
 
 
-def test_the_ideal_bubble_is_a_share_of_the_step() -> None:
-    # one stage waits one of the five times that the other needs: four micro-batches and its turn
-    assert timing.ideal_bubble(2, 1, 4) == pytest.approx(1 / 5)
+def test_the_ideal_bubble_is_told_over_the_work() -> None:
+    # the second stage waits for one micro-batch's forward and backward, and has four to do
+    assert timing.ideal_bubble(2, 1, 4) == pytest.approx(1 / 4)
+    assert timing.ideal_bubble(2, 2, 16) == pytest.approx(1 / 32)
     assert timing.ideal_bubble(1, 1, 4) == 0.0
 
 
