@@ -111,6 +111,7 @@ def job(run: Run, world_size: int, *, cuda: bool) -> JobConfig:
                 "bucket_mib": run.bucket_mib,
                 "kernels": run.kernels,
             },
+            "schedule": {"warmup_steps": run.steps // 10},
             "data": {
                 "document_attention": run.attention == "documents",
                 "sources": [{"prefix": run.data}] if run.data else [],
