@@ -98,7 +98,9 @@ def test_ranks_that_hang_are_ended(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
     first, second = map(json.loads, done.stdout.splitlines())
     assert first == {"name": "stuck", "failed": "did nothing within 2 s"}
-    assert second["tokens_per_s_per_device"] > 0
+    assert second["name"] == "next", (
+        "on a busy machine it may come to the same end; here it matters that it had its turn"
+    )
 
 
 def test_nothing_new_starts_when_the_time_is_up(pool: RankPool, tmp_path: Path) -> None:
