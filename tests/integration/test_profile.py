@@ -56,14 +56,14 @@ def test_every_rank_traces_the_steps_named_and_trains_as_without(pool: RankPool,
         assert [name for name in names if name.startswith("step ")] == ["step 3", "step 4"]
         kinds = [name.split()[0] for name in names[: names.index("step 4")]]
         assert (kinds.count("forward"), kinds.count("backward"), kinds.count("optimizer")) == (8, 8, 1)
-        sends, receives = ("send_activation", "receive_gradient") if rank == 0 else (
-            "send_gradient", "receive_activation",
+        sends, receives = ("send_activation", "wait_gradient") if rank == 0 else (
+            "send_gradient", "wait_activation",
         )  # fmt: skip
         assert kinds.count(sends) == kinds.count(receives) == 8
         assert names[:3] == (
             ["step 3", "forward 0.0", "send_activation 0.0"]
             if rank == 0
-            else ["step 3", "receive_activation 0.0", "forward 0.0"]
+            else ["step 3", "post_activation 0.0", "wait_activation 0.0"]
         )
         again = spans(tmp_path / "with" / f"trace-two-{rank}.json.gz")
         assert [name for name in again if name.startswith("step ")] == ["step 6"]

@@ -499,7 +499,7 @@ class ParallelismSpec(google.protobuf.message.Message):
 
     @property
     def overlap(self) -> Global___OverlapSpec:
-        """Communication hidden under computation; default nothing."""
+        """Communication hidden under computation."""
 
     def __init__(
         self,

@@ -1,0 +1,78 @@
+"""What the command lines of `throughput.py` and `ablation.py` share."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks import launch, options
+from benchmarks.options import Entry
+from benchmarks.presets import Refused
+
+EntriesOf = Callable[[argparse.Namespace, Sequence[str]], list[Entry]]
+
+
+def main(
+    arguments: Sequence[str],
+    description: str,
+    own_options: Callable[[argparse.ArgumentParser], None],
+    entries_of: EntriesOf,
+    text: Callable[[dict[str, Any]], str],
+) -> int:
+    """Measure what the command line says and print each result as it comes; returns the exit status.
+
+    Args:
+        own_options: adds the script's own options.
+        entries_of: the measurements, from the script's own and the machine's options and the rest of the command line.
+        text: a result for people.
+    """
+    devices = torch.cuda.device_count()  # by NVML: a CUDA context would not survive the fork
+    machine, rest = _split(arguments, description, own_options, devices)
+    try:
+        entries = entries_of(machine, rest)
+        plan = launch.Plan(
+            entries=entries,
+            cuda=machine.device == "cuda",
+            ranks=ranks(machine, entries),
+            folder=machine.folder,
+            report=lambda line: print(json.dumps(line) if machine.json else text(line), flush=True),
+            budget_s=machine.budget_s,
+            limit_s=machine.limit_s,
+        )
+        return launch.run(plan, machine.folder / machine.results if machine.results else None)
+    except (Refused, OSError) as problem:
+        print(f"{Path(sys.argv[0]).name}: {problem}", file=sys.stderr)
+        return 2
+
+
+def _split(
+    arguments: Sequence[str], description: str, own_options: Callable[[argparse.ArgumentParser], None], devices: int
+) -> tuple[argparse.Namespace, Sequence[str]]:
+    """The options that say where to run, and the rest, which describes measurements."""
+    whole = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    options.add_configuration(whole)
+    options.add_measurement(whole)
+    machine = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for parser in (whole, machine):
+        options.add_machine(parser, devices)
+        own_options(parser)
+    whole.parse_args(arguments)  # one help and one usage for everything
+    return machine.parse_known_args(arguments)
+
+
+def ranks(machine: argparse.Namespace, entries: Sequence[Entry]) -> int:
+    """As asked, as torchrun started, all devices where the layouts leave it open, or else what they need."""
+    if machine.ranks or "WORLD_SIZE" in os.environ:
+        return int(machine.ranks or os.environ["WORLD_SIZE"])
+    runs = [variant.run for entry in entries for variant in entry.variants]
+    if machine.device == "cuda" and any(not run.dp for run in runs):
+        return torch.cuda.device_count()
+    return max(run.tp * run.pp * max(run.dp, 1) for run in runs)

@@ -1,0 +1,67 @@
+"""Do two runs lie on each other? Compares loss curves that `throughput.py --losses` wrote, step by step.
+
+    python benchmarks/compare_losses.py plain.jsonl overlapped.jsonl other.jsonl --tolerance 0.02
+
+Prints one JSON object for each file after the first; exits with 1 if any is out of tolerance or of another length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def read_losses(path: Path) -> list[float]:
+    """The losses of a file of JSON lines with ``step`` and ``loss``, in the order of the steps."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [line["loss"] for line in sorted(lines, key=lambda line: line["step"])]
+
+
+def compare(reference: Sequence[float], other: Sequence[float], tolerance: float) -> dict[str, Any]:
+    """Largest and mean absolute difference, and the first step (from 1) whose difference is above ``tolerance``.
+
+    A NaN on one side alone is an infinite difference; curves of unequal length are compared as far as both go.
+    """
+    differences = [_difference(a, b) for a, b in zip(reference, other, strict=False)]
+    above = [step for step, difference in enumerate(differences, start=1) if difference > tolerance]
+    return {
+        "steps": len(differences),
+        "same_length": len(reference) == len(other),
+        "bitwise_equal": len(reference) == len(other) and not any(differences),
+        "max_difference": max(differences, default=0.0),
+        "mean_difference": math.fsum(differences) / len(differences) if differences else 0.0,
+        "first_step_above_tolerance": above[0] if above else None,
+        "tolerance": tolerance,
+    }
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Compare every further file with the first; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("reference", type=Path)
+    parser.add_argument("others", type=Path, nargs="+")
+    parser.add_argument("--tolerance", type=float, default=0.0, help="absolute; 0: every bit")
+    options = parser.parse_args(arguments)
+    reference, good = read_losses(options.reference), True
+    for path in options.others:
+        found = compare(reference, read_losses(path), options.tolerance)
+        good &= found["same_length"] and found["first_step_above_tolerance"] is None
+        print(json.dumps({"file": str(path), **found}))
+    return 0 if good else 1
+
+
+def _difference(one: float, other: float) -> float:
+    if math.isnan(one) or math.isnan(other):
+        return 0.0 if math.isnan(one) and math.isnan(other) else math.inf
+    return abs(one - other)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

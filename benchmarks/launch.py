@@ -1,0 +1,246 @@
+"""Starts the ranks of a benchmark and takes them through its measurements, whatever happens to some of them.
+
+Started as one process, it forks the ranks; under torchrun every process is one. The ranks of a *session* share their
+start-up over all measurements of the same environment. A measurement that fails (out of memory, a rank that hangs)
+ends the session, because a rank that failed leaves its peers inside collectives: the failure is written down, and a
+new session goes on with the next one. Under torchrun that takes ``--max-restarts``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.measure import measure
+from benchmarks.options import Entry
+from benchmarks.presets import Refused
+from benchmarks.session import Session
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from megascale_common.process import arm_parent_death
+
+_STORE_TIMEOUT_S = 120.0
+_POLL_S = 0.02
+_GRACE_S = 2.0  # after one rank failed, how long its peers may take to write down their own failure
+_CUBLAS_WORKSPACE = ":4096:8"
+_TIME_IS_UP = "the time is up (--budget-s)"
+
+Report = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What is to be measured, on what, and within what time. ``report`` prints a line as it comes."""
+
+    entries: Sequence[Entry]
+    cuda: bool
+    ranks: int
+    folder: Path
+    report: Report
+    budget_s: float = 0.0
+    limit_s: float = 300.0
+
+
+class Journal:
+    """The lines of all measurements so far, in a file that every rank may add to. A line has its entry's number."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def add(self, number: int, line: dict[str, Any]) -> None:
+        """Append a line; one write, so that lines of several ranks do not mix."""
+        with self.path.open("a") as file:
+            file.write(json.dumps({"entry": number, **line}) + "\n")
+
+    def lines(self) -> list[dict[str, Any]]:
+        """All lines."""
+        return [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
+
+    def touch(self) -> None:
+        """Something has been done, though not yet a whole measurement."""
+        self.path.touch()
+
+    def touched(self) -> int:
+        """Changes whenever something has been done."""
+        return self.path.stat().st_mtime_ns if self.path.exists() else 0
+
+    def done(self) -> set[int]:
+        """The entries that have a line: they were measured, failed or were left out."""
+        return {line["entry"] for line in self.lines()}
+
+
+def run(plan: Plan, results: Path | None) -> int:
+    """Measure everything; returns the exit status: 0 if nothing failed.
+
+    Args:
+        results: the file of the lines; overwritten. None: they are only reported.
+    """
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return _torchrun(plan, results or plan.folder / "results.jsonl")
+    folder = Path(tempfile.mkdtemp(prefix="megascale-bench-"))
+    try:
+        journal = Journal(results or folder / "results.jsonl")
+        journal.path.unlink(missing_ok=True)
+        deadline = time.time() + plan.budget_s if plan.budget_s else 0.0
+        for number in itertools.count():
+            todo = [index for index in range(len(plan.entries)) if index not in journal.done()]
+            if not todo:
+                return int(any("failed" in line for line in journal.lines()))
+            if deadline and time.time() > deadline:
+                for index in todo:
+                    _note(plan, journal, index, {"skipped": _TIME_IS_UP})
+                continue
+            _fork_session(plan, journal, _alike(plan, todo), folder / f"store-{number}", deadline)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    raise AssertionError("unreachable")
+
+
+def _alike(plan: Plan, todo: Sequence[int]) -> list[int]:
+    """The first of ``todo`` and those after it that want the same environment."""
+    wanted = plan.entries[todo[0]].environment
+    return list(itertools.takewhile(lambda index: plan.entries[index].environment == wanted, todo))
+
+
+def _fork_session(plan: Plan, journal: Journal, todo: Sequence[int], store: Path, deadline: float) -> None:
+    """One process per rank for ``todo``; when this returns, all have ended and at least one entry has its line."""
+    sys.stdout.flush()
+    parent = os.getpid()
+    running: dict[int, int] = {}
+    for rank in range(plan.ranks):
+        child = os.fork()
+        if child == 0:
+            arm_parent_death(expected_parent_pid=parent)
+            os._exit(_forked_rank(plan, journal, todo, rank, store, deadline))
+        running[child] = rank
+    before = len(journal.lines())
+    problem = _wait(running, journal, plan.limit_s)
+    explained = any("rank" in line for line in journal.lines()[before:])
+    left = [index for index in todo if index not in journal.done()]
+    if problem and left and not explained:
+        _note(plan, journal, left[0], {"failed": problem})
+
+
+def _wait(running: dict[int, int], journal: Journal, limit_s: float) -> str:
+    """Until all ranks have ended; kills the rest when one fails or nothing is done in time, and says why."""
+    problem, touched, deadline = "", journal.touched(), time.monotonic() + limit_s
+    while running:
+        child, status = os.waitpid(-1, os.WNOHANG)
+        if child:
+            rank = running.pop(child)
+            if status and not problem:
+                problem = f"rank {rank} ended with status {os.waitstatus_to_exitcode(status)}"
+                deadline = time.monotonic() + _GRACE_S
+            continue
+        if not problem and (now := journal.touched()) != touched:
+            touched, deadline = now, time.monotonic() + limit_s
+        if time.monotonic() > deadline:
+            problem = problem or f"did nothing within {limit_s:.0f} s"
+            for child in running:
+                os.kill(child, signal.SIGKILL)
+            deadline = float("inf")
+        time.sleep(_POLL_S)
+    return problem
+
+
+def _forked_rank(plan: Plan, journal: Journal, todo: Sequence[int], rank: int, path: Path, deadline: float) -> int:
+    """The life of a forked rank; returns its exit status and never raises."""
+    store = FileStore(str(path), plan.ranks)
+    store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
+    status = _rank(plan, journal, todo, rank, rank, store, deadline)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return status
+
+
+def _torchrun(plan: Plan, results: Path) -> int:
+    """This process is one rank of torchrun, which starts all of them again when one fails."""
+    environments = {entry.environment for entry in plan.entries}
+    if environments != {()}:
+        raise Refused("--environment needs processes of our own: start without torchrun")
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    agents_store, rank, world_size = next(rendezvous("env://"))
+    store = PrefixStore(attempt, agents_store)  # torchrun keeps its store, with all that an attempt left in it
+    journal = Journal(results)
+    if rank == 0:
+        if attempt == "0":
+            results.unlink(missing_ok=True)
+        store.set("todo", json.dumps([i for i in range(len(plan.entries)) if i not in journal.done()]))
+    todo = json.loads(store.get("todo"))
+    if world_size != plan.ranks:
+        raise Refused(f"torchrun started {world_size} ranks, the measurements want {plan.ranks}")
+    deadline = time.time() + plan.budget_s if plan.budget_s else 0.0
+    return _rank(plan, journal, todo, rank, int(os.environ["LOCAL_RANK"]), store, deadline)
+
+
+def _rank(
+    plan: Plan, journal: Journal, todo: Sequence[int], rank: int, local: int, store: Store, deadline: float
+) -> int:
+    """Measure ``todo`` in order; the failing rank writes down why, rank 0 everything else."""
+    number = todo[0] if todo else 0
+    try:
+        for session, number in _session(plan, journal, todo, rank, local, store, deadline):
+            line = _line(session, plan.entries[number], plan.folder)
+            if rank == 0:
+                _note(plan, journal, number, line)
+            session.meet()  # nobody begins the next one before this one is written down
+        return 0
+    except BaseException as error:
+        traceback.print_exc()
+        if number not in journal.done():
+            _note(plan, journal, number, {"name": plan.entries[number].name, "failed": _reason(error), "rank": rank})
+        return 1
+
+
+def _session(
+    plan: Plan, journal: Journal, todo: Sequence[int], rank: int, local: int, store: Store, deadline: float
+) -> Iterator[tuple[Session, int]]:
+    entries = [plan.entries[number] for number in todo]
+    os.environ.update(entries[0].environment if entries else ())
+    if any(variant.run.deterministic for entry in entries for variant in entry.variants):
+        # read once, when the device is first used: too late for a trainer that comes after a fast one
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _CUBLAS_WORKSPACE)
+    device = torch.device("cuda", local) if plan.cuda else torch.device("cpu")
+    if plan.cuda:
+        torch.cuda.set_device(device)
+    session = Session(rank, plan.ranks, store, device, deadline, journal.touch)
+    for number in todo:
+        yield session, number
+        session.forget()
+    session.close()
+
+
+def _line(session: Session, entry: Entry, folder: Path) -> dict[str, Any]:
+    if session.out_of_time():
+        return {"name": entry.name, "skipped": _TIME_IS_UP}
+    try:
+        return measure(session, entry, folder)
+    except Refused as refusal:  # every rank comes to the same judgement, before it starts anything
+        return {"name": entry.name, "failed": str(refusal)}
+
+
+def _note(plan: Plan, journal: Journal, number: int, line: dict[str, Any]) -> None:
+    line = {"name": plan.entries[number].name, **line}
+    journal.add(number, line)
+    plan.report(line)
+    sys.stdout.flush()
+
+
+def _reason(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"

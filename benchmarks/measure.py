@@ -1,0 +1,188 @@
+"""One measurement from its entry: variants in turn, communication left out, repeats, losses, a profile; as a result.
+
+A result is plain values, the same on every rank but for the profile, which rank 0 takes.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks import timing
+from benchmarks.options import Entry
+from benchmarks.presets import Run
+from benchmarks.session import Leg, Session
+from benchmarks.step_profile import profile_steps
+
+from megascale_common import flops
+
+_Legs = dict[str, list[Leg]]
+
+
+def measure(session: Session, entry: Entry, folder: Path) -> dict[str, Any]:
+    """Do what ``entry`` says; ends early, after a whole round, when the session's time is up.
+
+    Raises:
+        Refused: a configuration cannot run; before anything has been started.
+    """
+    for variant in entry.variants:
+        session.config(variant.run)
+    legs = _rounds(session, entry)
+    last = entry.variants[-1].label
+    result = {"name": entry.name, **describe(session, entry.run)}
+    if entry.environment:
+        result["environment"] = dict(entry.environment)
+    result |= figures(session, entry.run, legs[last])
+    if len(entry.variants) > 1:
+        result["variants"] = _compared(session, entry, legs)
+    if entry.exposed:
+        result["exposed"] = {
+            dimension: _exposure(session, entry.run, legs[last], legs[_without(dimension)], dimension)
+            for dimension in entry.exposed
+        }
+    if entry.losses and session.rank == 0:
+        (folder / entry.losses).write_text(_loss_lines(legs[last][0].losses))
+    if entry.repeats:
+        result["repeats"] = _repeats(session, entry)
+    if entry.profile:
+        result["profile"] = profile_steps(session, entry.run, folder / entry.profile)
+    return result
+
+
+def describe(session: Session, run: Run) -> dict[str, Any]:
+    """The configuration and the machine, as results name them."""
+    config = session.config(run)
+    model, sizes, training = config.model, config.parallelism, config.training
+    return {
+        "preset": run.preset,
+        "device": _device_name(session.device),
+        "torch": torch.__version__,
+        "ranks": session.world_size,
+        "tp": sizes.tp,
+        "pp": sizes.pp,
+        "vpp": sizes.virtual_stages,
+        "dp": sizes.dp,
+        "layers": model.layers,
+        "sequence_length": model.sequence_length,
+        "micro_batch_size": training.micro_batch_size,
+        "global_batch_size": training.global_batch_size,
+        "precision": training.precision,
+        "block": model.block,
+        "mlp": model.mlp,
+        "bias": model.bias,
+        "attention": run.attention,
+        "window": model.window,
+        "overlap": [axis for axis, on in asdict(sizes.overlap).items() if on],
+        "kernels": training.kernels,
+        "recompute": sizes.recompute,
+        "bucket_mib": training.bucket_mib,
+        "deterministic": training.deterministic,
+        "data": run.data or "random",
+    }
+
+
+def figures(session: Session, run: Run, legs: list[Leg]) -> dict[str, Any]:
+    """Speed of one configuration over all its legs; memory and loss are those of the first."""
+    config = session.config(run)
+    times = timing.summary([time_s for leg in legs for time_s in leg.times_s])
+    tokens_per_s = config.training.global_batch_size * config.model.sequence_length / times["p50"]
+    mfu = flops.mfu(config.model, tokens_per_s, session.world_size, _device_name(session.device))
+    return {
+        "tokens_per_s_per_device": tokens_per_s / session.world_size,
+        "step_time_s": times,
+        "mfu_causal": mfu.exact if mfu else None,
+        "mfu_full": mfu.full if mfu else None,
+        "memory_gib": legs[0].memory_bytes / 2**30,
+        "loss": legs[0].losses[-1],
+        "rounds": len(legs),
+    }
+
+
+def _without(dimension: str) -> str:
+    return f"without {dimension}"
+
+
+def _rounds(session: Session, entry: Entry) -> _Legs:
+    """Every variant, and the last without communication, in turn: a slow drift of the machine meets all alike."""
+    turns: list[tuple[str, Run, tuple[str, ...]]] = [(v.label, v.run, ()) for v in entry.variants]
+    turns += [(_without(name), _plain(entry.run, name), (name,)) for name in entry.exposed]
+    legs: _Legs = {label: [] for label, _, _ in turns}
+    for number in range(entry.rounds):
+        if number and session.out_of_time():
+            break
+        for label, run, without in turns:
+            legs[label].append(session.leg(run, without))
+    return legs
+
+
+def _plain(run: Run, dimension: str) -> Run:
+    """``run`` with nothing to hide in ``dimension``: what cutting a GEMM costs counts as exposed communication."""
+    kept = tuple(axis for axis in run.overlap if dimension not in ("all", axis))
+    return run if kept == run.overlap else _replaced(run, kept)
+
+
+def _replaced(run: Run, overlap: tuple[str, ...]) -> Run:
+    return Run(**{**asdict(run), "overlap": overlap})
+
+
+def _compared(session: Session, entry: Entry, legs: _Legs) -> list[dict[str, Any]]:
+    """The variants in order, each with its gain in tokens per second over the first and over the one before."""
+    rows: list[dict[str, Any]] = []
+    speeds: list[list[float]] = []
+    for variant in entry.variants:
+        config = session.config(variant.run)
+        tokens = config.training.global_batch_size * config.model.sequence_length
+        speeds.append([tokens / statistics.median(leg.times_s) for leg in legs[variant.label]])
+        row = {"label": variant.label, **figures(session, variant.run, legs[variant.label])}
+        if len(speeds) > 1:
+            row["gain_over_first"] = timing.gain(speeds[0], speeds[-1])
+            row["gain_over_previous"] = timing.gain(speeds[-2], speeds[-1])
+        rows.append(row)
+    return rows
+
+
+def _exposure(session: Session, run: Run, legs: list[Leg], without: list[Leg], dimension: str) -> dict[str, Any]:
+    """Exposed communication, with what stands in the way of reading it as such."""
+    whole = [statistics.median(leg.times_s) for leg in legs]
+    silent = [statistics.median(leg.times_s) for leg in without]
+    config = session.config(run)
+    found: dict[str, Any] = timing.exposed(whole, silent)
+    found["step_time_s"], found["step_time_without_s"] = statistics.median(whole), statistics.median(silent)
+    # Still in the silent step, and so missing in the exposed share: copies that stand in for collectives.
+    copies_s = without[0].copied_bytes / session.copy_bytes_per_s()
+    found["stand_in_copies_share"] = copies_s / found["step_time_s"]
+    if config.parallelism.pp > 1 and dimension in ("all", "pp"):
+        # Missing in the silent step, and so counted as exposed: waiting for another stage's computation.
+        sizes = config.parallelism
+        bubble = timing.ideal_bubble(sizes.pp, sizes.virtual_stages, config.micro_batches)
+        found["of_which_ideal_bubble"] = bubble * found["step_time_without_s"] / found["step_time_s"]
+    return found
+
+
+def _repeats(session: Session, entry: Entry) -> dict[str, Any]:
+    """Runs from the same initial values: do they give the same losses, and how far apart are their times?"""
+    legs = []
+    for _ in range(entry.repeats):
+        session.forget(entry.run)
+        legs.append(session.leg(entry.run))
+    steps = list(zip(*(leg.losses for leg in legs), strict=True))
+    medians = [statistics.median(leg.times_s) for leg in legs]
+    return {
+        "runs": len(legs),
+        "losses_bitwise_equal": all(losses.count(losses[0]) == len(losses) for losses in steps),
+        "largest_loss_difference": max(max(losses) - min(losses) for losses in steps),
+        "median_step_times_s": medians,
+        "spread": (max(medians) - min(medians)) / statistics.median(medians),
+    }
+
+
+def _loss_lines(losses: list[float]) -> str:
+    return "".join(json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in enumerate(losses, start=1))
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

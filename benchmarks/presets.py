@@ -1,0 +1,124 @@
+"""Model sizes of the benchmarks, and the training job that one configuration of them is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megascale_common.job_config import JobConfig, from_dict
+from megascale_common.job_validation import validate
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """A model and the batch that it is measured with. ``batch`` is in sequences over all ranks."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    sequence: int
+    micro_batch: int
+    batch: int
+
+
+PRESETS = {
+    "tiny": Preset(4, 128, 4, 512, 128, 2, 16),
+    "1b": Preset(16, 2048, 16, 51200, 2048, 4, 64),
+    "7b": Preset(32, 4096, 32, 51200, 2048, 4, 128),
+    "13b": Preset(40, 5120, 40, 51200, 2048, 4, 128),
+    "30b": Preset(48, 7168, 56, 51200, 4096, 2, 32),
+    # One of the eight pipeline stages that the paper's 175B model is cut into (Table 2), with embedding and head.
+    "175b-stage": Preset(12, 12288, 96, 51200, 2048, 4, 32),
+}
+OVERLAPS = ("tp", "pp", "dp")
+
+
+class Refused(ValueError):
+    """A configuration that cannot run; the message says what to change."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """One configuration, in the words of the command line. 0 takes the preset's value (``dp``: the ranks that remain).
+
+    ``steps`` includes the warm-up. ``data`` is the prefix of a tokenised corpus; without one the tokens are random and
+    the same in every step. ``initial`` "device" draws initial values quickly, the same for the same layout; "exact"
+    draws the trainer's own, which are the same for all layouts.
+    """
+
+    preset: str = "tiny"
+    layers: int = 0
+    tp: int = 1
+    pp: int = 1
+    dp: int = 0
+    vpp: int = 1
+    seq: int = 0
+    micro_batch: int = 0
+    global_batch: int = 0
+    block: str = "parallel"
+    mlp: str = "gelu"
+    bias: bool = False
+    attention: str = "causal"
+    window: int = 0
+    overlap: tuple[str, ...] = ()
+    kernels: str = "torch"
+    recompute: str = "none"
+    bucket_mib: int = 64
+    deterministic: bool = False
+    steps: int = 10
+    data: str = ""
+    initial: str = "device"
+
+
+def job(run: Run, world_size: int, *, cuda: bool) -> JobConfig:
+    """The job of ``run`` on ``world_size`` ranks: bf16 on CUDA, fp32 on a CPU.
+
+    Raises:
+        Refused: the layout does not fit the ranks or the model.
+    """
+    preset = PRESETS[run.preset]
+    dp = run.dp or max(1, world_size // (run.tp * run.pp))
+    if run.tp * run.pp * dp != world_size:
+        raise Refused(f"tp {run.tp} * pp {run.pp} * dp {dp} is not the {world_size} ranks that there are")
+    config = from_dict(
+        {
+            "name": f"throughput-{run.preset}",
+            "model": {
+                "layers": run.layers or preset.layers,
+                "hidden_size": preset.hidden,
+                "heads": preset.heads,
+                "vocab_size": preset.vocabulary,
+                "sequence_length": run.seq or preset.sequence,
+                "block": run.block,
+                "mlp": run.mlp,
+                "bias": run.bias,
+                "window": run.window,
+            },
+            "parallelism": {
+                "tp": run.tp,
+                "pp": run.pp,
+                "dp": dp,
+                "virtual_stages": run.vpp,
+                "recompute": run.recompute,
+                "overlap": {axis: axis in run.overlap for axis in OVERLAPS},
+            },
+            "training": {
+                "steps": run.steps,
+                "global_batch_size": run.global_batch or preset.batch,
+                "micro_batch_size": run.micro_batch or preset.micro_batch,
+                "precision": "bf16" if cuda else "fp32",
+                "deterministic": run.deterministic,
+                "bucket_mib": run.bucket_mib,
+                "kernels": run.kernels,
+            },
+            "schedule": {"warmup_steps": run.steps // 10},
+            "data": {
+                "document_attention": run.attention == "documents",
+                "sources": [{"prefix": run.data}] if run.data else [],
+            },
+        }
+    )
+    problems = [problem for problem in validate(config) if run.data or problem.field != "data.sources"]
+    if problems:
+        raise Refused("; ".join(map(str, problems)))
+    return config

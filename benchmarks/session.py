@@ -1,0 +1,235 @@
+"""One rank of a benchmark: groups, trainers and legs, so that one start of the processes serves a whole sweep.
+
+Groups are made once per layout. Trainers stay in memory while it suffices, so that configurations can be measured in
+turn (A B A B) without building them anew; all ranks judge by the same estimate and so do the same.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from benchmarks.batches import Batches
+from benchmarks.presets import Run, job
+from benchmarks.silence import SilentProcessGroup, create_silent_group, silence
+from benchmarks.timing import StepClock
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from megascale_common.job_config import JobConfig
+from megascale_common.memory import largest_rank_memory
+from megascale_common.parameter_table import parameter_table
+from megascale_executor.trainer.groups import Groups, create_groups, destroy_groups
+from megascale_executor.trainer.step import StepResult, Trainer, set_determinism
+
+# Steps that are not timed: of a configuration that runs for the first time, of one whose trainer is made again, of a
+# trainer that is still there (its first step finds the allocator's cache in the shape that others left).
+WARMUP_STEPS = 3
+_AGAIN_STEPS = 2
+_RESIDENT_STEPS = 1
+_GROUP_TIMEOUT_S = 120.0
+_MAX_TRAINERS = 3
+_USABLE_MEMORY = 0.85  # of the device; the estimate of a job leaves out workspaces and fragmentation
+_SEED = 1234
+_COPY_BYTES = 1 << 26  # past any cache
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """Some steps of one configuration: seconds of each timed step on the slowest rank, and losses of all steps.
+
+    ``memory_bytes`` is the most that this trainer had allocated on any rank; ``copied_bytes`` what each step copied on
+    the device in place of communication that was left out.
+    """
+
+    times_s: list[float]
+    losses: list[float]
+    memory_bytes: int
+    copied_bytes: float
+
+
+@dataclass(slots=True)
+class _Resident:
+    trainer: Trainer
+    batches: Batches
+    allocated_before: int
+    new: bool = True
+
+
+class Session:
+    """What a rank keeps between measurements. Every method is called by all ranks together.
+
+    Args:
+        store: where the ranks meet; fresh.
+        deadline: time.time() after which :meth:`out_of_time` says so; 0: never.
+        on_leg: called after every leg.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        store: Store,
+        device: torch.device,
+        deadline: float,
+        on_leg: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.rank, self.world_size, self.device = rank, world_size, device
+        self._store, self._deadline, self._on_leg = store, deadline, on_leg
+        self._layout: object = None
+        self._layouts = 0
+        self._groups: Groups | None = None
+        self._silent: SilentProcessGroup | None = None
+        self._trainers: dict[Run, _Resident] = {}
+        self._seen: set[Run] = set()
+
+    def config(self, run: Run) -> JobConfig:
+        """The job of ``run`` on this session's ranks."""
+        return job(run, self.world_size, cuda=self.device.type == "cuda")
+
+    def leg(self, run: Run, without: Iterable[str] = ()) -> Leg:
+        """Train ``run.steps`` steps, fewer for a trainer that is warm; ``without`` the communication of dimensions."""
+        resident = self._resident(run)
+        trainer, groups = resident.trainer, self._groups
+        assert groups is not None
+        warmup = _RESIDENT_STEPS
+        if resident.new:
+            warmup = _AGAIN_STEPS if run in self._seen else WARMUP_STEPS
+        steps = run.steps - WARMUP_STEPS + warmup
+        resident.new = False
+        self._seen.add(run)
+        set_determinism(trainer.config, self.device)  # torch keeps it for the process, not for a trainer
+        copied_before = self._silent.copied_bytes if self._silent else 0
+        gc.collect()
+        gc.disable()
+        self.meet()
+        with silence(groups, self._silent, tuple(without)):
+            times, losses = self._steps(trainer, resident.batches, steps)
+        gc.enable()
+        peak = torch.cuda.max_memory_allocated(self.device) - resident.allocated_before if self._cuda else 0
+        copied = (self._silent.copied_bytes if self._silent else 0) - copied_before
+        self._on_leg()
+        slowest = self.maximum(*times[warmup:], float(peak))
+        return Leg(slowest[:-1], losses, int(slowest[-1]), copied / steps)
+
+    def steps(self, run: Run, count: int) -> None:
+        """``count`` more steps of ``run``; waits for the device."""
+        resident = self._resident(run)
+        self._steps(resident.trainer, resident.batches, count)
+
+    def maximum(self, *values: float) -> list[float]:
+        """The largest of each value over the ranks; waits for the device."""
+        assert self._groups is not None
+        found = torch.tensor(values, dtype=torch.float64, device=self.device)
+        self._groups.world.all_reduce_max(found)
+        return [float(value) for value in found.tolist()]
+
+    def meet(self) -> None:
+        """Wait for the device and for the other ranks, if there are groups yet."""
+        if self._groups is not None:
+            self.maximum(0.0)
+
+    def out_of_time(self) -> bool:
+        """Whether the time is up for any rank; the same answer for all. Before the first leg it is not asked."""
+        if not self._deadline or self._groups is None:
+            return False
+        return self.maximum(float(time.time() > self._deadline))[0] > 0
+
+    def forget(self, run: Run | None = None) -> None:
+        """Free the trainer of ``run``, or all of them."""
+        self._trainers = {key: kept for key, kept in self._trainers.items() if run is not None and key != run}
+        gc.collect()
+        if self._cuda:
+            torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        """Free everything and leave the groups."""
+        self.forget()
+        self._groups, self._silent, self._layout = None, None, None
+        destroy_groups()
+
+    def copy_bytes_per_s(self) -> float:
+        """Bytes that the device reads and writes per second in a large copy."""
+        source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        target.copy_(source)
+        clock = StepClock(self.device)
+        for _ in range(5):
+            target.copy_(source)
+            clock.lap()
+        return 2 * source.numel() / min(clock.times_s())
+
+    @property
+    def _cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def _steps(self, trainer: Trainer, batches: Batches, steps: int) -> tuple[list[float], list[float]]:
+        """As training does it: a step's result is read after the next has been launched."""
+        losses: list[float] = []
+        previous: StepResult | None = None
+        clock = StepClock(self.device)
+        for _ in range(steps):
+            result = trainer.train_step(batches.step(trainer.step))
+            clock.lap()
+            if previous is not None:
+                losses.append(previous.read().loss)
+            previous = result
+        assert previous is not None
+        losses.append(previous.read().loss)
+        return clock.times_s(), losses
+
+    def _resident(self, run: Run) -> _Resident:
+        if run not in self._trainers:
+            config = self.config(run)
+            groups = self._meet(config)
+            self._make_room(config)
+            before = torch.cuda.memory_allocated(self.device) if self._cuda else 0
+            if self._cuda:
+                torch.cuda.reset_peak_memory_stats(self.device)
+            trainer = Trainer(config, self.rank, groups, self.device)
+            self._initialise(trainer, run)
+            self._trainers[run] = _Resident(trainer, Batches(config, self.rank, self.device), before)
+        return self._trainers[run]
+
+    def _meet(self, config: JobConfig) -> Groups:
+        ring = config.parallelism.virtual_stages > 1
+        if self._groups is None or self._layout != (config.layout, ring):
+            self.close()
+            self._layouts += 1
+            store = PrefixStore(f"layout-{self._layouts}", self._store)
+            self._groups = create_groups(
+                config.layout, self.rank, store, self.device, timeout_s=_GROUP_TIMEOUT_S, ring=ring
+            )
+            self._silent = create_silent_group(self.world_size) if self.world_size > 1 else None
+            self._layout = (config.layout, ring)
+        return self._groups
+
+    def _make_room(self, config: JobConfig) -> None:
+        """Free the other trainers if ``config`` might not fit beside them."""
+        kept = sum(_state_bytes(resident.trainer.config) for resident in self._trainers.values())
+        room = self._cuda and _USABLE_MEMORY * torch.cuda.get_device_properties(self.device).total_memory
+        crowded = bool(room) and kept + largest_rank_memory(config).total_bytes > room
+        if crowded or len(self._trainers) >= _MAX_TRAINERS:
+            self.forget()
+
+    def _initialise(self, trainer: Trainer, run: Run) -> None:
+        if run.initial == "exact":
+            trainer.initialise()
+            return
+        # Drawn on the device: a host takes many seconds for billions of values, and so would every new trainer.
+        generator = torch.Generator(self.device).manual_seed(_SEED + self.rank)
+        master = trainer.states()["master"]
+        for owned, piece, start, stop in parameter_table(trainer.config, self.rank).overlaps():
+            part = master[owned.shard_offset + start - owned.start : owned.shard_offset + stop - owned.start]
+            if piece.initial == "normal":
+                part.normal_(0.0, piece.std, generator=generator)
+            else:
+                part.fill_(1.0 if piece.initial == "ones" else 0.0)
+        trainer.finish_load(0)
+
+
+def _state_bytes(config: JobConfig) -> int:
+    need = largest_rank_memory(config)
+    return need.total_bytes - need.activations_bytes

@@ -1,0 +1,129 @@
+"""Where each millisecond of a step goes: a profiler's trace of rank 0, split by what the device did.
+
+:func:`split` is pure. Streams run side by side, so the time is told twice: *busy* is how long each kind ran at all;
+*exclusive* gives every instant to one kind only, computation before communication before copies, and adds up to the
+whole. Communication that runs beside computation is hidden; a communication kernel that waits for its peer counts as
+communication.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.profiler import ProfilerActivity, profile
+
+if TYPE_CHECKING:
+    from benchmarks.presets import Run
+    from benchmarks.session import Session
+
+COMPUTATION = ("gemm", "attention", "other")
+KINDS = (*COMPUTATION, "communication", "copies")
+_DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+# Parts of kernels' names, looked for in this order: cuDNN's and flash attention are built of GEMM templates.
+_NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("communication", ("nccl", "symmetric_memory", "barrier_kernel", "signal_kernel")),
+    ("attention", ("flash", "fmha", "sdpa", "attention")),
+    ("gemm", ("gemm", "gemv", "nvjet", "cutlass", "cublas", "splitk", "xmma")),
+)
+_TOP = 12
+STEPS = 2
+
+
+def profile_steps(session: Session, run: Run, path: Path) -> dict[str, Any]:
+    """Run two more steps of ``run`` under the profiler on rank 0; writes its trace, readable in Perfetto, to ``path``.
+
+    Returns on rank 0 where the trace is and, if a device was used, the split in milliseconds per step.
+    """
+    session.steps(run, 1)
+    if session.rank:
+        session.steps(run, STEPS)
+        return {}
+    # Only what the device does: recording every operation of the host as well slows it, and shows as idle time.
+    activity = ProfilerActivity.CUDA if session.device.type == "cuda" else ProfilerActivity.CPU
+    with profile(activities=[activity]) as recorded:
+        session.steps(run, STEPS)
+    recorded.export_chrome_trace(str(path))
+    return {"trace": str(path), **split(read_events(path), STEPS)}
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The events of a trace in Chrome's format, plain or gzipped."""
+    text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    events: list[dict[str, Any]] = json.loads(text)["traceEvents"]
+    return events
+
+
+def split(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, Any]:
+    """Milliseconds per step by kind, from first to last device event; nothing at all where no device was used.
+
+    Args:
+        events: of a trace: ``cat``, ``name``, ``ts`` and ``dur`` in microseconds, ``args`` with the stream.
+        steps: how many steps they cover.
+    """
+    found = [event for event in events if event.get("cat") in _DEVICE_CATEGORIES]
+    if not found:
+        return {}
+    computing = {_stream(event) for event in found if _kernel_kind(event) == "gemm"}
+    marks: list[tuple[float, int, str]] = []
+    names: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for event in found:
+        kind = kind_of(event, computing)
+        marks += [(event["ts"], 1, kind), (event["ts"] + event["dur"], -1, kind)]
+        names[kind, event["name"]] += event["dur"]
+    exclusive, busy, hidden = _sweep(marks)
+    scale = 1e3 * steps
+    largest = sorted(names.items(), key=lambda item: -item[1])[:_TOP]
+    return {
+        "step_ms": sum(exclusive.values()) / scale,
+        "exclusive_ms": {kind: time / scale for kind, time in exclusive.items()},
+        "busy_ms": {kind: time / scale for kind, time in busy.items()},
+        "communication_hidden_ms": hidden / scale,
+        "largest": [{"kind": kind, "kernel": name, "ms": time / scale} for (kind, name), time in largest],
+    }
+
+
+def kind_of(event: Mapping[str, Any], computing: set[Any]) -> str:
+    """The kind of one device event; ``computing`` are the streams that run GEMMs.
+
+    A copy between devices, or one within the device on a stream of its own, is how parts travel over peer memory.
+    """
+    if event["cat"] == "kernel":
+        return _kernel_kind(event)
+    name = event["name"]
+    apart = "DtoD" in name and _stream(event) not in computing
+    return "communication" if "PtoP" in name or apart else "copies"
+
+
+def _kernel_kind(event: Mapping[str, Any]) -> str:
+    if event["cat"] != "kernel":
+        return "copies"
+    name = event["name"].lower()
+    return next((kind for kind, parts in _NAMES if any(part in name for part in parts)), "other")
+
+
+def _stream(event: Mapping[str, Any]) -> Any:
+    return event.get("args", {}).get("stream")
+
+
+def _sweep(marks: list[tuple[float, int, str]]) -> tuple[dict[str, float], dict[str, float], float]:
+    """Exclusive and busy time by kind, and hidden communication, from (time, +1 or -1, kind) marks."""
+    exclusive = dict.fromkeys((*KINDS, "idle"), 0.0)
+    busy = dict.fromkeys(KINDS, 0.0)
+    running = dict.fromkeys(KINDS, 0)
+    hidden, before = 0.0, min(marks)[0]
+    for now, change, kind in sorted(marks):
+        passed = now - before
+        active = [name for name in KINDS if running[name] > 0]
+        exclusive[active[0] if active else "idle"] += passed
+        for name in active:
+            busy[name] += passed
+        if "communication" in active and active[0] in COMPUTATION:
+            hidden += passed
+        running[kind] += change
+        before = now
+    return exclusive, busy, hidden

@@ -1,0 +1,113 @@
+"""Benchmarks on CPU ranks: communication can be left out, a sweep survives what fails in it, figures are there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from benchmarks.compare_losses import compare, read_losses
+from tests.harness.ranks import REPOSITORY, RankPool, rank_pool
+
+LAYOUT = ["--tp", "2", "--pp", "2", "--vpp", "2", "--dp", "2", "--seq", "32", "--global-batch", "8", "--steps", "4"]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with rank_pool() as ready:
+        yield ready
+
+
+def test_a_rank_can_train_while_its_peers_do_nothing(pool: RankPool, tmp_path: Path) -> None:
+    program = "tests.harness.benchmarking:steps_without_peers"
+    for result in pool.run(program, 8, tmp_path, arguments=LAYOUT):
+        assert result["finite"], "arbitrary values must stay ordinary ones"
+        assert result["copied"] > 0
+
+
+def test_a_measurement_says_what_it_saw(pool: RankPool, tmp_path: Path) -> None:
+    options = [
+        "--tp",
+        "2",
+        "--pp",
+        "2",
+        "--seq",
+        "32",
+        "--global-batch",
+        "8",
+        "--steps",
+        "5",
+        "--rounds",
+        "2",
+        "--layers",
+        "2",
+    ]
+    options += ["--against", "block=serial", "--exposed", "all,tp", "--repeats", "2", "--profile", "trace.json"]
+    results = pool.run("tests.harness.benchmarking:measured", 4, tmp_path, arguments=options)
+    found = results[0]
+    assert found["step_time_s"]["steps"] == 4, "two timed steps in each of two rounds"
+    tokens = found["global_batch_size"] * found["sequence_length"] / found["step_time_s"]["p50"]
+    assert found["tokens_per_s_per_device"] == pytest.approx(tokens / 4)
+    assert [row["label"] for row in found["variants"]] == ["block=serial", "measured"]
+    assert found["variants"][1]["gain_over_previous"]["pairs"] == 2
+    whole = found["exposed"]["all"]
+    bubble_s = whole["of_which_ideal_bubble"] * whole["step_time_s"]
+    assert bubble_s == pytest.approx(whole["step_time_without_s"] / 4), "two stages, four micro-batches"
+    assert "of_which_ideal_bubble" not in found["exposed"]["tp"], "the other stage is still waited for"
+    for shares in found["exposed"].values():
+        assert shares["min"] <= shares["share"] <= shares["max"] < 1.0
+    assert found["repeats"]["losses_bitwise_equal"], "a CPU repeats itself bit for bit"
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    for other in results[1:]:
+        assert other["step_time_s"] == found["step_time_s"], "all ranks tell the time of the slowest"
+
+
+def test_a_sweep_goes_on_after_a_failure(tmp_path: Path) -> None:
+    small = {"seq": 32, "global_batch": 8, "steps": 4, "initial": "exact"}
+    sweep = [
+        {"name": "tp", **small, "tp": 2, "losses": "tp.jsonl"},
+        {"name": "lost", **small, "data": str(tmp_path / "nowhere")},
+        {"name": "large", "tp": 4},
+        {"name": "dp", **small, "losses": "dp.jsonl", "environment": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}},
+    ]
+    (tmp_path / "sweep.json").write_text(json.dumps(sweep))
+    command = [sys.executable, "benchmarks/throughput.py", "--device", "cpu", "--ranks", "2", "--json"]
+    command += ["--sweep", str(tmp_path / "sweep.json"), "--folder", str(tmp_path), "--results", "results.jsonl"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1, done.stderr[-2000:]
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    found = {line["name"]: line for line in lines}
+    assert set(found) == {"tp", "lost", "large", "dp"}
+    assert "cannot be read" in found["lost"]["failed"]
+    assert "is not the 2 ranks" in found["large"]["failed"]
+    assert found["dp"]["environment"] == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert {line["name"] for line in map(json.loads, done.stdout.splitlines())} == set(found)
+    curves = [read_losses(tmp_path / name) for name in ("tp.jsonl", "dp.jsonl")]
+    assert len(curves[0]) == 4
+    assert compare(*curves, tolerance=1e-5)["first_step_above_tolerance"] is None
+
+
+def test_ranks_that_hang_are_ended(tmp_path: Path) -> None:
+    entries = [{"name": "stuck", "seq": 4096, "global_batch": 512}, {"name": "next", "seq": 32, "steps": 4}]
+    (tmp_path / "sweep.json").write_text(json.dumps(entries))
+    command = [sys.executable, "benchmarks/throughput.py", "--device", "cpu", "--limit-s", "2", "--json"]
+    command += ["--sweep", str(tmp_path / "sweep.json"), "--folder", str(tmp_path)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+    first, second = map(json.loads, done.stdout.splitlines())
+    assert first == {"name": "stuck", "failed": "did nothing within 2 s"}
+    assert second["name"] == "next", (
+        "on a busy machine it may come to the same end; here it matters that it had its turn"
+    )
+
+
+def test_nothing_new_starts_when_the_time_is_up(pool: RankPool, tmp_path: Path) -> None:
+    options = ["--tp", "2", "--seq", "32", "--global-batch", "4", "--steps", "4", "--rounds", "3"]
+    program = "tests.harness.benchmarking:measured"
+    for result in pool.run(program, 2, tmp_path / "ranks", arguments=options, deadline=1.0):
+        assert result["rounds"] == 1, "a round that has begun is brought to its end"
+    command = [sys.executable, "benchmarks/throughput.py", "--device", "cpu", "--budget-s", "1e-9", "--json"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=True)
+    assert "the time is up" in json.loads(done.stdout)["skipped"]

@@ -1,0 +1,150 @@
+"""What benchmarks ask for and what they make of times: options, sweeps, presets, gains, loss curves."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from benchmarks import compare_losses, timing
+from benchmarks.ablation import ladder
+from benchmarks.options import entry_of, read_sweep
+from benchmarks.presets import PRESETS, Refused, job
+from benchmarks.report import table, text
+from hypothesis import given
+from hypothesis import strategies as st
+
+SWEEPS = sorted((Path(__file__).resolve().parents[2] / "benchmarks" / "sweeps").glob("*.json"))
+Times = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=30)
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
+def test_every_sweep_can_run_on_the_devices_that_its_name_says(path: Path) -> None:
+    ranks = int(path.stem.rpartition("-")[2])
+    entries = read_sweep(path, [] if "text" not in path.stem else ["--data", "/corpus"])
+    assert len({entry.name for entry in entries}) == len(entries)
+    for entry in entries:
+        for variant in entry.variants:
+            config = job(variant.run, ranks, cuda=True)
+            assert config.layout.world_size == ranks
+            assert config.model.bias, "the peers' rows have biases"
+
+
+def test_presets_are_the_models_of_the_peers_rows() -> None:
+    preset = PRESETS["175b-stage"]
+    assert (preset.hidden, preset.heads, preset.layers, preset.vocabulary) == (12288, 96, 12, 51200)
+    assert [PRESETS[name].layers for name in ("7b", "13b", "30b")] == [32, 40, 48]
+
+
+def test_a_comparison_has_the_measured_configuration_last() -> None:
+    options = ["--tp", "2", "--overlap", "dp,tp", "--against", "overlap=none", "--against", "deterministic=true"]
+    entry = entry_of(options)
+    assert [variant.run.overlap for variant in entry.variants] == [(), ("tp", "dp")]
+    assert [variant.run.deterministic for variant in entry.variants] == [True, False]
+    assert entry.run.tp == 2
+    assert entry.rounds == 5, "five A/B pairs unless told otherwise"
+    assert entry_of(["--tp", "2"]).rounds == 1
+
+
+def test_a_ladder_adds_one_thing_after_the_other() -> None:
+    run = entry_of(["--preset", "7b", "--tp", "2", "--dp", "4"]).run
+    rows = ladder(run, ranks=8, batch_factor=3)
+    entry = entry_of(["--preset", "7b", "--tp", "2", "--dp", "4", "--block", "serial"], rows)
+    assert [variant.label for variant in entry.variants] == [
+        "baseline",
+        "+ parallel block",
+        "+ kernels",
+        "+ TP overlap",
+        "+ DP overlap",
+        "+ larger batch",
+    ], "no row for a pipeline that is not there"
+    assert [variant.run.overlap for variant in entry.variants][2:] == [(), ("tp",), ("tp", "dp"), ("tp", "dp")]
+    assert [variant.run.kernels for variant in entry.variants] == ["torch"] * 2 + ["triton"] * 4
+    assert entry.run.global_batch == 384
+
+
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        ({"micro_bacth": 4}, "--micro-bacth"),
+        ({"overlap": "tp,sp"}, "tp,sp"),
+        ({"steps": 3}, "at least 4"),
+        ({"against": {"preset": "8b"}}, "8b"),
+        ({"rows": [{"row": "x"}], "against": {"block": "serial"}}, "either rows or"),
+    ],
+)
+def test_a_mistake_in_a_sweep_is_refused_with_its_place(values: dict[str, object], names: str, tmp_path: Path) -> None:
+    path = tmp_path / "sweep.json"
+    path.write_text(json.dumps([{"name": "good"}, {"name": "bad", **values}]))
+    with pytest.raises(Refused, match=r"entry 1 \(bad\)") as refusal:
+        read_sweep(path, [])
+    assert names in str(refusal.value)
+
+
+def test_a_layout_that_does_not_fit_is_refused_with_a_remedy() -> None:
+    with pytest.raises(Refused, match="is not the 8 ranks"):
+        job(entry_of(["--tp", "16"]).run, 8, cuda=True)
+    with pytest.raises(Refused, match="global_batch_size"):
+        job(entry_of(["--global-batch", "9"]).run, 8, cuda=True)
+
+
+@given(Times)
+def test_a_summary_lies_within_its_times(times_s: list[float]) -> None:
+    found = timing.summary(times_s)
+    assert min(times_s) == found["min"] <= found["p50"] <= found["max"] == max(times_s)
+    assert found["p90"] in times_s
+    assert sum(time_s <= found["p90"] for time_s in times_s) >= 0.9 * len(times_s)
+
+
+def test_a_gain_is_told_pair_by_pair() -> None:
+    found = timing.gain([100.0, 200.0, 100.0], [110.0, 190.0, 150.0])
+    assert found["median"] == pytest.approx(0.1)
+    assert (found["min"], found["max"]) == (pytest.approx(-0.05), pytest.approx(0.5))
+    assert timing.exposed([2.0, 4.0], [1.5, 3.0])["share"] == pytest.approx(0.25)
+
+
+def test_the_ideal_bubble_is_told_over_the_work() -> None:
+    # the second stage waits for one micro-batch's forward and backward, and has four to do
+    assert timing.ideal_bubble(2, 1, 4) == pytest.approx(1 / 4)
+    assert timing.ideal_bubble(2, 2, 16) == pytest.approx(1 / 32)
+    assert timing.ideal_bubble(1, 1, 4) == 0.0
+
+
+def test_losses_that_lie_on_each_other() -> None:
+    same = compare_losses.compare([3.0, 2.0], [3.0, 2.0], 0.0)
+    assert same["bitwise_equal"]
+    assert same["first_step_above_tolerance"] is None
+    apart = compare_losses.compare([3.0, 2.0, 1.0, 1.0], [3.0, 2.01, 1.2, 1.0], 0.1)
+    assert apart["max_difference"] == pytest.approx(0.2)
+    assert apart["mean_difference"] == pytest.approx(0.0525)
+    assert apart["first_step_above_tolerance"] == 3
+    assert compare_losses.compare([1.0], [math.nan], 0.1)["max_difference"] == math.inf
+
+
+def test_compare_losses_fails_on_a_difference_and_on_a_shorter_run(tmp_path: Path) -> None:
+    files = {"a": [3.0, 2.0], "b": [3.0, 2.5], "c": [3.0]}
+    for name, losses in files.items():
+        lines = [json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses, start=1)]
+        (tmp_path / name).write_text("\n".join(reversed(lines)))
+    a, b, c = (str(tmp_path / name) for name in files)
+    assert compare_losses.main([a, a]) == 0
+    assert compare_losses.main([a, b, "--tolerance", "0.5"]) == 0
+    assert compare_losses.main([a, b, "--tolerance", "0.4"]) == 1
+    assert compare_losses.main([a, c]) == 1
+
+
+def test_results_read_as_text() -> None:
+    row = {
+        "label": "+ kernels",
+        "tokens_per_s_per_device": 12345.6,
+        "mfu_causal": 0.523,
+        "mfu_full": 0.541,
+        "gain_over_first": {"median": 0.1, "min": -0.02, "max": 0.2, "pairs": 5},
+    }
+    row["gain_over_previous"] = row["gain_over_first"]
+    assert table([row], {"paper": ["+1.7"]}).splitlines()[-1] == (
+        "| + kernels | 12,346 | 52.3% / 54.1% | +10.0% (-2.0% to +20.0%, 5 pairs) "
+        "| +10.0% (-2.0% to +20.0%, 5 pairs) | +1.7 |"
+    )
+    assert text({"name": "30b", "failed": "OutOfMemoryError: no room"}) == "30b: failed: OutOfMemoryError: no room"
