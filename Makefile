@@ -33,7 +33,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 endif
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo test test-gpu check proto proto-check docs docs-check format bench clean
+.PHONY: help demo test test-slow test-gpu check proto proto-check docs docs-check format bench clean
 .DEFAULT_GOAL := help
 
 help: ## show these verbs
@@ -44,6 +44,9 @@ demo: $(READY) ## run the main job: train, lose a node, recover, compare with th
 
 test: $(READY) $(KERNELS_READY) ## run the tests (under 6 minutes on 2 cores)
 	$(PY) -m pytest -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
+
+test-slow: $(READY) $(KERNELS_READY) ## run the tests that `make test` leaves out: benchmarks end to end
+	$(PY) -m pytest -m slow $(PYTEST_ARGS)
 
 test-gpu: $(READY) ## run the tests that need CUDA devices
 	$(PY) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)

@@ -63,7 +63,7 @@ class ChaosCluster:
                         "vocab_size": 257,
                         "sequence_length": 16,
                     },
-                    "parallelism": {"pp": 2},
+                    "parallelism": {"pp": 2, "overlap": {"pp": True}},
                     "training": {"steps": steps, "global_batch_size": 8, "precision": "fp32"},
                     "data": {"sources": [{"prefix": str(self._corpus)}]},
                 },

@@ -21,6 +21,7 @@ def pool() -> Iterator[RankPool]:
         yield ready
 
 
+@pytest.mark.slow
 def test_a_rank_can_train_while_its_peers_do_nothing(pool: RankPool, tmp_path: Path) -> None:
     program = "tests.harness.benchmarking:steps_without_peers"
     for result in pool.run(program, 8, tmp_path, arguments=LAYOUT):
@@ -90,6 +91,7 @@ def test_a_sweep_goes_on_after_a_failure(tmp_path: Path) -> None:
     assert compare(*curves, tolerance=1e-5)["first_step_above_tolerance"] is None
 
 
+@pytest.mark.slow
 def test_ranks_that_hang_are_ended(tmp_path: Path) -> None:
     entries = [{"name": "stuck", "seq": 4096, "global_batch": 512}, {"name": "next", "seq": 32, "steps": 4}]
     (tmp_path / "sweep.json").write_text(json.dumps(entries))
@@ -103,6 +105,7 @@ def test_ranks_that_hang_are_ended(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_nothing_new_starts_when_the_time_is_up(pool: RankPool, tmp_path: Path) -> None:
     options = ["--tp", "2", "--seq", "32", "--global-batch", "4", "--steps", "4", "--rounds", "3"]
     program = "tests.harness.benchmarking:measured"

@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 WAYS = "eager,torch_fused,plain,fused,flash"  # not compile, which takes a C++ compiler and a minute
 
 
+@pytest.mark.slow
 def test_a_dry_run_measures_every_operator(capsys: pytest.CaptureFixture[str]) -> None:
     assert operators.main(["--quick", "--json", "--ways", WAYS]) == 0
     machine, *rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

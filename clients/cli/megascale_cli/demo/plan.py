@@ -79,7 +79,12 @@ class Plan:
                     "vocab_size": BYTES_VOCABULARY,
                     "sequence_length": 128,
                 },
-                "parallelism": {"tp": self.tp, "pp": self.pp, "dp": self.dp},
+                "parallelism": {
+                    "tp": self.tp,
+                    "pp": self.pp,
+                    "dp": self.dp,
+                    "overlap": {"tp": True, "pp": True, "dp": True},
+                },
                 "training": {
                     "steps": self.steps,
                     # More micro-batches on GPUs, so that a step takes long enough to be interrupted.
