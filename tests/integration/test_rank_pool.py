@@ -61,3 +61,19 @@ def test_a_failure_takes_its_world_with_it(how: str, account: str, pool: RankPoo
 def test_time_runs_out(pool: RankPool, tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="rank 0: killed: out of time"):
         pool.run(f"{PROGRAMS}:trip", 2, tmp_path / "late", timeout_s=0.5, how="raises")
+
+
+def test_an_interrupted_run_leaves_no_answer_to_the_next(
+    pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_: object) -> None:
+        raise TimeoutError("the test's own time is up")
+
+    with monkeypatch.context() as patched, pytest.raises(TimeoutError):
+        patched.setattr("tests.harness.ranks.json.loads", interrupt)
+        pool.run(f"{PROGRAMS}:meet", 2, tmp_path / "interrupted")
+    assert [total for _, total in pool.run(f"{PROGRAMS}:meet", 3, tmp_path / "next")] == [6.0] * 3
+    pool._process.kill()
+    with pytest.raises((RankFailed, BrokenPipeError)):
+        pool.run(f"{PROGRAMS}:meet", 2, tmp_path / "dead")
+    assert [total for _, total in pool.run(f"{PROGRAMS}:meet", 2, tmp_path / "again")] == [3.0] * 2
