@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 
 EdgeKind = Literal["activation", "gradient"]
 
+# Of an edge's NCCL kernel, which occupies a multiprocessor with each and spins there from its post until the partner's
+# comes: often for a whole computation. Its message takes a small part of that. NCCL_MAX_CTAS overrides it.
+_EDGE_BLOCKS = 4
+
 
 class Pending:
     """A collective under way. Neither its source may be written nor its output be used before :meth:`wait`."""
@@ -353,7 +357,7 @@ class _Factory:
                     dist.new_group([self._rank], timeout=self._timeout, backend="gloo", use_local_synchronization=True)
                     continue
                 low, high = mine
-                edge = self._group(f"pp{low}-{high}.{kind}", tuple(sorted((line[low], line[high]))))
+                edge = self._group(f"pp{low}-{high}.{kind}", tuple(sorted((line[low], line[high]))), _EDGE_BLOCKS)
                 self._exchange(edge, sends=(stage == low) == (kind == "activation"))
                 found[low, kind] = edge
         before = last if stage == 0 else stage - 1
@@ -372,7 +376,7 @@ class _Factory:
         else:
             edge.post_receive(value).wait()
 
-    def _options(self) -> Any:
+    def _options(self, blocks: int) -> Any:
         """What runs on a communicator's own stream runs beside computation, and other ranks wait for it: it goes first.
 
         Made anew for each group: torch writes the group's name and ranks into it.
@@ -381,13 +385,16 @@ class _Factory:
             return None
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = self._timeout
+        if blocks:
+            options.config.max_ctas = blocks
         return options
 
-    def _group(self, name: str, ranks: tuple[int, ...]) -> Group:
+    def _group(self, name: str, ranks: tuple[int, ...], blocks: int = 0) -> Group:
+        """Create the group; its NCCL kernels have at most so many ``blocks`` (0: as many as NCCL likes)."""
         handle = dist.new_group(
             list(ranks),
             timeout=self._timeout,
-            pg_options=self._options(),
+            pg_options=self._options(blocks),
             use_local_synchronization=True,
             device_id=self._device if self._cuda else None,  # NCCL connects now and not in the first step
         )
