@@ -18,7 +18,7 @@ from megascale_kernels.norm import Kind
 from megascale_kernels.parameter import Parameter
 
 _PROCESSORS = 132  # of a Hopper GPU
-_NARROW = 4096  # up to this width a multiprocessor's registers hold two programs of the backward and more
+_TWO = 8192  # up to this width a multiprocessor runs two programs of the backward: one loads while the other sums
 
 
 def norm(
@@ -74,7 +74,7 @@ class _Norm(torch.autograd.Function):
         weight_grad, bias_grad = ctx.main_grads
         rows, width = scale.numel(), x.shape[-1]
         block = triton.next_power_of_2(width)
-        each = triton.cdiv(rows, _PROCESSORS * (2 if block <= _NARROW else 1))
+        each = triton.cdiv(rows, _PROCESSORS * (2 if block <= _TWO else 1))
         programs = triton.cdiv(rows, each)
         d_x = torch.empty_like(x)
         d_weight = torch.empty(programs, width, dtype=torch.float32, device=x.device)
@@ -94,6 +94,7 @@ class _Norm(torch.autograd.Function):
             each,
             block,
             num_warps=_warps(block),
+            maxnreg=64 if block == _TWO else None,  # of 65536 for two programs of 16 warps
         )
         add_partial_sums(weight_grad, d_weight)
         if d_bias is not None:
