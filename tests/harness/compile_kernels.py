@@ -73,15 +73,14 @@ def compiled_by(calls: dict[str, Callable[[], None]]) -> dict[str, dict[str, Any
 
 
 def _figures(compiled: Any) -> dict[str, Any]:
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
-        source.write(compiled.asm["ptx"])
-        source.flush()
-        command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", source.name, "-o", "/dev/null"]
-        told = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stderr
-    registers, stores = re.search(r"Used (\d+) registers", told), re.search(r"(\d+) bytes spill stores", told)
-    assert registers is not None and stores is not None, told
-    assert compiled.asm["cubin"]
-    return {"ptx": compiled.asm["ptx"], "registers": int(registers[1]), "spilled_bytes": int(stores[1])}
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as code:
+        code.write(compiled.asm["cubin"])
+        code.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", code.name]
+        told = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", told)
+    assert usage is not None, told
+    return {"ptx": compiled.asm["ptx"], "registers": int(usage[1]), "spilled_bytes": int(usage[2])}
 
 
 def _random(*shape: int) -> torch.Tensor:

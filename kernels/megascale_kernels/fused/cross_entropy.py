@@ -113,8 +113,8 @@ def _gradient_kernel(
     place = logits + row.to(tl.int64) * stride + column
     x = tl.load(place, mask=column < width, other=0.0).to(tl.float32)
     x = tl.where(column < columns, x, float("-inf"))
-    softmax = tl.exp(x - tl.load(maximum + row)) / tl.load(total + row)
     of_loss = tl.load(d_loss + row)
+    share = (of_loss + tl.load(d_log_z + row)) / tl.load(total + row)  # a division per row, not per logit
     is_target = (column == tl.load(local + row)) & (column < columns)
-    gradient = softmax * (of_loss + tl.load(d_log_z + row)) - tl.where(is_target, of_loss, 0.0)
+    gradient = tl.exp(x - tl.load(maximum + row)) * share - tl.where(is_target, of_loss, 0.0)
     tl.store(place, gradient.to(logits.dtype.element_ty), mask=column < width)

@@ -175,7 +175,7 @@ def _read_kernel(
     upper = here & (pair[None, :] < SIZE - HALF)
     if cos is not None:
         angle = (position[:, None] * batch + b) * HALF + pair[None, :]
-        turned = lower & (of_all < query + key_value)  # v: by no angle
+        turned = here & (pair[None, :] < tl.where(of_all < query + key_value, HALF, 0))  # v: by no angle
         c = tl.load(cos + angle, mask=turned, other=1.0)
         s = tl.load(sin + angle, mask=turned, other=0.0)
     for step in range(GROUP):
@@ -243,7 +243,7 @@ def _write_kernel(
     upper = here & (pair[None, :] < SIZE - HALF)
     if cos is not None:
         angle = (position[:, None] * batch + b) * HALF + pair[None, :]
-        turned = lower & (of_all < query + key_value)  # v: by no angle
+        turned = here & (pair[None, :] < tl.where(of_all < query + key_value, HALF, 0))  # v: by no angle
         c = tl.load(cos + angle, mask=turned, other=1.0)
         s = tl.load(sin + angle, mask=turned, other=0.0)
     for step in range(GROUP):
