@@ -28,7 +28,7 @@ from megascale_kernels.fused import activation, adamw, cross_entropy, norm, rota
 from megascale_kernels.norm import Kind
 from megascale_kernels.rotary import Heads, RotaryTable
 
-SEQUENCE, BATCH = 64, 4
+SEQUENCE, BATCH = 256, 4  # enough rows for programs that loop over several
 UPDATE = AdamWUpdate(3e-4, 0.9, 0.95, 1e-8, 0.1, 7)
 
 
@@ -128,6 +128,7 @@ def _updates() -> None:
 CALLS: dict[str, Callable[[], None]] = {
     "layernorm 4096": lambda: _norm(4096, "layernorm", residual=True),
     "rmsnorm 5120": lambda: _norm(5120, "rmsnorm", residual=False),
+    "layernorm 7168": lambda: _norm(7168, "layernorm", residual=True),
     "layernorm 12288": lambda: _norm(12288, "layernorm", residual=False),
     "7b tp2": lambda: _core(Heads(16, 16, 128), 8192, "gelu", bias=True),
     "30b tp8": lambda: _core(Heads(7, 7, 128), 3584, "gelu", bias=False),

@@ -58,14 +58,18 @@ def test_nothing_is_read_twice(kernel: str, loads: int, stores: int, compiled: d
 
 
 def test_registers_suffice(compiled: dict[str, dict[str, Any]]) -> None:
-    """No kernel waits for its own spilled registers; the sums of a very wide norm with a bias may spill a few."""
+    """No kernel waits for its own spilled registers; the sums of a wide norm with a bias may spill a few."""
+    wide = [f"layernorm {width}: backward_kernel" for width in (7168, 12288)]
     for name, kernel in compiled.items():
-        assert kernel["spilled_bytes"] <= (96 if name == "layernorm 12288: backward_kernel" else 0), name
+        assert kernel["spilled_bytes"] <= (96 if name in wide else 0), name
         assert kernel["registers"] <= 128, name
 
 
-def test_two_programs_of_a_wide_norms_backward_share_a_multiprocessor(compiled: dict[str, dict[str, Any]]) -> None:
-    assert compiled["rmsnorm 5120: backward_kernel"]["registers"] <= 64
+@pytest.mark.parametrize("kind", ["rmsnorm 5120", "layernorm 7168"])
+def test_two_programs_of_a_wide_norms_backward_share_a_multiprocessor(
+    kind: str, compiled: dict[str, dict[str, Any]]
+) -> None:
+    assert compiled[f"{kind}: backward_kernel"]["registers"] <= 64
 
 
 def test_numbers_that_change_from_step_to_step_compile_nothing_anew(compiled: dict[str, dict[str, Any]]) -> None:
