@@ -58,10 +58,10 @@ def test_nothing_is_read_twice(kernel: str, loads: int, stores: int, compiled: d
 
 
 def test_registers_suffice(compiled: dict[str, dict[str, Any]]) -> None:
-    """No kernel waits for its own spilled registers; the sums of a wide norm with a bias may spill a few."""
-    wide = [f"layernorm {width}: backward_kernel" for width in (7168, 12288)]
+    """No kernel waits for its own spilled registers; what a norm's backward sums over rows may spill a few."""
     for name, kernel in compiled.items():
-        assert kernel["spilled_bytes"] <= (96 if name in wide else 0), name
+        sums = re.search(r"norm \d+: backward_kernel", name)
+        assert kernel["spilled_bytes"] <= (96 if sums else 0), name
         assert kernel["registers"] <= 128, name
 
 
