@@ -118,10 +118,11 @@ def _named(name: str, query: torch.Tensor, mask: AttentionMask) -> Run:
 
 def _fastest(*, causal: bool) -> AbstractContextManager[None]:
     """The order in which torch tries its backends; those that cannot take the inputs are passed over."""
+    if torch.are_deterministic_algorithms_enabled():
+        return sdpa_kernel(_REPEATABLE, set_priority=True)  # torch's own order may have cuDNN take a dense mask
     if not causal:
         return nullcontext()
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    return sdpa_kernel(_REPEATABLE if deterministic else [SDPBackend.CUDNN_ATTENTION, *_REPEATABLE], set_priority=True)
+    return sdpa_kernel([SDPBackend.CUDNN_ATTENTION, *_REPEATABLE], set_priority=True)
 
 
 def _torch_attention(

@@ -136,9 +136,12 @@ def _gradient(
     real = logits[:, :columns]
     softmax = (real - maximum[:, None]).exp_().div_(total[:, None])
     d_logits = softmax.mul_((d_loss + d_log_z)[:, None])
-    # gather and scatter rather than scatter_add: one entry per row needs no atomics, so the result is repeatable
+    # gather and scatter rather than scatter_add: one entry per row needs no atomics, so the result is repeatable. In one
+    # dimension, because where determinism is asked for torch makes a scatter in two wait for the device.
     index, here = _place(local, columns)
-    d_logits.scatter_(1, index, d_logits.gather(1, index) - (d_loss * here)[:, None])
+    flat = d_logits.view(-1)
+    at = index[:, 0] + torch.arange(0, flat.numel(), columns, device=flat.device)
+    flat.scatter_(0, at, flat.gather(0, at) - d_loss * here)
     real.copy_(d_logits)
 
 

@@ -1,14 +1,19 @@
-"""Fused cross entropy and AdamW on CUDA at training shapes: as exact as torch's, repeatable, small and without sync."""
+"""Cross entropy, gradient norm and AdamW on CUDA at training shapes: exact, repeatable, small and without sync."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
+from megascale_common.parameter_slices import BufferPlan
+from megascale_common.rank_layout import Coordinates
+from megascale_executor.trainer.optimizer.step_control import local_totals
 from megascale_kernels.adamw import AdamWUpdate, adamw
 from megascale_kernels.cross_entropy import CrossEntropy, cross_entropy
 
@@ -167,3 +172,17 @@ def test_the_benchmark_of_operators_runs_dry(capsys: pytest.CaptureFixture[str])
 
     ways = "eager,torch_fused,plain,fused,cudnn,flash"
     assert operators.main(["--quick", "--ways", ways]) == 0, capsys.readouterr().out
+
+
+def test_the_norm_of_gradients_is_exact_and_makes_no_copy() -> None:
+    plan = cast(BufferPlan, SimpleNamespace(replicated_over=()))
+    shards = [(plan, _random(size, seed=size)) for size in (SIZE, 1000, SIZE + 4)]
+    at = Coordinates(tp=0, cp=0, dp=0, pp=0)
+    local_totals([], shards, at, 0, shards[0][1].device)  # loads what it needs
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with _no_sync():
+        totals = local_totals([], shards, at, 0, shards[0][1].device)
+    assert torch.cuda.max_memory_allocated() - before < 2**20
+    exact = sum(shard.double().square().sum().item() for _, shard in shards)
+    assert totals[3].item() == pytest.approx(exact, rel=1e-12)

@@ -187,6 +187,13 @@ def test_overlapped_data_parallelism_changes_no_bit(
         assert overlapped == plain
 
 
+def test_the_status_page_follows_the_device(pool: RankPool, tmp_path: Path) -> None:
+    _need(2)
+    job = _job("bf16", {"dp": 2})
+    for result in pool.run("tests.harness.training:page_of_a_busy_device", 2, tmp_path, 120, job=job):
+        assert result == {"busy": [2, 1], "done": [2, 2], "goes_first": True}
+
+
 def test_all_ranks_skip_together(pool: RankPool, tmp_path: Path) -> None:
     _need(2)
     job = _job("bf16", {"dp": 2})

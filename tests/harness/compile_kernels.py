@@ -1,101 +1,142 @@
-"""Compile Triton kernels for Hopper on a machine without a GPU: ``python -m tests.harness.compile_kernels``.
+"""Compile the fused kernels for Hopper on a machine without a GPU: ``python -m tests.harness.compile_kernels``.
 
-The interpreter runs a kernel as Python and lets pass what the compiler refuses. A program of its own, because a process
-whose kernels run in the interpreter cannot compile them. It prints the PTX of each kernel as JSON.
+The interpreter runs a kernel as Python and lets pass what the compiler refuses. Here the operators are called as the
+trainer calls them, at the widths of real models but few rows, and each launch compiles the kernel and does no more:
+so types, alignments and block sizes are those of training. A program of its own, because a process whose kernels run
+in the interpreter cannot compile them. It prints JSON: for each kernel its PTX, registers and spilled bytes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import torch
 import triton
+from tests.harness.kernels import weight
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
 
+from megascale_kernels.activation import Activation
+from megascale_kernels.adamw import AdamWUpdate
 from megascale_kernels.fused import activation, adamw, cross_entropy, norm, rotary
+from megascale_kernels.norm import Kind
+from megascale_kernels.rotary import Heads, RotaryTable
 
-HOPPER = GPUTarget("cuda", 90, 32)
-COUNTS = {"rows", "width", "each", "across", "sequence", "batch", "heads"}
-NORM = {"mean": "*fp32", "scale": "*fp32", "d_weight": "*fp32", "d_bias": "*fp32", "epsilon": "fp32"}
-COLUMNS = {"partial": "*fp32", "cos": "*fp32", "sin": "*fp32"}
-ROWS = {name: "*fp32" for name in ("maximum", "total", "target", "d_loss", "d_log_z")}
-LOGITS = {"logits": "*bf16", "local": "*i64", "stride": "i32", "width": "i32", **ROWS}
-SHARD = {"states": "*fp32", "gradient": "*fp32", "parameters": "*bf16", "scale": "*fp32", "apply": "*fp32"}
+SEQUENCE, BATCH = 256, 4  # enough rows for programs that loop over several
+UPDATE = AdamWUpdate(3e-4, 0.9, 0.95, 1e-8, 0.1, 7)
 
 
-def ptx_of(kernel: Any, known: Mapping[str, str], warps: int, rest: str = "*bf16", **constants: Any) -> str:
-    """PTX of ``kernel``, compiled down to machine code.
+class _Hopper:
+    """As much of Triton's driver as the compiler asks for."""
 
-    Args:
-        known: types of arguments by name. Pointers and strides among them are multiples of 16.
-        rest: type of the other arguments, but counts and strides.
-        constants: constexpr parameters, and arguments that are None.
-    """
+    def get_current_device(self) -> int:
+        return 0
 
-    def kind(name: str) -> str:
-        if name in constants:
-            return "constexpr"
-        return known.get(name) or ("i32" if name in COUNTS or name.endswith("_stride") else rest)
+    def get_current_stream(self, device: int) -> int:
+        return 0
 
-    source = ASTSource(
-        fn=kernel,
-        signature={name: kind(name) for name in kernel.arg_names},
-        constexprs=constants,
-        attrs={
-            (number,): [["tt.divisibility", 16]]
-            for number, name in enumerate(kernel.arg_names)
-            if name in known and name not in constants and known[name] != "fp32"
-        },
-    )
-    compiled = triton.compile(source, target=HOPPER, options={"num_warps": warps}).asm
-    assert compiled["cubin"]
-    text: str = compiled["ptx"]
-    return text
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
 
 
-def _norms() -> dict[str, str]:
-    block = triton.next_power_of_2(5120)
-    warps, found = norm._warps(block), {}
-    for name, absent in (
-        ("layer norm", {}),
-        ("rms norm", {"residual": None, "stream": None, "mean": None, "bias": None}),
-    ):
-        found[name] = ptx_of(norm._forward_kernel, NORM, warps, BLOCK=block, **absent)
-    for name, absent in (("layer norm", {}), ("rms norm", {"d_stream": None, "mean": None, "d_bias": None})):
-        found[f"{name} backward"] = ptx_of(norm._backward_kernel, NORM, warps, BLOCK=block, **absent)
+def compiled_by(calls: dict[str, Callable[[], None]]) -> dict[str, dict[str, Any]]:
+    """What the launches of each call compile, by "call: kernel"; further kernels of one name are numbered."""
+    run = JITFunction.run
+    launched: list[Any] = []
+
+    def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        launched.append((self.fn.__name__, run(self, *arguments, grid=grid, warmup=True, **options)))
+        return launched[-1][1]
+
+    triton.runtime.driver.set_active(_Hopper())
+    JITFunction.run = compile_only
+    found: dict[str, dict[str, Any]] = {}
+    for label, call in calls.items():
+        launched.clear()
+        call()
+        seen: list[Any] = []
+        for kernel, compiled in launched:
+            if not any(compiled is one for one in seen):
+                seen.append(compiled)
+                name = f"{label}: {kernel.strip('_')}"
+                while name in found:
+                    name += "'"
+                found[name] = _figures(compiled)
+    JITFunction.run = run
     return found
 
 
-def _activations() -> dict[str, str]:
-    tile, found = {"ROWS": activation._ROWS, "COLUMNS": activation._COLUMNS}, {}
-    for name, gated, bias in (("swiglu", True, {}), ("gelu", False, {"bias": None})):
-        found[name] = ptx_of(activation._forward_kernel, COLUMNS, 4, GATED=gated, **tile, **bias)
-        constants = {"STEPS": activation._STEPS, "GATED": gated, **tile, **bias, **({"partial": None} if bias else {})}
-        found[f"{name} backward"] = ptx_of(activation._backward_kernel, COLUMNS, 4, **constants)
-    return found
+def _figures(compiled: Any) -> dict[str, Any]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as code:
+        code.write(compiled.asm["cubin"])
+        code.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", code.name]
+        told = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", told)
+    assert usage is not None, told
+    return {"ptx": compiled.asm["ptx"], "registers": int(usage[1]), "spilled_bytes": int(usage[2])}
 
 
-def _heads() -> dict[str, str]:
-    sizes = dict(zip(("SIZE", "HALF", "BLOCK", "POSITIONS", "GROUP"), rotary._sizes(12, 128), strict=True))
-    found = {}
-    for name, straight, bias in (("rotary", {}, {"bias": None}), ("heads", {"cos": None, "sin": None}, {})):
-        found[name] = ptx_of(rotary._read_kernel, COLUMNS, 4, **sizes, **straight, **bias)
-        partial = {"partial": None} if bias else {}
-        found[f"{name} backward"] = ptx_of(rotary._write_kernel, COLUMNS, 4, **sizes, **straight, **partial)
-    return found
+def _random(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
 
 
-def _loss_and_update() -> dict[str, str]:
-    block, warps = cross_entropy._BLOCK, cross_entropy._WARPS
-    known = {**SHARD, "stride": "i64", "size": "i32"}
-    return {
-        "statistics": ptx_of(cross_entropy._statistics_kernel, LOGITS, warps, "i32", BLOCK=block),
-        "gradient": ptx_of(cross_entropy._gradient_kernel, LOGITS, warps, "i32", BLOCK=block),
-        "adamw": ptx_of(adamw._kernel, known, adamw._WARPS, "fp32", BLOCK=adamw._BLOCK),
-    }
+def _norm(width: int, kind: Kind, *, residual: bool) -> None:
+    x, other = (_random(SEQUENCE, BATCH, width).requires_grad_() for _ in range(2))
+    bias = weight(_random(width)) if kind == "layernorm" else None
+    outputs = norm.norm(x.clone(), other if residual else None, weight(_random(width)), bias, kind, 1e-5)
+    torch.autograd.backward(outputs, [torch.zeros_like(out) for out in outputs])
 
+
+def _core(heads: Heads, ffn: int, kind: Activation, *, bias: bool, table: bool = True) -> None:
+    """The pieces of the core without the attention itself."""
+    wide = heads.width + ffn * (2 if kind == "swiglu" else 1)
+    inputs, joined = (_random(SEQUENCE, BATCH, width) for width in (wide, heads.query * heads.size + ffn))
+    angles = torch.zeros(SEQUENCE, BATCH, 1, heads.size // 2)
+    turned = RotaryTable(angles, angles) if table else None
+    shift, sums = (_random(wide), torch.zeros(wide)) if bias else (None, None)
+    found = rotary.read_heads(inputs, shift, heads, turned)
+    rotary.write_plain(joined, found[0].transpose(1, 2).contiguous().transpose(1, 2))
+    rotary.read_plain(joined, heads.query, heads.size)
+    rotary.write_head_gradients(inputs, sums, found, heads, turned)
+    x, y = inputs[..., heads.width :], joined[..., heads.query * heads.size :]
+    own = (shift[heads.width :], sums[heads.width :]) if shift is not None and sums is not None else (None, None)
+    activation.write_activation(y, x, own[0], kind)
+    activation.write_gradients(x, own[1], y, x, own[0], kind)
+
+
+def _loss() -> None:
+    logits, target = _random(SEQUENCE * BATCH, 25600), torch.zeros(SEQUENCE * BATCH, dtype=torch.int64)
+    maximum, sums = cross_entropy._statistics(logits, target, 25599)
+    cross_entropy._gradient(logits, target, 25599, maximum, sums[0], maximum, maximum)
+
+
+def _updates() -> None:
+    """Two steps, whose numbers differ: one kernel."""
+    shard, scalar = torch.zeros(4, 1 << 16), torch.ones(())
+    for number in (1, 16):
+        update = replace(UPDATE, number=number, learning_rate=float(number - 1), weight_decay=1.0)
+        adamw.adamw(shard[:3], shard[3], _random(1 << 16), scalar, scalar, update)
+
+
+CALLS: dict[str, Callable[[], None]] = {
+    "layernorm 4096": lambda: _norm(4096, "layernorm", residual=True),
+    "rmsnorm 5120": lambda: _norm(5120, "rmsnorm", residual=False),
+    "layernorm 7168": lambda: _norm(7168, "layernorm", residual=True),
+    "layernorm 12288": lambda: _norm(12288, "layernorm", residual=False),
+    "7b tp2": lambda: _core(Heads(16, 16, 128), 8192, "gelu", bias=True),
+    "30b tp8": lambda: _core(Heads(7, 7, 128), 3584, "gelu", bias=False),
+    "grouped swiglu": lambda: _core(Heads(32, 1, 128), 10928, "swiglu", bias=False),
+    "swiglu bias learned positions": lambda: _core(Heads(8, 2, 64), 4096, "swiglu", bias=True, table=False),
+    "cross entropy": _loss,
+    "adamw": _updates,
+}
 
 if __name__ == "__main__":
-    print(json.dumps({**_norms(), **_activations(), **_heads(), **_loss_and_update()}))
+    print(json.dumps(compiled_by(CALLS)))

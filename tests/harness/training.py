@@ -233,6 +233,26 @@ def posted_receive_rows(rank: int, world_size: int, folder: Path, *, job: dict[s
     return {"received": received, **{when: rows[name] for when, rows in found.items()}}
 
 
+def page_of_a_busy_device(rank: int, world_size: int, folder: Path, *, job: dict[str, Any]) -> dict[str, Any]:
+    """Program of one rank (CUDA): two sums over dp, the device long busy before the second; the row then and after."""
+    path = folder / f"status-{rank}"
+    groups = _groups(from_dict(job), rank, folder, StatusPageWriter(path, rank=rank, attempt=1))
+    values = torch.ones(4, device=device_of(rank))
+    groups.dp.all_reduce(values)
+    torch.cuda._sleep(3_000_000_000)  # type: ignore[no-untyped-call]
+    groups.dp.all_reduce(values)
+    time.sleep(0.3)
+    groups.poll()
+    busy = _rows(path)["dp"]
+    torch.cuda.synchronize()
+    groups.poll()
+    assert groups.dp.handle is not None
+    backend: Any = groups.dp.handle._get_backend(values.device)
+    found = {"busy": busy, "done": _rows(path)["dp"], "goes_first": backend.options.is_high_priority_stream}
+    destroy_groups()
+    return found
+
+
 def stall(rank: int, world_size: int, folder: Path, *, job: dict[str, Any]) -> dict[str, Any]:
     """Program of one rank: the last rank stalls before its first step; the others report how long they waited."""
     config = from_dict(job)

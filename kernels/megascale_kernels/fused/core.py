@@ -17,7 +17,7 @@ import torch
 from megascale_kernels.activation import Activation
 from megascale_kernels.attention import AttentionMask, attention
 from megascale_kernels.fused.activation import write_activation, write_gradients
-from megascale_kernels.fused.rotary import read_heads, write_head_gradients
+from megascale_kernels.fused.rotary import read_heads, read_plain, write_head_gradients, write_plain
 from megascale_kernels.parameter import Parameter
 from megascale_kernels.rotary import Heads, RotaryTable
 
@@ -90,11 +90,10 @@ class _Close(torch.autograd.Function):
         heads: Heads,
         activation: Activation | None,
     ) -> torch.Tensor:
-        width = heads.query * heads.size
-        joined[..., :width].view(*joined.shape[:-1], heads.query, heads.size).copy_(attended.permute(2, 0, 1, 3))
+        write_plain(joined, attended)
         if activation is not None:
             own = None if bias is None else bias[heads.width :]
-            write_activation(joined[..., width:], inputs[..., heads.width :], own, activation)
+            write_activation(joined[..., heads.query * heads.size :], inputs[..., heads.width :], own, activation)
         ctx.mark_dirty(joined)
         ctx.heads = heads
         return joined
@@ -103,5 +102,4 @@ class _Close(torch.autograd.Function):
     def backward(ctx: Any, d_joined: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         heads = ctx.heads
         d_joined = d_joined.contiguous()
-        d_attended = d_joined[..., : heads.query * heads.size].view(*d_joined.shape[:-1], heads.query, heads.size)
-        return d_joined, d_attended.permute(1, 2, 0, 3).contiguous(), None, None, None, None
+        return d_joined, read_plain(d_joined, heads.query, heads.size), None, None, None, None

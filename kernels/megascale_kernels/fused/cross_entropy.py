@@ -13,8 +13,9 @@ import triton.language as tl
 
 from megascale_kernels.cross_entropy import Reduce, joined
 
-_BLOCK = 4096  # columns at a time: 16 per thread of 8 warps, two wide loads of bf16
-_WARPS = 8
+_BLOCK = 2048  # columns at a time: 16 per thread of 4 warps, two wide loads of bf16
+_WARPS = 4
+_LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x - m) as 2^(x log2(e) - m log2(e)): one instruction and the power
 
 
 def cross_entropy(
@@ -77,16 +78,19 @@ def _statistics_kernel(
 ) -> None:
     row = tl.program_id(0)
     start = logits + row.to(tl.int64) * stride
-    # Not -inf, of which a row of padding would make -inf - -inf. A NaN is lost to the maximum but not to the sum.
-    highest = tl.full((), -3.4e38, tl.float32)
+    # Neither -inf nor what log2(e) times more is: of logits of -inf that would make -inf - -inf. A NaN is lost to the
+    # maximum but not to the sum.
+    highest = tl.full((), -1e38, tl.float32)
     weight = tl.full((), 0.0, tl.float32)
     for first in range(0, columns, BLOCK):
         column = first + tl.arange(0, BLOCK)
         # padding is read and thrown away: the width is a multiple of wide loads, the number of real columns need not be
         x = tl.load(start + column, mask=column < width, other=0.0).to(tl.float32)
-        x = tl.where(column < columns, x, float("-inf"))
+        if first + BLOCK > columns:
+            x = tl.where(column < columns, x, float("-inf"))
         higher = tl.maximum(highest, tl.max(x, axis=0))
-        weight = weight * tl.exp(highest - higher) + tl.sum(tl.exp(x - higher), axis=0)
+        shift = higher * _LOG2_E
+        weight = weight * tl.exp2(highest * _LOG2_E - shift) + tl.sum(tl.exp2(x * _LOG2_E - shift), axis=0)
         highest = higher
     index = tl.load(local + row)
     logit = tl.load(start + index, mask=(index >= 0) & (index < columns), other=0.0).to(tl.float32)
@@ -113,8 +117,8 @@ def _gradient_kernel(
     place = logits + row.to(tl.int64) * stride + column
     x = tl.load(place, mask=column < width, other=0.0).to(tl.float32)
     x = tl.where(column < columns, x, float("-inf"))
-    softmax = tl.exp(x - tl.load(maximum + row)) / tl.load(total + row)
     of_loss = tl.load(d_loss + row)
+    share = (of_loss + tl.load(d_log_z + row)) / tl.load(total + row)  # a division per row, not per logit
     is_target = (column == tl.load(local + row)) & (column < columns)
-    gradient = softmax * (of_loss + tl.load(d_log_z + row)) - tl.where(is_target, of_loss, 0.0)
+    gradient = tl.exp2(x * _LOG2_E - tl.load(maximum + row) * _LOG2_E) * share - tl.where(is_target, of_loss, 0.0)
     tl.store(place, gradient.to(logits.dtype.element_ty), mask=column < width)

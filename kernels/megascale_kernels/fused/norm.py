@@ -1,7 +1,8 @@
 """LayerNorm and RMSNorm in Triton, each with the residual addition before it; one pass over the rows either way.
 
 Weight and bias gradients are summed without atomics: every program of the backward sums a fixed run of rows, and one
-reduction adds those partial sums in order. So they repeat bit for bit.
+reduction adds those partial sums in order. So they repeat bit for bit. There are few programs, as many as the device
+runs at once: each writes two float32 rows of partial sums.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import torch
 import triton
 import triton.language as tl
 
+from megascale_kernels.fused.partial_sums import add_partial_sums
 from megascale_kernels.norm import Kind
 from megascale_kernels.parameter import Parameter
 
-_PROGRAMS = 264  # of the backward: two for each multiprocessor of a Hopper GPU
+_PROCESSORS = 132  # of a Hopper GPU
+_TWO = 8192  # up to this width a multiprocessor runs two programs of the backward: one loads while the other sums
 
 
 def norm(
@@ -70,12 +73,12 @@ class _Norm(torch.autograd.Function):
         x, weight, mean, scale = ctx.saved_tensors
         weight_grad, bias_grad = ctx.main_grads
         rows, width = scale.numel(), x.shape[-1]
-        each = triton.cdiv(rows, _PROGRAMS)
+        block = triton.next_power_of_2(width)
+        each = triton.cdiv(rows, _PROCESSORS * (2 if block <= _TWO else 1))
         programs = triton.cdiv(rows, each)
         d_x = torch.empty_like(x)
         d_weight = torch.empty(programs, width, dtype=torch.float32, device=x.device)
         d_bias = None if bias_grad is None else torch.empty_like(d_weight)
-        block = triton.next_power_of_2(width)
         _backward_kernel[(programs,)](
             d_normed.contiguous(),
             None if d_stream is None else d_stream.contiguous(),
@@ -91,10 +94,11 @@ class _Norm(torch.autograd.Function):
             each,
             block,
             num_warps=_warps(block),
+            maxnreg=64 if block == _TWO else None,  # of 65536 for two programs of 16 warps
         )
-        weight_grad.add_(d_weight.sum(0))
+        add_partial_sums(weight_grad, d_weight)
         if d_bias is not None:
-            bias_grad.add_(d_bias.sum(0))
+            add_partial_sums(bias_grad, d_bias)
         return d_x, d_x if ctx.added else None, None, None, None, None, None, None
 
 
@@ -159,7 +163,6 @@ def _backward_kernel(
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
-    w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     weight_sum = tl.zeros([BLOCK], dtype=tl.float32)
     bias_sum = tl.zeros([BLOCK], dtype=tl.float32)
     for step in range(each):
@@ -167,21 +170,30 @@ def _backward_kernel(
         here = column < tl.where(row < rows, width, 0)
         at = row * width + column
         inverse = tl.load(scale + row, mask=row < rows, other=0.0)
-        value = tl.load(x + at, mask=here, other=0.0).to(tl.float32)
-        gradient = tl.load(d_normed + at, mask=here, other=0.0).to(tl.float32)
+        average = 0.0
         if mean is not None:
-            value -= tl.load(mean + row, mask=row < rows, other=0.0)
-        value *= inverse
+            average = tl.load(mean + row, mask=row < rows, other=0.0)
+        if d_stream is not None:  # asked for with the others, not after the sums of the row
+            straight = tl.load(d_stream + at, mask=here, other=0.0)
+        value = (tl.load(x + at, mask=here, other=0.0, eviction_policy="evict_last").to(tl.float32) - average) * inverse
+        gradient = tl.load(d_normed + at, mask=here, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        gradient *= tl.load(weight + column, mask=here, other=0.0).to(tl.float32)
+        slope = tl.sum(gradient * value, axis=0) / width
+        shift = 0.0
+        if mean is not None:
+            shift = tl.sum(gradient, axis=0) / width
+        # A row is read again from the cache: registers that hold the sums of a wide row hold little else.
+        value = (
+            tl.load(x + at, mask=here, other=0.0, eviction_policy="evict_first").to(tl.float32) - average
+        ) * inverse
+        gradient = tl.load(d_normed + at, mask=here, other=0.0, eviction_policy="evict_first").to(tl.float32)
         weight_sum += gradient * value
         if d_bias is not None:
             bias_sum += gradient
-        gradient *= w
-        result = gradient - value * (tl.sum(gradient * value, axis=0) / width)
-        if mean is not None:
-            result -= tl.sum(gradient, axis=0) / width
-        result *= inverse
+        gradient *= tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+        result = (gradient - value * slope - shift) * inverse
         if d_stream is not None:
-            result += tl.load(d_stream + at, mask=here, other=0.0).to(tl.float32)
+            result += straight.to(tl.float32)
         tl.store(d_x + at, result.to(d_x.dtype.element_ty), mask=here)
     tl.store(d_weight + program * width + column, weight_sum, mask=inside)
     if d_bias is not None:

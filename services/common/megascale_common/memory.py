@@ -1,9 +1,24 @@
 """An estimate of the device memory of one rank, from the job alone.
 
 Parameters, gradients and optimizer states are exact: they are the flat buffers of the parameter table. Activations are
-a count of what the plain operators keep for backward, and leave out the allocator's fragmentation, workspaces of
-libraries, communication buffers and the device context: expect the device to report more. Dense attention masks
-(documents, windows) are left out too.
+a count of what the operators keep for backward, and leave out the allocator's fragmentation, workspaces of libraries,
+communication buffers and the device context: expect the device to report more. Dense attention masks (documents,
+windows) are left out too.
+
+A layer keeps, per token and in elements, with h the hidden size, q and kv a rank's columns of q and of k or v, f its
+FFN width and c that of its columns in the input GEMM (2f for swiglu, else f):
+
+======================================  ===================  ===================  =========
+what                                    parallel block       serial block         selective
+======================================  ===================  ===================  =========
+inputs of the norms                     h / tp               2 h / tp             kept
+gathered inputs of the input GEMMs      h                    2 h                  kept
+the activation's input                  q + 2 kv + c (all)   c                    q + 2 kv + c
+q, k, v and the attention's result      2 q + 2 kv           2 q + 2 kv           dropped
+input of the output GEMMs               q + f                q + f                kept
+torch alone: silu(gate) of swiglu       f                    f                    dropped
+torch alone: rmsnorm in float32         h / tp               2 h / tp             kept
+======================================  ===================  ===================  =========
 """
 
 from __future__ import annotations
@@ -77,6 +92,7 @@ def _layer_bytes(config: JobConfig, recompute: str | None = None) -> int:
     """What one layer keeps of one micro-batch, in bytes; hidden states are cut over tp, gathered ones are whole."""
     model, tp = config.model, config.parallelism.tp
     recompute = recompute or config.parallelism.recompute
+    plain = config.training.kernels == "torch"
     tokens = config.training.micro_batch_size * model.sequence_length
     size = _PARAMETER_BYTES[config.training.precision]
     hidden = tokens * model.hidden_size
@@ -93,16 +109,17 @@ def _layer_bytes(config: JobConfig, recompute: str | None = None) -> int:
         kept += tokens * query  # the attention's own output
         # Rotated q, k, v take the place of the input GEMM's result, unless the merged activation still needs that.
         kept += tokens * heads if model.block == "parallel" else 0
-        kept += tokens * width if model.mlp == "swiglu" else 0  # silu(gate)
-    wide = norms * hidden // tp * _FLOAT32_BYTES if model.norm == "rmsnorm" else 0  # its float32 intermediate
+        kept += tokens * width if model.mlp == "swiglu" and plain else 0  # silu(gate)
+    wide = norms * hidden // tp * _FLOAT32_BYTES if model.norm == "rmsnorm" and plain else 0  # its intermediate
     return kept * size + wide
 
 
 def _head_bytes(config: JobConfig) -> int:
     """What the vocabulary head needs of the one micro-batch in it: logits, whose gradient takes their place, and
-    beside them, while either is computed, one float32 intermediate.
+    beside them, while torch's own operators compute either, one float32 intermediate.
     """
+    wide = _FLOAT32_BYTES if config.training.kernels == "torch" else 0
     model, size = config.model, _PARAMETER_BYTES[config.training.precision]
     tokens = config.training.micro_batch_size * model.sequence_length
     logits = tokens * local_width(model.vocab_size, config.parallelism.tp)
-    return logits * (size + _FLOAT32_BYTES) + tokens * model.hidden_size * size
+    return logits * (size + wide) + tokens * model.hidden_size * size

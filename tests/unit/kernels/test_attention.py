@@ -125,3 +125,15 @@ def test_packages_take_no_documents() -> None:
     q, _, _ = _heads(torch.Generator().manual_seed(3), torch.float32, 2)
     mask = attention_mask(SEQUENCE, document_start=torch.zeros(BATCH, SEQUENCE, dtype=torch.int64))
     assert all(BACKENDS[f"flash_attn_{n}"].obstacle(q, mask) == "it takes no documents" for n in (2, 3, 4))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_what_must_repeat_is_never_left_to_cudnn(causal: bool) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        with module._fastest(causal=causal):
+            assert not torch.backends.cuda.cudnn_sdp_enabled()
+            assert torch.backends.cuda.mem_efficient_sdp_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.backends.cuda.cudnn_sdp_enabled()

@@ -186,3 +186,13 @@ def test_a_broken_logit_breaks_the_loss_of_its_row_alone(broken: float, kernel: 
     logits[4, 5] = broken
     loss, _ = kernel(logits, targets, 0, 37, _alone, _alone)
     assert loss.isfinite().logical_not().nonzero().flatten().tolist() == [4]
+
+
+def test_a_whole_block_of_masked_logits_has_no_weight(kernel: CrossEntropy) -> None:
+    logits, targets = _logits(TOKENS, 2500)
+    logits[:, :2400], targets = float("-inf"), 2400 + targets % 100
+    expected = logits.double()[:, 2400:].logsumexp(1)
+    loss, log_z = kernel(logits, targets, 0, 2500, _alone, _alone)
+    torch.testing.assert_close(log_z.double(), expected, atol=1e-5, rtol=1e-6)
+    picked = logits.double().gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(loss.double(), expected - picked, atol=1e-5, rtol=1e-6)

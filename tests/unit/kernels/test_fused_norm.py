@@ -35,7 +35,7 @@ def _computed(
 def test_norm(shape: tuple[int, ...], kind: Kind, bias: bool, residual: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from megascale_kernels.fused import norm as fused
 
-    monkeypatch.setattr(fused, "_PROGRAMS", 4)  # the larger shape: three programs of six rows and one of three
+    monkeypatch.setattr(fused, "_PROCESSORS", 2)  # the larger shape: three programs of six rows and one of three
     generator = torch.Generator().manual_seed(2)
 
     def random(*size: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 EdgeKind = Literal["activation", "gradient"]
+
+# Of an edge's NCCL kernel, which occupies a multiprocessor with each and spins there from its post until the partner's
+# comes: often for a whole computation. Its message takes a small part of that. NCCL_MAX_CTAS overrides it.
+_EDGE_BLOCKS = 4
 
 
 class Pending:
@@ -48,11 +52,24 @@ class Pending:
         return self._ended or self._work.is_completed()
 
 
+class _Mark:
+    """A point of the current CUDA stream, behind an operation."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def ended(self) -> bool:
+        """Whether the device has come so far; never waits."""
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+
 class Group:
     """Some ranks that communicate, in ascending order; a group of one does nothing.
 
     Entered and completed operations are counted on a row of the status page. On CUDA an operation is only enqueued
-    when the call returns, so completion is taken from an event, looked at on the next call and on :meth:`poll`.
+    when the call returns, and a host may be thousands ahead of its device: each is followed by an event, looked at on
+    the next call and on :meth:`poll`.
     """
 
     def __init__(
@@ -68,8 +85,7 @@ class Group:
         self._handle = handle
         self._status = status if handle is not None else None
         self._row = self._status.row(name) if self._status is not None else -1
-        self._event: torch.cuda.Event | None = None
-        self._pending: deque[Pending] = deque()
+        self._under_way: deque[Pending | _Mark] = deque()
 
     @property
     def handle(self) -> dist.ProcessGroup | None:
@@ -154,13 +170,11 @@ class Group:
         """Write to the status page which operations have ended on the device since the last look; never waits."""
         if self._status is None:
             return
-        before = (self._event, len(self._pending))
-        while self._pending and self._pending[0].ended():
-            self._pending.popleft()
-        if self._event is not None and self._event.query():  # type: ignore[no-untyped-call]
-            self._event = None
-        if self._event is None and before != (None, len(self._pending)):
-            self._status.complete(self._row, unfinished=len(self._pending))
+        before = len(self._under_way)
+        while self._under_way and self._under_way[0].ended():
+            self._under_way.popleft()
+        if len(self._under_way) < before:
+            self._status.complete(self._row, unfinished=len(self._under_way))
 
     @property
     def _other(self) -> int:
@@ -181,17 +195,16 @@ class Group:
     def _post(self, work: dist.Work, tensor: torch.Tensor) -> Pending:
         pending = Pending(work, self, cuda=tensor.is_cuda)
         if self._status is not None:
-            self._pending.append(pending)
+            self._under_way.append(pending)
         return pending
 
     def _leave(self, tensor: torch.Tensor) -> None:
         if self._status is None:
             return
-        if not tensor.is_cuda:
-            self._status.complete(self._row, unfinished=len(self._pending))
-            return
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record()
+        if tensor.is_cuda:
+            self._under_way.append(_Mark())
+        else:
+            self._status.complete(self._row, unfinished=len(self._under_way))
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +314,8 @@ class _Factory:
             # torch warns that sends and receives of one communicator wait for each other. Ours do not: on each edge
             # and kind a rank only sends or only receives.
             os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
+            # gloo only makes groups of one here (see edges): it need not look the host's name up for them
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         # The world is not bound to a device: a bound one makes subgroups by splitting it, which all ranks must join.
         dist.init_process_group(
             "nccl" if self._cuda else "gloo",
@@ -332,7 +347,7 @@ class _Factory:
             return Edges(None, None, None, None)
         inner = range(last)
         rounds = [{low: low + 1 for low in inner if low % 2 == parity} for parity in (0, 1)]
-        rounds += [{last: 0}] if ring else []
+        rounds = [edges for edges in [*rounds, {last: 0} if ring else {}] if edges]
         found: dict[tuple[int, EdgeKind], Group] = {}
         kinds: tuple[EdgeKind, ...] = ("activation", "gradient")
         for edges in rounds:
@@ -342,7 +357,7 @@ class _Factory:
                     dist.new_group([self._rank], timeout=self._timeout, backend="gloo", use_local_synchronization=True)
                     continue
                 low, high = mine
-                edge = self._group(f"pp{low}-{high}.{kind}", tuple(sorted((line[low], line[high]))))
+                edge = self._group(f"pp{low}-{high}.{kind}", tuple(sorted((line[low], line[high]))), _EDGE_BLOCKS)
                 self._exchange(edge, sends=(stage == low) == (kind == "activation"))
                 found[low, kind] = edge
         before = last if stage == 0 else stage - 1
@@ -361,10 +376,25 @@ class _Factory:
         else:
             edge.post_receive(value).wait()
 
-    def _group(self, name: str, ranks: tuple[int, ...]) -> Group:
+    def _options(self, blocks: int) -> Any:
+        """What runs on a communicator's own stream runs beside computation, and other ranks wait for it: it goes first.
+
+        Made anew for each group: torch writes the group's name and ranks into it.
+        """
+        if not self._cuda:
+            return None
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = self._timeout
+        if blocks:
+            options.config.max_ctas = blocks
+        return options
+
+    def _group(self, name: str, ranks: tuple[int, ...], blocks: int = 0) -> Group:
+        """Create the group; its NCCL kernels have at most so many ``blocks`` (0: as many as NCCL likes)."""
         handle = dist.new_group(
             list(ranks),
             timeout=self._timeout,
+            pg_options=self._options(blocks),
             use_local_synchronization=True,
             device_id=self._device if self._cuda else None,  # NCCL connects now and not in the first step
         )

@@ -83,6 +83,10 @@ class StepResult:
         else:
             self._values = packed
 
+    def ready(self) -> bool:
+        """Whether :meth:`read` would return at once; never waits."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
     def read(self) -> StepRecord:
         """The record; waits until the device has finished the step. Best called one step late."""
         if self._event is not None:

@@ -40,6 +40,8 @@ LAST_SLOT_TIMEOUT_S = 60.0
 DRAIN_TIMEOUT_S = 300.0
 # Collections at chosen steps, the same on all ranks: irregular ones spread ranks apart (MegaScale section 6.3).
 COLLECT_EVERY_STEPS = 100
+# How often a host that waits for its device looks at it; short beside a step that needs a GPU.
+STEP_POLL_S = 0.001
 MAX_ERROR_CHARS = 8_000
 FIRST_LOGGED_STEPS, LOG_INTERVAL_S = 10, 1.0
 _COLLECTIVE_WORDS = ("gloo", "nccl", "connection closed by peer", "connection reset", "timed out", "broken pipe")
@@ -278,6 +280,9 @@ class _Worker:
 
     def _take_in(self, step: _InFlight, trainer: Trainer) -> None:
         """Read the result of a step: status page, step record, evaluation, and the ranks' vote on a snapshot."""
+        while not step.result.ready():  # here the host sits when its device hangs: the page shows how far that came
+            self._groups.poll()
+            time.sleep(STEP_POLL_S)
         record = step.result.read()
         self._status.update(step=step.step, phase=Phase.STEP)
         self._groups.poll()

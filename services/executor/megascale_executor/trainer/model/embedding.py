@@ -32,16 +32,18 @@ def _lookup(index: torch.Tensor, table: Weight) -> torch.Tensor:
 class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, index: torch.Tensor, table: torch.Tensor, main_grad: torch.Tensor) -> torch.Tensor:
-        outside = (index < 0) | (index >= table.shape[0])
-        clamped = index.clamp(0, table.shape[0] - 1)
-        ctx.save_for_backward(clamped, outside)
+        rows = table.shape[0]
+        outside = (index < 0) | (index >= rows)
+        # Not clamped: backward adds up what lands in one row one by one, and that would be all tokens of other ranks.
+        inside = index.remainder(rows)
+        ctx.save_for_backward(inside, outside)
         ctx.main_grad = main_grad
-        return table[clamped].masked_fill_(outside[..., None], 0.0)
+        return table[inside].masked_fill_(outside[..., None], 0.0)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:
-        clamped, outside = ctx.saved_tensors
-        rows = gradient.to(ctx.main_grad.dtype).masked_fill(outside[..., None], 0.0)
+        inside, outside = ctx.saved_tensors
+        rows = gradient.masked_fill(outside[..., None], 0.0).to(ctx.main_grad.dtype)
         # index_put sorts the indices on CUDA: the sum has one order, where atomics would give a new one each run
-        ctx.main_grad.index_put_((clamped,), rows, accumulate=True)
+        ctx.main_grad.index_put_((inside,), rows, accumulate=True)
         return None, None, None

@@ -99,10 +99,8 @@ def _input(x: torch.Tensor, weights: Weights, kind: str, tp: TensorParallel) -> 
 def _output(x: torch.Tensor, weights: Weights, kind: str, biases: tuple[str, ...], tp: TensorParallel) -> torch.Tensor:
     """Row-parallel projection: [S, B, width] to [S / tp, B, H], summed over tp; then the biases, once."""
     y = row_parallel(x, weights[f"{kind}out.weight"], tp)
-    for name in biases:
-        if (bias := weights.get(f"{name}.bias")) is not None:
-            y = y + bias.tracked()
-    return y
+    found = [bias.tracked() for name in biases if (bias := weights.get(f"{name}.bias")) is not None]
+    return y + sum(found[1:], found[0]) if found else y  # one pass over y, and one over its gradient
 
 
 def _core(function: Callable[[torch.Tensor], torch.Tensor], inputs: torch.Tensor, context: Context) -> torch.Tensor:

@@ -57,12 +57,10 @@ def local_totals(
     first = at.tp == 0
     zero = torch.zeros((), dtype=torch.float64, device=device)
     losses = torch.stack(tuple(loss_sums)).sum(dim=0) if loss_sums and first else zero.expand(3)
-    squares = [
-        torch.linalg.vector_norm(shard, dtype=torch.float64).square()
-        for plan, shard in gradients
-        if first or not plan.replicated_over
-    ]
-    squared_norm = torch.stack(squares).sum() if squares else zero
+    shards = [shard for plan, shard in gradients if first or not plan.replicated_over]
+    # On CUDA a norm of one tensor in another dtype makes a copy of it in that dtype first: here twice its size.
+    norms = torch._foreach_norm(shards, 2, torch.float64) if shards else (zero,)
+    squared_norm = torch.stack(tuple(norms)).square().sum()
     # A NaN would hide how many ranks have one, so ranks count themselves and a broken rank adds nothing to the norm.
     finite = squared_norm.isfinite()
     squared_norm = torch.where(finite, squared_norm, zero)

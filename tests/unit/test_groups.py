@@ -1,0 +1,61 @@
+"""What a group writes on the status page when its device lags behind the host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from megascale_common.status_page import StatusPageWriter, read_status_page
+from megascale_executor.trainer import groups
+from megascale_executor.trainer.groups import Group
+
+
+class _Device:
+    """Events in the place of CUDA's: ``reached`` of them have ended."""
+
+    def __init__(self) -> None:
+        self.recorded = self.reached = 0
+
+    def event(self) -> Any:
+        device = self
+
+        class Event:
+            def record(self) -> None:
+                device.recorded += 1
+                self._number = device.recorded
+
+            def query(self) -> bool:
+                return self._number <= device.reached
+
+        return Event()
+
+
+def test_each_operation_is_counted_when_the_device_has_done_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = _Device()
+    monkeypatch.setattr(groups.torch.cuda, "Event", device.event)
+    page = StatusPageWriter(tmp_path / "page", rank=0, attempt=1)
+    group = Group("tp", (0, 1), 0, cast(torch.distributed.ProcessGroup, object()), page)
+    on_cuda = cast(torch.Tensor, type("Tensor", (), {"is_cuda": True}))
+
+    def row() -> tuple[int, int]:
+        found = read_status_page(tmp_path / "page")
+        assert found is not None
+        return found.rows[0].entered, found.rows[0].completed
+
+    for _ in range(5):
+        with group.operation(on_cuda):
+            pass
+    assert row() == (5, 0)
+    device.reached = 2
+    group.poll()
+    assert row() == (5, 2), "the others are still under way"
+    device.reached = 4
+    with group.operation(on_cuda):
+        pass
+    assert row() == (6, 4)
+    device.reached = 6
+    group.poll()
+    assert row() == (6, 6)
