@@ -4,10 +4,14 @@ Started as one process, it forks the ranks; under torchrun every process is one.
 start-up over all measurements of the same environment. A measurement that fails (out of memory, a rank that hangs)
 ends the session, because a rank that failed leaves its peers inside collectives: the failure is written down, and a
 new session goes on with the next one. Under torchrun that takes ``--max-restarts``.
+
+Nothing outlasts ``budget_s``: ranks start no round that would not end in time, and what still runs then is killed.
+Under torchrun, whose processes are not ours to kill, only the former holds, and a restart begins a new budget.
 """
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import os
@@ -52,7 +56,7 @@ class Plan:
     folder: Path
     report: Report
     budget_s: float = 0.0
-    limit_s: float = 300.0
+    limit_s: float = 150.0
 
 
 class Journal:
@@ -61,10 +65,14 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def add(self, number: int, line: dict[str, Any]) -> None:
-        """Append a line; one write, so that lines of several ranks do not mix."""
+    def add(self, number: int, line: dict[str, Any]) -> bool:
+        """Append the line of an entry that has none; whether it had none. Ranks that fail together all try."""
         with self.path.open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if number in self.done():
+                return False
             file.write(json.dumps({"entry": number, **line}) + "\n")
+        return True
 
     def lines(self) -> list[dict[str, Any]]:
         """All lines."""
@@ -129,15 +137,18 @@ def _fork_session(plan: Plan, journal: Journal, todo: Sequence[int], store: Path
             os._exit(_forked_rank(plan, journal, todo, rank, store, deadline))
         running[child] = rank
     before = len(journal.lines())
-    problem = _wait(running, journal, plan.limit_s)
+    problem = _wait(running, journal, plan.limit_s, deadline)
     explained = any("rank" in line for line in journal.lines()[before:])
     left = [index for index in todo if index not in journal.done()]
     if problem and left and not explained:
-        _note(plan, journal, left[0], {"failed": problem})
+        _note(plan, journal, left[0], {"skipped" if problem == _TIME_IS_UP else "failed": problem})
 
 
-def _wait(running: dict[int, int], journal: Journal, limit_s: float) -> str:
-    """Until all ranks have ended; kills the rest when one fails or nothing is done in time, and says why."""
+def _wait(running: dict[int, int], journal: Journal, limit_s: float, end: float) -> str:
+    """Until all ranks have ended; kills the rest when one fails, nothing is done in time, or at ``end``; says why.
+
+    ``end``: time.time() at which the whole budget is used up; 0: never.
+    """
     problem, touched, deadline = "", journal.touched(), time.monotonic() + limit_s
     while running:
         child, status = os.waitpid(-1, os.WNOHANG)
@@ -149,8 +160,9 @@ def _wait(running: dict[int, int], journal: Journal, limit_s: float) -> str:
             continue
         if not problem and (now := journal.touched()) != touched:
             touched, deadline = now, time.monotonic() + limit_s
-        if time.monotonic() > deadline:
-            problem = problem or f"did nothing within {limit_s:.0f} s"
+        out_of_budget = bool(end) and time.time() > end
+        if deadline < float("inf") and (out_of_budget or time.monotonic() > deadline):
+            problem = problem or (_TIME_IS_UP if out_of_budget else f"did nothing within {limit_s:.0f} s")
             for child in running:
                 os.kill(child, signal.SIGKILL)
             deadline = float("inf")
@@ -202,8 +214,7 @@ def _rank(
         return 0
     except BaseException as error:
         traceback.print_exc()
-        if number not in journal.done():
-            _note(plan, journal, number, {"name": plan.entries[number].name, "failed": _reason(error), "rank": rank})
+        _note(plan, journal, number, {"failed": _reason(error), "rank": rank})
         return 1
 
 
@@ -236,9 +247,9 @@ def _line(session: Session, entry: Entry, folder: Path) -> dict[str, Any]:
 
 def _note(plan: Plan, journal: Journal, number: int, line: dict[str, Any]) -> None:
     line = {"name": plan.entries[number].name, **line}
-    journal.add(number, line)
-    plan.report(line)
-    sys.stdout.flush()
+    if journal.add(number, line):
+        plan.report(line)
+        sys.stdout.flush()
 
 
 def _reason(error: BaseException) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ from benchmarks.step_profile import profile_steps
 from megascale_common import flops
 
 _Legs = dict[str, list[Leg]]
+# What would end after the budget is not begun: the ranks are killed then, and what an entry has found so far with them.
+_MARGIN = 1.25  # of what the longest round so far took
+_PROFILE_S = 60.0  # for two steps, and for collecting and writing their trace
 
 
 def measure(session: Session, entry: Entry, folder: Path) -> dict[str, Any]:
@@ -48,7 +52,7 @@ def measure(session: Session, entry: Entry, folder: Path) -> dict[str, Any]:
         (folder / entry.losses).write_text(_loss_lines(legs[last][0].losses))
     if entry.repeats:
         result["repeats"] = _repeats(session, entry)
-    if entry.profile:
+    if entry.profile and not session.out_of_time(_PROFILE_S):
         result["profile"] = profile_steps(session, entry.run, folder / entry.profile)
     return result
 
@@ -111,11 +115,14 @@ def _rounds(session: Session, entry: Entry) -> _Legs:
     turns: list[tuple[str, Run, tuple[str, ...]]] = [(v.label, v.run, ()) for v in entry.variants]
     turns += [(_without(name), _plain(entry.run, name), (name,)) for name in entry.exposed]
     legs: _Legs = {label: [] for label, _, _ in turns}
+    longest_s = 0.0
     for number in range(entry.rounds):
-        if number and session.out_of_time():
+        if number and session.out_of_time(_MARGIN * longest_s):
             break
+        begin = time.monotonic()
         for label, run, without in turns:
             legs[label].append(session.leg(run, without))
+        longest_s = max(longest_s, time.monotonic() - begin)
     return legs
 
 
@@ -165,10 +172,15 @@ def _exposure(session: Session, run: Run, legs: list[Leg], without: list[Leg], d
 
 def _repeats(session: Session, entry: Entry) -> dict[str, Any]:
     """Runs from the same initial values: do they give the same losses, and how far apart are their times?"""
-    legs = []
+    legs: list[Leg] = []
+    longest_s = 0.0
     for _ in range(entry.repeats):
+        if len(legs) > 1 and session.out_of_time(_MARGIN * longest_s):  # one run alone would equal itself
+            break
+        begin = time.monotonic()
         session.forget(entry.run)
         legs.append(session.leg(entry.run))
+        longest_s = max(longest_s, time.monotonic() - begin)
     steps = list(zip(*(leg.losses for leg in legs), strict=True))
     medians = [statistics.median(leg.times_s) for leg in legs]
     return {

@@ -2,7 +2,7 @@
 
     python benchmarks/operators.py --quick                          # a dry run at tiny shapes, on a CPU too
     python benchmarks/operators.py --only cross_entropy,adamw --hidden 4096 --tp 1,2
-    python benchmarks/operators.py --json > operators.jsonl
+    python benchmarks/operators.py --json --budget-s 540 > operators.jsonl
 
 The floor of a pass is the larger of its bytes over the device's copy bandwidth and its FLOP over the device's rate in a
 large GEMM, both measured here. Times are the device's own: cold caches, no waiting for the host. Errors are those of
@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -83,29 +85,33 @@ def main(arguments: Sequence[str]) -> int:
     else:
         print(", ".join(f"{name} {value}" for name, value in machine.items()), *_header(), sep="\n", flush=True)
     failed = False
+    end = time.monotonic() + options.budget_s if options.budget_s else math.inf
     for name in options.only:
         done = set()  # tp or hidden size alone may decide the shape
         for shape in _shapes(options, device, dtype):
+            if time.monotonic() > end:
+                break
             case = CASES[name](shape)
             if case.shape in done:
                 continue
             done.add(case.shape)
-            for row in measure(name, case, dtype, meter, limits, options.ways):
+            ways = (way for way in options.ways if time.monotonic() < end)
+            for row in measure(name, case, dtype, meter, limits, ways):
                 print(json.dumps(asdict(row)) if options.json else _line(row), flush=True)
                 failed |= row.failed
     return int(failed)
 
 
 def measure(
-    operator: str, case: Case, dtype: torch.dtype, meter: Meter, limits: tuple[float, float], ways: Sequence[str]
+    operator: str, case: Case, dtype: torch.dtype, meter: Meter, limits: tuple[float, float], ways: Iterable[str]
 ) -> Iterator[Row]:
-    """The rows of one case: every pass of every way."""
+    """The rows of one case: every pass of every way, of which ``ways`` may end at any time."""
     exact: Tensors | None = None
     try:
         exact = _results(case.ways[REFERENCE](torch.float64))
     except torch.OutOfMemoryError:
         pass  # times are still worth having
-    for way in (name for name in case.ways if name in ways):
+    for way in (name for name in ways if name in case.ways):
         try:
             passes = case.ways[way](dtype)
             errors = _errors(_results(passes), exact) if exact is not None else (None, None)
@@ -183,6 +189,7 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", type=_choice(known), default=known, help=f"of {', '.join(known)}")
     parser.add_argument("--repeats", type=int, default=20, help="times taken of each")
     parser.add_argument("--quick", action="store_true", help="one tiny shape, two repeats: a dry run")
+    parser.add_argument("--budget-s", type=float, default=0.0, help="begin nothing new after this time")
     parser.add_argument("--json", action="store_true", help="JSON lines, the machine first")
     return parser
 

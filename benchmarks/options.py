@@ -97,8 +97,8 @@ def add_machine(parser: argparse.ArgumentParser, device_count: int) -> None:
     parser.add_argument("--ranks", type=int, default=0, help="default: tp * pp * dp, else all devices")
     parser.add_argument("--folder", type=Path, default=Path("."), help="where relative files go")
     parser.add_argument("--results", default="", help="JSON lines, one per measurement, written as they come")
-    parser.add_argument("--budget-s", type=float, default=0.0, help="start nothing new after this time")
-    parser.add_argument("--limit-s", type=float, default=300.0, help="kill ranks that do nothing for so long")
+    parser.add_argument("--budget-s", type=float, default=0.0, help="end after this time, whatever is left")
+    parser.add_argument("--limit-s", type=float, default=150.0, help="kill ranks that do nothing for so long")
     parser.add_argument("--json", action="store_true", help="print JSON lines")
 
 

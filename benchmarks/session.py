@@ -64,7 +64,7 @@ class Session:
     Args:
         store: where the ranks meet; fresh.
         deadline: time.time() after which :meth:`out_of_time` says so; 0: never.
-        on_leg: called after every leg.
+        on_step: called after every step whose result was read.
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class Session:
         store: Store,
         device: torch.device,
         deadline: float,
-        on_leg: Callable[[], None] = lambda: None,
+        on_step: Callable[[], None] = lambda: None,
     ) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
-        self._store, self._deadline, self._on_leg = store, deadline, on_leg
+        self._store, self._deadline, self._on_step = store, deadline, on_step
         self._layout: object = None
         self._layouts = 0
         self._groups: Groups | None = None
@@ -110,7 +110,6 @@ class Session:
         gc.enable()
         peak = torch.cuda.max_memory_allocated(self.device) - resident.allocated_before if self._cuda else 0
         copied = (self._silent.copied_bytes if self._silent else 0) - copied_before
-        self._on_leg()
         slowest = self.maximum(*times[warmup:], float(peak))
         return Leg(slowest[:-1], losses, int(slowest[-1]), copied / steps)
 
@@ -131,18 +130,19 @@ class Session:
         if self._groups is not None:
             self.maximum(0.0)
 
-    def out_of_time(self) -> bool:
-        """Whether the time is up for any rank; the same answer for all. Before the first leg it is not asked."""
+    def out_of_time(self, ahead_s: float = 0.0) -> bool:
+        """Whether on any rank the time is up, or would be in ``ahead_s``; the same answer for all.
+
+        Before the first leg it is not asked.
+        """
         if not self._deadline or self._groups is None:
             return False
-        return self.maximum(float(time.time() > self._deadline))[0] > 0
+        return self.maximum(float(time.time() + ahead_s > self._deadline))[0] > 0
 
     def forget(self, run: Run | None = None) -> None:
         """Free the trainer of ``run``, or all of them."""
         self._trainers = {key: kept for key, kept in self._trainers.items() if run is not None and key != run}
-        gc.collect()
-        if self._cuda:
-            torch.cuda.empty_cache()
+        self._empty_cache()
 
     def close(self) -> None:
         """Free everything and leave the groups."""
@@ -161,6 +161,11 @@ class Session:
             clock.lap()
         return 2 * source.numel() / min(clock.times_s())
 
+    def _empty_cache(self) -> None:
+        gc.collect()
+        if self._cuda:
+            torch.cuda.empty_cache()
+
     @property
     def _cuda(self) -> bool:
         return self.device.type == "cuda"
@@ -175,9 +180,11 @@ class Session:
             clock.lap()
             if previous is not None:
                 losses.append(previous.read().loss)
+                self._on_step()
             previous = result
         assert previous is not None
         losses.append(previous.read().loss)
+        self._on_step()
         return clock.times_s(), losses
 
     def _resident(self, run: Run) -> _Resident:
@@ -185,6 +192,7 @@ class Session:
             config = self.config(run)
             groups = self._meet(config)
             self._make_room(config)
+            self._empty_cache()  # peer memory and communicators get theirs from the device, which the cache may hold
             before = torch.cuda.memory_allocated(self.device) if self._cuda else 0
             if self._cuda:
                 torch.cuda.reset_peak_memory_stats(self.device)

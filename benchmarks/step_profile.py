@@ -27,7 +27,8 @@ _DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 # Parts of kernels' names, looked for in this order: cuDNN's and flash attention are built of GEMM templates.
 _NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("communication", ("nccl", "symmetric_memory", "barrier_kernel", "signal_kernel")),
-    ("attention", ("flash", "fmha", "sdpa", "attention")),
+    # the last two are what cuDNN runs before and after the backward of attention
+    ("attention", ("flash", "fmha", "sdpa", "attention", "compute_dot_do_o", "convert_dq")),
     ("gemm", ("gemm", "gemv", "nvjet", "cutlass", "cublas", "splitk", "xmma")),
 )
 _TOP = 12

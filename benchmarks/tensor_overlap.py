@@ -9,7 +9,8 @@ Each model's input projection (all-gather, then product) and output projection (
 parallel block has the widths of one rank at the model's own tp, whatever the number of ranks. "pull" and "push" move
 what the collective moves by copies between peer memories, with two barriers and without a product. Overlapped columns
 say into how many steps the peers' rows are cut. A figure is the slowest rank's, the median of rounds, in milliseconds;
-the JSON line has the least and the most as well. Data are random: zeros would flatter a product.
+the JSON lines, one per shape as it is measured, have the least and the most as well. Data are random: zeros would
+flatter a product.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ Run = Callable[[], object]
 
 
 def main() -> None:
-    """Measure all shapes; rank 0 prints the table and the JSON line."""
+    """Measure all shapes; rank 0 prints a JSON line for each as it comes, and the table."""
     arguments = _parser().parse_args()
     device = torch.device("cpu")
     if arguments.device == "cuda":
@@ -57,14 +58,20 @@ def main() -> None:
         raise SystemExit(f"nothing to overlap: {reason}")
     tp = Group("tp", tuple(range(dist.get_world_size())), dist.get_rank(), world, None)
     torch.manual_seed(tp.index)
-    found = [row for model in arguments.models for row in _measure(model, tp, device, arguments)]
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    about = {"device": name, "ranks": tp.size, "torch": torch.__version__, "shrink": arguments.shrink}
+    found = []
+    for model in arguments.models:
+        for row in _measure(model, tp, device, arguments):
+            if tp.index == 0:
+                print(json.dumps({**about, **row}), flush=True)
+            found.append(row)
     if tp.index == 0:
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        _report(found, {"device": name, "ranks": tp.size, "torch": torch.__version__, "shrink": arguments.shrink})
+        _report(found, about)
     dist.destroy_process_group()
 
 
-def _measure(model: str, tp: Group, device: torch.device, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def _measure(model: str, tp: Group, device: torch.device, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Both projections of a model."""
     sizes = MODELS[model]
     hidden, sequence, width_in, width_out = (sizes[i] // arguments.shrink for i in (0, 1, 3, 4))
@@ -98,17 +105,13 @@ def _measure(model: str, tp: Group, device: torch.device, arguments: argparse.Na
         **{str(n): lambda n=n: overlapped[n].multiply_scatter(wide, out_of) for n in CHUNKS},
     }
     tokens = sequence * sizes[2]
-    return [
-        {
-            "model": model,
-            "shape": shape,
-            **{key: _time(run, tp, device, memory, arguments) for key, run in runs.items()},
-        }
-        for shape, runs in (
-            (f"all-gather + [{tokens} x {hidden}] x [{hidden} x {width_in}]", gathering),
-            (f"[{tokens} x {width_out}] x [{width_out} x {hidden}] + reduce-scatter", scattering),
-        )
-    ]
+    shapes = (
+        (f"all-gather + [{tokens} x {hidden}] x [{hidden} x {width_in}]", gathering),
+        (f"[{tokens} x {width_out}] x [{width_out} x {hidden}] + reduce-scatter", scattering),
+    )
+    for shape, runs in shapes:
+        times = {key: _time(run, tp, device, memory, arguments) for key, run in runs.items()}
+        yield {"model": model, "shape": shape, **times}
 
 
 def _copy_all(memory: PeerMemory, part: torch.Tensor, whole: torch.Tensor, *, pull: bool) -> None:
@@ -156,7 +159,6 @@ def _report(rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
     for row in rows:
         figures = [f"{row[key]['median']:.3f}" for key in columns]
         print(f"| {row['model']} | {row['shape']} | {' | '.join(figures)} |")
-    print(json.dumps({**about, "rows": rows}))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.harness.ranks import REPOSITORY, rank_pool
+from tests.harness.ranks import REPOSITORY, RankPool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")]
 
@@ -18,11 +18,10 @@ TIMEOUT_S = 180.0
 
 
 @pytest.mark.parametrize("layout", [["--tp", "2"], ["--pp", "2"], ["--dp", "2"]], ids=["tp", "pp", "dp"])
-def test_figures_and_the_split_of_a_step(layout: list[str], tmp_path: Path) -> None:
+def test_figures_and_the_split_of_a_step(layout: list[str], pool: RankPool, tmp_path: Path) -> None:
     options = [*layout, *SMALL, "--exposed", "all", "--rounds", "2", "--profile", "trace.json.gz"]
-    with rank_pool() as pool:
-        program = "tests.harness.benchmarking:measured"
-        found = pool.run(program, 2, tmp_path, timeout_s=TIMEOUT_S, arguments=options)[0]
+    program = "tests.harness.benchmarking:measured"
+    found = pool.run(program, 2, tmp_path, timeout_s=TIMEOUT_S, arguments=options)[0]
     assert found["memory_gib"] > 0
     assert found["step_time_s"]["min"] > 0
     split = found["profile"]
@@ -32,12 +31,11 @@ def test_figures_and_the_split_of_a_step(layout: list[str], tmp_path: Path) -> N
     assert found["exposed"]["all"]["share"] < 1.0
 
 
-def test_a_rank_can_train_while_its_peer_does_nothing(tmp_path: Path) -> None:
+def test_a_rank_can_train_while_its_peer_does_nothing(pool: RankPool, tmp_path: Path) -> None:
     program = "tests.harness.benchmarking:steps_without_peers"
-    with rank_pool() as pool:
-        for result in pool.run(program, 2, tmp_path, timeout_s=TIMEOUT_S, arguments=["--tp", "2", *SMALL]):
-            assert result["finite"]
-            assert result["copied"] > 0
+    for result in pool.run(program, 2, tmp_path, timeout_s=TIMEOUT_S, arguments=["--tp", "2", *SMALL]):
+        assert result["finite"]
+        assert result["copied"] > 0
 
 
 def test_a_sweep_goes_on_after_a_configuration_that_has_no_room(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from tests.harness.kernels import gradients_of, relative_error
-from tests.harness.ranks import RankPool, rank_pool
+from tests.harness.ranks import RankPool
 from tests.harness.training import tiny_job
 
 from megascale_executor.trainer.model.weights import Weight
@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 CUDA = torch.device("cuda")
 SLACK = 1.3  # how much larger than torch eager's own error a fused one may be
+TIMEOUT_S = 200.0  # of a run whose kernels may have to be compiled first
 FLOOR = 1e-5  # a relative error that needs no comparison
 Run = Callable[[Operators, Sequence[torch.Tensor], Sequence[Weight]], torch.Tensor | tuple[torch.Tensor, ...]]
 
@@ -167,12 +168,6 @@ def test_attention_backends_that_are_here(backend: str, window: int) -> None:
         assert relative_error(ours, right) < 2e-2
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with rank_pool() as ready:
-        yield ready
-
-
 def _job(kernels: str, model: dict[str, Any], tp: int, recompute: str) -> dict[str, Any]:
     return tiny_job(
         model={"hidden_size": 128, "heads": 8, "sequence_length": 64, **model},
@@ -196,14 +191,10 @@ def test_the_trainer_trains_alike_and_never_waits(
 ) -> None:
     if torch.cuda.device_count() < tp:
         pytest.skip(f"needs {tp} CUDA devices, there are {torch.cuda.device_count()}")
-    program = "tests.harness.training:train"
-    losses = {}
-    for kernels in ("torch", "triton"):
-        job = _job(kernels, model, tp, recompute)
-        found = pool.run(program, tp, tmp_path / kernels, 300, job=job, steps=10)
-        losses[kernels] = [record["loss"] for record in found[0]["records"]]
-    np.testing.assert_allclose(losses["triton"], losses["torch"], rtol=0, atol=3e-2)
-    assert losses["triton"][-1] < losses["triton"][0] - 0.3, "the model did not learn: the comparison proves little"
+    jobs = [_job(kernels, model, tp, recompute) for kernels in ("torch", "triton")]
+    found = pool.run("tests.harness.training:train_each", tp, tmp_path / "train", TIMEOUT_S, jobs=jobs, steps=10)
+    plain, fused = ([record["loss"] for record in records] for records in found[0])
+    np.testing.assert_allclose(fused, plain, rtol=0, atol=3e-2)
+    assert fused[-1] < fused[0] - 0.3, "the model did not learn: the comparison proves little"
     program = "tests.harness.training:step_without_sync"
-    for result in pool.run(program, tp, tmp_path / "wait", 300, job=_job("triton", model, tp, recompute)):
-        assert result["error"] == ""
+    assert pool.run(program, tp, tmp_path / "wait", TIMEOUT_S, jobs=jobs[1:]) == [1] * tp

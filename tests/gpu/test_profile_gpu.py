@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.harness.ranks import rank_pool
+from tests.harness.ranks import RankPool
 from tests.harness.training import tiny_job
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -19,7 +19,7 @@ STEPS = 7
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-def test_a_trace_has_the_kernels_of_its_steps_and_changes_no_loss(tmp_path: Path, pp: int) -> None:
+def test_a_trace_has_the_kernels_of_its_steps_and_changes_no_loss(pp: int, pool: RankPool, tmp_path: Path) -> None:
     if torch.cuda.device_count() < pp:
         pytest.skip(f"needs {pp} CUDA devices, there are {torch.cuda.device_count()}")
     job = tiny_job(parallelism={"pp": pp}, training={"precision": "bf16", "deterministic": True})
@@ -28,10 +28,8 @@ def test_a_trace_has_the_kernels_of_its_steps_and_changes_no_loss(tmp_path: Path
         "5": {"id": "two", "first_step": 6, "last_step": 6},
     }
     found = {}
-    with rank_pool() as pool:
-        for name, given in (("with", commands), ("without", {})):
-            (tmp_path / name).mkdir()
-            found[name] = pool.run(PROGRAM, pp, tmp_path / name, job=job, steps=STEPS, commands=given)
+    for name, given in (("with", commands), ("without", {})):
+        found[name] = pool.run(PROGRAM, pp, tmp_path / name, 120, job=job, steps=STEPS, commands=given)
     assert [rank["losses"] for rank in found["with"]] == [rank["losses"] for rank in found["without"]]
     for rank, outcome in enumerate(found["with"]):
         assert [answer["state"] for answer in outcome["answers"]] == ["written", "written"], outcome["answers"]

@@ -5,23 +5,16 @@ One process per device. Data are small whole numbers, whose sums are exact in an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from tests.harness.ranks import RankPool, rank_pool
+from tests.harness.ranks import RankPool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 PROGRAMS = "tests.harness.tensor_products"
 SIZES = pytest.mark.parametrize("size", [2, 4, 8])
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with rank_pool() as ready:
-        yield ready
 
 
 def _need(devices: int) -> None:
@@ -40,7 +33,7 @@ def test_products_are_the_plain_ones(
 ) -> None:
     _need(size)
     arguments = {"dtype": dtype, "part_bytes": part_bytes, "operations": operations, "delay_s": 2e-4}
-    for wrong in pool.run(f"{PROGRAMS}:compare", size, tmp_path, 240, chunks=[1, 2, 3, 8], **arguments):
+    for wrong in pool.run(f"{PROGRAMS}:compare", size, tmp_path, 200, chunks=[1, 2, 3, 8], **arguments):
         assert set(wrong.values()) == {0}, wrong
 
 

@@ -1,25 +1,26 @@
 """The trainer on CUDA and NCCL: layouts against one device, repeatability, resume, and a step that never waits.
 
-One process per device, forked from a template that imported torch and never touched CUDA. Layouts that need more
+One process per device, forked from a template that imported torch and never touched CUDA, and kept for all tests.
+A layout's groups are made once for several jobs, because connecting takes longer than training. Layouts that need more
 devices than there are skip.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tests.harness.ranks import RankPool, rank_pool
+from tests.harness.ranks import RankPool
 from tests.harness.training import assemble, hiding, tiny_job
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-TRAIN = "tests.harness.training:train"
+TRAIN_EACH = "tests.harness.training:train_each"
+TIMEOUT_S = 120.0
 STEPS = 10
 # bf16 keeps 8 bits: activations differ by 2^-8 between layouts, which a loss of 5.7 averaged over tokens mostly cancels
 TOLERANCES = {"fp32": 1e-4, "bf16": 3e-2}
@@ -45,19 +46,13 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with rank_pool() as ready:
-        yield ready
-
-
 def _world_size(parallelism: dict[str, Any]) -> int:
     return math.prod(parallelism.get(axis, 1) for axis in ("tp", "pp", "dp"))
 
 
 def _name(parallelism: dict[str, Any]) -> str:
     return "".join(
-        key + (str(value) if isinstance(value, int) else "-".join(value)) for key, value in parallelism.items()
+        key + ("-".join(value) if isinstance(value, dict) else str(value)) for key, value in parallelism.items()
     )
 
 
@@ -75,24 +70,39 @@ def _job(precision: str, parallelism: dict[str, Any], block: str = "parallel", *
     )
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("block", ["parallel", "serial"])
+KINDS = [(precision, block) for precision in ("fp32", "bf16") for block in ("parallel", "serial")]
+
+
+@pytest.fixture(scope="module")
+def alone(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[dict[str, Any]]]]:
+    """What one device makes of each of ``KINDS``: the folder of its values, and the records."""
+    folder = tmp_path_factory.mktemp("alone")
+    jobs = [_job(precision, {}, block) for precision, block in KINDS]
+    [records] = pool.run(TRAIN_EACH, 1, folder, TIMEOUT_S, jobs=jobs, steps=STEPS)
+    return folder, records
+
+
 @pytest.mark.parametrize("parallelism", LAYOUTS, ids=_name)
 def test_layout_trains_as_one_device(
-    parallelism: dict[str, Any], block: str, precision: str, pool: RankPool, tmp_path: Path
+    parallelism: dict[str, Any],
+    alone: tuple[Path, list[list[dict[str, Any]]]],
+    pool: RankPool,
+    tmp_path: Path,
 ) -> None:
     world_size = _world_size(parallelism)
     _need(world_size)
-    [expected] = pool.run(TRAIN, 1, tmp_path / "one", 120, job=_job(precision, {}, block), steps=STEPS)
-    many = pool.run(TRAIN, world_size, tmp_path / "many", 120, job=_job(precision, parallelism, block), steps=STEPS)
-    ours, theirs = ([record["loss"] for record in found["records"]] for found in (many[0], expected))
-    for result in many:
-        assert result["records"] == many[0]["records"]
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=TOLERANCES[precision])
-    assert theirs[-1] < theirs[0] - 0.3, "the model did not learn: the comparison proves little"
-    initial = assemble(tmp_path / "many", "initial", world_size)
-    for name, values in assemble(tmp_path / "one", "initial", 1).items():
-        np.testing.assert_array_equal(initial[name], values, err_msg=name)
+    jobs = [_job(precision, parallelism, block) for precision, block in KINDS]
+    many = pool.run(TRAIN_EACH, world_size, tmp_path, TIMEOUT_S, jobs=jobs, steps=STEPS)
+    assert all(records == many[0] for records in many), "ranks tell different records"
+    folder, expected = alone
+    for number, (precision, block) in enumerate(KINDS):
+        kind = f"{precision}, {block} block"
+        ours, theirs = ([record["loss"] for record in found[number]] for found in (many[0], expected))
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=TOLERANCES[precision], err_msg=kind)
+        assert theirs[-1] < theirs[0] - 0.3, f"{kind}: the model did not learn: the comparison proves little"
+        initial = assemble(tmp_path / str(number), "initial", world_size)
+        for name, values in assemble(folder / str(number), "initial", 1).items():
+            np.testing.assert_array_equal(initial[name], values, err_msg=f"{kind}: {name}")
 
 
 @pytest.mark.parametrize(
@@ -107,10 +117,8 @@ def test_posting_receives_ahead_changes_no_bit(
     jobs = [
         _job("bf16", sizes | overlap, deterministic=True, global_batch_size=samples) for overlap in ({}, hiding("pp"))
     ]
-    plain, ahead = (
-        pool.run(TRAIN, sizes["pp"], tmp_path / str(n), 120, job=job, steps=3) for n, job in enumerate(jobs)
-    )
-    assert ahead == plain
+    for plain, ahead in pool.run(TRAIN_EACH, sizes["pp"], tmp_path, TIMEOUT_S, jobs=jobs, steps=3):
+        assert ahead == plain
 
 
 @pytest.mark.parametrize(
@@ -132,15 +140,17 @@ def test_deterministic_mode_repeats_and_resumes_bit_for_bit(
     world_size = _world_size(parallelism)
     _need(world_size)
     job = _job("bf16", parallelism, deterministic=True)
-    first, second = (pool.run(TRAIN, world_size, tmp_path / run, 120, job=job, steps=STEPS) for run in ("a", "b"))
-    assert first == second
-    resumed = pool.run("tests.harness.training:train_and_resume", world_size, tmp_path / "c", 120, job=job)
+    # three times in the same processes, the last one through groups of its own
+    first = pool.run(TRAIN_EACH, world_size, tmp_path / "a", TIMEOUT_S, jobs=[job, job], steps=STEPS)
+    second = pool.run(TRAIN_EACH, world_size, tmp_path / "b", TIMEOUT_S, jobs=[job], steps=STEPS)
+    for (one, two), [three] in zip(first, second, strict=True):
+        assert one == two == three
+    resumed = pool.run("tests.harness.training:train_and_resume", world_size, tmp_path / "c", TIMEOUT_S, job=job)
     for result in resumed:
         assert result["resumed"] == result["uninterrupted"]
         assert result["states_equal"]
 
 
-@pytest.mark.parametrize("documents", [True, False])
 @pytest.mark.parametrize(
     "parallelism",
     [
@@ -153,14 +163,12 @@ def test_deterministic_mode_repeats_and_resumes_bit_for_bit(
     ],
     ids=_name,
 )
-def test_a_step_never_waits_for_the_device(
-    parallelism: dict[str, Any], documents: bool, pool: RankPool, tmp_path: Path
-) -> None:
+def test_a_step_never_waits_for_the_device(parallelism: dict[str, Any], pool: RankPool, tmp_path: Path) -> None:
     world_size = _world_size(parallelism)
     _need(world_size)
-    job = {**_job("bf16", parallelism), "data": {"document_attention": documents}}
-    for result in pool.run("tests.harness.training:step_without_sync", world_size, tmp_path, 120, job=job):
-        assert result["error"] == ""
+    jobs = [{**_job("bf16", parallelism), "data": {"document_attention": documents}} for documents in (True, False)]
+    program = "tests.harness.training:step_without_sync"
+    assert pool.run(program, world_size, tmp_path, TIMEOUT_S, jobs=jobs) == [2] * world_size
 
 
 @pytest.mark.parametrize("parallelism", [{"dp": 2}, {"tp": 2, "dp": 2, "recompute": "full"}])
@@ -175,7 +183,7 @@ def test_overlapped_data_parallelism_changes_no_bit(
         for overlap in (False, True)
     ]
     program = "tests.harness.training:train_in_several_ways"
-    for plain, overlapped in pool.run(program, world_size, tmp_path, 120, jobs=jobs, lag_cycles=1_000_000_000):
+    for plain, overlapped in pool.run(program, world_size, tmp_path, TIMEOUT_S, jobs=jobs, lag_cycles=1_000_000_000):
         assert overlapped == plain
 
 
@@ -189,14 +197,14 @@ def test_the_status_page_follows_the_device(pool: RankPool, tmp_path: Path) -> N
 def test_all_ranks_skip_together(pool: RankPool, tmp_path: Path) -> None:
     _need(2)
     job = _job("bf16", {"dp": 2})
-    for result in pool.run("tests.harness.training:train_with_a_broken_replica", 2, tmp_path, 120, job=job):
+    for result in pool.run("tests.harness.training:train_with_a_broken_replica", 2, tmp_path, TIMEOUT_S, job=job):
         assert result["skipped"] == [False, True, False]
         assert result["votes"] == [0, 1, 0]
         assert result["unchanged"]
 
 
 def test_an_update_waits_for_a_snapshot_on_another_stream(pool: RankPool, tmp_path: Path) -> None:
-    [result] = pool.run("tests.harness.training:snapshot_beside_a_step", 1, tmp_path, 120, job=_job("bf16", {}))
+    [result] = pool.run("tests.harness.training:snapshot_beside_a_step", 1, tmp_path, TIMEOUT_S, job=_job("bf16", {}))
     assert result == {"copied_what_was": True, "went_on": True}
 
 
@@ -206,17 +214,17 @@ def test_evaluation_is_the_loss_of_a_step_without_the_step(
 ) -> None:
     world_size = _world_size(parallelism)
     _need(world_size)
-    for result in pool.run("tests.harness.training:evaluate", world_size, tmp_path, 120, job=_job("fp32", parallelism)):
+    for result in pool.run(
+        "tests.harness.training:evaluate", world_size, tmp_path, TIMEOUT_S, job=_job("fp32", parallelism)
+    ):
         assert result["before"][0] == pytest.approx(result["losses"][0], abs=TOLERANCES["fp32"])
         assert result["after"] == pytest.approx(result["again"], abs=1e-6)
         assert result["after"] < result["before"][1]
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_recomputing_changes_memory_and_not_the_losses(recompute: str, pool: RankPool, tmp_path: Path) -> None:
-    records = [
-        pool.run(TRAIN, 1, tmp_path / kind, 120, job=_job("bf16", {"recompute": kind}), steps=STEPS)[0]["records"]
-        for kind in ("none", recompute)
-    ]
-    losses = [[record["loss"] for record in run] for run in records]
-    np.testing.assert_allclose(losses[0], losses[1], rtol=0, atol=TOLERANCES["bf16"])
+def test_recomputing_changes_memory_and_not_the_losses(pool: RankPool, tmp_path: Path) -> None:
+    jobs = [_job("bf16", {"recompute": kind}) for kind in ("none", "selective", "full")]
+    [runs] = pool.run(TRAIN_EACH, 1, tmp_path, TIMEOUT_S, jobs=jobs, steps=STEPS)
+    plain, *others = ([record["loss"] for record in records] for records in runs)
+    for losses in others:
+        np.testing.assert_allclose(losses, plain, rtol=0, atol=TOLERANCES["bf16"])

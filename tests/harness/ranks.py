@@ -2,14 +2,20 @@
 
 ``RankPool.run`` starts one process per rank, calls a function of an importable module in each, and returns what they
 return. Importing torch in eight fresh processes on two cores takes seconds; forking the template takes milliseconds.
+
+On GPUs the start of a CUDA context and its libraries takes seconds again. A *resident* pool therefore keeps the ranks
+of each world size between runs. What they share is the context, never a process group: that is torn down after each
+run. A rank that fails takes its world with it, and the next run starts a new one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -30,17 +36,14 @@ class RankFailed(AssertionError):
 
 
 class RankPool:
-    """A template process. Use as a context manager; leaving it ends the template and whatever still runs."""
+    """A template process. Use as a context manager; leaving it ends the template and whatever still runs.
 
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.harness.ranks"],
-            cwd=REPOSITORY,
-            env=child_environment({"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    ``resident``: ranks stay between runs of one world size, for devices whose start is slow.
+    """
+
+    def __init__(self, *, resident: bool = False) -> None:
+        self._resident = resident
+        self._process = self._start()
 
     def run(self, program: str, world_size: int, folder: Path, timeout_s: float = 60.0, **arguments: Any) -> list[Any]:
         """Call ``module:function`` as ``function(rank, world_size, folder, **arguments)`` in ``world_size`` processes.
@@ -50,7 +53,6 @@ class RankPool:
         Raises:
             RankFailed: a rank did not return.
         """
-        assert self._process.stdin is not None and self._process.stdout is not None
         folder.mkdir(parents=True, exist_ok=True)
         request = {
             "program": program,
@@ -58,17 +60,38 @@ class RankPool:
             "folder": str(folder),
             "timeout_s": timeout_s,
             "arguments": arguments,
+            "resident": self._resident,
         }
+        try:
+            failed = self._ask(request)
+        except BaseException:  # dead, or interrupted by a test's own timeout: its answer must not meet the next run
+            self.close()
+            self._process = self._start()
+            raise
+        if failed:
+            accounts = [f"rank {rank}: {_read(folder / f'{rank}.error') or how}" for rank, how in failed.items()]
+            raise RankFailed("\n".join(accounts))
+        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
+
+    def _start(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.harness.ranks"],
+            cwd=REPOSITORY,
+            env=child_environment({"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, str]:
+        assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
             raise RankFailed("the template process died")
-        failed = json.loads(answer)["failed"]
-        if failed:
-            accounts = [f"rank {rank}: {_read(folder / f'{rank}.error') or how}" for rank, how in failed.items()]
-            raise RankFailed("\n".join(accounts))
-        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
+        failed: dict[str, str] = json.loads(answer)["failed"]
+        return failed
 
     def close(self) -> None:
         """End the template; its children die with it."""
@@ -80,9 +103,9 @@ class RankPool:
 
 
 @contextlib.contextmanager
-def rank_pool() -> Iterator[RankPool]:
+def rank_pool(*, resident: bool = False) -> Iterator[RankPool]:
     """A pool for the body of a ``with`` statement."""
-    pool = RankPool()
+    pool = RankPool(resident=resident)
     try:
         yield pool
     finally:
@@ -93,50 +116,115 @@ def _read(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def _child(request: dict[str, Any], rank: int, template: int) -> None:
-    """One rank; never returns. ``os._exit`` spares the interpreter's teardown, which takes seconds after torch."""
+class World:
+    """The processes of one run's ranks, or of all runs of one world size."""
+
+    def __init__(self, size: int) -> None:
+        self._requests: list[int] = []
+        self._ranks: dict[int, int] = {}  # by process
+        self._answers, answers = os.pipe()
+        template = os.getpid()
+        for rank in range(size):
+            requests, ours = os.pipe()
+            child = os.fork()
+            if child == 0:
+                _live(rank, template, requests, answers)
+            os.close(requests)
+            self._requests.append(ours)
+            self._ranks[child] = rank
+        os.close(answers)
+
+    def run(self, request: dict[str, Any]) -> dict[str, str]:
+        """Have all ranks do ``request``; returns those that failed and how, after which the world is to be ended."""
+        line = (json.dumps(request) + "\n").encode()
+        for pipe in self._requests:
+            with contextlib.suppress(BrokenPipeError):  # it died since: seen below
+                os.write(pipe, line)
+        waiting, failed = set(self._ranks.values()), {}
+        deadline = time.monotonic() + request["timeout_s"]
+        while waiting:
+            if select.select([self._answers], [], [], 0.005)[0]:
+                for answer in os.read(self._answers, 4096).split():  # a rank writes its answer at once
+                    rank, good = int(answer[1:]), answer[:1] == b"+"
+                    waiting.discard(rank)
+                    if not good:
+                        failed[str(rank)] = "raised"
+            for rank, how in self._dead().items():
+                if rank in waiting:
+                    waiting.discard(rank)
+                    failed[str(rank)] = how
+            if failed:
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+            if time.monotonic() > deadline:
+                failed |= {str(rank): "killed: out of time" for rank in waiting}
+                break
+        return failed
+
+    def end(self) -> None:
+        """Kill the ranks and wait for them."""
+        for child in self._ranks:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        for pipe in (*self._requests, self._answers):
+            os.close(pipe)
+
+    def _dead(self) -> dict[int, str]:
+        found = {}
+        for child in list(self._ranks):
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                found[self._ranks.pop(child)] = f"exit status {os.waitstatus_to_exitcode(status)}"
+        return found
+
+
+def _live(rank: int, template: int, requests: int, answers: int) -> None:
+    """The life of a rank; never returns. ``os._exit`` spares the interpreter's teardown: seconds after torch."""
     arm_parent_death(expected_parent_pid=template)
+    with os.fdopen(requests) as lines:
+        for line in lines:
+            good = _do(json.loads(line), rank)
+            os.write(answers, f"{'+' if good else '-'}{rank} ".encode())
+    os._exit(0)
+
+
+def _do(request: dict[str, Any], rank: int) -> bool:
+    """Call the program; whether it returned. Its result, or its traceback, is in the folder then."""
     folder = Path(request["folder"])
-    code = 0
     try:
         module, function = request["program"].split(":")
         result = getattr(importlib.import_module(module), function)(
             rank, request["world_size"], folder, **request["arguments"]
         )
+        if request["resident"]:
+            _leave_groups()
         (folder / f"{rank}.json").write_text(json.dumps(result))
     except BaseException:
         (folder / f"{rank}.error").write_text(traceback.format_exc())
-        code = 1
-    sys.stderr.flush()
-    os._exit(code)
+        return False
+    finally:
+        sys.stderr.flush()
+    return True
 
 
-def _serve(request: dict[str, Any]) -> dict[str, str]:
-    """Fork the ranks and wait for them; returns the ranks that failed and how."""
+def _leave_groups() -> None:
+    """Nothing of a run is left to the next one but the device's context and the allocator's cache."""
+    import torch.distributed as dist
+
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _serve(request: dict[str, Any], worlds: dict[int, World]) -> dict[str, str]:
+    """Have ``request`` done by the ranks that there are, or by new ones; returns the ranks that failed and how."""
     importlib.import_module(request["program"].split(":")[0])
-    template = os.getpid()
-    running: dict[int, int] = {}
-    for rank in range(request["world_size"]):
-        child = os.fork()
-        if child == 0:
-            _child(request, rank, template)
-        running[child] = rank
-    deadline = time.monotonic() + request["timeout_s"]
-    failed: dict[str, str] = {}
-    while running:
-        child, status = os.waitpid(-1, os.WNOHANG)
-        if child:
-            rank = running.pop(child)
-            if status:
-                failed[str(rank)] = f"exit status {os.waitstatus_to_exitcode(status)}"
-                deadline = min(deadline, time.monotonic() + _GRACE_S)
-        elif time.monotonic() > deadline:
-            for child, rank in running.items():
-                os.kill(child, signal.SIGKILL)
-                failed.setdefault(str(rank), "killed: out of time")
-            deadline = float("inf")
-        else:
-            time.sleep(0.005)
+    size = request["world_size"]
+    world = worlds.pop(size, None) or World(size)
+    failed = world.run(request)
+    if request["resident"] and not failed:
+        worlds[size] = world
+    else:
+        world.end()
     return failed
 
 
@@ -145,8 +233,9 @@ def _template() -> None:
     import torch
 
     torch.set_num_threads(1)
+    worlds: dict[int, World] = {}
     for line in sys.stdin:
-        print(json.dumps({"failed": _serve(json.loads(line))}), flush=True)
+        print(json.dumps({"failed": _serve(json.loads(line), worlds)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -96,6 +96,28 @@ def train(rank: int, world_size: int, folder: Path, *, job: dict[str, Any], step
     return {"records": records}
 
 
+def train_each(
+    rank: int, world_size: int, folder: Path, *, jobs: list[dict[str, Any]], steps: int
+) -> list[list[dict[str, Any]]]:
+    """Program of one rank: :func:`train` of jobs of one layout through the same groups; the records of each.
+
+    Values of job n are left in the folder ``n``.
+    """
+    groups = _groups(from_dict(jobs[0]), rank, folder)
+    found = []
+    for number, job in enumerate(jobs):
+        place = folder / str(number)
+        place.mkdir(exist_ok=True)
+        trainer = Trainer(from_dict(job), rank, groups, device_of(rank))
+        trainer.initialise()
+        _save(place / f"initial-{rank}.npz", pieces_of(trainer))
+        results = [step(trainer, rank) for _ in range(steps)]
+        found.append([asdict(result.read()) for result in results])
+        trainer.settle()
+    destroy_groups()
+    return found
+
+
 def train_and_resume(rank: int, world_size: int, folder: Path, *, job: dict[str, Any]) -> dict[str, Any]:
     """Program of one rank: six steps, and again from a slot written after the third, in a trainer of its own."""
     config = from_dict(job)
@@ -248,22 +270,24 @@ def stall(rank: int, world_size: int, folder: Path, *, job: dict[str, Any]) -> d
     return {"waited_s": time.monotonic() - begin, "error": error}
 
 
-def step_without_sync(rank: int, world_size: int, folder: Path, *, job: dict[str, Any]) -> dict[str, Any]:
-    """Program of one rank (CUDA): a warm step, then one in which any wait of the host for the device is an error."""
-    trainer = start(from_dict(job), rank, world_size, folder)
-    step(trainer, rank).read()
-    batches = micro_batches(trainer.config, 1, trainer.config.layout.coordinates(rank).dp, device_of(rank))
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    error = ""
-    try:
+def step_without_sync(rank: int, world_size: int, folder: Path, *, jobs: list[dict[str, Any]]) -> int:
+    """Program of one rank (CUDA): of each job of one layout a warm step, then one in which it is an error that the host
+    waits for the device. That error ends the rank, with the place in its traceback. Returns the number of jobs.
+    """
+    groups = _groups(from_dict(jobs[0]), rank, folder)
+    for job in jobs:
+        trainer = Trainer(from_dict(job), rank, groups, device_of(rank))
+        trainer.initialise()
+        step(trainer, rank).read()
+        batches = micro_batches(trainer.config, 1, trainer.config.layout.coordinates(rank).dp, device_of(rank))
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
         result = trainer.train_step(batches)
-    except RuntimeError as failure:
-        error = str(failure)
-    torch.cuda.set_sync_debug_mode("default")
-    if not error:
+        torch.cuda.set_sync_debug_mode("default")
         result.read()
-    return {"error": error}
+        trainer.settle()
+    destroy_groups()
+    return len(jobs)
 
 
 def snapshot_beside_a_step(rank: int, world_size: int, folder: Path, *, job: dict[str, Any]) -> dict[str, Any]:

@@ -106,6 +106,17 @@ def test_ranks_that_hang_are_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_a_command_does_not_outlast_its_budget(tmp_path: Path) -> None:
+    entries = [{"name": "long", "seq": 4096, "global_batch": 512}, {"name": "next", "seq": 32, "steps": 4}]
+    (tmp_path / "sweep.json").write_text(json.dumps(entries))
+    command = [sys.executable, "benchmarks/throughput.py", "--device", "cpu", "--budget-s", "3", "--json"]
+    command += ["--sweep", str(tmp_path / "sweep.json"), "--folder", str(tmp_path)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=True)
+    found = {line["name"]: line["skipped"] for line in map(json.loads, done.stdout.splitlines())}
+    assert found == dict.fromkeys(("long", "next"), "the time is up (--budget-s)")
+
+
 def test_nothing_new_starts_when_the_time_is_up(pool: RankPool, tmp_path: Path) -> None:
     options = ["--tp", "2", "--seq", "32", "--global-batch", "4", "--steps", "4", "--rounds", "3"]
     program = "tests.harness.benchmarking:measured"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from benchmarks import compare_losses, timing
 from benchmarks.ablation import ladder
+from benchmarks.launch import Journal
 from benchmarks.options import entry_of, read_sweep
 from benchmarks.presets import PRESETS, Refused, job
 from benchmarks.report import table, text
@@ -87,6 +88,13 @@ def test_a_layout_that_does_not_fit_is_refused_with_a_remedy() -> None:
         job(entry_of(["--tp", "16"]).run, 8, cuda=True)
     with pytest.raises(Refused, match="global_batch_size"):
         job(entry_of(["--global-batch", "9"]).run, 8, cuda=True)
+
+
+def test_an_entry_has_one_line_whoever_fails_first(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "lines.jsonl")
+    assert journal.add(3, {"failed": "a cause", "rank": 1})
+    assert not journal.add(3, {"failed": "a symptom", "rank": 0})
+    assert journal.lines() == [{"entry": 3, "failed": "a cause", "rank": 1}]
 
 
 @given(Times)

@@ -1,0 +1,136 @@
+"""What the bar scripts share: the words of their command lines, how a step is timed, and the line of a result.
+
+A peer is measured as `throughput.py` measures the trainer: the same models and batches, three steps that warm up, CUDA
+events at the ends of the others, of each step the slowest rank, of those the median; FLOP counted by the same formula.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from benchmarks import timing
+from benchmarks.presets import PRESETS, Run, job
+
+from megascale_common import flops
+from megascale_common.job_config import JobConfig
+
+WARMUP_STEPS = 3
+TIMEOUT_S = 120.0
+SHAPE = ("preset", "layers", "tp", "pp", "vpp", "seq", "micro_batch", "global_batch", "steps")
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The options that every bar has: those of `throughput.py` of the same names."""
+    found = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    found.add_argument("--preset", choices=PRESETS, default="7b")
+    for name in ("layers", "seq", "micro-batch", "global-batch"):
+        found.add_argument(f"--{name}", type=int, default=0, help="default: the preset's")
+    for name in ("tp", "pp", "vpp"):
+        found.add_argument(f"--{name}", type=int, default=1)
+    found.add_argument("--attention", choices=["cudnn", "flash"], default="cudnn", help="torch's backend")
+    found.add_argument("--steps", type=int, default=10, help=f"the first {WARMUP_STEPS} warm up")
+    found.add_argument("--results", type=Path, help="add the result to this file, as a JSON line")
+    found.add_argument("--dry-run", type=int, default=0, metavar="RANKS", help="print what this many ranks would run")
+    return found
+
+
+def job_of(options: argparse.Namespace, ranks: int) -> JobConfig:
+    """Our job of the same shape.
+
+    Raises:
+        Refused: the layout does not fit the ranks or the model.
+    """
+    run = Run(**{name: getattr(options, name) for name in SHAPE}, bias=True)
+    return job(run, ranks, cuda=True)
+
+
+def describe(config: JobConfig, options: argparse.Namespace, **more: Any) -> dict[str, Any]:
+    """What is measured, in the words of our own results; ``more`` is what the bar has besides."""
+    model, sizes, training = config.model, config.parallelism, config.training
+    return {
+        "preset": options.preset,
+        "torch": torch.__version__,
+        "ranks": config.layout.world_size,
+        "tp": sizes.tp,
+        "pp": sizes.pp,
+        "vpp": sizes.virtual_stages,
+        "dp": sizes.dp,
+        "layers": model.layers,
+        "sequence_length": model.sequence_length,
+        "micro_batch_size": training.micro_batch_size,
+        "global_batch_size": training.global_batch_size,
+        "attention": options.attention,
+        **more,
+    }
+
+
+def swiglu(config: JobConfig, multiple: int) -> JobConfig:
+    """The job with SwiGLU of (nearly) as many weights as its GELU layer of 4 h: 8/3 h, rounded up."""
+    width = -(-2 * 4 * config.model.hidden_size // 3 // multiple) * multiple
+    return replace(config, model=replace(config.model, mlp="swiglu", ffn_size=width))
+
+
+def connect(device: torch.device) -> None:
+    """Join the other ranks; the process then belongs to ``device``."""
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device, timeout=timedelta(seconds=TIMEOUT_S))
+
+
+def own_device() -> torch.device:
+    """The device of this rank."""
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+
+
+def take_times(step: Callable[[], Any], steps: int, device: torch.device) -> list[float]:
+    """Seconds of each step after those that warm up, on this rank; the host launches ahead if ``step`` lets it."""
+    gc.collect()
+    gc.disable()
+    clock = timing.StepClock(device)
+    for _ in range(steps):
+        step()
+        clock.lap()
+    gc.enable()
+    return clock.times_s()[WARMUP_STEPS:]
+
+
+def result(config: JobConfig, times_s: list[float], device: torch.device, loss: float | None) -> dict[str, Any]:
+    """Figures over all ranks, from this rank's times and, where it has one, its loss; every rank calls it."""
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    values = [*times_s, float(peak), -1.0 if loss is None else loss]
+    slowest = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    *times, memory, largest_loss = slowest.tolist()
+    found = timing.summary(times)
+    tokens_per_s = config.training.global_batch_size * config.model.sequence_length / found["p50"]
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    mfu = flops.mfu(config.model, tokens_per_s, config.layout.world_size, name)
+    return {
+        "device": name,
+        "tokens_per_s_per_device": tokens_per_s / config.layout.world_size,
+        "step_time_s": found,
+        "mfu_causal": asdict(mfu)["exact"] if mfu else None,
+        "mfu_full": asdict(mfu)["full"] if mfu else None,
+        "memory_gib": memory / 2**30,
+        "loss": largest_loss,
+    }
+
+
+def report(line: Mapping[str, Any], path: Path | None) -> None:
+    """Print a line, and add it to the file."""
+    text = json.dumps(line)
+    print(text, flush=True)
+    if path is not None:
+        with path.open("a") as file:
+            file.write(text + "\n")

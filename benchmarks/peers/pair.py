@@ -1,0 +1,205 @@
+"""A row's bar and the trainer, one after the other on the same devices, in turn: A B A B. Prints their ratio.
+
+    python benchmarks/peers/pair.py --rows benchmarks/peers/rows-8.json --packages .peers --budget-s 540
+    python benchmarks/peers/pair.py --rows benchmarks/peers/rows-8.json --only "7b DP8" --rounds 3 --results pairs.jsonl
+    python benchmarks/peers/pair.py --rows benchmarks/peers/rows-4.json --dry-run
+
+A row is a JSON object: its name, ``bar`` (a script here), ``shape`` (what both get), ``bar_options`` and ``ours``.
+Each turn is a start of its own. Every turn's line is written as it comes; a turn that fails has a line that says why.
+The ratio is that of tokens per second, ours over the bar's, pair by pair: median and range.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # a script finds its own folder first, where modules have peers' names
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from benchmarks.options import to_arguments
+
+from megascale_common.process import armed_command, child_environment
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SIDES = ("bar", "ours")
+_POLL_S = 0.1
+_ACCOUNT_LINES = 15  # of a failed turn's output
+
+Row = Mapping[str, Any]
+
+
+class Failed(RuntimeError):
+    """A turn brought no result; the message says why."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure the rows; 1 if a turn failed."""
+    options = _parser().parse_args(arguments)
+    rows = [row for row in json.loads(options.rows.read_text()) if options.only in row["name"]]
+    if options.dry_run:
+        for row in rows:
+            for side in SIDES:
+                print(" ".join(command(row, side, options.steps, Path("RESULTS"))))
+        return 0
+    end = time.monotonic() + options.budget_s if options.budget_s else float("inf")
+    found = [line for row in rows for line in _measure(row, options, end)]
+    print(table(found))
+    return int(any("failed" in line for line in found))
+
+
+def command(row: Row, side: str, steps: int, results: Path) -> list[str]:
+    """What a rank of the bar, or the starter of our ranks, runs."""
+    shared = [*to_arguments({**row["shape"], "steps": steps}), "--results", str(results)]
+    if side == "bar":
+        return [sys.executable, f"benchmarks/peers/{row['bar']}.py", *shared, *to_arguments(row["bar_options"])]
+    ours = to_arguments(row["ours"])
+    return [sys.executable, "benchmarks/throughput.py", "--ranks", str(row["devices"]), *shared, *ours, "--json"]
+
+
+def table(lines: Sequence[Mapping[str, Any]]) -> str:
+    """A markdown table of the rows that have both sides."""
+    text = ["| row | bar, tokens/s/GPU | ours, tokens/s/GPU | MFU causal: bar, ours | ours / bar |", "|---" * 5 + "|"]
+    for name in dict.fromkeys(line["row"] for line in lines):
+        rounds: dict[int, dict[str, Mapping[str, Any]]] = {}
+        for line in lines:
+            if line["row"] == name and "tokens_per_s_per_device" in line:
+                rounds.setdefault(line["round"], {})[line["side"]] = line
+        pairs = [pair for pair in rounds.values() if len(pair) == len(SIDES)]
+        if not pairs:
+            text.append(f"| {name} | no pair | | | |")
+            continue
+        speeds = {side: [pair[side]["tokens_per_s_per_device"] for pair in pairs] for side in SIDES}
+        ratios = [ours / bar for bar, ours in zip(speeds["bar"], speeds["ours"], strict=True)]
+        mfu = [_percent([pair[side]["mfu_causal"] for pair in pairs]) for side in SIDES]
+        cells = [f"{statistics.median(speeds[side]):,.0f}" for side in SIDES]
+        ratio = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}, {len(pairs)} pairs)"
+        text.append(f"| {name} | {cells[0]} | {cells[1]} | {mfu[0]}, {mfu[1]} | {ratio} |")
+    return "\n".join(text)
+
+
+def _percent(shares: Sequence[float | None]) -> str:
+    known = [share for share in shares if share is not None]
+    return f"{statistics.median(known):.1%}" if known else "-"
+
+
+def _measure(row: Row, options: argparse.Namespace, end: float) -> list[dict[str, Any]]:
+    """All turns of a row; no pair is begun that would not end in time, by the longest so far."""
+    lines: list[dict[str, Any]] = []
+    longest_s = 0.0
+    for number in range(options.rounds):
+        begin = time.monotonic()
+        if begin + longest_s > end:
+            break
+        for side in SIDES:
+            line = {"row": row["name"], "side": side, "round": number, "devices": row["devices"]}
+            try:
+                line |= _turn(row, side, options, min(time.monotonic() + options.limit_s, end))
+            except Failed as failure:
+                line["failed"] = str(failure)
+            print(json.dumps(line), flush=True)
+            if options.results:
+                with options.results.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+            lines.append(line)
+        if any("failed" in line for line in lines):
+            break
+        longest_s = max(longest_s, time.monotonic() - begin)
+    return lines
+
+
+def _turn(row: Row, side: str, options: argparse.Namespace, deadline: float) -> dict[str, Any]:
+    """The result of one side.
+
+    Raises:
+        Failed: a process failed, the time was up, or there is no figure.
+    """
+    with tempfile.TemporaryDirectory(prefix="megascale-pair-") as folder:
+        results = Path(folder) / "results.jsonl"
+        words = command(row, side, options.steps, results)
+        count = row["devices"] if side == "bar" else 1
+        path = [str(options.packages), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {"PYTHONPATH": os.pathsep.join(path if side == "bar" else path[1:])}
+        if side == "bar":
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(count)}
+        log = Path(folder) / "log"
+        with log.open("w") as out:
+            processes = [
+                subprocess.Popen(
+                    armed_command(words),
+                    cwd=REPOSITORY,
+                    env=child_environment({**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+                    if side == "bar"
+                    else child_environment(environment),
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+                for rank in range(count)
+            ]
+            problem = _wait(processes, deadline)
+        lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+        figures = [line for line in lines if "tokens_per_s_per_device" in line]
+        if not figures:
+            account = [line.get("failed", line.get("skipped", "")) for line in lines]
+            account += log.read_text(errors="replace").splitlines()[-_ACCOUNT_LINES:]
+            raise Failed("\n".join([problem or "no figure", *account]))
+        found: dict[str, Any] = figures[0]
+        return found
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> str:
+    """Until all have ended, one has failed or the time is up; then none is left. Says what went wrong."""
+    problem = ""
+    try:
+        while not problem and any(process.poll() is None for process in processes):
+            failed = [process.returncode for process in processes if process.poll()]
+            if failed:
+                problem = f"a process ended with status {failed[0]}"
+            elif time.monotonic() > deadline:
+                problem = "the time is up"
+            time.sleep(_POLL_S)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return problem
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--rows", type=Path, required=True)
+    parser.add_argument("--only", default="", help="the rows whose names hold this")
+    parser.add_argument("--packages", type=Path, default=REPOSITORY / ".peers", help="where the peers are installed")
+    parser.add_argument("--rounds", type=int, default=2, help="pairs of a row")
+    parser.add_argument("--steps", type=int, default=10, help="of a turn; the first 3 warm up")
+    parser.add_argument("--results", type=Path, help="add the lines to this file")
+    parser.add_argument("--budget-s", type=float, default=0.0, help="end after this time, whatever is left")
+    parser.add_argument("--limit-s", type=float, default=240.0, help="end a turn that takes longer")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,20 @@
+"""Ranks for all modules: a CUDA context and its libraries take seconds to start, so they are started once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from tests.harness.ranks import RankPool, rank_pool
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[RankPool]:
+    """Ranks that stay for the whole session, by world size.
+
+    cuBLAS reads its workspace when a process first uses it: too late for a deterministic job that follows another one.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    with rank_pool(resident=True) as ready:
+        yield ready
