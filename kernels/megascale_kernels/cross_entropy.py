@@ -136,8 +136,8 @@ def _gradient(
     real = logits[:, :columns]
     softmax = (real - maximum[:, None]).exp_().div_(total[:, None])
     d_logits = softmax.mul_((d_loss + d_log_z)[:, None])
-    # gather and scatter rather than scatter_add: one entry per row needs no atomics, so the result is repeatable. In one
-    # dimension, because where determinism is asked for torch makes a scatter in two wait for the device.
+    # gather and scatter rather than scatter_add: one entry per row needs no atomics, so the result is repeatable. They
+    # work in one dimension, because where determinism is asked for torch makes a scatter in two wait for the device.
     index, here = _place(local, columns)
     flat = d_logits.view(-1)
     at = index[:, 0] + torch.arange(0, flat.numel(), columns, device=flat.device)
