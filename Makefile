@@ -43,9 +43,9 @@ demo: $(READY) ## run the main job: train, lose a node, recover, compare with th
 	$(PY) -m megascale_cli demo $(DEMO_ARGS)
 
 test: $(READY) $(KERNELS_READY) ## run the tests (under 6 minutes on 2 cores)
-	$(PY) -m pytest -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
+	$(PY) -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-test-slow: $(READY) $(KERNELS_READY) ## run the tests that `make test` leaves out: benchmarks end to end
+test-slow: $(READY) $(KERNELS_READY) ## run the tests that `make test` leaves out: benchmarks, further kernels
 	$(PY) -m pytest -m slow $(PYTEST_ARGS)
 
 test-gpu: $(READY) ## run the tests that need CUDA devices

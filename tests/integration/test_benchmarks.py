@@ -66,6 +66,7 @@ def test_a_measurement_says_what_it_saw(pool: RankPool, tmp_path: Path) -> None:
         assert other["step_time_s"] == found["step_time_s"], "all ranks tell the time of the slowest"
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_on_after_a_failure(tmp_path: Path) -> None:
     small = {"seq": 32, "global_batch": 8, "steps": 4, "initial": "exact"}
     sweep = [

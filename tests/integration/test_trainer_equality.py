@@ -15,7 +15,7 @@ from tests.harness.training import assemble, hiding, tiny_job
 
 from megascale_executor.trainer.step import StepRecord
 
-STEPS = 20
+STEPS, FEW_STEPS = 20, 8
 # float32 keeps a loss of 5 to 5e-7; sums in another order differ by that much, and were seen to differ by 2.3e-7
 LOSS_TOLERANCE = 5e-6
 
@@ -75,48 +75,55 @@ def pool() -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="module")
-def reference(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
-    """What one process computes for a model, run once per model."""
+def reference(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], tuple[Any, Path]]:
+    """What one process computes for a model, run once per model and number of steps."""
 
     @functools.cache
-    def run(model: str) -> tuple[Any, Path]:
+    def run(model: str, steps: int) -> tuple[Any, Path]:
         folder = tmp_path_factory.mktemp(model)
-        return pool.run(TRAIN, 1, folder, job=tiny_job(model=MODELS[model]), steps=STEPS)[0], folder
+        return pool.run(TRAIN, 1, folder, job=tiny_job(model=MODELS[model]), steps=steps)[0], folder
 
     return run
 
 
 @pytest.mark.parametrize(
-    ("layout", "model"),
+    ("layout", "model", "steps"),
     [
-        ("tp2pp2dp2", "parallel"),
-        ("tp2pp2dp2, all overlapped", "serial"),
-        ("tp4, overlapped tp", "parallel"),
-        ("pp4, overlapped pp", "serial"),
-        ("pp3", "parallel"),
-        ("dp4, overlapped dp", "parallel"),
-        ("tp2dp2, full recompute, overlapped tp and dp", "grouped"),
-        ("one, full recompute", "parallel"),
-        ("one, selective recompute", "serial"),
-        ("pp2vpp2dp2, overlapped pp and dp", "parallel"),
-        ("pp4vpp2, full recompute, overlapped pp", "grouped"),
-        ("tp2pp2vpp2 uneven, selective recompute, overlapped tp and pp", "grouped"),
+        ("tp2pp2dp2", "parallel", STEPS),
+        ("tp2pp2dp2, all overlapped", "serial", STEPS),
+        ("tp4, overlapped tp", "parallel", STEPS),
+        ("pp4, overlapped pp", "serial", STEPS),
+        ("dp4, overlapped dp", "parallel", STEPS),
+        ("pp3", "parallel", FEW_STEPS),
+        ("tp2dp2, full recompute, overlapped tp and dp", "grouped", FEW_STEPS),
+        ("one, full recompute", "parallel", FEW_STEPS),
+        ("one, selective recompute", "serial", FEW_STEPS),
+        ("pp2vpp2dp2, overlapped pp and dp", "parallel", FEW_STEPS),
+        ("pp4vpp2, full recompute, overlapped pp", "grouped", FEW_STEPS),
+        ("tp2pp2vpp2 uneven, selective recompute, overlapped tp and pp", "grouped", FEW_STEPS),
     ],
 )
 def test_layout_trains_as_one_process(
-    layout: str, model: str, pool: RankPool, reference: Callable[[str], tuple[Any, Path]], tmp_path: Path
+    layout: str,
+    model: str,
+    steps: int,
+    pool: RankPool,
+    reference: Callable[[str, int], tuple[Any, Path]],
+    tmp_path: Path,
 ) -> None:
     sizes, micro_batch_size = LAYOUTS[layout]
     # bucket_mib 0: every layer is a bucket of its own, where the reference has one bucket for all
     training = {"micro_batch_size": micro_batch_size, "bucket_mib": 0}
     job = tiny_job(model=MODELS[model], parallelism=sizes, training=training)
     world_size = math.prod(sizes.get(axis, 1) for axis in ("tp", "pp", "dp"))
-    results = pool.run(TRAIN, world_size, tmp_path, job=job, steps=STEPS)
-    expected, folder = reference(model)
+    results = pool.run(TRAIN, world_size, tmp_path, job=job, steps=steps)
+    expected, folder = reference(model, steps)
     for result in results:
         assert result["records"] == results[0]["records"], "ranks disagree on what they computed together"
     ours, theirs = ([StepRecord(**record) for record in found["records"]] for found in (results[0], expected))
-    assert theirs[-1].loss < theirs[0].loss - 0.5, "the model did not learn: the comparison proves little"
+    assert theirs[-1].loss < theirs[0].loss - (0.5 if steps == STEPS else 0.1), (
+        "the model did not learn: the comparison proves little"
+    )
     for our, their in zip(ours, theirs, strict=True):
         assert our.loss == pytest.approx(their.loss, abs=LOSS_TOLERANCE)
         assert our.z_loss == pytest.approx(their.z_loss, rel=1e-4)

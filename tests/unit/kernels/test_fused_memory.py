@@ -15,11 +15,15 @@ from megascale_kernels.operators import triton_operators
 pytest.importorskip("triton")
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize(
-    "model",
-    [{}, {"block": "serial"}, {"mlp": "swiglu", "norm": "rmsnorm", "bias": False, "kv_heads": 2}],
-    ids=["parallel", "serial", "swiglu"],
+    ("model", "recompute"),
+    [
+        ({}, "none"),
+        ({"block": "serial"}, "selective"),
+        ({"mlp": "swiglu", "norm": "rmsnorm", "bias": False, "kv_heads": 2}, "none"),
+        ({"mlp": "swiglu", "norm": "rmsnorm", "bias": False, "kv_heads": 2}, "full"),
+    ],
+    ids=["parallel", "serial, selective recompute", "swiglu", "swiglu, full recompute"],
 )
 def test_activations_of_a_layer(model: dict[str, Any], recompute: str) -> None:
     few, many = (layers_job(layers, model, recompute=recompute) for layers in (1, 2))

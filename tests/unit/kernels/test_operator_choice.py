@@ -51,10 +51,14 @@ def _train(kernels: str, model: dict[str, Any], recompute: str) -> tuple[list[St
 @pytest.mark.parametrize(
     ("model", "recompute"),
     [
-        ({"block": "parallel", "mlp": "gelu", "norm": "layernorm"}, "none"),
+        pytest.param({"block": "parallel", "mlp": "gelu", "norm": "layernorm"}, "none", marks=pytest.mark.slow),
         ({"block": "parallel", "mlp": "swiglu", "norm": "rmsnorm", "kv_heads": 2}, "selective"),
         ({"block": "serial", "mlp": "gelu", "norm": "layernorm", "window": 3}, "full"),
-        ({"block": "serial", "mlp": "swiglu", "norm": "rmsnorm", "positions": "learned", "bias": False}, "selective"),
+        pytest.param(
+            {"block": "serial", "mlp": "swiglu", "norm": "rmsnorm", "positions": "learned", "bias": False},
+            "selective",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_fused_operators_train_as_torchs_own(model: dict[str, Any], recompute: str) -> None:
