@@ -77,6 +77,8 @@ def describe(session: Session, run: Run) -> dict[str, Any]:
         "precision": training.precision,
         "block": model.block,
         "mlp": model.mlp,
+        "ffn_size": model.ffn_width,
+        "norm": model.norm,
         "bias": model.bias,
         "attention": run.attention,
         "window": model.window,

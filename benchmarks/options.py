@@ -66,6 +66,8 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--global-batch", type=int, default=0, help="sequences in a step over all ranks")
     parser.add_argument("--block", choices=["parallel", "serial"], default="parallel")
     parser.add_argument("--mlp", choices=["gelu", "swiglu"], default="gelu")
+    parser.add_argument("--ffn", type=int, default=0, help="width of the feed-forward layer (default: 4 * hidden)")
+    parser.add_argument("--norm", choices=["layernorm", "rmsnorm"], default="layernorm")
     parser.add_argument("--bias", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--attention", choices=["causal", "documents"], default="causal")
     parser.add_argument("--window", type=int, default=0, help="sliding window in tokens; 0: none")

@@ -57,6 +57,8 @@ class Run:
     global_batch: int = 0
     block: str = "parallel"
     mlp: str = "gelu"
+    ffn: int = 0
+    norm: str = "layernorm"
     bias: bool = False
     attention: str = "causal"
     window: int = 0
@@ -91,6 +93,8 @@ def job(run: Run, world_size: int, *, cuda: bool) -> JobConfig:
                 "sequence_length": run.seq or preset.sequence,
                 "block": run.block,
                 "mlp": run.mlp,
+                "ffn_size": run.ffn,
+                "norm": run.norm,
                 "bias": run.bias,
                 "window": run.window,
             },

@@ -1,12 +1,13 @@
-"""A row's bar and the trainer, one after the other on the same devices, in turn: A B A B. Prints their ratio.
+"""A row's bar and the trainer, one after the other on the same devices, in turn: A B A B. Prints the ratio.
 
     python benchmarks/peers/pair.py --rows benchmarks/peers/rows-8.json --packages .peers --budget-s 540
     python benchmarks/peers/pair.py --rows benchmarks/peers/rows-8.json --only "7b DP8" --rounds 3 --results pairs.jsonl
     python benchmarks/peers/pair.py --rows benchmarks/peers/rows-4.json --dry-run
 
-A row is a JSON object: its name, ``bar`` (a script here), ``shape`` (what both get), ``bar_options`` and ``ours``.
-Each turn is a start of its own. Every turn's line is written as it comes; a turn that fails has a line that says why.
-The ratio is that of tokens per second, ours over the bar's, pair by pair: median and range.
+A row is a JSON object: its name, ``bar`` (a script here), ``shape`` (what all get), ``bar_options``, and ``ours``: the
+options of each of our configurations by its name. A round is a turn of the bar and one of each of ours; each turn is a
+start of its own. Every turn's line is written as it comes; a turn that fails has a line that says why. The ratio is
+that of tokens per second, ours over the bar's of the same round: median and range.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from benchmarks.options import to_arguments
 from megascale_common.process import armed_command, child_environment
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SIDES = ("bar", "ours")
+BAR = "bar"
 _POLL_S = 0.1
 _ACCOUNT_LINES = 15  # of a failed turn's output
 
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     rows = [row for row in json.loads(options.rows.read_text()) if options.only in row["name"]]
     if options.dry_run:
         for row in rows:
-            for side in SIDES:
+            for side in sides(row):
                 print(" ".join(command(row, side, options.steps, Path("RESULTS"))))
         return 0
     end = time.monotonic() + options.budget_s if options.budget_s else float("inf")
@@ -59,33 +60,37 @@ def main(arguments: Sequence[str]) -> int:
     return int(any("failed" in line for line in found))
 
 
+def sides(row: Row) -> list[str]:
+    """Whose turns a round has: the bar's, and those of our configurations."""
+    return [BAR, *row["ours"]]
+
+
 def command(row: Row, side: str, steps: int, results: Path) -> list[str]:
     """What a rank of the bar, or the starter of our ranks, runs."""
     shared = [*to_arguments({**row["shape"], "steps": steps}), "--results", str(results)]
-    if side == "bar":
+    if side == BAR:
         return [sys.executable, f"benchmarks/peers/{row['bar']}.py", *shared, *to_arguments(row["bar_options"])]
-    ours = to_arguments(row["ours"])
+    ours = to_arguments(row["ours"][side])
     return [sys.executable, "benchmarks/throughput.py", "--ranks", str(row["devices"]), *shared, *ours, "--json"]
 
 
 def table(lines: Sequence[Mapping[str, Any]]) -> str:
-    """A markdown table of the rows that have both sides."""
+    """A markdown table: each of our configurations beside the bar of its rounds."""
     text = ["| row | bar, tokens/s/GPU | ours, tokens/s/GPU | MFU causal: bar, ours | ours / bar |", "|---" * 5 + "|"]
-    for name in dict.fromkeys(line["row"] for line in lines):
-        rounds: dict[int, dict[str, Mapping[str, Any]]] = {}
-        for line in lines:
-            if line["row"] == name and "tokens_per_s_per_device" in line:
-                rounds.setdefault(line["round"], {})[line["side"]] = line
-        pairs = [pair for pair in rounds.values() if len(pair) == len(SIDES)]
+    measured = [line for line in lines if "tokens_per_s_per_device" in line]
+    bars = {(line["row"], line["round"]): line for line in measured if line["side"] == BAR}
+    for name, side in dict.fromkeys((line["row"], line["side"]) for line in lines if line["side"] != BAR):
+        ours = [line for line in measured if (line["row"], line["side"]) == (name, side)]
+        pairs = [(bars[name, line["round"]], line) for line in ours if (name, line["round"]) in bars]
         if not pairs:
-            text.append(f"| {name} | no pair | | | |")
+            text.append(f"| {name}: {side} | no pair | | | |")
             continue
-        speeds = {side: [pair[side]["tokens_per_s_per_device"] for pair in pairs] for side in SIDES}
-        ratios = [ours / bar for bar, ours in zip(speeds["bar"], speeds["ours"], strict=True)]
-        mfu = [_percent([pair[side]["mfu_causal"] for pair in pairs]) for side in SIDES]
-        cells = [f"{statistics.median(speeds[side]):,.0f}" for side in SIDES]
+        speeds = [[line["tokens_per_s_per_device"] for line in one] for one in zip(*pairs, strict=True)]
+        ratios = [our / bar for bar, our in zip(*speeds, strict=True)]
+        mfu = ", ".join(_percent([line["mfu_causal"] for line in one]) for one in zip(*pairs, strict=True))
+        cells = " | ".join(f"{statistics.median(speed):,.0f}" for speed in speeds)
         ratio = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}, {len(pairs)} pairs)"
-        text.append(f"| {name} | {cells[0]} | {cells[1]} | {mfu[0]}, {mfu[1]} | {ratio} |")
+        text.append(f"| {name}: {side} | {cells} | {mfu} | {ratio} |")
     return "\n".join(text)
 
 
@@ -95,14 +100,14 @@ def _percent(shares: Sequence[float | None]) -> str:
 
 
 def _measure(row: Row, options: argparse.Namespace, end: float) -> list[dict[str, Any]]:
-    """All turns of a row; no pair is begun that would not end in time, by the longest so far."""
+    """All turns of a row; no round is begun that would not end in time, by the longest so far."""
     lines: list[dict[str, Any]] = []
     longest_s = 0.0
     for number in range(options.rounds):
         begin = time.monotonic()
         if begin + longest_s > end:
             break
-        for side in SIDES:
+        for side in sides(row):
             line = {"row": row["name"], "side": side, "round": number, "devices": row["devices"]}
             try:
                 line |= _turn(row, side, options, min(time.monotonic() + options.limit_s, end))
@@ -128,10 +133,10 @@ def _turn(row: Row, side: str, options: argparse.Namespace, deadline: float) -> 
     with tempfile.TemporaryDirectory(prefix="megascale-pair-") as folder:
         results = Path(folder) / "results.jsonl"
         words = command(row, side, options.steps, results)
-        count = row["devices"] if side == "bar" else 1
+        count = row["devices"] if side == BAR else 1
         path = [str(options.packages), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {"PYTHONPATH": os.pathsep.join(path if side == "bar" else path[1:])}
-        if side == "bar":
+        environment = {"PYTHONPATH": os.pathsep.join(path if side == BAR else path[1:])}
+        if side == BAR:
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(count)}
         log = Path(folder) / "log"
         with log.open("w") as out:
@@ -140,7 +145,7 @@ def _turn(row: Row, side: str, options: argparse.Namespace, deadline: float) -> 
                     armed_command(words),
                     cwd=REPOSITORY,
                     env=child_environment({**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-                    if side == "bar"
+                    if side == BAR
                     else child_environment(environment),
                     stdout=out,
                     stderr=subprocess.STDOUT,
@@ -192,7 +197,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--only", default="", help="the rows whose names hold this")
     parser.add_argument("--packages", type=Path, default=REPOSITORY / ".peers", help="where the peers are installed")
-    parser.add_argument("--rounds", type=int, default=2, help="pairs of a row")
+    parser.add_argument("--rounds", type=int, default=2, help="of a row")
     parser.add_argument("--steps", type=int, default=10, help="of a turn; the first 3 warm up")
     parser.add_argument("--results", type=Path, help="add the lines to this file")
     parser.add_argument("--budget-s", type=float, default=0.0, help="end after this time, whatever is left")

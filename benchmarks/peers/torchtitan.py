@@ -49,8 +49,8 @@ def main() -> None:
     parser.add_argument("--async-tp", action="store_true", help="tensor parallel collectives fused; compiles too")
     options = parser.parse_args()
     options.compile |= options.async_tp
-    if options.pp > 1 or options.layers:
-        parser.error("this bar measures whole models without a pipeline")
+    if options.pp > 1:
+        parser.error("this bar measures models without a pipeline")
     config = bar.swiglu(bar.job_of(options, options.dry_run or int(os.environ["WORLD_SIZE"])), _WIDTH_MULTIPLE)
     more = {"compile": options.compile, "async_tp": options.async_tp, "block": "serial"}
     line = bar.describe(config, options, system="torchtitan", version=VERSION, **more)

@@ -133,7 +133,25 @@ def _torch_attention(
         k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
         shared = 1
     with choice:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=dense, is_causal=dense is None, enable_gqa=shared > 1)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=dense, is_causal=dense is None, enable_gqa=shared > 1)
+    contiguous: torch.Tensor = _ContiguousGradient.apply(out)  # type: ignore[no-untyped-call]
+    return contiguous
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """The identity; its gradient comes out contiguous.
+
+    torch keeps cuDNN's plan of a backward by the shapes and strides of q, k and v, not by the gradient's: given another
+    layout than the first time, cuDNN reads beside it (wrong gradients, or an illegal memory access). So there is one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor) -> torch.Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: torch.Tensor) -> torch.Tensor:
+        return d_out.contiguous()
 
 
 def _of_torch(kind: SDPBackend) -> Run:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
 from megascale_kernels.parameter import Parameter
+from megascale_kernels.residual import add
 
 Kind = Literal["layernorm", "rmsnorm"]
 
@@ -19,6 +21,7 @@ def norm(
     bias: Parameter | None,
     kind: Kind,
     epsilon: float,
+    added: Sequence[Parameter] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The residual stream and its norm: (x + residual, norm(x + residual)); without ``residual`` (x, norm(x)).
 
@@ -28,11 +31,12 @@ def norm(
         x, residual: [..., H].
         weight, bias: [H]; ``bias`` for layernorm alone.
         epsilon: added to the variance, or to the mean square.
+        added: biases of ``x``, added with the residual; none without one.
 
     Returns:
         Both [..., H] in the dtype of ``x``.
     """
-    stream = x if residual is None else x + residual
+    stream = x if residual is None else add(residual, x, added)
     if kind == "rmsnorm":
         return stream, rms_norm(stream, weight.tracked(), epsilon)
     return stream, layer_norm(stream, weight.tracked(), None if bias is None else bias.tracked(), epsilon)

@@ -6,12 +6,13 @@ import functools
 import importlib.util
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
 
-from megascale_kernels import activation, adamw, core, cross_entropy, norm
+from megascale_kernels import activation, adamw, core, cross_entropy, norm, residual
 from megascale_kernels.activation import Activation
 from megascale_kernels.adamw import AdamWKernel
 from megascale_kernels.attention import AttentionMask
@@ -33,7 +34,14 @@ class Norm(Protocol):
         bias: Parameter | None,
         kind: norm.Kind,
         epsilon: float,
+        added: Sequence[Parameter] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class Add(Protocol):
+    """:func:`megascale_kernels.residual.add`."""
+
+    def __call__(self, stream: torch.Tensor, x: torch.Tensor, biases: Sequence[Parameter]) -> torch.Tensor: ...
 
 
 class Core(Protocol):
@@ -62,6 +70,7 @@ class Operators:
 
     name: Literal["torch", "triton"]
     norm: Norm
+    add: Add
     core: Core
     activate: Activate
     cross_entropy: CrossEntropy
@@ -80,7 +89,15 @@ def choose(kind: Literal["torch", "triton"], device: torch.device) -> Operators:
 
 def torch_operators() -> Operators:
     """The plain references."""
-    return Operators("torch", norm.norm, core.core, activation.activate, cross_entropy.cross_entropy, adamw.adamw)
+    return Operators(
+        "torch",
+        norm.norm,
+        residual.add,
+        core.core,
+        activation.activate,
+        cross_entropy.cross_entropy,
+        adamw.adamw,
+    )
 
 
 def triton_operators() -> Operators:
@@ -90,10 +107,12 @@ def triton_operators() -> Operators:
     from megascale_kernels.fused import core as fused_core
     from megascale_kernels.fused import cross_entropy as fused_cross_entropy
     from megascale_kernels.fused import norm as fused_norm
+    from megascale_kernels.fused import residual as fused_residual
 
     return Operators(
         "triton",
         fused_norm.norm,
+        fused_residual.add,
         fused_core.core,
         fused_activation.activate,
         fused_cross_entropy.cross_entropy,

@@ -71,3 +71,19 @@ def test_what_must_repeat_does_not_use_cudnn_and_repeats() -> None:
         runs.append([out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))])
     for other in runs[1:]:
         assert all(torch.equal(one, two) for one, two in zip(runs[0], other, strict=True))
+
+
+def test_gradients_of_any_layout_are_right() -> None:
+    """One process meets several: cuDNN's backward is kept for the first, and would read another beside its memory."""
+    q, k, v = _inputs(HEADS)
+    gradient = torch.randn(BATCH, HEADS, SEQUENCE, WIDTH, device="cuda", dtype=torch.bfloat16)
+    wide = torch.zeros(SEQUENCE, BATCH, 3 * HEADS * WIDTH, device="cuda", dtype=torch.bfloat16)
+    columns = wide[..., : HEADS * WIDTH].unflatten(-1, (HEADS, WIDTH)).permute(1, 2, 0, 3)
+    columns.copy_(gradient)
+    transposed = gradient.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
+    exact = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
+    wanted = torch.autograd.grad(attention(*exact, attention_mask(SEQUENCE)), exact, gradient.double())
+    for laid_out in (columns, gradient, transposed):
+        found = torch.autograd.grad(attention(q, k, v, attention_mask(SEQUENCE)), (q, k, v), laid_out)
+        for ours, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(ours.double(), theirs, atol=5e-2, rtol=2e-2)

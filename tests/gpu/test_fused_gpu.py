@@ -72,11 +72,22 @@ def _repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("shape", [(2048, 4, 4096), (256, 4, 5120), (256, 4, 12288), (33, 3, 1000)])
 def test_norm(shape: tuple[int, int, int], kind: Kind, bias: bool, residual: bool) -> None:
     def run(operators: Operators, x: Sequence[torch.Tensor], bound: Sequence[Weight]) -> tuple[torch.Tensor, ...]:
-        return operators.norm(x[0], x[1] if residual else None, bound[0], bound[1] if bias else None, kind, 1e-5)
+        added = bound[1 + bias :]
+        return operators.norm(x[0], x[1] if residual else None, bound[0], bound[1] if bias else None, kind, 1e-5, added)
 
     inputs = [3 + _random(*shape) for _ in range(1 + residual)]
-    weights = [1 + _random(shape[-1], scale=0.1) for _ in range(1 + bias)]
+    weights = [1 + _random(shape[-1], scale=0.1) for _ in range(1 + bias + residual)]
     _is_as_good_as_torch(run, inputs, weights, [_random(*shape), _random(*shape)])
+
+
+@pytest.mark.parametrize("biases", [1, 2])
+@pytest.mark.parametrize("shape", [(2048, 4, 4096), (33, 3, 1000)])
+def test_add(shape: tuple[int, int, int], biases: int) -> None:
+    def run(operators: Operators, x: Sequence[torch.Tensor], bound: Sequence[Weight]) -> torch.Tensor:
+        return operators.add(x[0], x[1], bound)
+
+    weights = [_random(shape[-1]) for _ in range(biases)]
+    _is_as_good_as_torch(run, [_random(*shape) for _ in range(2)], weights, [_random(*shape)])
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 
 from megascale_kernels.activation import Activation
 from megascale_kernels.adamw import AdamWUpdate
-from megascale_kernels.fused import activation, adamw, cross_entropy, norm, rotary
+from megascale_kernels.fused import activation, adamw, cross_entropy, norm, residual, rotary
 from megascale_kernels.norm import Kind
 from megascale_kernels.rotary import Heads, RotaryTable
 
@@ -87,11 +87,18 @@ def _random(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.bfloat16)
 
 
-def _norm(width: int, kind: Kind, *, residual: bool) -> None:
+def _norm(width: int, kind: Kind, *, added: bool) -> None:
     x, other = (_random(SEQUENCE, BATCH, width).requires_grad_() for _ in range(2))
     bias = weight(_random(width)) if kind == "layernorm" else None
-    outputs = norm.norm(x.clone(), other if residual else None, weight(_random(width)), bias, kind, 1e-5)
+    biases = [weight(_random(width))] if added else []
+    outputs = norm.norm(x.clone(), other if added else None, weight(_random(width)), bias, kind, 1e-5, biases)
     torch.autograd.backward(outputs, [torch.zeros_like(out) for out in outputs])
+
+
+def _add() -> None:
+    stream, x = (_random(SEQUENCE, BATCH, 4096).requires_grad_() for _ in range(2))
+    total = residual.add(stream, x, [weight(_random(4096)), weight(_random(4096))])
+    total.backward(torch.zeros_like(total))
 
 
 def _core(heads: Heads, ffn: int, kind: Activation, *, bias: bool, table: bool = True) -> None:
@@ -126,10 +133,11 @@ def _updates() -> None:
 
 
 CALLS: dict[str, Callable[[], None]] = {
-    "layernorm 4096": lambda: _norm(4096, "layernorm", residual=True),
-    "rmsnorm 5120": lambda: _norm(5120, "rmsnorm", residual=False),
-    "layernorm 7168": lambda: _norm(7168, "layernorm", residual=True),
-    "layernorm 12288": lambda: _norm(12288, "layernorm", residual=False),
+    "layernorm 4096": lambda: _norm(4096, "layernorm", added=True),
+    "rmsnorm 5120": lambda: _norm(5120, "rmsnorm", added=False),
+    "layernorm 7168": lambda: _norm(7168, "layernorm", added=True),
+    "layernorm 12288": lambda: _norm(12288, "layernorm", added=False),
+    "residual": _add,
     "7b tp2": lambda: _core(Heads(16, 16, 128), 8192, "gelu", bias=True),
     "30b tp8": lambda: _core(Heads(7, 7, 128), 3584, "gelu", bias=False),
     "grouped swiglu": lambda: _core(Heads(32, 1, 128), 10928, "swiglu", bias=False),

@@ -12,7 +12,7 @@ from benchmarks.peers import bar, pair
 from benchmarks.presets import job
 
 PEERS = Path(__file__).resolve().parents[2] / "benchmarks" / "peers"
-ROWS = [row for devices in (4, 8) for row in json.loads((PEERS / f"rows-{devices}.json").read_text())]
+ROWS = [row for devices in (2, 4, 8) for row in json.loads((PEERS / f"rows-{devices}.json").read_text())]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['name']}")
@@ -24,13 +24,18 @@ def test_both_sides_of_a_row_have_the_same_model_and_batch(row: pair.Row, monkey
     monkeypatch.setattr("sys.argv", [row["bar"], *words, "--dry-run", str(row["devices"])])
     module.main()
     [theirs] = lines
-    run = entry_of(to_arguments({**row["shape"], "steps": 10, **row["ours"]})).run
-    ours = job(run, row["devices"], cuda=True)
-    assert run.kernels == "triton"
-    assert ours.model.bias
-    assert {axis for axis in ("tp", "pp", "dp") if getattr(ours.parallelism, axis) > 1} == set(run.overlap)
-    shape = bar.describe(ours, bar.parser(None).parse_args(["--preset", run.preset]))
-    assert {key: theirs[key] for key in shape} == shape
+    for options in row["ours"].values():
+        run = entry_of(to_arguments({**row["shape"], "steps": 10, **options})).run
+        ours = job(run, row["devices"], cuda=True)
+        assert run.kernels == "triton"
+        assert {axis for axis in ("tp", "pp", "dp") if getattr(ours.parallelism, axis) > 1} == set(run.overlap)
+        shape = bar.describe(ours, bar.parser(None).parse_args(["--preset", run.preset]))
+        assert {key: theirs[key] for key in shape} == shape
+        llama = row["bar"] == "torchtitan"
+        assert (ours.model.mlp, ours.model.norm) == (("swiglu", "rmsnorm") if llama else ("gelu", "layernorm"))
+        assert ours.model.bias != llama
+        if llama:
+            assert ours.model.ffn_width == bar.swiglu(ours, 256).model.ffn_width
 
 
 def test_a_layer_of_swiglu_has_nearly_the_weights_of_ours() -> None:
@@ -47,8 +52,10 @@ def test_a_ratio_is_told_pair_by_pair() -> None:
 
     lines = [line("bar", 0, 100.0), line("ours", 0, 110.0), line("bar", 1, 100.0), line("ours", 1, 120.0)]
     lines += [line("bar", 2, 500.0), {"row": "7b", "side": "ours", "round": 2, "failed": "no room"}]
-    lines.append({"row": "30b", "side": "bar", "round": 0, "failed": "no room"})
+    lines += [line("second", 0, 50.0), {"row": "30b", "side": "bar", "round": 0, "failed": "no room"}]
+    lines.append({"row": "30b", "side": "ours", "round": 0, "failed": "no room"})
     assert pair.table(lines).splitlines()[2:] == [
-        "| 7b | 100 | 115 | 50.0%, 57.5% | 1.150 (1.100 to 1.200, 2 pairs) |",
-        "| 30b | no pair | | | |",
+        "| 7b: ours | 100 | 115 | 50.0%, 57.5% | 1.150 (1.100 to 1.200, 2 pairs) |",
+        "| 7b: second | 100 | 50 | 50.0%, 25.0% | 0.500 (0.500 to 0.500, 1 pairs) |",
+        "| 30b: ours | no pair | | | |",
     ]

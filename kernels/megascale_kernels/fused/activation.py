@@ -19,7 +19,9 @@ from megascale_kernels.parameter import Parameter
 
 _ROWS = 8
 _COLUMNS = 256
-_STEPS = 8  # tiles one below the other that a program of the backward sums the bias gradient over
+# Of the backward: narrow tiles, since a thread holds the bias gradient's sums of its columns from tile to tile.
+_TILE_ROWS, _TILE_COLUMNS = 16, 64
+_STEPS = 8  # tiles one below the other that a program sums the bias gradient over
 
 
 def activate(x: torch.Tensor, bias: Parameter | None, activation: Activation) -> torch.Tensor:
@@ -93,8 +95,8 @@ def write_gradients(
     """
     x_rows, d_x_rows, d_y_rows = _rows(x), _rows(d_x), _rows(d_y)
     rows, width = d_y_rows.shape
-    columns = min(_COLUMNS, triton.next_power_of_2(width))
-    across, down = triton.cdiv(width, columns), triton.cdiv(rows, _ROWS * _STEPS)
+    columns = min(_TILE_COLUMNS, triton.next_power_of_2(width))
+    across, down = triton.cdiv(width, columns), triton.cdiv(rows, _TILE_ROWS * _STEPS)
     partial = None
     if bias_grad is not None:
         partial = torch.empty(down, x_rows.shape[1], dtype=torch.float32, device=x.device)
@@ -112,7 +114,7 @@ def write_gradients(
         d_x_rows.stride(0),
         x_rows.shape[1],
         activation == "swiglu",
-        _ROWS,
+        _TILE_ROWS,
         columns,
         _STEPS,
     )
@@ -196,8 +198,9 @@ def _backward_kernel(
     below = (program // across).to(tl.int64)
     column = (program % across) * COLUMNS + tl.arange(0, COLUMNS)
     real = column < width
-    bias_sum = tl.zeros([COLUMNS], dtype=tl.float32)
-    up_sum = tl.zeros([COLUMNS], dtype=tl.float32)
+    # Added up over the rows at the end alone: threads would meet at every step.
+    bias_sum = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    up_sum = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for step in range(STEPS):
         row = (below * STEPS + step) * ROWS + tl.arange(0, ROWS)
         inside = (row[:, None] < rows) & real[None, :]
@@ -215,14 +218,14 @@ def _backward_kernel(
             d_up = gradient * value * share
             result = gradient * up * share * (1.0 + value * (1.0 - share))
             tl.store(target + width, d_up.to(d_x.dtype.element_ty), mask=inside)
-            up_sum += tl.sum(d_up, axis=0)
+            up_sum += d_up
         else:
             share = _gelu_gate(value)
             slope = 1.5957691216057308 + 0.2140644488 * (value * value)
             result = gradient * share * (1.0 + value * (1.0 - share) * slope)
         tl.store(target, result.to(d_x.dtype.element_ty), mask=inside)
-        bias_sum += tl.sum(result, axis=0)
+        bias_sum += result
     if partial is not None:
-        tl.store(partial + below * partial_stride + column, bias_sum, mask=real)
+        tl.store(partial + below * partial_stride + column, tl.sum(bias_sum, axis=0), mask=real)
         if GATED:
-            tl.store(partial + below * partial_stride + width + column, up_sum, mask=real)
+            tl.store(partial + below * partial_stride + width + column, tl.sum(up_sum, axis=0), mask=real)

@@ -90,7 +90,9 @@ def _statistics_kernel(
             x = tl.where(column < columns, x, float("-inf"))
         higher = tl.maximum(highest, tl.max(x, axis=0))
         shift = higher * _LOG2_E
-        weight = weight * tl.exp2(highest * _LOG2_E - shift) + tl.sum(tl.exp2(x * _LOG2_E - shift), axis=0)
+        # The factor is exactly 1 where the maximum stays. Two products, fused into the subtraction, would differ in
+        # their last bit, and with the same sign at every step.
+        weight = weight * tl.exp2((highest - higher) * _LOG2_E) + tl.sum(tl.exp2(x * _LOG2_E - shift), axis=0)
         highest = higher
     index = tl.load(local + row)
     logit = tl.load(start + index, mask=(index >= 0) & (index < columns), other=0.0).to(tl.float32)

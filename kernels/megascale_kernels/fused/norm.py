@@ -7,13 +7,15 @@ runs at once: each writes two float32 rows of partial sums.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from megascale_kernels.fused.partial_sums import add_partial_sums
+from megascale_kernels.fused.partial_sums import add_column_sums, add_partial_sums
+from megascale_kernels.fused.residual import total_value
 from megascale_kernels.norm import Kind
 from megascale_kernels.parameter import Parameter
 
@@ -28,11 +30,13 @@ def norm(
     bias: Parameter | None,
     kind: Kind,
     epsilon: float,
+    added: Sequence[Parameter] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Fused :func:`megascale_kernels.norm.norm`, of float32 or bf16."""
     value, main_grad = (None, None) if bias is None else (bias.value, bias.main_grad)
+    shift = (total_value(added), [one.main_grad for one in added]) if added else (None, ())
     stream, normed = _Norm.apply(  # type: ignore[no-untyped-call]
-        x, residual, weight.value, weight.main_grad, value, main_grad, kind == "layernorm", epsilon
+        x, residual, weight.value, weight.main_grad, value, main_grad, kind == "layernorm", epsilon, *shift
     )
     return stream, normed
 
@@ -49,6 +53,8 @@ class _Norm(torch.autograd.Function):
         bias_grad: torch.Tensor | None,
         centred: bool,
         epsilon: float,
+        shift: torch.Tensor | None,
+        shift_grads: Sequence[torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, width = x.contiguous(), x.shape[-1]
         rows = x.numel() // width
@@ -60,10 +66,12 @@ class _Norm(torch.autograd.Function):
         mean = torch.empty_like(scale) if centred else None
         block = triton.next_power_of_2(width)
         _forward_kernel[(rows,)](
-            x, residual, weight, bias, stream, normed, mean, scale, width, epsilon, block, num_warps=_warps(block)
+            *(x, residual, shift, weight, bias, stream, normed, mean, scale),
+            *(width, epsilon, block),
+            num_warps=_warps(block),
         )
         ctx.save_for_backward(x if residual is None else stream, weight, mean, scale)
-        ctx.main_grads = weight_grad, bias_grad
+        ctx.main_grads, ctx.shift_grads = (weight_grad, bias_grad), shift_grads
         ctx.added = residual is not None
         ctx.set_materialize_grads(False)
         return stream, normed
@@ -99,7 +107,9 @@ class _Norm(torch.autograd.Function):
         add_partial_sums(weight_grad, d_weight)
         if d_bias is not None:
             add_partial_sums(bias_grad, d_bias)
-        return d_x, d_x if ctx.added else None, None, None, None, None, None, None
+        if ctx.shift_grads:
+            add_column_sums(ctx.shift_grads, d_x)
+        return d_x, d_x if ctx.added else None, *[None] * 8
 
 
 def _warps(block: int) -> int:
@@ -110,6 +120,7 @@ def _warps(block: int) -> int:
 def _forward_kernel(
     x: tl.tensor,
     residual: tl.tensor,
+    shift: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
     stream: tl.tensor,
@@ -120,7 +131,7 @@ def _forward_kernel(
     epsilon: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One row: [width] contiguous; ``mean`` None for the root mean square, ``residual`` None where none is added."""
+    """One row: [width] contiguous; ``mean`` None: root mean square; ``residual``, ``shift`` None: no addition."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -128,6 +139,8 @@ def _forward_kernel(
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if residual is not None:
         value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        if shift is not None:
+            value += tl.load(shift + column, mask=inside, other=0.0).to(tl.float32)
         kept = value.to(stream.dtype.element_ty)
         tl.store(stream + at, kept, mask=inside)
         value = kept.to(tl.float32)  # the norm of what backward will read

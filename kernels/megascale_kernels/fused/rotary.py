@@ -19,6 +19,7 @@ from megascale_kernels.rotary import Heads, RotaryTable
 _POSITIONS = 32
 _GROUP = 8  # heads of one program at most where it turns them, and so reads the angles once for all
 _UNTURNED_GROUP = 2
+_SUMMING_WARPS = 2  # of a program that sums over positions, for which its warps meet at every head
 
 
 def read_heads(
@@ -111,6 +112,7 @@ def _write(
         *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
         *columns.stride()[:2],
         *sizes,
+        num_warps=4 if partial is None else _SUMMING_WARPS,
     )
 
 

@@ -137,3 +137,23 @@ def test_what_must_repeat_is_never_left_to_cudnn(causal: bool) -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_a_backends_gradient_has_one_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN's cached backward believes that of its first call."""
+    met: list[bool] = []
+
+    def note(gradient: torch.Tensor) -> None:
+        met.append(gradient.is_contiguous())
+
+    def watched(*arguments: Any, **options: Any) -> torch.Tensor:
+        out = sdpa(*arguments, **options)
+        out.register_hook(note)
+        return out
+
+    sdpa = module.F.scaled_dot_product_attention
+    monkeypatch.setattr(module.F, "scaled_dot_product_attention", watched)
+    q, k, v = _heads(torch.Generator().manual_seed(1), torch.float32, 4)
+    out = attention(q, k, v, attention_mask(SEQUENCE))
+    out.backward(torch.randn(SEQUENCE, BATCH, 4, WIDTH).permute(1, 2, 0, 3))
+    assert met == [True]

@@ -62,7 +62,7 @@ def test_registers_suffice(compiled: dict[str, dict[str, Any]]) -> None:
     for name, kernel in compiled.items():
         sums = re.search(r"norm \d+: backward_kernel", name)
         assert kernel["spilled_bytes"] <= (96 if sums else 0), name
-        assert kernel["registers"] <= 128, name
+        assert kernel["registers"] <= 192, name
 
 
 @pytest.mark.parametrize("kind", ["rmsnorm 5120", "layernorm 7168"])

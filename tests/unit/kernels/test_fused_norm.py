@@ -22,8 +22,11 @@ def _computed(
 ) -> list[torch.Tensor]:
     def run(inputs: Sequence[torch.Tensor], weights: Sequence[Weight]) -> tuple[torch.Tensor, ...]:
         residual = inputs[1] if len(inputs) > 1 else None
-        bias = weights[1] if len(weights) > 1 else None
-        stream, normed = module.norm(inputs[0], residual, weights[0], bias, kind, EPSILON)  # type: ignore[attr-defined]
+        added = weights[1:3] if residual is not None else ()
+        bias = weights[-1] if kind == "layernorm" and len(weights) % 2 == 0 else None
+        stream, normed = module.norm(  # type: ignore[attr-defined]
+            inputs[0], residual, weights[0], bias, kind, EPSILON, added
+        )
         return stream, normed
 
     return gradients_of(run, tensors["inputs"], tensors["weights"], tensors["gradients"], dtype)
@@ -43,7 +46,7 @@ def test_norm(shape: tuple[int, ...], kind: Kind, bias: bool, residual: bool, mo
 
     tensors = {
         "inputs": [random(*shape) for _ in range(1 + residual)],
-        "weights": [random(shape[-1]) for _ in range(1 + bias)],
+        "weights": [random(shape[-1]) for _ in range(1 + 2 * residual + bias)],
         "gradients": [random(*shape), random(*shape)],
     }
     exact = _computed(plain, kind, tensors, torch.float64)

@@ -7,7 +7,7 @@ sequence first, so that gathering a sequence is a concatenation of contiguous me
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from megascale_common.job_config import JobConfig, ModelConfig
 from megascale_executor.trainer.batch import MicroBatch
 from megascale_executor.trainer.model.linear import column_parallel, row_parallel
-from megascale_executor.trainer.model.weights import Weights
+from megascale_executor.trainer.model.weights import Weight, Weights
 from megascale_executor.trainer.parallel.tensor.products import TensorParallel
 from megascale_kernels.attention import AttentionMask, attention_mask
 from megascale_kernels.operators import Operators
@@ -63,15 +63,17 @@ def layer(x: torch.Tensor, context: Context, weights: Weights, model: ModelConfi
         x, normed = normalise(x, None, weights, "norm", model, operators)
         inputs = _input(normed, weights, "", tp)
         joined = _core(partial(attend, bias=weights.get("in.bias"), activation=model.mlp), inputs, context)
-        return x + _output(joined, weights, "", ("attention_out", "ffn_out"), tp)
+        biases = _biases(weights, "attention_out", "ffn_out")
+        return operators.add(x, _output(joined, weights, "", tp), biases)
     x, normed = normalise(x, None, weights, "attention_norm", model, operators)
     inputs = _input(normed, weights, "attention_", tp)
     attended = _core(partial(attend, bias=weights.get("attention_in.bias")), inputs, context)
-    attended = _output(attended, weights, "attention_", ("attention_out",), tp)
-    x, normed = normalise(attended, x, weights, "ffn_norm", model, operators)
+    attended, biases = _output(attended, weights, "attention_", tp), _biases(weights, "attention_out")
+    x, normed = normalise(attended, x, weights, "ffn_norm", model, operators, biases)
     inputs = _input(normed, weights, "ffn_", tp)
     activate = partial(operators.activate, bias=weights.get("ffn_in.bias"), activation=model.mlp)
-    return x + _output(_core(activate, inputs, context), weights, "ffn_", ("ffn_out",), tp)
+    expanded = _output(_core(activate, inputs, context), weights, "ffn_", tp)
+    return operators.add(x, expanded, _biases(weights, "ffn_out"))
 
 
 def normalise(
@@ -81,10 +83,11 @@ def normalise(
     name: str,
     model: ModelConfig,
     operators: Operators,
+    added: Sequence[Weight] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x`` + ``residual`` (None: ``x``), and the norm ``name`` of the model's kind of it."""
+    """``x`` + its biases ``added`` + ``residual`` (None: ``x``), and the norm ``name`` of the model's kind of it."""
     weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
-    return operators.norm(x, residual, weight, bias, model.norm, model.norm_epsilon)
+    return operators.norm(x, residual, weight, bias, model.norm, model.norm_epsilon, added)
 
 
 def _local_heads(model: ModelConfig, tp: TensorParallel) -> Heads:
@@ -96,11 +99,14 @@ def _input(x: torch.Tensor, weights: Weights, kind: str, tp: TensorParallel) -> 
     return column_parallel(x, weights[f"{kind}in.weight"], tp)  # what reads it adds the bias
 
 
-def _output(x: torch.Tensor, weights: Weights, kind: str, biases: tuple[str, ...], tp: TensorParallel) -> torch.Tensor:
-    """Row-parallel projection: [S, B, width] to [S / tp, B, H], summed over tp; then the biases, once."""
-    y = row_parallel(x, weights[f"{kind}out.weight"], tp)
-    found = [bias.tracked() for name in biases if (bias := weights.get(f"{name}.bias")) is not None]
-    return y + sum(found[1:], found[0]) if found else y  # one pass over y, and one over its gradient
+def _output(x: torch.Tensor, weights: Weights, kind: str, tp: TensorParallel) -> torch.Tensor:
+    """Row-parallel projection: [S, B, width] to [S / tp, B, H], summed over tp; what adds it adds its biases, once."""
+    return row_parallel(x, weights[f"{kind}out.weight"], tp)
+
+
+def _biases(weights: Weights, *names: str) -> list[Weight]:
+    """Those of the named biases that the model has."""
+    return [bias for name in names if (bias := weights.get(f"{name}.bias")) is not None]
 
 
 def _core(function: Callable[[torch.Tensor], torch.Tensor], inputs: torch.Tensor, context: Context) -> torch.Tensor:

@@ -1,0 +1,37 @@
+"""The fused residual addition against the plain one in float64: the sum, its gradients, and those of the biases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import pytest
+import torch
+from tests.harness.kernels import DEVICE, gradients_of, relative_error
+
+from megascale_executor.trainer.model.weights import Weight
+from megascale_kernels import residual as plain
+
+pytest.importorskip("triton")
+
+
+@pytest.mark.parametrize("biases", [0, 1, 2])
+@pytest.mark.parametrize("shape", [(70, 3, 300), (1, 1, 64)])  # several tiles down and across, both cut; and one row
+def test_add(shape: tuple[int, ...], biases: int) -> None:
+    from megascale_kernels.fused import residual as fused
+
+    def run(module: ModuleType, dtype: torch.dtype) -> list[torch.Tensor]:
+        def added(inputs: Sequence[torch.Tensor], weights: Sequence[Weight]) -> torch.Tensor:
+            total: torch.Tensor = module.add(inputs[0], inputs[1], weights)
+            return total
+
+        return gradients_of(added, inputs, weights, [gradient], dtype)
+
+    generator = torch.Generator().manual_seed(3)
+    stream, x, gradient = (torch.randn(shape, generator=generator).bfloat16().to(DEVICE) for _ in range(3))
+    inputs = [stream, x]
+    weights = [torch.randn(shape[-1], generator=generator).bfloat16().to(DEVICE) for _ in range(biases)]
+    exact = run(plain, torch.float64)
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 5e-3)):
+        for ours, theirs in zip(run(fused, dtype), exact, strict=True):
+            assert relative_error(ours, theirs) < tolerance
