@@ -43,7 +43,9 @@ def test_each_operation_is_counted_when_the_device_has_done_it(tmp_path: Path, m
     def row() -> tuple[int, int]:
         found = read_status_page(tmp_path / "page")
         assert found is not None
-        return found.rows[0].entered, found.rows[0].completed
+        row = found.rows[0]
+        assert (row.since_ns == 0) == (row.entered == row.completed)
+        return row.entered, row.completed
 
     for _ in range(5):
         with group.operation(on_cuda):
