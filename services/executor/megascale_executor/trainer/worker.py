@@ -409,7 +409,8 @@ def _device_name(device: torch.device) -> str:
 def _classify(error: BaseException) -> tuple[ErrorKind, str]:
     """Kind of the error for the driver's judgement, and a detail such as the damaged file.
 
-    A failed collective is a symptom (a peer died); it never makes this rank the culprit.
+    A failed collective is a symptom (a peer died); it never makes this rank the culprit. Where only a lost CUDA context
+    is left of it, the agent tells by the status page (:mod:`megascale_executor.agent.symptoms`).
     """
     if isinstance(error, RestoreRefused):
         return error.kind, error.file
