@@ -17,7 +17,7 @@ from megascale_common.job_config import from_dict
 from megascale_common.job_spec import to_proto
 
 TIMEOUT_S = 4.0
-_STALLED_RANK, _READY_S, _VERDICT_S = 1, 60.0, 4 * TIMEOUT_S
+_STALLED_RANK, _READY_S, _VERDICT_S = 1, 90.0, 60.0
 
 
 async def end_of_a_stall(folder: Path, device: Literal["cpu", "cuda"]) -> tuple[link_pb2.Heartbeat, str]:
