@@ -1,20 +1,27 @@
-"""What a forward of the model keeps for backward, measured: for tests of the memory estimate."""
+"""What a forward of the model keeps for backward, measured: for tests of the memory estimate.
+
+Of a tensor-parallel group there is one rank here, which takes itself for the others: values are wrong, sizes right.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from tests.harness.training import micro_batches, tiny_job
 
-from megascale_common.job_config import from_dict
+from megascale_common.job_config import JobConfig, from_dict
+from megascale_common.memory import rank_memory
 from megascale_common.parameter_table import parameter_table
-from megascale_executor.trainer.groups import single_process_groups
+from megascale_executor.trainer.groups import Group, single_process_groups
 from megascale_executor.trainer.model.stage import Stage
 from megascale_executor.trainer.model.weights import bind_weights
 from megascale_executor.trainer.parallel.data.buffers import FlatBuffers
-from megascale_executor.trainer.parallel.tensor.products import plain_tensor_parallel
+from megascale_executor.trainer.parallel.tensor.overlapped import chunks
+from megascale_executor.trainer.parallel.tensor.products import TensorParallel, plain_tensor_parallel
 from megascale_kernels.operators import Operators
+from megascale_kernels.overlap.products import OverlappedProducts
 
 
 def layers_job(layers: int, model: dict[str, Any], **parallelism: Any) -> dict[str, Any]:
@@ -33,8 +40,8 @@ def kept_bytes(job: dict[str, Any], operators: Operators, device: torch.device |
     config = from_dict(job)
     table, alone = parameter_table(config, 0), single_process_groups().world
     buffers = FlatBuffers(table, torch.bfloat16, device, alone, alone)
-    weights, tp = bind_weights(table, buffers.parameters, buffers.gradients), plain_tensor_parallel(alone)
-    stage = Stage(config, table.chunks[0], weights, tp, buffers, operators)
+    weights = bind_weights(table, buffers.parameters, buffers.gradients)
+    stage = Stage(config, table.chunks[0], weights, _tensor_parallel(config, device), buffers, operators)
     flat = [*buffers.parameters.values(), *buffers.gradients.values()]
     stored = {tensor.untyped_storage().data_ptr() for tensor in flat}
     kept: dict[int, torch.UntypedStorage] = {}
@@ -49,3 +56,41 @@ def kept_bytes(job: dict[str, Any], operators: Operators, device: torch.device |
         output = stage.forward(None, micro_batches(config, 0, 0, device)[0])
     assert output.requires_grad
     return sum(storage.nbytes() for storage in kept.values())
+
+
+class _OwnPeers(Group):
+    """A group whose one rank has nothing but its own parts to gather and to sum."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__("tp", tuple(range(size)), 0, None, None)
+
+    def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> None:
+        for part in output.chunk(self.size):
+            part.copy_(source)
+
+    def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor) -> None:
+        output.copy_(source.chunk(self.size)[0])
+
+
+class OwnMemory:
+    """Memory of peers that is all this rank's."""
+
+    def __init__(self, size: int, size_bytes: int, device: torch.device) -> None:
+        self.rank, self.size, self.size_bytes, self.device = 0, size, size_bytes, device
+        self._own = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
+
+    def tensor_of(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:
+        length = torch.Size(shape).numel() * dtype.itemsize
+        return self._own[offset_bytes : offset_bytes + length].view(dtype).view(tuple(shape))
+
+    def barrier(self) -> None:
+        pass
+
+
+def _tensor_parallel(config: JobConfig, device: torch.device) -> TensorParallel:
+    size = config.parallelism.tp
+    group = _OwnPeers(size)
+    if not config.parallelism.overlap.tp:
+        return plain_tensor_parallel(group)
+    memory = OwnMemory(size, rank_memory(config, 0).peer_memory_bytes, device)
+    return TensorParallel(group, OverlappedProducts(memory, chunks(size)))

@@ -2,8 +2,8 @@
 
 Run by an agent through ``--template-command``. Its workers speak :mod:`megascale_common.local_messages`, keep a status
 page and write a log; instead of training they sleep. Labels of the job: ``steps`` and ``interval_s``; ``fail_rank``
-with ``fail`` = exit | vanish | watchdog (of NCCL) | a kind of error | finish_early (status 0 without Finished), and
-``fail_step``.
+with ``fail`` = exit | vanish | watchdog (of NCCL) | a kind of error | finish_early (status 0 without Finished) |
+peer_absent (OTHER, after the timeout in an operation), and ``fail_step``.
 """
 
 from __future__ import annotations
@@ -90,6 +90,9 @@ def _work(agent: socket.socket, assignment: framing.Message, descriptors: list[i
     for step in range(done + 1, int(labels.get("steps", "1000000")) + 1):
         time.sleep(float(labels.get("interval_s", "0.05")))
         if labels.get("fail_rank") == str(rank) and step >= int(labels.get("fail_step", "1")):
+            if labels["fail"] == "peer_absent":
+                page.enter(page.row("tp"))
+                time.sleep(assignment["config"]["recovery"]["collective_timeout_s"])
             return _fail(agent, labels["fail"])
         page.update(step=step, phase=Phase.STEP)
         _say(f"step {step}")
@@ -112,6 +115,7 @@ def _fail(agent: socket.socket, how: str) -> int:
     if how == "finish_early":
         return 0
     detail = "/checkpoints/rank-00001.safetensors" if how == "CHECKPOINT_CORRUPT" else ""
+    how = "OTHER" if how == "peer_absent" else how
     framing.send(agent, {"kind": "failed", "error_kind": how, "error": f"scripted {how}", "detail": detail})
     return 1
 

@@ -27,7 +27,13 @@ IDLE, PREPARE, START = link_pb2.DESIRED_PHASE_IDLE, link_pb2.DESIRED_PHASE_PREPA
 
 
 def assignment(
-    tmp_path: Path, attempt: int = 1, *, steps_of_training: int = 10, uri: str = "", **labels: str
+    tmp_path: Path,
+    attempt: int = 1,
+    *,
+    steps_of_training: int = 10,
+    uri: str = "",
+    collective_timeout_s: float = 60.0,
+    **labels: str,
 ) -> link_pb2.AttemptAssignment:
     """A small job over two ranks, both on node n0. ``labels`` are for the scripted training side."""
     config = job_config.from_dict(
@@ -38,6 +44,7 @@ def assignment(
             "parallelism": {"dp": 2, "overlap": {"dp": True}},
             "data": {"sources": [{"prefix": str(tmp_path / "corpus")}]},
             "checkpoint": {"uri": uri, "interval_steps": 5 if uri else 0},
+            "recovery": {"collective_timeout_s": collective_timeout_s},
             "labels": labels,
         }
     )
@@ -140,17 +147,20 @@ async def test_failed_worker_fails_the_attempt_and_stops_the_others(
         "exit": (3, ""),
         "watchdog": (-6, "COLLECTIVE"),
         "finish_early": (0, "OTHER"),
+        "peer_absent": (1, "COLLECTIVE"),
         "DATA": (1, "DATA"),
         "CHECKPOINT_CORRUPT": (1, "CHECKPOINT_CORRUPT"),
     }
     for attempt, (how, (status, kind)) in enumerate(ways.items(), 1):
-        given = assignment(tmp_path, attempt, fail_rank="1", fail=how, fail_step="3")
+        given = assignment(tmp_path, attempt, collective_timeout_s=1.0, fail_rank="1", fail=how, fail_step="3")
         failed = await run_attempt(driver, given, link_pb2.ATTEMPT_PHASE_FAILED)
         culprit = failed.workers[1]
         assert (culprit.exit_status, culprit.error_kind) == (status, kind)
         assert "rank 1" in failed.failure
         if how == "CHECKPOINT_CORRUPT":
             assert culprit.error == "/checkpoints/rank-00001.safetensors"
+        if how == "peer_absent":
+            assert "in group tp was under way for 1." in culprit.error
         await driver.until(lambda: driver.beats[-1].workers[0].state == link_pb2.WORKER_STATE_EXITED, 1.0)
         bystander = driver.beats[-1].workers[0]
         assert (bystander.exit_status, bystander.error_kind) == (-9, "STOPPED")

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megascale_common.status_page import StatusPageWriter, read_status_page
-from megascale_executor.trainer import groups
-from megascale_executor.trainer.groups import Group
+from megascale_executor.trainer import groups, worker
+from megascale_executor.trainer.groups import Edges, Group, Groups
 
 
 class _Device:
@@ -18,6 +18,7 @@ class _Device:
 
     def __init__(self) -> None:
         self.recorded = self.reached = 0
+        self.lost = False
 
     def event(self) -> Any:
         device = self
@@ -28,6 +29,8 @@ class _Device:
                 self._number = device.recorded
 
             def query(self) -> bool:
+                if device.lost:
+                    raise torch.AcceleratorError("CUDA error: unspecified launch failure")
                 return self._number <= device.reached
 
         return Event()
@@ -43,7 +46,9 @@ def test_each_operation_is_counted_when_the_device_has_done_it(tmp_path: Path, m
     def row() -> tuple[int, int]:
         found = read_status_page(tmp_path / "page")
         assert found is not None
-        return found.rows[0].entered, found.rows[0].completed
+        row = found.rows[0]
+        assert (row.since_ns == 0) == (row.entered == row.completed)
+        return row.entered, row.completed
 
     for _ in range(5):
         with group.operation(on_cuda):
@@ -59,3 +64,36 @@ def test_each_operation_is_counted_when_the_device_has_done_it(tmp_path: Path, m
     device.reached = 6
     group.poll()
     assert row() == (6, 6)
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["error of its own", "lost device"])
+def test_a_rank_that_fails_leaves_on_the_page_what_its_device_was_doing(
+    lost: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host looked away: what has ended since is struck off, unless the device does not answer any more."""
+    device = _Device()
+    monkeypatch.setattr(groups.torch.cuda, "Event", device.event)
+    page = StatusPageWriter(tmp_path / "page", rank=0, attempt=1)
+    tp = Group("tp", (0, 1), 0, cast(torch.distributed.ProcessGroup, object()), page)
+
+    class Failing(worker._Worker):
+        def __init__(self) -> None:
+            pass
+
+        def _say_hello(self) -> None:
+            pass
+
+        def _meet(self) -> Groups:
+            return Groups(tp, tp, tp, Edges(None, None, None, None))
+
+        def _work(self) -> None:
+            with tp.operation(cast(torch.Tensor, type("Tensor", (), {"is_cuda": True}))):
+                pass
+            device.reached, device.lost = 1, lost
+            raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="the disk is full"):
+        Failing().run()
+    found = read_status_page(tmp_path / "page")
+    assert found is not None
+    assert (found.rows[0].since_ns > 0) == lost

@@ -152,7 +152,12 @@ def test_the_plan_of_a_job_that_can_be_reckoned_by_hand() -> None:
     assert len(plan["memory_of_a_rank"]) == 2
     for need in plan["memory_of_a_rank"]:
         assert need["total_bytes"] == sum(size for name, size in need.items() if name != "total_bytes")
+        assert need["peer_memory_bytes"] == 0
     assert plan["staging_bytes_of_a_rank"] == 0
+    overlapped = plan_job(spec(parallelism={"overlap": {"tp": True}}), 5, 0)
+    # Two slots of 16 tokens, 2 sequences, 8 columns, 4 bytes; the rest stays.
+    for need, plain in zip(overlapped["memory_of_a_rank"], plan["memory_of_a_rank"], strict=True):
+        assert need == {**plain, "peer_memory_bytes": 2048, "total_bytes": plain["total_bytes"] + 2048}
 
 
 @pytest.mark.parametrize(

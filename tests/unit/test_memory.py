@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from tests.harness.kept_memory import kept_bytes, layers_job
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.harness.kept_memory import OwnMemory, kept_bytes, layers_job
+from tests.harness.training import hiding, tiny_job
 
 from megascale_common.job_config import from_dict
 from megascale_common.memory import largest_rank_memory, rank_memory
 from megascale_common.parameter_table import parameter_table
+from megascale_executor.trainer.groups import Group
 from megascale_executor.trainer.parallel.pipeline.schedule import Kind, one_forward_one_backward
+from megascale_executor.trainer.parallel.tensor import overlapped
 from megascale_kernels.operators import torch_operators
 
 
+@pytest.mark.parametrize(
+    "parallelism", [{}, {"tp": 2}, {"tp": 2, **hiding("tp")}], ids=["tp1", "tp2", "tp2 overlapped"]
+)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize(
     "model",
     [{}, {"block": "serial"}, {"mlp": "swiglu", "norm": "rmsnorm", "bias": False, "kv_heads": 2}],
     ids=["parallel", "serial", "swiglu"],
 )
-def test_activations_of_a_layer(model: dict[str, Any], recompute: str) -> None:
-    few, many = (layers_job(layers, model, recompute=recompute) for layers in (2, 6))
+def test_activations_of_a_layer(model: dict[str, Any], recompute: str, parallelism: dict[str, Any]) -> None:
+    few, many = (layers_job(layers, model, recompute=recompute, **parallelism) for layers in (2, 6))
     measured = kept_bytes(many, torch_operators()) - kept_bytes(few, torch_operators())
     estimate = [rank_memory(from_dict(job), 0).activations_bytes for job in (few, many)]
     assert estimate[1] - estimate[0] == pytest.approx(measured, rel=0.03)
@@ -33,7 +42,43 @@ def test_buffers_are_exact() -> None:
     elements = sum(plan.elements for plan in table.buffers)
     assert (need.parameters_bytes, need.gradients_bytes) == (2 * elements, 4 * elements)
     assert need.optimizer_bytes == 12 * elements // 4
-    assert need.total_bytes > need.parameters_bytes + need.gradients_bytes + need.optimizer_bytes
+    state_bytes = need.parameters_bytes + need.gradients_bytes + need.optimizer_bytes
+    assert need.total_bytes == state_bytes + need.activations_bytes + need.peer_memory_bytes
+    assert need.activations_bytes > 0 and need.peer_memory_bytes == 0
+
+
+@given(
+    tp=st.sampled_from([1, 2, 4]),
+    rows=st.integers(1, 20),
+    micro_batch_size=st.integers(1, 5),
+    hidden_size=st.sampled_from([8, 24, 64]),
+    precision=st.sampled_from(["fp32", "bf16"]),
+    overlap=st.booleans(),
+)
+def test_peer_memory_is_what_the_trainer_takes(
+    tp: int, rows: int, micro_batch_size: int, hidden_size: int, precision: str, overlap: bool
+) -> None:
+    config = from_dict(
+        tiny_job(
+            model={"sequence_length": 4 * rows, "hidden_size": hidden_size, "heads": 4},
+            parallelism={"tp": tp, "overlap": {"tp": overlap}},
+            training={"micro_batch_size": micro_batch_size, "precision": precision},
+        )
+    )
+    taken = [0]
+
+    def take(handle: object, size_bytes: int, device: torch.device, *, timeout_s: float) -> OwnMemory:
+        taken.append(size_bytes)
+        return OwnMemory(tp, size_bytes, device)
+
+    handle = cast(torch.distributed.ProcessGroup, object()) if tp > 1 else None
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overlapped, "why_unreachable", lambda *_: "")
+        patch.setattr(overlapped, "open_peer_memory", take)
+        overlapped.tensor_parallel(config, Group("tp", tuple(range(tp)), 0, handle, None), dtype, torch.device("cpu"))
+    assert rank_memory(config, 0).peer_memory_bytes == taken[-1]
+    assert (taken[-1] > 0) == (overlap and tp > 1)
 
 
 @pytest.mark.parametrize(("pp", "virtual_stages"), [(4, 1), (2, 2), (4, 2), (2, 4)])

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import cast
 
 from megascale_common.status_page import Phase, StatusPageWriter, read_status_page
 
@@ -33,10 +34,37 @@ def test_a_reader_sees_what_was_written(tmp_path: Path) -> None:
     assert (tmp_path / "page").stat().st_mode & 0o777 == 0o600
 
 
+def test_since_when_the_oldest_operation_is_under_way(tmp_path: Path) -> None:
+    writer = StatusPageWriter(tmp_path / "page", rank=0, attempt=1)
+    row = writer.row("tp")
+    writer.row("dp")
+
+    def since_ns() -> int:
+        status = read_status_page(tmp_path / "page")
+        assert status is not None and status.rows[1].since_ns == 0
+        return status.rows[0].since_ns
+
+    assert since_ns() == 0
+    entered_ns = []
+    for _ in range(3):
+        entered_ns.append(time.monotonic_ns())
+        writer.enter(row)
+    assert entered_ns[0] <= since_ns() <= entered_ns[1]
+    writer.complete(row, unfinished=1)
+    assert since_ns() >= entered_ns[2]
+    writer.complete(row)
+    assert since_ns() == 0
+
+
 def test_no_page_and_a_foreign_page_give_none(tmp_path: Path) -> None:
     assert read_status_page(tmp_path / "absent") is None
     (tmp_path / "foreign").write_bytes(b"\1" * 4096)
     assert read_status_page(tmp_path / "foreign") is None
+    writer = StatusPageWriter(tmp_path / "damaged", rank=0, attempt=1)
+    writer.update(phase=cast(Phase, 99))
+    assert read_status_page(tmp_path / "damaged") is None
+    (tmp_path / "folder").mkdir()
+    assert read_status_page(tmp_path / "folder") is None
     (tmp_path / "empty").write_bytes(b"")
     assert read_status_page(tmp_path / "empty") is None
 

@@ -108,10 +108,11 @@ def _lines(facts: dict[str, Any]) -> list[str]:
         )
     for stage, need in enumerate(facts.get("memory_of_a_rank", ())):
         title = "memory" if stage == 0 else ""
+        peers = f", peer memory {size_text(need['peer_memory_bytes'])}" if need["peer_memory_bytes"] else ""
         lines.append(
             f"{title:<12} {size_text(need['total_bytes'])} on a rank of pipeline stage {stage}: parameters "
             f"{size_text(need['parameters_bytes'])}, gradients {size_text(need['gradients_bytes'])}, optimizer "
-            f"{size_text(need['optimizer_bytes'])}, activations about {size_text(need['activations_bytes'])}"
+            f"{size_text(need['optimizer_bytes'])}, activations about {size_text(need['activations_bytes'])}{peers}"
         )
     if "checkpoint_bytes" in facts:
         staging = facts.get("staging_bytes_of_a_rank", 0)

@@ -1,9 +1,10 @@
 """An estimate of the device memory of one rank, from the job alone.
 
 Parameters, gradients and optimizer states are exact: they are the flat buffers of the parameter table. Activations are
-a count of what the operators keep for backward, and leave out the allocator's fragmentation, workspaces of libraries,
-communication buffers and the device context: expect the device to report more. Dense attention masks (documents,
-windows) are left out too.
+a count of what the operators keep for backward. Peer memory (``overlap.tp``) is taken from the device outside torch's
+allocator, so that ``torch.cuda.max_memory_allocated`` does not count it. Left out are the allocator's fragmentation,
+workspaces of libraries, communicators' buffers and the device context: expect the device to report more. Dense
+attention masks (documents, windows) are left out too.
 
 A layer keeps, per token and in elements, with h the hidden size, q and kv a rank's columns of q and of k or v, f its
 FFN width and c that of its columns in the input GEMM (2f for swiglu, else f):
@@ -23,6 +24,7 @@ torch alone: rmsnorm in float32         h / tp               2 h / tp           
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megascale_common.job_config import JobConfig
@@ -31,6 +33,8 @@ from megascale_common.parameter_table import STATE_BYTES, STATES, local_width, p
 
 _PARAMETER_BYTES = {"fp32": 4, "bf16": 2}
 _FLOAT32_BYTES = 4
+# of megascale_kernels.overlap.products.region_bytes
+_PEER_SLOTS, _PEER_ALIGNMENT_BYTES = 2, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +45,13 @@ class RankMemory:
     gradients_bytes: int
     optimizer_bytes: int
     activations_bytes: int
+    peer_memory_bytes: int
 
     @property
     def total_bytes(self) -> int:
         """All of them."""
-        return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes + self.activations_bytes
+        state = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
+        return state + self.activations_bytes + self.peer_memory_bytes
 
 
 def rank_memory(config: JobConfig, rank: int) -> RankMemory:
@@ -66,6 +72,7 @@ def rank_memory(config: JobConfig, rank: int) -> RankMemory:
         gradients_bytes=elements * _FLOAT32_BYTES,
         optimizer_bytes=table.shard_elements * STATE_BYTES * len(STATES),
         activations_bytes=kept,
+        peer_memory_bytes=_peer_memory_bytes(config),
     )
 
 
@@ -123,3 +130,15 @@ def _head_bytes(config: JobConfig) -> int:
     tokens = config.training.micro_batch_size * model.sequence_length
     logits = tokens * local_width(model.vocab_size, config.parallelism.tp)
     return logits * (size + wide) + tokens * model.hidden_size * size
+
+
+def _peer_memory_bytes(config: JobConfig) -> int:
+    """What overlapped tensor parallelism exchanges hidden states [S, B, H] through, or would: ranks that cannot
+    reach each other's memory take none.
+    """
+    parallel, model = config.parallelism, config.model
+    if not parallel.overlap.tp or parallel.tp == 1:
+        return 0
+    tokens = config.training.micro_batch_size * model.sequence_length
+    whole = tokens * model.hidden_size * _PARAMETER_BYTES[config.training.precision]
+    return _PEER_SLOTS * math.ceil(whole / _PEER_ALIGNMENT_BYTES) * _PEER_ALIGNMENT_BYTES

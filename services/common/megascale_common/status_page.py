@@ -4,7 +4,8 @@ The trainer writes it with plain stores (no lock, no system call); the agent rea
 lock makes a read consistent: the counter is odd while a write is under way. Evidence therefore survives a hung
 collective, a held interpreter lock and a stuck GPU (MegaScale section 5.2: the silent rank is the culprit).
 
-Rows, one per communication group and stream, hold the number of the last operation entered and the last completed.
+Rows, one per communication group and stream, hold the number of the last operation entered and the last completed, and
+since when the oldest in between is under way.
 """
 
 from __future__ import annotations
@@ -14,17 +15,19 @@ import mmap
 import os
 import struct
 import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
 PAGE_BYTES = 4096
 MAX_ROWS = 48
 _MAGIC = b"MSPG"
-_VERSION = 1
+_VERSION = 2
 _READ_ATTEMPTS = 200
 # magic, version, sequence, pid, rank, attempt, step, phase, micro_batch, updated (monotonic ns), rows
 _HEADER = struct.Struct("<4sIQIIQqIIQI")
-_ROW = struct.Struct("<32sQQ")
+# name, entered, completed, since (monotonic ns)
+_ROW = struct.Struct("<32sQQQ")
 _SEQUENCE = struct.Struct("<Q")
 _SEQUENCE_OFFSET = 8
 _ROWS_OFFSET = 128
@@ -45,11 +48,15 @@ class Phase(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class GroupRow:
-    """Progress of one communication group or stream: operations entered and completed since the attempt began."""
+    """Progress of one communication group or stream: operations entered and completed since the attempt began.
+
+    ``since_ns`` is CLOCK_MONOTONIC of when the oldest operation that is not known to have ended was entered; 0: none.
+    """
 
     name: str
     entered: int
     completed: int
+    since_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +82,7 @@ class StatusPageWriter:
         self._sequence = 0
         self._names: list[bytes] = []
         self._counts: list[list[int]] = []
+        self._unfinished: list[deque[int]] = []  # of each row: when its operations under way were entered
         self._step, self._phase, self._micro_batch = 0, Phase.STARTING, 0
         self._write()
 
@@ -88,6 +96,7 @@ class StatusPageWriter:
             raise ValueError(f"a status page holds {MAX_ROWS} rows; {name!r} is one too many")
         self._names.append(name.encode()[:32])
         self._counts.append([0, 0])
+        self._unfinished.append(deque())
         self._write()
         return len(self._names) - 1
 
@@ -101,11 +110,14 @@ class StatusPageWriter:
     def enter(self, row: int) -> None:
         """The rank enters the next operation of this row's group."""
         self._counts[row][0] += 1
+        self._unfinished[row].append(time.monotonic_ns())
         self._write()
 
     def complete(self, row: int, *, unfinished: int = 0) -> None:
         """All operations entered on this row are done but the last ``unfinished``."""
         self._counts[row][1] = self._counts[row][0] - unfinished
+        while len(self._unfinished[row]) > unfinished:
+            self._unfinished[row].popleft()
         self._write()
 
     def close(self) -> None:
@@ -115,8 +127,10 @@ class StatusPageWriter:
     def _write(self) -> None:
         self._sequence += 1
         _SEQUENCE.pack_into(self._page, _SEQUENCE_OFFSET, self._sequence)
-        for index, (name, (entered, completed)) in enumerate(zip(self._names, self._counts, strict=True)):
-            _ROW.pack_into(self._page, _ROWS_OFFSET + index * _ROW.size, name, entered, completed)
+        rows = zip(self._names, self._counts, self._unfinished, strict=True)
+        for index, (name, (entered, completed), unfinished) in enumerate(rows):
+            since_ns = unfinished[0] if unfinished else 0
+            _ROW.pack_into(self._page, _ROWS_OFFSET + index * _ROW.size, name, entered, completed, since_ns)
         _HEADER.pack_into(
             self._page,
             0,
@@ -137,13 +151,14 @@ class StatusPageWriter:
 
 
 def read_status_page(path: Path) -> Status | None:
-    """The rank's current status, or None when there is no page yet or no consistent reading was had.
+    """The rank's current status, or None when there is no page yet, it is damaged, or no consistent reading was had.
 
-    Never blocks: after a bounded number of tries a page whose writer died in the middle of a write gives None.
+    Never blocks: after a bounded number of tries a page whose writer died in the middle of a write gives None. So does
+    a page that cannot be opened (a full table of files): its rank is there all the same.
     """
     try:
         page = _map(path, create=False)
-    except (FileNotFoundError, ValueError):
+    except (OSError, ValueError):
         return None
     try:
         for _ in range(_READ_ATTEMPTS):
@@ -163,9 +178,12 @@ def _parse(data: bytes) -> Status | None:
         return None
     rows = []
     for index in range(min(count, MAX_ROWS)):
-        name, entered, completed = _ROW.unpack_from(data, _ROWS_OFFSET + index * _ROW.size)
-        rows.append(GroupRow(name.rstrip(b"\0").decode(errors="replace"), entered, completed))
-    return Status(pid, rank, attempt, step, Phase(phase), micro_batch, updated, tuple(rows))
+        name, *counts = _ROW.unpack_from(data, _ROWS_OFFSET + index * _ROW.size)
+        rows.append(GroupRow(name.rstrip(b"\0").decode(errors="replace"), *counts))
+    try:
+        return Status(pid, rank, attempt, step, Phase(phase), micro_batch, updated, tuple(rows))
+    except ValueError:  # no such phase
+        return None
 
 
 def _map(path: Path, *, create: bool) -> mmap.mmap:

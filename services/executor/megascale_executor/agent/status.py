@@ -30,11 +30,7 @@ def worker_status(worker: Worker, page: Path, now_ns: int | None = None) -> link
     if worker.exit_status is not None:
         message.exit_status = worker.exit_status
         message.exited_at.FromNanoseconds(round(worker.exited_at_s * 1e9))
-    try:
-        status = read_status_page(page)
-    except (OSError, ValueError):  # a full table of files, or a page that is damaged: the worker is there all the same
-        status = None
-    if status is not None:
+    if (status := read_status_page(page)) is not None:
         message.step, message.phase = status.step, status.phase.name
         age_ns = (time.monotonic_ns() if now_ns is None else now_ns) - status.updated_ns
         message.status_age.CopyFrom(_duration(max(0, age_ns)))

@@ -8,8 +8,6 @@ status, so that the driver can tell the culprit.
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +18,7 @@ from megascale.v1 import link_pb2
 from megascale_common import framing, logs
 from megascale_common.local_messages import Assignment
 from megascale_executor.agent.channels import MessageChannel
+from megascale_executor.agent.symptoms import STOPPED, waited_in_vain
 from megascale_executor.agent.template import ForkedProcess, Template, TemplateError
 
 _log = logs.get(__name__)
@@ -30,8 +29,6 @@ _EXIT_AFTER_FAILED_S = 1.0
 _DRAIN_SOCKET_S = 0.5
 # A killed process is gone in milliseconds unless a driver call holds it in the kernel.
 KILL_TIMEOUT_S = 10.0
-_WATCHDOG_WORDS, _LOG_TAIL_BYTES = ("ProcessGroupNCCL", "Watchdog caught"), 1 << 16
-STOPPED = "STOPPED"  # error kind of workers that the agent itself ended
 
 
 @dataclass(slots=True)
@@ -100,9 +97,10 @@ class WorkerSet:
         for outcome in await asyncio.gather(*forks, return_exceptions=True):
             if outcome is not None:
                 raise outcome
-        for worker in self.workers:
+        for worker, (assignment, _) in zip(self.workers, assignments, strict=True):
             worker.reader = asyncio.create_task(self._listen(worker), name=f"worker-{worker.rank}-messages")
-            self._tasks.append(asyncio.create_task(self._watch(worker), name=f"worker-{worker.rank}-exit"))
+            watch = self._watch(worker, assignment)
+            self._tasks.append(asyncio.create_task(watch, name=f"worker-{worker.rank}-exit"))
 
     def _launch(
         self, assignment: Assignment, log_path: Path, store_listen_fd: int | None
@@ -152,7 +150,7 @@ class WorkerSet:
         else:
             raise framing.FramingError(f"unknown kind {kind!r}")
 
-    async def _watch(self, worker: Worker) -> None:
+    async def _watch(self, worker: Worker, assignment: Assignment) -> None:
         """Wait for one worker's end and judge it."""
         assert worker.process is not None and worker.reader is not None
         exited = worker.process.exited
@@ -168,8 +166,9 @@ class WorkerSet:
         status, exited_at_s = await asyncio.shield(exited), time.time()
         await asyncio.wait({worker.reader}, timeout=_DRAIN_SOCKET_S)
         worker.exit_status, worker.exited_at_s = status, exited_at_s
-        if status == -signal.SIGABRT and not worker.error_kind and (line := aborted_collective(worker.log_path)):
-            worker.error_kind, worker.error = "COLLECTIVE", line
+        page, timeout_s = Path(assignment["status_page"]), assignment["config"]["recovery"]["collective_timeout_s"]
+        if why := waited_in_vain(status, worker.error_kind, worker.log_path, page, timeout_s):
+            worker.error_kind, worker.error = "COLLECTIVE", f"{worker.error}\n{why}".lstrip()
         worker.channel.close()
         if worker.ended_well:
             if all(each.ended_well for each in self.workers):
@@ -229,20 +228,6 @@ class WorkerSet:
         await asyncio.gather(*self._tasks, *readers, return_exceptions=True)
         for worker in self.workers:
             worker.channel.close()
-
-
-def aborted_collective(log_path: Path) -> str:
-    """The line in which NCCL's watchdog says why it aborted the process; "" if it was something else.
-
-    The watchdog aborts ranks that wait in vain for a peer, without a word to us: that is a symptom like an error.
-    """
-    try:
-        with log_path.open("rb") as log:
-            log.seek(max(log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES, 0))
-            lines = log.read().decode(errors="replace").splitlines()
-    except OSError:
-        return ""
-    return next((line for line in reversed(lines) if any(word in line for word in _WATCHDOG_WORDS)), "")
 
 
 def describe_exit(status: int) -> str:

@@ -8,6 +8,7 @@ does not concern it.
 from __future__ import annotations
 
 import base64
+import contextlib
 import gc
 import math
 import socket
@@ -94,10 +95,18 @@ class _Worker:
 
     def run(self) -> None:
         """The whole life of the rank."""
-        config, status = self._config, self._status
         self._say_hello()
-        groups = self._groups = self._meet()
-        trainer = Trainer(config, self._assignment["rank"], groups, self._device, status)
+        self._groups = self._meet()
+        try:
+            self._work()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # of a device that is lost: what it was doing stays on the page
+                self._groups.poll()
+            raise
+
+    def _work(self) -> None:
+        config, status = self._config, self._status
+        trainer = Trainer(config, self._assignment["rank"], self._groups, self._device, status)
         if config.checkpoint.uri:
             self._snapshots = self._register(trainer)
         done = self._restore(trainer)
@@ -400,7 +409,8 @@ def _device_name(device: torch.device) -> str:
 def _classify(error: BaseException) -> tuple[ErrorKind, str]:
     """Kind of the error for the driver's judgement, and a detail such as the damaged file.
 
-    A failed collective is a symptom (a peer died); it never makes this rank the culprit.
+    A failed collective is a symptom (a peer died); it never makes this rank the culprit. Where only a lost CUDA context
+    is left of it, the agent tells by the status page (:mod:`megascale_executor.agent.symptoms`).
     """
     if isinstance(error, RestoreRefused):
         return error.kind, error.file

@@ -1,0 +1,64 @@
+"""A node whose ranks train with overlapped tensor parallelism until one stands still, with its process alive."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Literal
+
+from tests.harness.agent_process import TOKEN, start_agent
+from tests.harness.corpus import random_documents, write_corpus
+from tests.harness.recording_driver import RecordingDriver
+from tests.harness.training import tiny_job
+
+from megascale.v1 import link_pb2, types_pb2
+from megascale_common.job_config import from_dict
+from megascale_common.job_spec import to_proto
+
+TIMEOUT_S = 4.0
+_STALLED_RANK, _READY_S, _VERDICT_S = 1, 90.0, 60.0
+
+
+async def end_of_a_stall(folder: Path, device: Literal["cpu", "cuda"]) -> tuple[link_pb2.Heartbeat, str]:
+    """Rank 1 of two is stopped after some steps: the heartbeat that tells the attempt's end, and rank 0's log."""
+    write_corpus(folder / "corpus", random_documents(seed=1, count=50, longest=60))
+    driver = RecordingDriver("test", TOKEN)
+    await driver.start(folder / "driver.address")
+    agent = start_agent(folder, template="", options=("--device", device))
+    try:
+        given = _assignment(folder)
+        await driver.until(lambda: bool(driver.beats))
+        driver.want(link_pb2.DESIRED_PHASE_PREPARE, given)
+        prepared = await driver.until_phase(link_pb2.ATTEMPT_PHASE_PREPARED, _READY_S)
+        given.store_endpoint = prepared.store_endpoint
+        driver.want(link_pb2.DESIRED_PHASE_START, given)
+        running = await driver.until_phase(link_pb2.ATTEMPT_PHASE_RUNNING, _READY_S)
+        await driver.until(lambda: len(driver.steps) > 3, _READY_S)
+        os.kill(running.workers[_STALLED_RANK].pid, signal.SIGSTOP)
+        failed = await driver.until_phase(link_pb2.ATTEMPT_PHASE_FAILED, _VERDICT_S)
+        return failed, (agent.node_folder / "jobs/tiny/attempt-000001/rank-00000.log").read_text()
+    finally:
+        agent.end()
+        await driver.stop()
+
+
+def _assignment(folder: Path) -> link_pb2.AttemptAssignment:
+    config = from_dict(
+        tiny_job(
+            parallelism={"tp": 2, "overlap": {"tp": True}},
+            training={"steps": 1_000_000},
+            data={"sources": [{"prefix": str(folder / "corpus")}]},
+            recovery={"collective_timeout_s": TIMEOUT_S},
+        )
+    )
+    return link_pb2.AttemptAssignment(
+        job=config.name,
+        attempt=1,
+        spec_revision=1,
+        spec=to_proto(config),
+        ranks=range(2),
+        devices=range(2),
+        rank_nodes=["n0"] * 2,
+        restore=link_pb2.RestorePlan(source=types_pb2.RESTORE_SOURCE_NONE),
+    )

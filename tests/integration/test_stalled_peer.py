@@ -1,0 +1,15 @@
+"""A rank that waits in vain for its tensor-parallel peer ends as a victim: nobody takes it for the culprit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.harness.stalled_peer import end_of_a_stall
+
+
+async def test_who_waits_for_a_stalled_peer_is_a_victim(tmp_path: Path) -> None:
+    failed, log = await end_of_a_stall(tmp_path, "cpu")
+    assert "is not overlapped" not in log
+    victim, stalled = failed.workers
+    assert (victim.exit_status, victim.error_kind) == (1, "COLLECTIVE"), victim.error
+    assert stalled.error_kind == "STOPPED", "alive until the agent stopped it"
