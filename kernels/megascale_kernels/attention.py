@@ -142,7 +142,11 @@ def _fastest(*, causal: bool) -> AbstractContextManager[None]:
 
 
 def _torch_attention(
-    choice: AbstractContextManager[None], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: AttentionMask
+    choice: AbstractContextManager[None],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: AttentionMask,
 ) -> torch.Tensor:
     # The fused backends get contiguous tensors: strided views have crashed cuDNN attention on Hopper.
     q, k, v = query.contiguous(), key.contiguous(), value.contiguous()
@@ -225,7 +229,7 @@ def _of_package(module: str, capability: tuple[int, int], *, repeats: bool) -> B
 
 
 @functools.cache
-def _varlen() -> Callable[..., torch.Tensor] | None:
+def _varlen() -> Callable[..., Any] | None:
     """torch's variable-length attention; None where torch was built without. Its import takes a second."""
     if not torch.backends.cuda.is_flash_attention_available():
         return None
@@ -233,8 +237,7 @@ def _varlen() -> Callable[..., torch.Tensor] | None:
 
     # torch 2.11 lets query heads share key/value heads without a word; newer ones want to hear that it is meant.
     told = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    found: Callable[..., torch.Tensor] = functools.partial(varlen_attn, enable_gqa=True) if told else varlen_attn
-    return found
+    return functools.partial(varlen_attn, enable_gqa=True) if told else varlen_attn
 
 
 def _varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
@@ -257,8 +260,8 @@ def _varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: A
     # Contiguous: its loads of 16 bytes need strides of whole multiples of that.
     rows = [x.transpose(1, 2).flatten(0, 1).contiguous() for x in (q, k, v)]
     left = mask.window - 1 if mask.window else -1
-    out = function(*rows, bounds, bounds, longest, longest, window_size=(left, 0))
-    return out.unflatten(0, (batch, sequence)).transpose(1, 2)
+    out: torch.Tensor = function(*rows, bounds, bounds, longest, longest, window_size=(left, 0))
+    return out.view(batch, sequence, *out.shape[1:]).transpose(1, 2)
 
 
 def _varlen_obstacle(query: torch.Tensor, mask: AttentionMask) -> str | None:

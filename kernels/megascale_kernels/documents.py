@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,6 +26,10 @@ class Documents:
     def bounds(self) -> torch.Tensor:
         """int32 [number + 1], a view: a document reaches from one bound up to the next."""
         return self.offsets[: self.number + 1]
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Documents:
+        """The same documents with ``function`` of the offsets, such as their copy on a device."""
+        return replace(self, offsets=function(self.offsets))
 
     def starts(self) -> torch.Tensor:
         """int32 [B, S] on the device of ``offsets``: where in its sequence the token's document starts."""

@@ -142,7 +142,7 @@ def _varlen_attn(
     *,
     window_size: tuple[int, int] = (-1, -1),
 ) -> torch.Tensor:
-    """torch.nn.attention.varlen.varlen_attn as torch 2.11 documents it, in loops; what the kernels demand is asserted."""
+    """torch.nn.attention.varlen.varlen_attn as torch 2.11 documents it, in loops; asserts what its kernels demand."""
     assert cu_seq_q.dtype == torch.int32 and cu_seq_q.is_contiguous() and torch.equal(cu_seq_q, cu_seq_k)
     assert all(x.is_contiguous() and x.shape[0] == int(cu_seq_q[-1]) for x in (query, key, value))
     left, right = window_size
@@ -224,9 +224,9 @@ def test_torch_has_the_function_that_we_call(monkeypatch: pytest.MonkeyPatch) ->
     try:
         function = module._varlen()
         assert function is not None
-        names = "query key value cu_seq_q cu_seq_k max_q max_k window_size".split()
-        inspect.signature(function).bind(*names[:-1], window_size=(-1, 0))
-        assert list(inspect.signature(function).parameters)[:7] == names[:-1]
+        names = ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
+        inspect.signature(function).bind(*names, window_size=(-1, 0))
+        assert list(inspect.signature(function).parameters)[:7] == names
     finally:
         module._varlen.cache_clear()
 

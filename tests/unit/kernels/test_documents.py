@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -27,7 +29,7 @@ def test_bounds_cut_all_tokens_into_the_documents(start: torch.Tensor) -> None:
     bounds = documents.bounds.tolist()
     assert documents.shape == (batch, sequence)
     assert len(bounds) == documents.number + 1
-    lengths = [end - begin for begin, end in zip(bounds[:-1], bounds[1:], strict=True)]
+    lengths = [end - begin for begin, end in pairwise(bounds)]
     assert min(lengths) > 0 and max(lengths) == documents.longest and sum(lengths) == start.numel()
     assert {row * sequence for row in range(batch)} <= set(bounds), "no document reaches over two sequences"
     token = [row * sequence + int(first) for row in range(batch) for first in start[row].unique()]

@@ -64,7 +64,7 @@ class MicroBatch:
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
         """The micro-batch whose tensors are ``function`` of this one's; what the host knows stays."""
         changed = {name: function(getattr(self, name)) for name in _DTYPES}
-        return MicroBatch(**changed, documents=replace(self.documents, offsets=function(self.documents.offsets)))
+        return MicroBatch(**changed, documents=self.documents.map(function))
 
     def refilled(self, source: MicroBatch) -> MicroBatch:
         """``source``, of the same shape, copied into this one's tensors; between pinned memory and CUDA without a wait.
@@ -73,5 +73,5 @@ class MicroBatch:
         """
         for name in _DTYPES:
             getattr(self, name).copy_(getattr(source, name), non_blocking=True)
-        offsets = self.documents.offsets.copy_(source.documents.offsets, non_blocking=True)
-        return replace(self, documents=replace(source.documents, offsets=offsets))
+        offsets = self.documents.offsets
+        return replace(self, documents=source.documents.map(lambda new: offsets.copy_(new, non_blocking=True)))
