@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.harness.varlen import use_slow_varlen
 
 from megascale_kernels import attention as module
 from megascale_kernels.attention import BACKENDS, attention, attention_mask
@@ -32,6 +33,11 @@ def _seen(window: int, start: torch.Tensor | None) -> torch.Tensor:
             first = max(first, query - window + 1) if window else first
             seen[b, query, first : query + 1] = True
     return seen
+
+
+@pytest.fixture
+def varlen(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_slow_varlen(monkeypatch)
 
 
 def _heads(generator: torch.Generator, dtype: torch.dtype, kv_heads: int) -> list[torch.Tensor]:
@@ -129,41 +135,6 @@ def test_packages_take_no_documents() -> None:
     q, _, _ = _heads(torch.Generator().manual_seed(3), torch.float32, 2)
     mask = attention_mask(SEQUENCE, documents=documents_of(START))
     assert all(BACKENDS[f"flash_attn_{n}"].obstacle(q, mask) == "it takes no documents" for n in (2, 3, 4))
-
-
-def _varlen_attn(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    window_size: tuple[int, int] = (-1, -1),
-) -> torch.Tensor:
-    """torch.nn.attention.varlen.varlen_attn as torch 2.11 documents it, in loops; asserts what its kernels demand."""
-    assert cu_seq_q.dtype == torch.int32 and cu_seq_q.is_contiguous() and torch.equal(cu_seq_q, cu_seq_k)
-    assert all(x.is_contiguous() and x.shape[0] == int(cu_seq_q[-1]) for x in (query, key, value))
-    left, right = window_size
-    assert right == 0, "the future is hidden"
-    parts = []
-    for begin, end in zip(cu_seq_q[:-1].tolist(), cu_seq_q[1:].tolist(), strict=True):
-        assert end - begin <= max_q == max_k, "what lies beyond is not computed"
-        q, k, v = (x[begin:end].transpose(0, 1)[None] for x in (query, key, value))
-        index = torch.arange(end - begin)
-        seen = index[None, :] <= index[:, None]
-        if left >= 0:
-            seen &= index[None, :] >= index[:, None] - left
-        parts.append(_reference([q, k, v], seen[None])[0].transpose(0, 1))
-    return torch.cat(parts)
-
-
-@pytest.fixture
-def varlen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels of variable-length attention, but slow, and on any device."""
-    monkeypatch.setattr(module, "_varlen", lambda: _varlen_attn)
-    monkeypatch.setattr(module, "_device_obstacle", lambda query, capability=None: None)
 
 
 @pytest.mark.usefixtures("varlen")
