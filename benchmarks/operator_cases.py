@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from megascale_executor.trainer.compat import accumulate_product
 from megascale_executor.trainer.model.weights import Weight
 from megascale_kernels.adamw import AdamWKernel, AdamWUpdate, adamw
+from megascale_kernels.attention import attention_mask
 from megascale_kernels.cross_entropy import CrossEntropy, cross_entropy
+from megascale_kernels.documents import documents_of
 
 Tensors = Sequence[torch.Tensor]
 Operation = Callable[[], Tensors]
@@ -24,6 +26,7 @@ Way = Callable[[torch.dtype], Mapping[str, Operation]]
 Function = Callable[..., tuple[torch.Tensor, ...]]
 REFERENCE = "eager"  # the way that is also run in float64
 EPSILON = 1e-5
+DOCUMENT_TOKENS = 512  # mean length of packed documents
 
 
 @dataclass(frozen=True)
@@ -213,12 +216,38 @@ def attention(shape: Shape) -> Case:
     def backend(name: str) -> Function:
         from benchmarks import operator_fused as module
 
-        return module.backend(name, shape.sequence)
+        return module.backend(name, attention_mask(shape.sequence))
 
     names = ("cudnn", "flash", "flash_attn_2", "flash_attn_3", "flash_attn_4")
     ways = differentiable(plain, inputs, [], {name: partial(backend, name) for name in names})
     flops, one = _causal_flops(shape), inputs[0].nbytes
     return Case(f"{batch} x {heads} x {shape.sequence} x {size}", _costs(4 * one, 8 * one, flops, 5 * flops // 2), ways)
+
+
+def documents(shape: Shape) -> Case:
+    """Causal attention inside packed documents: under a dense mask, and by the bounds of the documents.
+
+    q, k and v lie by position, as the fused core writes them for such a mask.
+    """
+    size, heads, batch = shape.hidden // shape.heads, shape.heads // shape.tp, shape.tokens // shape.sequence
+    inputs = [shape.random(batch, shape.sequence, heads, size, seed=seed).transpose(1, 2) for seed in (1, 2, 3)]
+    begins = torch.rand(batch, shape.sequence, generator=torch.Generator().manual_seed(4)) < 1 / DOCUMENT_TOKENS
+    found = documents_of(torch.where(begins, torch.arange(shape.sequence), 0).cummax(1).values)
+    mask = attention_mask(shape.sequence, documents=found.map(lambda offsets: offsets.to(shape.device)))
+    dense = mask.dense
+
+    def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor]:
+        return (F.scaled_dot_product_attention(q, k, v, attn_mask=dense),)
+
+    def varlen() -> Function:
+        from benchmarks import operator_fused as module
+
+        return module.backend("varlen", mask)
+
+    flops, one = int((found.bounds.diff().double() ** 2).sum()) * 2 * heads * size, inputs[0].nbytes
+    costs = _costs(4 * one, 8 * one, flops, 5 * flops // 2)
+    ways = differentiable(plain, inputs, [], {"varlen": varlen})
+    return Case(f"{batch} x {heads} x {shape.sequence} x {size}, {found.number} documents", costs, ways)
 
 
 def _causal_flops(shape: Shape) -> int:
@@ -341,6 +370,7 @@ CASES: Mapping[str, Callable[[Shape], Case]] = {
     "heads": partial(core, part="heads"),
     "core": partial(core, part="all"),
     "attention": attention,
+    "documents": documents,
     "cross_entropy": loss,
     "adamw": update,
     "weight_gradient": weight_gradient,

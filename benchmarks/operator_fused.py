@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megascale_executor.trainer.model.weights import Weight
-from megascale_kernels.attention import BACKENDS, attention, attention_mask
+from megascale_kernels.attention import BACKENDS, AttentionMask, attention, attention_mask
 from megascale_kernels.fused import core, rotary
 from megascale_kernels.rotary import Heads, RotaryTable
 
@@ -31,9 +31,8 @@ def fused_core(heads: Heads, table: RotaryTable, sequence: int) -> Function:
     return lambda x, bias: (core.core(x, bias, heads, "gelu", table, mask),)
 
 
-def backend(name: str, sequence: int) -> Function:
-    """Dense causal attention by one backend; NotImplementedError where it cannot run."""
-    mask = attention_mask(sequence)
+def backend(name: str, mask: AttentionMask) -> Function:
+    """Attention under ``mask`` by one backend; NotImplementedError where it cannot run."""
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor]:
         if obstacle := BACKENDS[name].obstacle(q, mask):

@@ -40,6 +40,7 @@ WAYS = (
     "fused",
     "cudnn",
     "flash",
+    "varlen",
     "flash_attn_2",
     "flash_attn_3",
     "flash_attn_4",

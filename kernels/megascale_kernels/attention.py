@@ -2,15 +2,17 @@
 
 Several backends compute it; unless one is asked for by name, the mask, the device and determinism choose. A purely
 causal mask is passed as a flag, so that torch's fused backends apply, cuDNN's first: the fastest on Hopper. Its
-backward is not deterministic, so it is left out where deterministic algorithms are asked for. A sliding window without
-documents goes to the flash-attn package where that is installed. All else needs a dense boolean mask, built once per
-micro-batch and shared by all layers.
+backward is not deterministic, so it is left out where deterministic algorithms are asked for. Documents and sliding
+windows go to torch's variable-length attention (a window without documents to FlashAttention-3 and its successor before
+that, where a package brings them). What those cannot take needs a dense boolean mask, built once per micro-batch and
+shared by all layers.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,31 +22,42 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megascale_kernels.documents import Documents
+
 _REPEATABLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _HALF = (torch.bfloat16, torch.float16)
 _HOPPER = (9, 0)
+_FLASH_HEAD_SIZE = 256
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionMask:
-    """Who may look at whom; made by :func:`attention_mask`. ``window`` 0 and no ``document_start``: all causal."""
+    """Who may look at whom; made by :func:`attention_mask`. ``window`` 0 and no ``documents``: all causal."""
 
     sequence: int
     window: int
-    document_start: torch.Tensor | None
+    documents: Documents | None
     device: torch.device | None
 
     @property
     def causal(self) -> bool:
         """Every query sees all tokens up to its own."""
-        return self.window == 0 and self.document_start is None
+        return self.window == 0 and self.documents is None
+
+    @property
+    def by_position(self) -> bool:
+        """Whether q, k, v and the result's gradient best lie as [B, S, heads, d] in memory, not [B, heads, S, d].
+
+        What takes windows and documents reads them so; torch's backends for causal attention want them the other way.
+        """
+        return not self.causal
 
     @functools.cached_property
     def dense(self) -> torch.Tensor | None:
         """bool [B or 1, 1, S, S], True where a query (row) sees a key; None: all causal. Built on first use."""
         if self.causal:
             return None
-        start = self.document_start
+        start = None if self.documents is None else self.documents.starts()
         index = torch.arange(self.sequence, device=self.device if start is None else start.device)
         query, key = index[:, None], index[None, :]
         seen = (key <= query)[None]
@@ -56,17 +69,22 @@ class AttentionMask:
 
 
 def attention_mask(
-    sequence: int, *, window: int = 0, document_start: torch.Tensor | None = None, device: torch.device | None = None
+    sequence: int, *, window: int = 0, documents: Documents | None = None, device: torch.device | None = None
 ) -> AttentionMask:
     """Describe a causal mask over ``sequence`` tokens.
 
     Args:
         sequence: S, the length of the sequence.
         window: a query sees itself and the ``window - 1`` tokens before it; 0 means all before it.
-        document_start: integer [B, S], where in the sequence the token's document starts; None: one document.
+        documents: those of the B sequences, on the device that attends; None: each sequence is one.
         device: where a mask without documents is built.
+
+    Raises:
+        ValueError: ``documents`` are of sequences of another length.
     """
-    return AttentionMask(sequence, window if window < sequence else 0, document_start, device)
+    if documents is not None and documents.shape[1] != sequence:
+        raise ValueError(f"documents of sequences of {documents.shape[1]} tokens cannot mask sequences of {sequence}")
+    return AttentionMask(sequence, window if window < sequence else 0, documents, device)
 
 
 def attention(
@@ -75,8 +93,8 @@ def attention(
     """softmax(q k^T / sqrt(d)) v under ``mask``; query heads share key/value heads in equal groups.
 
     Args:
-        query: [B, heads, S, d].
-        key, value: [B, key/value heads, S, d].
+        query: [B, heads, S, d], in any layout; :attr:`AttentionMask.by_position` says which spares a copy.
+        key, value: [B, key/value heads, S, d], likewise.
         backend: one of :data:`BACKENDS`; None: the one that suits.
 
     Returns:
@@ -85,15 +103,13 @@ def attention(
     Raises:
         ValueError: ``backend`` is unknown or cannot run these inputs here; names those that can.
     """
-    # The fused backends get contiguous tensors: strided views have crashed cuDNN attention on Hopper.
-    q, k, v = query.contiguous(), key.contiguous(), value.contiguous()
     if backend is not None:
-        return _named(backend, q, mask)(q, k, v, mask)
-    if mask.window and mask.document_start is None:
-        for name in _WINDOWED:
-            if BACKENDS[name].obstacle(q, mask) is None:
-                return BACKENDS[name].run(q, k, v, mask)
-    return _torch_attention(_fastest(causal=mask.causal), q, k, v, mask)
+        return _named(backend, query, mask)(query, key, value, mask)
+    if not mask.causal:
+        for name in _MASKED:
+            if BACKENDS[name].obstacle(query, mask) is None:
+                return BACKENDS[name].run(query, key, value, mask)
+    return _torch_attention(_fastest(causal=mask.causal), query, key, value, mask)
 
 
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionMask], torch.Tensor]
@@ -101,7 +117,7 @@ Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionMask], torch.
 
 @dataclass(frozen=True)
 class Backend:
-    """``run`` takes what :func:`attention` takes, contiguous; ``obstacle`` says why it cannot run a query, or None."""
+    """``run`` takes what :func:`attention` takes; ``obstacle`` says why it cannot run a query, or None."""
 
     run: Run
     obstacle: Callable[[torch.Tensor, AttentionMask], str | None]
@@ -126,8 +142,14 @@ def _fastest(*, causal: bool) -> AbstractContextManager[None]:
 
 
 def _torch_attention(
-    choice: AbstractContextManager[None], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask
+    choice: AbstractContextManager[None],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: AttentionMask,
 ) -> torch.Tensor:
+    # The fused backends get contiguous tensors: strided views have crashed cuDNN attention on Hopper.
+    q, k, v = query.contiguous(), key.contiguous(), value.contiguous()
     dense, shared = mask.dense, q.shape[1] // k.shape[1]
     if shared > 1 and dense is not None:  # no fused backend takes both a mask and shared heads
         k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
@@ -204,14 +226,15 @@ def _of_package(module: str, capability: tuple[int, int], *, repeats: bool) -> B
         options: dict[str, Any] = {"window_size": (mask.window - 1, 0)} if mask.window else {}
         if torch.are_deterministic_algorithms_enabled():
             options["deterministic"] = True
-        # It takes [B, S, heads, d] with any strides but the last, shares heads by itself, and some generations also
-        # return the logarithm of the sums.
-        found = function(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True, **options)
+        # It takes [B, S, heads, d], dense in either order of positions and heads, shares heads by itself, and some
+        # generations also return the logarithm of the sums.
+        turned = [x.transpose(1, 2) if x.is_contiguous() else x.transpose(1, 2).contiguous() for x in (q, k, v)]
+        found = function(*turned, causal=True, **options)
         out: torch.Tensor = found[0] if isinstance(found, tuple) else found
         return out.transpose(1, 2)
 
     def obstacle(query: torch.Tensor, mask: AttentionMask) -> str | None:
-        if mask.document_start is not None:
+        if mask.documents is not None:
             return "it takes no documents"
         if torch.are_deterministic_algorithms_enabled() and not repeats:
             return "its backward is not known to repeat bit for bit, and training.deterministic is set"
@@ -223,12 +246,60 @@ def _of_package(module: str, capability: tuple[int, int], *, repeats: bool) -> B
     return Backend(run, obstacle)
 
 
+@functools.cache
+def _varlen() -> Callable[..., Any] | None:
+    """torch's variable-length attention; None where torch was built without. Its import takes a second."""
+    if not torch.backends.cuda.is_flash_attention_available():
+        return None
+    from torch.nn.attention.varlen import varlen_attn
+
+    # torch 2.11 lets query heads share key/value heads without a word; newer ones want to hear that it is meant.
+    told = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return functools.partial(varlen_attn, enable_gqa=True) if told else varlen_attn
+
+
+def _varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
+    """FlashAttention-2 over the documents of all sequences in one row of tokens [B * S, heads, d].
+
+    It is told of the documents that there are, without empty ones to round their number: each of those would cost
+    blocks that find nothing to do, 128 rows of working memory in backward and, in a deterministic backward, a share of
+    the parallel work. Its kernels need no compiling for new sizes. The grid covers the longest document.
+    """
+    function, documents = _varlen(), mask.documents
+    assert function is not None
+    batch, _, sequence, _ = q.shape
+    if documents is None:
+        bounds = torch.arange(0, (batch + 1) * sequence, sequence, dtype=torch.int32, device=q.device)
+        longest = sequence
+    elif documents.shape == (batch, sequence):  # else it would read where no tensor is
+        bounds, longest = documents.bounds, documents.longest
+    else:
+        raise ValueError(f"documents of {documents.shape} tokens cannot mask {(batch, sequence)}")
+    # Contiguous: its loads of 16 bytes need strides of whole multiples of that.
+    rows = [x.transpose(1, 2).flatten(0, 1).contiguous() for x in (q, k, v)]
+    left = mask.window - 1 if mask.window else -1
+    out: torch.Tensor = function(*rows, bounds, bounds, longest, longest, window_size=(left, 0))
+    return out.view(batch, sequence, *out.shape[1:]).transpose(1, 2)
+
+
+def _varlen_obstacle(query: torch.Tensor, mask: AttentionMask) -> str | None:
+    # Deterministic mode is none: aten's _flash_attention_backward then has the kernel add in a fixed order.
+    size = query.shape[-1]
+    if missing := _device_obstacle(query):
+        return missing
+    if size % 8 or size > _FLASH_HEAD_SIZE:
+        return f"it needs a head size that is a multiple of 8 and at most {_FLASH_HEAD_SIZE}, got {size}"
+    return "torch was built without flash attention" if _varlen() is None else None
+
+
 BACKENDS: Mapping[str, Backend] = {
     "cudnn": Backend(_of_torch(SDPBackend.CUDNN_ATTENTION), _cudnn_obstacle),
     "flash": Backend(_of_torch(SDPBackend.FLASH_ATTENTION), _flash_obstacle),
     "flash_attn_3": _of_package("flash_attn_interface", _HOPPER, repeats=True),
     "flash_attn_4": _of_package("flash_attn.cute.interface", _HOPPER, repeats=False),
+    "varlen": Backend(_varlen_attention, _varlen_obstacle),
     "flash_attn_2": _of_package("flash_attn", (8, 0), repeats=True),
     "math": Backend(_of_torch(SDPBackend.MATH), lambda query, mask: None),
 }
-_WINDOWED = ("flash_attn_3", "flash_attn_4", "flash_attn_2")
+# For windows and documents, the fastest first; flash_attn_2 has the kernels of varlen, for a torch built without them.
+_MASKED = ("flash_attn_3", "flash_attn_4", "varlen", "flash_attn_2")

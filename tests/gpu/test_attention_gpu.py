@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
+from tests.harness.kernels import relative_error
 
-from megascale_kernels.attention import attention, attention_mask
+from megascale_kernels.attention import AttentionMask, attention, attention_mask
+from megascale_kernels.documents import Documents, documents_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -87,3 +90,83 @@ def test_gradients_of_any_layout_are_right() -> None:
         found = torch.autograd.grad(attention(q, k, v, attention_mask(SEQUENCE)), (q, k, v), laid_out)
         for ours, theirs in zip(found, wanted, strict=True):
             torch.testing.assert_close(ours.double(), theirs, atol=5e-2, rtol=2e-2)
+
+
+def _documents() -> Documents:
+    """Of one token, of a block and one over, and of whatever remains; not the same in both sequences."""
+    begins = torch.zeros(BATCH, SEQUENCE, dtype=torch.bool)
+    begins[0, [1, 130, 131, 400]] = True
+    begins[1, [300, 511]] = True
+    return documents_of(torch.where(begins, torch.arange(SEQUENCE), 0).cummax(1).values)
+
+
+def _masked(documents: bool, window: int) -> AttentionMask:
+    found = _documents().map(torch.Tensor.cuda) if documents else None
+    return attention_mask(SEQUENCE, window=window, documents=found, device=torch.device("cuda"))
+
+
+def _by_position(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [leaf.transpose(1, 2).contiguous().transpose(1, 2) for leaf in leaves]
+
+
+@pytest.mark.parametrize("by_position", [False, True])
+@pytest.mark.parametrize("kv_heads", [HEADS, 2])
+@pytest.mark.parametrize(("documents", "window"), [(True, 0), (True, 100), (False, 100), (False, 2), (False, 0)])
+def test_varlen_is_right(documents: bool, window: int, kv_heads: int, by_position: bool) -> None:
+    leaves = _inputs(kv_heads)
+    given = _by_position(leaves) if by_position else leaves
+    out = attention(*given, _masked(documents, window), "varlen")
+    gradient = torch.randn(out.shape, device="cuda", dtype=out.dtype)
+    found = (out, *torch.autograd.grad(out, leaves, gradient))
+    exact = [tensor.detach().double().requires_grad_() for tensor in leaves]
+    expected = attention(*exact, _masked(documents, window), "math")
+    wanted = (expected, *torch.autograd.grad(expected, exact, gradient.double()))
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert relative_error(ours, theirs) < 2e-2
+
+
+@pytest.mark.parametrize(("documents", "window"), [(True, 0), (True, 100), (False, 100)])
+def test_documents_and_windows_need_no_matrix_and_no_wait(documents: bool, window: int) -> None:
+    leaves, mask = _inputs(2), _masked(documents, window)
+    attention(*leaves, mask)  # what is made once has been made
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = attention(*leaves, mask)
+        torch.autograd.grad(out, leaves, torch.ones_like(out))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert "dense" not in vars(mask)
+
+
+def test_empty_documents_change_nothing() -> None:
+    """Nothing relies on it, but a caller of its own may round the number of documents up."""
+    leaves, documents = _inputs(2), _documents().map(torch.Tensor.cuda)
+    runs = []
+    for number in (documents.number, 64):
+        mask = attention_mask(SEQUENCE, documents=replace(documents, number=number))
+        out = attention(*leaves, mask, "varlen")
+        runs.append((out, *torch.autograd.grad(out, leaves, torch.ones_like(out))))
+    for ours, theirs in zip(*runs, strict=True):
+        assert relative_error(ours, theirs.double()) < 1e-3
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("kv_heads", [HEADS, 2])
+@pytest.mark.parametrize(("documents", "window"), [(True, 0), (True, 100), (False, 100)])
+def test_varlen_repeats_where_it_must(documents: bool, window: int, kv_heads: int) -> None:
+    leaves, runs = _inputs(kv_heads), []
+    for _ in range(5):
+        mask = _masked(documents, window)
+        out = attention(*leaves, mask, "varlen")
+        runs.append([out, *torch.autograd.grad(out, leaves, torch.ones_like(out))])
+    for other in runs[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(runs[0], other, strict=True))
+
+
+def test_what_varlen_cannot_take_runs_under_a_matrix() -> None:
+    leaves = [tensor.detach().float() for tensor in _inputs(HEADS)]
+    mask = _masked(True, 0)
+    exact = attention(*(tensor.double() for tensor in leaves), mask, "math")
+    assert relative_error(attention(*leaves, mask), exact) < 5e-3
+    assert "dense" in vars(mask)

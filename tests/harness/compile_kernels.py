@@ -108,9 +108,10 @@ def _core(heads: Heads, ffn: int, kind: Activation, *, bias: bool, table: bool =
     angles = torch.zeros(SEQUENCE, BATCH, 1, heads.size // 2)
     turned = RotaryTable(angles, angles) if table else None
     shift, sums = (_random(wide), torch.zeros(wide)) if bias else (None, None)
-    found = rotary.read_heads(inputs, shift, heads, turned)
+    for by_position in (True, False):
+        found = rotary.read_heads(inputs, shift, heads, turned, by_position=by_position)
+        rotary.read_plain(joined, heads.query, heads.size, by_position=by_position)
     rotary.write_plain(joined, found[0].transpose(1, 2).contiguous().transpose(1, 2))
-    rotary.read_plain(joined, heads.query, heads.size)
     rotary.write_head_gradients(inputs, sums, found, heads, turned)
     x, y = inputs[..., heads.width :], joined[..., heads.query * heads.size :]
     own = (shift[heads.width :], sums[heads.width :]) if shift is not None and sums is not None else (None, None)

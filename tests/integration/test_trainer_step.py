@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.harness.reference_model import ReferenceModel
 from tests.harness.training import CPU, micro_batches, pieces_of, sample, tiny_job
+from tests.harness.varlen import use_slow_varlen
 
 from megascale_common.job_config import JobConfig, from_dict
 from megascale_common.status_page import StatusPageWriter, read_status_page
@@ -39,6 +40,32 @@ def _started(config: JobConfig) -> Trainer:
 def _run(trainer: Trainer, first: int, last: int) -> list[StepRecord]:
     steps = range(first, last)
     return [trainer.train_step(micro_batches(trainer.config, step, 0)).read() for step in steps]
+
+
+@pytest.mark.parametrize("document_attention", [True, False])
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_attention_by_documents_trains_as_under_a_matrix(
+    document_attention: bool, recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CUDA it is a kernel that takes them; here a stand-in, in layers with and without a window."""
+    job = tiny_job(
+        model={"layers": 2, "layer_windows": [7, 0], "kv_heads": 2},
+        parallelism={"recompute": recompute},
+        training={"global_batch_size": 4, "micro_batch_size": 2},
+        data={"document_attention": document_attention},
+    )
+
+    def losses() -> list[float]:
+        trainer = _started(from_dict(job))
+        trained = [record.loss for record in _run(trainer, 0, 3)]
+        return [*trained, trainer.evaluate([micro_batches(trainer.config, 3, 0)])]
+
+    expected = losses()
+    calls = use_slow_varlen(monkeypatch)
+    assert losses() == pytest.approx(expected, abs=1e-5)
+    layers, micro_batches_run = (2 if document_attention else 1), 2 * 4
+    again = layers * 2 * 3 if recompute == "selective" else 0
+    assert len(calls) == layers * micro_batches_run + again
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.harness.corpus import data_job
 
 from megascale_common.job_config import DataSource
+from megascale_executor.trainer.batch import MicroBatch
 from megascale_executor.trainer.data.blend import MAX_PERIOD, Blend, parts_of
 from megascale_executor.trainer.data.errors import DataError
 from megascale_executor.trainer.data.packing import SampleStream, sample_numbers
@@ -103,6 +104,19 @@ def test_targets_weights_and_positions_follow_from_the_tokens(
         "position": "int64",
         "document_start": "int32",
     }
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=corpus_lengths, sequence_length=st.integers(1, 12), rows=st.integers(1, 4), number=st.integers(0, 99))
+def test_a_micro_batch_knows_its_packed_documents_cut_where_a_sequence_ends(
+    lengths: list[int], sequence_length: int, rows: int, number: int
+) -> None:
+    stream = stream_of([InMemory(lengths)], sequence_length=sequence_length)
+    samples = [stream.sample(number + row) for row in range(rows)]
+    batch = MicroBatch.from_numpy({name: np.stack([sample[name] for sample in samples]) for name in samples[0]})
+    tokens = batch.tokens.flatten().tolist()
+    opens = [n for n, token in enumerate(tokens) if n % sequence_length == 0 or token % 1000 == 0]
+    assert batch.documents.bounds.tolist() == [*opens, len(tokens)]
 
 
 def test_without_document_attention_positions_run_through() -> None:

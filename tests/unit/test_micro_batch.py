@@ -24,8 +24,7 @@ def _arrays() -> dict[str, np.ndarray[Any, Any]]:
 def test_compact_types_are_widened_and_copied() -> None:
     arrays = _arrays()
     batch = MicroBatch.from_numpy(arrays).to(torch.device("cpu"))
-    integers = (batch.tokens, batch.targets, batch.position, batch.document_start)
-    assert {tensor.dtype for tensor in integers} == {torch.int64}
+    assert {tensor.dtype for tensor in (batch.tokens, batch.targets, batch.position)} == {torch.int64}
     assert batch.loss_weight.dtype == torch.float32
     arrays["tokens"][0, 0] = 99
     assert batch.tokens.tolist() == [[0, 1, 2], [3, 4, 5]], "the loader may reuse its memory"
@@ -43,3 +42,24 @@ def test_a_field_of_another_shape_is_named(field: str) -> None:
     arrays = {**_arrays(), field: np.zeros((2, 4))}
     with pytest.raises(ValueError, match=rf"field {field} has shape \(2, 4\), tokens has \(2, 3\)"):
         MicroBatch.from_numpy(arrays)
+
+
+def test_documents_are_counted_where_they_start() -> None:
+    batch = MicroBatch.from_numpy({**_arrays(), "document_start": np.array([[0, 0, 2], [0, 0, 0]])})
+    documents = batch.documents
+    assert (documents.number, documents.longest, documents.shape) == (3, 3, (2, 3))
+    assert documents.offsets.tolist() == [0, 2, 3, 6, 6, 6, 6], "as long for any documents: the tensor is refilled"
+    assert documents.offsets.dtype == torch.int32
+
+
+def test_a_refilled_micro_batch_keeps_its_memory_and_knows_the_new_documents() -> None:
+    old = MicroBatch.from_numpy({**_arrays(), "document_start": np.array([[0, 1, 2], [0, 1, 2]])})
+    other = _arrays()
+    other["tokens"] += 10
+    new = MicroBatch.from_numpy({**other, "document_start": np.array([[0, 0, 2], [0, 0, 0]])})
+    refilled = old.refilled(new)
+    assert refilled.tokens is old.tokens and refilled.documents.offsets is old.documents.offsets
+    assert refilled.tokens.tolist() == [[10, 11, 12], [13, 14, 15]]
+    assert refilled.documents.bounds.tolist() == [0, 2, 3, 6]
+    assert (refilled.documents.number, refilled.documents.longest) == (3, 3)
+    assert new.documents.number == 3 and new.tokens is not refilled.tokens

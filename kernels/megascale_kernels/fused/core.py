@@ -32,11 +32,13 @@ def core(
 ) -> torch.Tensor:
     """Fused :func:`megascale_kernels.core.core`, of float32 or bf16."""
     value, main_grad = (None, None) if bias is None else (bias.value, bias.main_grad)
-    q, k, v, joined = _Open.apply(inputs, value, main_grad, heads, activation, rotary)  # type: ignore[no-untyped-call]
+    q, k, v, joined = _Open.apply(  # type: ignore[no-untyped-call]
+        inputs, value, main_grad, heads, activation, rotary, mask.by_position
+    )
     attended = attention(q, k, v, mask)
     constant = None if value is None else value.detach()
     filled: torch.Tensor = _Close.apply(  # type: ignore[no-untyped-call]
-        joined, attended, inputs.detach(), constant, heads, activation
+        joined, attended, inputs.detach(), constant, heads, activation, mask.by_position
     )
     return filled
 
@@ -51,6 +53,7 @@ class _Open(torch.autograd.Function):
         heads: Heads,
         activation: Activation | None,
         rotary: RotaryTable | None,
+        by_position: bool,
     ) -> tuple[torch.Tensor, ...]:
         ffn = (inputs.shape[-1] - heads.width) // (2 if activation == "swiglu" else 1)
         joined = inputs.new_empty((*inputs.shape[:-1], heads.query * heads.size + ffn))
@@ -58,7 +61,7 @@ class _Open(torch.autograd.Function):
         ctx.save_for_backward(*((inputs, bias) if activation is not None else (None, None)))
         ctx.shape, ctx.bias_grad = inputs.shape, bias_grad
         ctx.heads, ctx.activation, ctx.rotary = heads, activation, rotary
-        return *read_heads(inputs, bias, heads, rotary), joined
+        return *read_heads(inputs, bias, heads, rotary, by_position=by_position), joined
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -76,7 +79,7 @@ class _Open(torch.autograd.Function):
                 None if bias is None else bias[heads.width :],
                 ctx.activation,
             )
-        return d_inputs, None, None, None, None, None
+        return d_inputs, None, None, None, None, None, None
 
 
 class _Close(torch.autograd.Function):
@@ -89,17 +92,19 @@ class _Close(torch.autograd.Function):
         bias: torch.Tensor | None,
         heads: Heads,
         activation: Activation | None,
+        by_position: bool,
     ) -> torch.Tensor:
         write_plain(joined, attended)
         if activation is not None:
             own = None if bias is None else bias[heads.width :]
             write_activation(joined[..., heads.query * heads.size :], inputs[..., heads.width :], own, activation)
         ctx.mark_dirty(joined)
-        ctx.heads = heads
+        ctx.heads, ctx.by_position = heads, by_position
         return joined
 
     @staticmethod
     def backward(ctx: Any, d_joined: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         heads = ctx.heads
         d_joined = d_joined.contiguous()
-        return d_joined, read_plain(d_joined, heads.query, heads.size), None, None, None, None
+        d_attended = read_plain(d_joined, heads.query, heads.size, by_position=ctx.by_position)
+        return d_joined, d_attended, None, None, None, None, None

@@ -23,18 +23,23 @@ _SUMMING_WARPS = 2  # of a program that sums over positions, for which its warps
 
 
 def read_heads(
-    inputs: torch.Tensor, bias: torch.Tensor | None, heads: Heads, table: RotaryTable | None
+    inputs: torch.Tensor,
+    bias: torch.Tensor | None,
+    heads: Heads,
+    table: RotaryTable | None,
+    *,
+    by_position: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k and v from ``inputs`` + ``bias``, [B, heads, S, d] each and contiguous; q and k rotated by ``table``.
 
     Args:
         inputs: [S, B, at least heads.width]: the columns of q, k, v, then others; the last stride is 1.
         bias: as wide as ``inputs``, or None.
+        by_position: they lie as contiguous [B, S, heads, d] in memory instead.
     """
-    sequence, batch = inputs.shape[:2]
-    q = inputs.new_empty((batch, heads.query, sequence, heads.size))
-    k, v = (inputs.new_empty((batch, heads.key_value, sequence, heads.size)) for _ in range(2))
-    _read(inputs, bias, (q, k, v), heads, table)
+    q = _empty_heads(inputs, heads.query, heads.size, by_position=by_position)
+    k, v = (_empty_heads(inputs, heads.key_value, heads.size, by_position=by_position) for _ in range(2))
+    _read(inputs, bias, (q, k, v), heads, table, by_position=by_position)
     return q, k, v
 
 
@@ -61,11 +66,10 @@ def write_head_gradients(
         add_partial_sums(bias_grad[: heads.width], partial)
 
 
-def read_plain(columns: torch.Tensor, number: int, size: int) -> torch.Tensor:
-    """[S, B, at least number * size] to contiguous heads [B, number, S, size]: a copy of the first columns."""
-    sequence, batch = columns.shape[:2]
-    out = columns.new_empty((batch, number, sequence, size))
-    _read(columns, None, (out, out, out), Heads(number, 0, size), None)
+def read_plain(columns: torch.Tensor, number: int, size: int, *, by_position: bool = False) -> torch.Tensor:
+    """[S, B, at least number * size] to heads [B, number, S, size]: a copy of the first columns, laid out as above."""
+    out = _empty_heads(columns, number, size, by_position=by_position)
+    _read(columns, None, (out, out, out), Heads(number, 0, size), None, by_position=by_position)
     return out
 
 
@@ -77,8 +81,21 @@ def write_plain(columns: torch.Tensor, heads: torch.Tensor) -> None:
 _Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
+def _empty_heads(columns: torch.Tensor, number: int, size: int, *, by_position: bool) -> torch.Tensor:
+    """[B, number, S, size] for columns [S, B, ...]; not a view even by position: autograd treats views apart."""
+    sequence, batch = columns.shape[:2]
+    head, position = (size, number * size) if by_position else (sequence * size, size)
+    return columns.new_empty_strided((batch, number, sequence, size), (number * sequence * size, head, position, 1))
+
+
 def _read(
-    columns: torch.Tensor, bias: torch.Tensor | None, found: _Three, heads: Heads, table: RotaryTable | None
+    columns: torch.Tensor,
+    bias: torch.Tensor | None,
+    found: _Three,
+    heads: Heads,
+    table: RotaryTable | None,
+    *,
+    by_position: bool,
 ) -> None:
     sizes = _sizes(heads, table)
     _read_kernel[_grid(columns, heads, sizes)](
@@ -92,6 +109,7 @@ def _read(
         heads.key_value,
         *columns.stride()[:2],
         *sizes,
+        by_position,
     )
 
 
@@ -159,8 +177,12 @@ def _read_kernel(
     BLOCK: tl.constexpr,
     POSITIONS: tl.constexpr,
     GROUP: tl.constexpr,
+    BY_POSITION: tl.constexpr,
 ) -> None:
-    """POSITIONS of GROUP heads of one sequence: [S, B, heads * SIZE] to [B, heads, S, SIZE]; ``cos`` None: unturned."""
+    """POSITIONS of GROUP heads of one sequence: [S, B, heads * SIZE] to [B, heads, S, SIZE]; ``cos`` None: unturned.
+
+    BY_POSITION: to [B, S, heads, SIZE].
+    """
     b = tl.program_id(2).to(tl.int64)
     of_all = tl.program_id(1) * GROUP
     out = q
@@ -192,7 +214,10 @@ def _read_kernel(
             rotated = first * c - second * s
             second = second * c + first * s
             first = rotated
-        target = out + ((b * number + own + step) * sequence + position[:, None]) * SIZE + pair[None, :]
+        row = (b * number + own + step) * sequence + position
+        if BY_POSITION:
+            row = (b * sequence + position) * number + own + step
+        target = out + row[:, None] * SIZE + pair[None, :]
         tl.store(target, first.to(out.dtype.element_ty), mask=lower)
         tl.store(target + HALF, second.to(out.dtype.element_ty), mask=upper)
 

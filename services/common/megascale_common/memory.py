@@ -3,8 +3,8 @@
 Parameters, gradients and optimizer states are exact: they are the flat buffers of the parameter table. Activations are
 a count of what the operators keep for backward. Peer memory (``overlap.tp``) is taken from the device outside torch's
 allocator, so that ``torch.cuda.max_memory_allocated`` does not count it. Left out are the allocator's fragmentation,
-workspaces of libraries, communicators' buffers and the device context: expect the device to report more. Dense
-attention masks (documents, windows) are left out too.
+workspaces of libraries, communicators' buffers and the device context: expect the device to report more. Left out too
+are dense attention masks, where no kernel takes documents or windows, and the working memory of the one that does.
 
 A layer keeps, per token and in elements, with h the hidden size, q and kv a rank's columns of q and of k or v, f its
 FFN width and c that of its columns in the input GEMM (2f for swiglu, else f):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 import torch
+from tests.harness.varlen import use_slow_varlen
 
 from megascale_kernels import attention as module
 from megascale_kernels.attention import BACKENDS, attention, attention_mask
+from megascale_kernels.documents import documents_of
 
 SEQUENCE, BATCH, WIDTH = 13, 2, 8
+START = torch.tensor([[0] * 5 + [5] * 8, [0] * 12 + [12]])
 
 
 def _reference(inputs: list[torch.Tensor], seen: torch.Tensor) -> torch.Tensor:
@@ -31,6 +35,11 @@ def _seen(window: int, start: torch.Tensor | None) -> torch.Tensor:
     return seen
 
 
+@pytest.fixture
+def varlen(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_slow_varlen(monkeypatch)
+
+
 def _heads(generator: torch.Generator, dtype: torch.dtype, kv_heads: int) -> list[torch.Tensor]:
     return [
         torch.randn(BATCH, heads, SEQUENCE, WIDTH, generator=generator).to(dtype).requires_grad_()
@@ -45,8 +54,9 @@ def _heads(generator: torch.Generator, dtype: torch.dtype, kv_heads: int) -> lis
 def test_attention(kv_heads: int, window: int, documents: bool, dtype: torch.dtype, tolerance: float) -> None:
     generator = torch.Generator().manual_seed(1)
     q, k, v = _heads(generator, dtype, kv_heads)
-    start = torch.tensor([[0] * 5 + [5] * 8, [0] * 12 + [12]]) if documents else None
-    out = attention(q, k, v, attention_mask(SEQUENCE, window=window, document_start=start))
+    start = START if documents else None
+    mask = attention_mask(SEQUENCE, window=window, documents=documents_of(START) if documents else None)
+    out = attention(q, k, v, mask)
     gradient = torch.randn(out.shape, generator=generator)
     found = torch.autograd.grad(out, (q, k, v), gradient.to(dtype))
     exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
@@ -123,8 +133,73 @@ def test_the_flash_attn_packages_are_called_as_they_are_documented(
 
 def test_packages_take_no_documents() -> None:
     q, _, _ = _heads(torch.Generator().manual_seed(3), torch.float32, 2)
-    mask = attention_mask(SEQUENCE, document_start=torch.zeros(BATCH, SEQUENCE, dtype=torch.int64))
+    mask = attention_mask(SEQUENCE, documents=documents_of(START))
     assert all(BACKENDS[f"flash_attn_{n}"].obstacle(q, mask) == "it takes no documents" for n in (2, 3, 4))
+
+
+@pytest.mark.usefixtures("varlen")
+@pytest.mark.parametrize("by_position", [False, True])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize(("documents", "window"), [(False, 1), (False, 3), (True, 0), (True, 3), (True, 1)])
+def test_documents_and_windows_without_a_matrix(documents: bool, window: int, kv_heads: int, by_position: bool) -> None:
+    leaves = _heads(torch.Generator().manual_seed(4), torch.float32, kv_heads)
+    mask = attention_mask(SEQUENCE, window=window, documents=documents_of(START) if documents else None)
+    assert mask.by_position
+    given = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in leaves] if by_position else leaves
+    out = attention(*given, mask)
+    gradient = torch.randn(out.shape, generator=torch.Generator().manual_seed(5))
+    found = (out, *torch.autograd.grad(out, leaves, gradient))
+    expected = _reference(leaves, _seen(window, START if documents else None))
+    wanted = (expected, *torch.autograd.grad(expected, leaves, gradient))
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=2e-6)
+    assert "dense" not in vars(mask)
+
+
+@pytest.mark.usefixtures("varlen")
+def test_varlen_reads_heads_that_lie_by_position_without_a_copy() -> None:
+    x = torch.randn(BATCH, SEQUENCE, 4, WIDTH).transpose(1, 2)
+    read: list[int] = []
+
+    def noted(*arguments: torch.Tensor, **options: Any) -> torch.Tensor:
+        read.extend(tensor.data_ptr() for tensor in arguments[:3])
+        return arguments[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_varlen", lambda: noted)
+        out = attention(x, x, x, attention_mask(SEQUENCE, documents=documents_of(START)))
+    assert read == [x.data_ptr()] * 3
+    assert out.data_ptr() == x.data_ptr() and torch.equal(out, x)
+
+
+@pytest.mark.usefixtures("varlen")
+def test_varlen_refuses_documents_of_another_batch() -> None:
+    q, k, v = _heads(torch.Generator().manual_seed(3), torch.float32, 2)
+    with pytest.raises(ValueError, match=r"documents of \(1, 13\) tokens cannot mask \(2, 13\)"):
+        attention(q, k, v, attention_mask(SEQUENCE, documents=documents_of(START[:1])))
+
+
+def test_varlen_wants_what_its_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask, q = attention_mask(SEQUENCE, window=3), torch.empty(1, 4, SEQUENCE, 12)
+    assert BACKENDS["varlen"].obstacle(q, mask) == "it needs a CUDA device"
+    monkeypatch.setattr(module, "_device_obstacle", lambda query, capability=None: None)
+    obstacle = BACKENDS["varlen"].obstacle
+    assert obstacle(q, mask) == "it needs a head size that is a multiple of 8 and at most 256, got 12"
+    monkeypatch.setattr(module, "_varlen", lambda: None)
+    assert obstacle(q[..., :8], mask) == "torch was built without flash attention"
+
+
+def test_torch_has_the_function_that_we_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    module._varlen.cache_clear()
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    try:
+        function = module._varlen()
+        assert function is not None
+        names = ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
+        inspect.signature(function).bind(*names, window_size=(-1, 0))
+        assert list(inspect.signature(function).parameters)[:7] == names
+    finally:
+        module._varlen.cache_clear()
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -74,6 +74,29 @@ def test_core(
     assert found[0].is_contiguous()
 
 
+@pytest.mark.parametrize("window", [0, 5])
+def test_heads_and_their_gradient_lie_as_the_mask_has_them(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megascale_kernels.fused import core as fused
+
+    laid: list[bool] = []
+
+    def noted(*arguments: torch.Tensor) -> torch.Tensor:
+        q, k, v = arguments[:3]
+        for tensor in (q, k, v):
+            laid.append((tensor.transpose(1, 2) if window else tensor).is_contiguous())
+        out = q + k + v
+        out.register_hook(
+            lambda gradient: laid.append((gradient.transpose(1, 2) if window else gradient).is_contiguous())
+        )
+        return out
+
+    monkeypatch.setattr(fused, "attention", noted)
+    mask = attention_mask(SEQUENCE, window=window, device=DEVICE)
+    inputs = torch.randn(SEQUENCE, BATCH, 96 + FFN, device=DEVICE, requires_grad=True)
+    fused.core(inputs, None, Heads(4, 4, 8), "gelu", _table(8), mask).sum().backward()
+    assert laid == [True] * 4
+
+
 def _kept(module: object, mask: AttentionMask) -> int:
     """Bytes of distinct storages that the core keeps for backward."""
     heads = Heads(4, 4, 8)
@@ -129,9 +152,11 @@ def test_recomputing_does_no_activation_again(monkeypatch: pytest.MonkeyPatch) -
     for name in ("read_heads", "write_activation"):
         original = getattr(fused, name)
 
-        def counted(*arguments: object, name: str = name, original: Callable[..., object] = original) -> object:
+        def counted(
+            *arguments: object, name: str = name, original: Callable[..., object] = original, **options: object
+        ) -> object:
             calls.append(name)
-            return original(*arguments)
+            return original(*arguments, **options)
 
         monkeypatch.setattr(fused, name, counted)
     heads, mask = Heads(2, 2, 4), attention_mask(SEQUENCE, device=DEVICE)

@@ -52,6 +52,10 @@ def test_split_heads(sequence: int, heads: Heads, turned: bool, bias: bool) -> N
             assert relative_error(ours, theirs) < tolerance
         assert relative_error(d_inputs[..., : heads.width], wanted) < tolerance
         assert (d_inputs[..., heads.width :] == 7.0).all(), "other columns are not its own"
+        spread = read_heads(inputs, shift if bias else None, heads, table, by_position=True)
+        for ours, same in zip(spread, found, strict=True):
+            assert ours.transpose(1, 2).is_contiguous()
+            assert torch.equal(ours, same)
         sums = 1 + wanted.sum((0, 1)) * bias
         assert relative_error(bias_grad[: heads.width], sums) < 1e-5, "summed in float32, before rounding"
         assert (bias_grad[heads.width :] == 1.0).all()

@@ -2,58 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+
+from megascale_kernels.documents import Documents, documents_of
 
 _DTYPES: Mapping[str, torch.dtype] = {
     "tokens": torch.int64,
     "targets": torch.int64,
     "loss_weight": torch.float32,
     "position": torch.int64,
-    "document_start": torch.int64,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """B sequences of S tokens; every field is [B, S].
+    """B sequences of S tokens; every tensor is [B, S].
 
     ``targets`` is the token to predict, ``loss_weight`` (float32) its weight in the loss, ``position`` what the
-    position embedding sees, ``document_start`` the index in the sequence where the token's document starts.
+    position embedding sees; ``documents`` says where the documents lie.
     """
 
     tokens: torch.Tensor
     targets: torch.Tensor
     loss_weight: torch.Tensor
     position: torch.Tensor
-    document_start: torch.Tensor
+    documents: Documents
 
     @classmethod
     def from_numpy(cls, arrays: Mapping[str, np.ndarray[Any, Any]]) -> MicroBatch:
-        """Tensors of their own (copies) from the loader's arrays.
+        """Tensors of their own (copies) from the loader's arrays, and its documents from ``document_start``.
 
         Raises:
             ValueError: a field is missing, or its shape differs from that of ``tokens``.
         """
-        missing = [name for name in _DTYPES if name not in arrays]
+        names = (*_DTYPES, "document_start")
+        missing = [name for name in names if name not in arrays]
         if missing:
             raise ValueError(f"micro-batch lacks {', '.join(missing)}")
         shape = arrays["tokens"].shape
-        for name in _DTYPES:
+        for name in names:
             if arrays[name].shape != shape or len(shape) != 2:
                 raise ValueError(
                     f"micro-batch field {name} has shape {arrays[name].shape}, tokens has {shape}; need [B, S]"
                 )
-        return cls(**{name: torch.tensor(arrays[name], dtype=dtype) for name, dtype in _DTYPES.items()})
+        tensors = {name: torch.tensor(arrays[name], dtype=dtype) for name, dtype in _DTYPES.items()}
+        return cls(**tensors, documents=documents_of(torch.tensor(arrays["document_start"])))
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same micro-batch on ``device``; a copy from pinned memory does not block the host."""
-        return MicroBatch(**{f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)})
+        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin(self) -> MicroBatch:
         """The same micro-batch in page-locked host memory (needs CUDA)."""
-        return MicroBatch(**{f.name: getattr(self, f.name).pin_memory() for f in fields(self)})
+        return self.map(torch.Tensor.pin_memory)
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
+        """The micro-batch whose tensors are ``function`` of this one's; what the host knows stays."""
+        changed = {name: function(getattr(self, name)) for name in _DTYPES}
+        return MicroBatch(**changed, documents=self.documents.map(function))
+
+    def refilled(self, source: MicroBatch) -> MicroBatch:
+        """``source``, of the same shape, copied into this one's tensors; between pinned memory and CUDA without a wait.
+
+        This one is spent: its tensors hold what the result says.
+        """
+        for name in _DTYPES:
+            getattr(self, name).copy_(getattr(source, name), non_blocking=True)
+        offsets = self.documents.offsets
+        return replace(self, documents=source.documents.map(lambda new: offsets.copy_(new, non_blocking=True)))

@@ -6,8 +6,6 @@ launches. So batches go through page-locked memory on a stream of their own, int
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import torch
 
 from megascale_executor.trainer.batch import MicroBatch
@@ -72,16 +70,15 @@ class PrefetchedStepBatches(StepBatches):
             self._host[at] = [batch.pin() for batch in batches]
             # Made on the stream that computes with them, and kept: the allocator never hands this memory on.
             self._on_device[at] = [
-                MicroBatch(*(torch.empty_like(getattr(b, f.name), device=self._device) for f in fields(b)))
-                for b in batches
+                batch.map(lambda tensor: torch.empty_like(tensor, device=self._device)) for batch in batches
             ]
             self._used[at].record()  # what used this memory before may still be running
         else:
             self._copied[at].synchronize()  # two steps ago: the page-locked memory is free again
-            _copy(batches, self._host[at])
+            self._host[at] = _refilled(self._host[at], batches)
         with torch.cuda.stream(self._stream):
             self._used[at].wait()
-            _copy(self._host[at], self._on_device[at])
+            self._on_device[at] = _refilled(self._on_device[at], self._host[at])
             self._copied[at].record()
         self._filled += 1
 
@@ -91,7 +88,5 @@ def step_batches(loader: LoaderClient, device: torch.device) -> StepBatches:
     return PrefetchedStepBatches(loader, device) if device.type == "cuda" else StepBatches(loader, device)
 
 
-def _copy(source: list[MicroBatch], target: list[MicroBatch]) -> None:
-    for old, new in zip(source, target, strict=True):
-        for field in fields(old):
-            getattr(new, field.name).copy_(getattr(old, field.name), non_blocking=True)
+def _refilled(targets: list[MicroBatch], sources: list[MicroBatch]) -> list[MicroBatch]:
+    return [target.refilled(source) for target, source in zip(targets, sources, strict=True)]

@@ -44,7 +44,7 @@ def batch_context(batch: MicroBatch, config: JobConfig, window: int, operators: 
     mask = attention_mask(
         batch.tokens.shape[1],
         window=window,
-        document_start=batch.document_start if config.data.document_attention else None,
+        documents=batch.documents if config.data.document_attention else None,
         device=batch.tokens.device,
     )
     rotary = None

@@ -1,0 +1,55 @@
+"""Documents packed into sequences, described as variable-length attention takes them: by where they begin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of B sequences of S tokens, laid one sequence after the other; none reaches over two sequences.
+
+    ``offsets`` is int32 [B * S + 1]: the first token of each of the ``number`` documents, then B * S up to its end. It
+    is as long for any documents, so that one tensor can be refilled with those of another micro-batch. ``number`` and
+    ``longest`` (tokens) size a kernel's grid and its working memory, so the host must know them without asking.
+    """
+
+    offsets: torch.Tensor
+    shape: tuple[int, int]
+    number: int
+    longest: int
+
+    @property
+    def bounds(self) -> torch.Tensor:
+        """int32 [number + 1], a view: a document reaches from one bound up to the next."""
+        return self.offsets[: self.number + 1]
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Documents:
+        """The same documents with ``function`` of the offsets, such as their copy on a device."""
+        return replace(self, offsets=function(self.offsets))
+
+    def starts(self) -> torch.Tensor:
+        """int32 [B, S] on the device of ``offsets``: where in its sequence the token's document starts."""
+        batch, sequence = self.shape
+        token = torch.arange(batch * sequence, dtype=torch.int32, device=self.offsets.device)
+        first = self.offsets[torch.searchsorted(self.offsets, token, right=True) - 1]
+        return (first % sequence).view(batch, sequence)
+
+
+def documents_of(start: torch.Tensor) -> Documents:
+    """The documents whose tokens have the same ``start``.
+
+    Args:
+        start: integer [B, S] on the host, where in the sequence the token's document starts.
+    """
+    tokens = start.numel()
+    first = torch.ones(start.shape, dtype=torch.bool)
+    first[:, 1:] = start[:, 1:] != start[:, :-1]
+    begins = first.flatten().nonzero().flatten()
+    offsets = torch.full((tokens + 1,), tokens, dtype=torch.int32)
+    offsets[: begins.numel()] = begins
+    longest = int(offsets[: begins.numel() + 1].diff().max())
+    return Documents(offsets, (start.shape[0], start.shape[1]), begins.numel(), longest)
