@@ -104,6 +104,7 @@ def figures(session: Session, run: Run, legs: list[Leg]) -> dict[str, Any]:
         "mfu_full": mfu.full if mfu else None,
         "memory_gib": legs[0].memory_bytes / 2**30,
         "loss": legs[0].losses[-1],
+        "loss_after_steps": len(legs[0].losses),
         "rounds": len(legs),
     }
 
@@ -123,7 +124,8 @@ def _rounds(session: Session, entry: Entry) -> _Legs:
             break
         begin = time.monotonic()
         for label, run, without in turns:
-            legs[label].append(session.leg(run, without))
+            # a curve that is compared with others has all steps, whatever was measured before
+            legs[label].append(session.leg(run, without, whole=bool(entry.losses)))
         longest_s = max(longest_s, time.monotonic() - begin)
     return legs
 

@@ -72,7 +72,7 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--attention", choices=["causal", "documents"], default="causal")
     parser.add_argument("--window", type=int, default=0, help="sliding window in tokens; 0: none")
     parser.add_argument("--overlap", type=_overlap, default=(), metavar="DIMENSIONS", help="some of tp,pp,dp, or none")
-    parser.add_argument("--kernels", choices=["torch", "triton"], default="torch")
+    parser.add_argument("--kernels", choices=["auto", "torch", "triton"], default="torch")
     parser.add_argument("--recompute", choices=["none", "selective", "full"], default="none")
     parser.add_argument("--bucket-mib", type=int, default=64, help="bound of a gradient bucket")
     parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction, default=False)

@@ -89,14 +89,17 @@ class Session:
         """The job of ``run`` on this session's ranks."""
         return job(run, self.world_size, cuda=self.device.type == "cuda")
 
-    def leg(self, run: Run, without: Iterable[str] = ()) -> Leg:
-        """Train ``run.steps`` steps, fewer for a trainer that is warm; ``without`` the communication of dimensions."""
+    def leg(self, run: Run, without: Iterable[str] = (), *, whole: bool = False) -> Leg:
+        """Train ``run.steps`` steps, fewer where less has to warm up, unless ``whole``.
+
+        ``without`` leaves out the communication of dimensions.
+        """
         resident = self._resident(run)
         trainer, groups = resident.trainer, self._groups
         assert groups is not None
         warmup = _RESIDENT_STEPS
-        if resident.new:
-            warmup = _AGAIN_STEPS if run in self._seen else WARMUP_STEPS
+        if resident.new or whole:
+            warmup = _AGAIN_STEPS if run in self._seen and not whole else WARMUP_STEPS
         steps = run.steps - WARMUP_STEPS + warmup
         resident.new = False
         self._seen.add(run)

@@ -77,13 +77,16 @@ class Operators:
     adamw: AdamWKernel
 
 
-def choose(kind: Literal["torch", "triton"], device: torch.device) -> Operators:
-    """The operators of ``kind``; torch's, with one line in the log, where Triton cannot run on ``device``."""
-    if kind == "triton":
+def choose(kind: Literal["auto", "torch", "triton"], device: torch.device) -> Operators:
+    """The operators of ``kind``; auto is triton on CUDA, else torch.
+
+    Where Triton cannot run on ``device`` they are torch's, with one line in the log.
+    """
+    if kind == "triton" or (kind == "auto" and device.type == "cuda"):
         obstacle = _obstacle(device)
         if obstacle is None:
             return triton_operators()
-        _say_once(f"training.kernels is triton, but {obstacle}: torch's own operators are used")
+        _say_once(f"training.kernels is {kind}, but {obstacle}: torch's own operators are used")
     return torch_operators()
 
 

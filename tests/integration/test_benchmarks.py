@@ -71,6 +71,7 @@ def test_a_sweep_goes_on_after_a_failure(tmp_path: Path) -> None:
     small = {"seq": 32, "global_batch": 8, "steps": 4, "initial": "exact"}
     sweep = [
         {"name": "tp", **small, "tp": 2, "losses": "tp.jsonl"},
+        {"name": "tp again", **small, "tp": 2, "losses": "again.jsonl"},
         {"name": "lost", **small, "data": str(tmp_path / "nowhere")},
         {"name": "large", "tp": 4},
         {"name": "dp", **small, "losses": "dp.jsonl", "environment": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}},
@@ -82,13 +83,15 @@ def test_a_sweep_goes_on_after_a_failure(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr[-2000:]
     lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     found = {line["name"]: line for line in lines}
-    assert set(found) == {"tp", "lost", "large", "dp"}
+    assert set(found) == {"tp", "tp again", "lost", "large", "dp"}
     assert "cannot be read" in found["lost"]["failed"]
     assert "is not the 2 ranks" in found["large"]["failed"]
     assert found["dp"]["environment"] == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     assert {line["name"] for line in map(json.loads, done.stdout.splitlines())} == set(found)
-    curves = [read_losses(tmp_path / name) for name in ("tp.jsonl", "dp.jsonl")]
-    assert len(curves[0]) == 4
+    first, again, *others = (read_losses(tmp_path / f"{name}.jsonl") for name in ("tp", "again", "dp"))
+    assert len(first) == 4
+    assert again == first, "whole, though less had to warm up"
+    curves = [first, *others]
     assert compare(*curves, tolerance=1e-5)["first_step_above_tolerance"] is None
 
 

@@ -134,6 +134,8 @@ class _KernelsEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTy
     """torch's own operators."""
     KERNELS_TRITON: _Kernels.ValueType  # 2
     """Fused Triton kernels; on a device without Triton torch's own are used."""
+    KERNELS_AUTO: _Kernels.ValueType  # 3
+    """Fused Triton kernels on CUDA devices, torch's own operators elsewhere."""
 
 class Kernels(_Kernels, metaclass=_KernelsEnumTypeWrapper):
     """Implementation of the operators around the GEMMs."""
@@ -143,6 +145,8 @@ KERNELS_TORCH: Kernels.ValueType  # 1
 """torch's own operators."""
 KERNELS_TRITON: Kernels.ValueType  # 2
 """Fused Triton kernels; on a device without Triton torch's own are used."""
+KERNELS_AUTO: Kernels.ValueType  # 3
+"""Fused Triton kernels on CUDA devices, torch's own operators elsewhere."""
 Global___Kernels: typing_extensions.TypeAlias = Kernels
 
 class _Recompute:
@@ -593,7 +597,7 @@ class TrainingSpec(google.protobuf.message.Message):
     bucket_mib: builtins.int
     """Upper size of a gradient bucket in MiB; default 64."""
     kernels: Global___Kernels.ValueType
-    """What norms, activations, rotary embedding, loss and optimizer run on; default torch."""
+    """What norms, activations, rotary embedding, loss and optimizer run on; default auto."""
     def __init__(
         self,
         *,

@@ -23,7 +23,7 @@ Norm = Literal["layernorm", "rmsnorm"]
 Positions = Literal["rope", "learned"]
 Precision = Literal["fp32", "bf16"]
 Recompute = Literal["none", "selective", "full"]
-Kernels = Literal["torch", "triton"]
+Kernels = Literal["auto", "torch", "triton"]
 Decay = Literal["constant", "linear", "cosine"]
 TokenizerKind = Literal["bytes", "bpe"]
 
@@ -128,7 +128,7 @@ class TrainingConfig:
     precision: Precision = "bf16"
     deterministic: bool = False
     bucket_mib: int = 64
-    kernels: Kernels = "torch"
+    kernels: Kernels = "auto"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

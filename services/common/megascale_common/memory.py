@@ -7,7 +7,8 @@ workspaces of libraries, communicators' buffers and the device context: expect t
 are dense attention masks, where no kernel takes documents or windows, and the working memory of the one that does.
 
 A layer keeps, per token and in elements, with h the hidden size, q and kv a rank's columns of q and of k or v, f its
-FFN width and c that of its columns in the input GEMM (2f for swiglu, else f):
+FFN width and c that of its columns in the input GEMM (2f for swiglu, else f); kernels that are chosen by the device
+(``auto``) count as fused:
 
 ======================================  ===================  ===================  =========
 what                                    parallel block       serial block         selective

@@ -22,6 +22,13 @@ def test_torch_is_asked_for_and_got() -> None:
     assert operators.choose("torch", DEVICE).name == "torch"
 
 
+def test_fused_operators_are_for_cuda_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # which can run on any device
+    assert operators.choose("auto", torch.device("cuda")).name == "triton"
+    assert operators.choose("auto", torch.device("cpu")).name == "torch"
+
+
 def test_where_triton_cannot_run_torch_does_and_one_line_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
