@@ -71,6 +71,7 @@ def main() -> None:
 
         times_s = bar.take_times(step, options.steps, device)
         line |= bar.result(config, times_s, device, _last_loss(trainer))
+        line["memory_gib"] = None  # whenever it logs it resets torch's peak
         trainer.close()
     if dist.get_rank() == 0:
         bar.report(line, options.results)
