@@ -84,6 +84,8 @@ def attention_mask(
     """
     if documents is not None and documents.shape[1] != sequence:
         raise ValueError(f"documents of sequences of {documents.shape[1]} tokens cannot mask sequences of {sequence}")
+    if documents is not None and documents.number == documents.shape[0]:
+        documents = None  # each sequence is one: the fastest backends take it
     return AttentionMask(sequence, window if window < sequence else 0, documents, device)
 
 

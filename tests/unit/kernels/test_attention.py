@@ -179,6 +179,12 @@ def test_varlen_refuses_documents_of_another_batch() -> None:
         attention(q, k, v, attention_mask(SEQUENCE, documents=documents_of(START[:1])))
 
 
+def test_sequences_of_one_document_each_are_plainly_causal() -> None:
+    whole = attention_mask(SEQUENCE, documents=documents_of(torch.zeros(BATCH, SEQUENCE, dtype=torch.int64)))
+    assert whole.causal
+    assert not attention_mask(SEQUENCE, documents=documents_of(START)).causal
+
+
 def test_varlen_wants_what_its_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
     mask, q = attention_mask(SEQUENCE, window=3), torch.empty(1, 4, SEQUENCE, 12)
     assert BACKENDS["varlen"].obstacle(q, mask) == "it needs a CUDA device"
