@@ -31,12 +31,14 @@ async def test_a_stopped_worker_is_named_and_the_job_finishes(tmp_path: Path) ->
                 stopped_at_s = stop_outside_operations(cluster, run)
                 await asyncio.sleep(FLOOR_S / 2)
                 assert run.job.attempt == 1
+                log = cluster.status_page(run.job, 0).with_name("rank-00000.log")
                 hang = await run.until_event("HANG_SUSPECTED", 20.0)
                 job = await run.until_ended(60.0)
                 story = run.story()
     assert job.phase == types_pb2.JOB_PHASE_SUCCEEDED, story
     assert (job.attempt, job.restarts, list(job.nodes), list(job.evicted_nodes)) == (2, 1, nodes, []), story
     assert f"rank {STOPPED_RANK} on node {nodes[STOPPED_RANK]}" in hang.message and "rank 0 " not in hang.message, story
+    assert "most recent call first" in log.read_text(), "where rank 0 waited is not told"
     suspects = [item.source for item in hang.evidence if item.digest.startswith("suspect")]
     assert suspects == [f"nodes/{nodes[STOPPED_RANK]}/ranks/{STOPPED_RANK}"], story
     assert sorted(run.newest_losses) == list(range(1, STEPS + 1))

@@ -27,7 +27,7 @@ class Desk:
         for rank in (4, 5):
             channel, self.ends[rank] = MessageChannel.pair()
             self.ends[rank].setblocking(False)
-            self.workers.append(Worker(rank, channel, folder / "log"))
+            self.workers.append(Worker(rank, channel, folder / "log", folder / "page"))
         self.profiles = Profiles(folder, self._note)
 
     def _note(self) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale_common.status_page import GroupRow, Phase, Status, StatusPageWriter
-from megascale_executor.agent.symptoms import STOPPED, overdue, waited_in_vain
+from megascale_executor.agent.symptoms import STOPPED, overdue, stands_still, waited_in_vain
 
 ABORTED = -int(signal.SIGABRT)
 CAUGHT = "[rank1]:[E] [PG ID 2 Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7) ran for 4 s"
@@ -41,6 +41,16 @@ def test_an_operation_is_overdue_when_it_is_under_way_for_the_timeout(began_s: l
 
 def test_without_a_page_nothing_is_overdue() -> None:
     assert overdue(None, 1.0, time.monotonic_ns()) == ""
+
+
+def test_a_rank_stands_still_when_its_page_is_old(tmp_path: Path) -> None:
+    page = tmp_path / "page"
+    assert not stands_still(page, time.monotonic_ns()), "it has not begun"
+    writer = StatusPageWriter(page, rank=0, attempt=1)
+    written_ns = time.monotonic_ns()
+    assert not stands_still(page, written_ns)
+    assert stands_still(page, written_ns + 3 * 10**9)
+    writer.close()
 
 
 @pytest.mark.parametrize(

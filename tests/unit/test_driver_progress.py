@@ -147,7 +147,7 @@ def test_the_status_page_reaches_the_driver_with_its_operations_once_it_stands_s
     assert status is not None
     for age_s, operations in ((0.5, ()), (2.0, (OperationCount("world", 1, 0),))):
         message = worker_status(
-            Worker(3, cast(Any, None), tmp_path / "log"), tmp_path / "page", status.updated_ns + round(age_s * 1e9)
+            Worker(3, cast(Any, None), tmp_path / "log", tmp_path / "page"), status.updated_ns + round(age_s * 1e9)
         )
         beat = link_pb2.Heartbeat(workers=[message, link_pb2.WorkerStatus(rank=4)])
         assert wire.report(beat, types_pb2.Epoch()).statuses == (RankStatus(3, 9, "STEP", age_s, operations),)

@@ -11,6 +11,7 @@ Agent and worker, over the socket passed with Fork:
     agent: Assignment (-> fds: the store's listening socket, on rank 0 only)
     worker: Running, then StepDone per step (one rank of the node's ranks per job: see ``reports``), Failed or Finished.
     agent: ProfileSteps at any time; the worker answers each with Profiled, steps later.
+    agent: STACKS_SIGNAL at any time; the worker writes its threads' stacks to its log, even from inside a hung call.
     Or, instead of Assignment, agent: SelfCheck (-> fds: the store's listening socket, on rank 0 of several only);
     the forked process answers SelfChecked and exits.
 Worker and checkpoint daemon, over the daemon's unix socket, strictly request and answer:
@@ -20,8 +21,10 @@ Worker and checkpoint daemon, over the daemon's unix socket, strictly request an
 
 from __future__ import annotations
 
+import signal
 from typing import Any, Literal, NotRequired, TypedDict
 
+STACKS_SIGNAL = signal.SIGUSR1
 ErrorKind = Literal["CHECKPOINT_CORRUPT", "DATA", "COLLECTIVE", "OUT_OF_MEMORY", "OTHER"]
 
 

@@ -53,7 +53,7 @@ def build_hello(
 
 def build_heartbeat(runner: AttemptRunner, daemon: CheckpointDaemon, *, take_logs: bool = True) -> link_pb2.Heartbeat:
     """What the node does now. With ``take_logs`` the log classes found so far are handed over, once."""
-    state, folder = runner.state, runner.folder
+    state = runner.state
     beat = link_pb2.Heartbeat(
         epoch_seen=state.epoch_seen.to_proto(),
         desired_version=state.desired.version,
@@ -61,7 +61,7 @@ def build_heartbeat(runner: AttemptRunner, daemon: CheckpointDaemon, *, take_log
         attempt=state.key.attempt,
         phase=state.phase,
         failure=encodable(state.failure[:MAX_ERROR_CHARS]),
-        workers=[worker_status(worker, folder.status_page(worker.rank)) for worker in runner.workers],
+        workers=[worker_status(worker) for worker in runner.workers],
         checks=state.checks,
         store_endpoint=state.store_endpoint,
         checkpoints=daemon.progress,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -18,7 +17,7 @@ MAX_ERROR_CHARS = 2000
 MAX_KIND_CHARS = 100
 
 
-def worker_status(worker: Worker, page: Path, now_ns: int | None = None) -> link_pb2.WorkerStatus:
+def worker_status(worker: Worker, now_ns: int | None = None) -> link_pb2.WorkerStatus:
     """State of one worker; ``now_ns`` is CLOCK_MONOTONIC, by default the present."""
     message = link_pb2.WorkerStatus(
         rank=worker.rank,
@@ -30,7 +29,7 @@ def worker_status(worker: Worker, page: Path, now_ns: int | None = None) -> link
     if worker.exit_status is not None:
         message.exit_status = worker.exit_status
         message.exited_at.FromNanoseconds(round(worker.exited_at_s * 1e9))
-    if (status := read_status_page(page)) is not None:
+    if (status := read_status_page(worker.page)) is not None:
         message.step, message.phase = status.step, status.phase.name
         age_ns = (time.monotonic_ns() if now_ns is None else now_ns) - status.updated_ns
         message.status_age.CopyFrom(_duration(max(0, age_ns)))

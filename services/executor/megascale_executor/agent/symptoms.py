@@ -21,6 +21,7 @@ _WATCHDOG_WORDS = ("Watchdog caught", "watchdog thread terminated with exception
 # The watchdog looks at the device, and so may be the first to meet an error that has nothing to do with a peer.
 _OWN_DEVICE_WORD = "CUDA error"
 _LOG_TAIL_BYTES = 1 << 16
+_STILL_S = 2.0  # a rank that waits for a peer whose process has just ended has been still for less
 
 
 def waited_in_vain(exit_status: int, error_kind: str, log_path: Path, page: Path, timeout_s: float) -> str:
@@ -51,6 +52,12 @@ def overdue(status: Status | None, timeout_s: float, now_ns: int) -> str:
         f"its operation {oldest.completed + 1} in group {oldest.name} was under way for {inside_s:.1f} s: "
         f"a peer did not come (recovery.collective_timeout_s = {timeout_s:g})"
     )
+
+
+def stands_still(page: Path, now_ns: int) -> bool:
+    """Whether a rank has written nothing to its status page for so long that its stacks are of interest."""
+    status = read_status_page(page)
+    return status is not None and now_ns - status.updated_ns > _STILL_S * 1e9
 
 
 def watchdog_line(log_path: Path) -> str:

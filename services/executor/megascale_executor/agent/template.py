@@ -56,9 +56,13 @@ class ForkedProcess:
 
     def kill(self) -> None:
         """SIGKILL; nothing happens when it has ended."""
+        self.send_signal(signal.SIGKILL)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal; nothing happens when it has ended."""
         if self._pidfd >= 0:
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+                signal.pidfd_send_signal(self._pidfd, number)
 
     def _close(self) -> None:
         if self._pidfd >= 0:

@@ -16,9 +16,9 @@ from typing import Any
 
 from megascale.v1 import link_pb2
 from megascale_common import framing, logs
-from megascale_common.local_messages import Assignment
+from megascale_common.local_messages import STACKS_SIGNAL, Assignment
 from megascale_executor.agent.channels import MessageChannel
-from megascale_executor.agent.symptoms import STOPPED, waited_in_vain
+from megascale_executor.agent.symptoms import STOPPED, stands_still, waited_in_vain
 from megascale_executor.agent.template import ForkedProcess, Template, TemplateError
 
 _log = logs.get(__name__)
@@ -29,6 +29,8 @@ _EXIT_AFTER_FAILED_S = 1.0
 _DRAIN_SOCKET_S = 0.5
 # A killed process is gone in milliseconds unless a driver call holds it in the kernel.
 KILL_TIMEOUT_S = 10.0
+# Long enough to write stacks to a log; added to a restart only where a rank stood still.
+_STACKS_S = 0.2
 
 
 @dataclass(slots=True)
@@ -38,6 +40,7 @@ class Worker:
     rank: int
     channel: MessageChannel
     log_path: Path
+    page: Path
     process: ForkedProcess | None = None
     running: bool = False
     finished: bool = False
@@ -106,7 +109,7 @@ class WorkerSet:
         self, assignment: Assignment, log_path: Path, store_listen_fd: int | None
     ) -> tuple[Worker, asyncio.Task[None]]:
         channel, theirs = MessageChannel.pair()
-        worker = Worker(assignment["rank"], channel, log_path)
+        worker = Worker(assignment["rank"], channel, log_path, Path(assignment["status_page"]))
         descriptors = [store_listen_fd] if worker.rank == 0 and store_listen_fd is not None else []
 
         async def fork() -> None:
@@ -166,8 +169,8 @@ class WorkerSet:
         status, exited_at_s = await asyncio.shield(exited), time.time()
         await asyncio.wait({worker.reader}, timeout=_DRAIN_SOCKET_S)
         worker.exit_status, worker.exited_at_s = status, exited_at_s
-        page, timeout_s = Path(assignment["status_page"]), assignment["config"]["recovery"]["collective_timeout_s"]
-        if why := waited_in_vain(status, worker.error_kind, worker.log_path, page, timeout_s):
+        timeout_s = assignment["config"]["recovery"]["collective_timeout_s"]
+        if why := waited_in_vain(status, worker.error_kind, worker.log_path, worker.page, timeout_s):
             worker.error_kind, worker.error = "COLLECTIVE", f"{worker.error}\n{why}".lstrip()
         worker.channel.close()
         if worker.ended_well:
@@ -208,8 +211,12 @@ class WorkerSet:
         self._events.failed(reason)
 
     async def stop(self) -> bool:
-        """SIGKILL what still runs and wait for it; False when something is still there after KILL_TIMEOUT_S."""
+        """SIGKILL what still runs and wait for it; False when something is still there after KILL_TIMEOUT_S.
+
+        Ranks that have stood still write their stacks to their logs first: of a hang, nothing else says where it was.
+        """
         self._stopping = True
+        await self._write_stacks()
         processes = [worker.process for worker in self.workers if worker.process is not None]
         for process in processes:
             process.kill()
@@ -220,6 +227,14 @@ class WorkerSet:
         if gone:
             await self._close()
         return gone
+
+    async def _write_stacks(self) -> None:
+        now_ns = time.monotonic_ns()
+        still = [worker.process for worker in self.workers if worker.process and stands_still(worker.page, now_ns)]
+        for process in still:
+            process.send_signal(STACKS_SIGNAL)
+        if any(process.alive for process in still):
+            await asyncio.sleep(_STACKS_S)
 
     async def _close(self) -> None:
         readers = [worker.reader for worker in self.workers if worker.reader is not None]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import faulthandler
 import gc
 import math
 import socket
@@ -25,7 +26,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from megascale_common import flops, framing, job_config
 from megascale_common.job_config import JobConfig
-from megascale_common.local_messages import Assignment, ErrorKind
+from megascale_common.local_messages import STACKS_SIGNAL, Assignment, ErrorKind
 from megascale_common.status_page import Phase, StatusPageWriter
 from megascale_executor.trainer.data.client import LoaderClient
 from megascale_executor.trainer.data.device_batches import StepBatches, step_batches
@@ -51,6 +52,7 @@ _COLLECTIVE_WORDS = ("gloo", "nccl", "connection closed by peer", "connection re
 def run(agent: socket.socket, message: framing.Message, descriptors: list[int]) -> int:
     """Do what the assignment says; returns the exit status and never raises."""
     assignment = cast(Assignment, message)
+    faulthandler.register(STACKS_SIGNAL)  # its handler needs no interpreter lock, which a hung call may hold
     try:
         _Worker(agent, assignment, descriptors[0] if descriptors else None).run()
         return 0
