@@ -35,7 +35,12 @@ def norm(
 
     Returns:
         Both [..., H] in the dtype of ``x``.
+
+    Raises:
+        ValueError: there are biases to be ``added``, but no residual.
     """
+    if added and residual is None:
+        raise ValueError("biases are added together with a residual, and there is none")
     stream = x if residual is None else add(residual, x, added)
     if kind == "rmsnorm":
         return stream, rms_norm(stream, weight.tracked(), epsilon)

@@ -133,6 +133,17 @@ def _obstacle(device: torch.device) -> str | None:
         return f"Triton does not run on {device.type}"
     if torch.cuda.get_device_capability(device) < _AMPERE:
         return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
+    return _driver_obstacle()
+
+
+def _driver_obstacle() -> str | None:
+    """Why Triton's driver cannot be had; Triton builds it, as it builds kernels' launchers, with a C compiler."""
+    from triton.runtime import driver
+
+    try:
+        driver.active.get_current_target()
+    except Exception as error:  # no compiler, no headers of Python, no place for its cache: each fails in its own way
+        return f"Triton cannot build its driver ({error})"
     return None
 
 

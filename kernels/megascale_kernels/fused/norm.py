@@ -33,6 +33,8 @@ def norm(
     added: Sequence[Parameter] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Fused :func:`megascale_kernels.norm.norm`, of float32 or bf16."""
+    if added and residual is None:
+        raise ValueError("biases are added together with a residual, and there is none")
     value, main_grad = (None, None) if bias is None else (bias.value, bias.main_grad)
     shift = (total_value(added), [one.main_grad for one in added]) if added else (None, ())
     stream, normed = _Norm.apply(  # type: ignore[no-untyped-call]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from tests.harness.kernels import DEVICE, gradients_of, relative_error
+from tests.harness.kernels import DEVICE, gradients_of, relative_error, weight
 
 from megascale_executor.trainer.model.weights import Weight
 from megascale_kernels import norm as plain
@@ -73,3 +73,13 @@ def test_the_stream_need_not_be_used() -> None:
     found, wanted = (gradients_of(one, [x], [ones], [x + 1], torch.float32) for one in (run, plainly))
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_biases_without_a_residual_are_refused(fused: bool) -> None:
+    """They would be left out of the sum, and the fused backward would give them a gradient all the same."""
+    from megascale_kernels.fused import norm as module
+
+    x, one = torch.ones(2, 16, device=DEVICE), weight(torch.ones(16, device=DEVICE))
+    with pytest.raises(ValueError, match="there is none"):
+        (module if fused else plain).norm(x, None, one, None, "rmsnorm", EPSILON, [one])

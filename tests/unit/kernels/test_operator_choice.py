@@ -41,6 +41,26 @@ def test_where_triton_cannot_run_torch_does_and_one_line_says_so(
     assert line.startswith("training.kernels is triton, but ")
 
 
+def test_a_host_that_cannot_build_tritons_driver_trains_with_torchs_operators(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A device that suits is not enough: Triton compiles C when it starts, which takes a compiler."""
+    runtime = pytest.importorskip("triton").runtime
+
+    class NoCompiler:
+        @property
+        def active(self) -> None:
+            raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(runtime, "driver", NoCompiler())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    operators._say_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert operators.choose("auto", torch.device("cuda")).name == "torch"
+    assert "training.kernels is auto, but Triton cannot build its driver (Failed to find C compiler)" in caplog.text
+
+
 def _train(kernels: str, model: dict[str, Any], recompute: str) -> tuple[list[StepRecord], torch.Tensor]:
     """Records of STEPS steps of one process, and the gradients of the last."""
     job = tiny_job(
