@@ -83,8 +83,8 @@ def _figures(compiled: Any) -> dict[str, Any]:
     return {"ptx": compiled.asm["ptx"], "registers": int(usage[1]), "spilled_bytes": int(usage[2])}
 
 
-def _random(*shape: int) -> torch.Tensor:
-    return torch.zeros(shape, dtype=torch.bfloat16)
+def _random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
 
 
 def _norm(width: int, kind: Kind, *, added: bool) -> None:
@@ -133,6 +133,29 @@ def _updates() -> None:
         adamw.adamw(shard[:3], shard[3], _random(1 << 16), scalar, scalar, update)
 
 
+def _small(dtype: torch.dtype) -> None:
+    """A layer's kernels at widths that are no powers of two, or few."""
+    x, other, vector = (_random(*shape, dtype=dtype) for shape in ((8, 2, 72), (8, 2, 72), (72,)))
+    outputs = norm.norm(
+        x.clone().requires_grad_(), other, weight(vector), weight(vector), "layernorm", 1e-5, [weight(vector)]
+    )
+    total = residual.add(*outputs, [weight(vector)])
+    total.backward(torch.zeros_like(total))
+    heads, wide = Heads(4, 1, 18), 6 * 18 + 200
+    inputs, joined, shift = (_random(*shape, dtype=dtype) for shape in ((8, 2, wide), (8, 2, 172), (wide,)))
+    angles, sums = torch.zeros(8, 2, 1, 9), torch.zeros(wide)
+    found = rotary.read_heads(inputs, shift, heads, RotaryTable(angles, angles), by_position=False)
+    rotary.write_head_gradients(inputs, sums, found, heads, RotaryTable(angles, angles))
+    columns = inputs[..., heads.width :], joined[..., 72:], shift[heads.width :], sums[heads.width :]
+    activation.write_activation(columns[1], columns[0], columns[2], "swiglu")
+    activation.write_gradients(columns[0], columns[3], columns[1], columns[0], columns[2], "swiglu")
+    target, logits = torch.zeros(16, dtype=torch.int64), _random(16, 300, dtype=dtype)
+    maximum, found_sums = cross_entropy._statistics(logits, target, 300)
+    cross_entropy._gradient(logits, target, 300, maximum, found_sums[0], maximum, maximum)
+    shard, scalar = torch.zeros(4, 100), torch.ones(())
+    adamw.adamw(shard[:3], shard[3], _random(100, dtype=dtype), scalar, scalar, UPDATE)
+
+
 CALLS: dict[str, Callable[[], None]] = {
     "layernorm 4096": lambda: _norm(4096, "layernorm", added=True),
     "rmsnorm 5120": lambda: _norm(5120, "rmsnorm", added=False),
@@ -145,6 +168,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "swiglu bias learned positions": lambda: _core(Heads(8, 2, 64), 4096, "swiglu", bias=True, table=False),
     "cross entropy": _loss,
     "adamw": _updates,
+    "small float32": lambda: _small(torch.float32),
 }
 
 if __name__ == "__main__":

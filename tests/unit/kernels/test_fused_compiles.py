@@ -40,6 +40,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
 
 def test_memory_is_touched_16_bytes_at_a_time(compiled: dict[str, dict[str, Any]]) -> None:
     for name, kernel in compiled.items():
+        if name.startswith("small"):  # rows of any width, of which nothing is promised
+            continue
         # one number alone: a row's logit of the target
         singles = 1 if name == "cross entropy: statistics_kernel" else 0
         assert len(NARROW.findall(kernel["ptx"])) == singles, name
