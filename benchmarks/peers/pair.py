@@ -5,9 +5,9 @@
     python benchmarks/peers/pair.py --rows benchmarks/peers/rows-4.json --dry-run
 
 A row is a JSON object: its name, ``bar`` (a script here), ``shape`` (what all get), ``bar_options``, and ``ours``: the
-options of each of our configurations by its name. A round is a turn of the bar and one of each of ours; each turn is a
-start of its own. Every turn's line is written as it comes; a turn that fails has a line that says why. The ratio is
-that of tokens per second, ours over the bar's of the same round: median and range.
+options of each of our configurations by its name. A round is a start of the bar and one of ours, which measures its
+configurations one after the other. Lines are written as the turns end; what fails has a line that says why. The ratio
+is that of tokens per second, ours over the bar's of the same round: median and range.
 """
 
 from __future__ import annotations
@@ -34,15 +34,11 @@ from benchmarks.options import to_arguments
 from megascale_common.process import armed_command, child_environment
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-BAR = "bar"
+BAR, OURS = "bar", "ours"
 _POLL_S = 0.1
 _ACCOUNT_LINES = 15  # of a failed turn's output
 
 Row = Mapping[str, Any]
-
-
-class Failed(RuntimeError):
-    """A turn brought no result; the message says why."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -51,8 +47,9 @@ def main(arguments: Sequence[str]) -> int:
     rows = [row for row in json.loads(options.rows.read_text()) if options.only in row["name"]]
     if options.dry_run:
         for row in rows:
-            for side in sides(row):
+            for side in (BAR, OURS):
                 print(" ".join(command(row, side, options.steps, Path("RESULTS"))))
+            print("  with RESULTS.sweep:", json.dumps(sweep(row, options.steps)))
         return 0
     end = time.monotonic() + options.budget_s if options.budget_s else float("inf")
     found = [line for row in rows for line in _measure(row, options, end)]
@@ -60,18 +57,18 @@ def main(arguments: Sequence[str]) -> int:
     return int(any("failed" in line for line in found))
 
 
-def sides(row: Row) -> list[str]:
-    """Whose turns a round has: the bar's, and those of our configurations."""
-    return [BAR, *row["ours"]]
-
-
 def command(row: Row, side: str, steps: int, results: Path) -> list[str]:
-    """What a rank of the bar, or the starter of our ranks, runs."""
-    shared = [*to_arguments({**row["shape"], "steps": steps}), "--results", str(results)]
+    """What a rank of the bar runs, or the starter of our ranks, which finds :func:`sweep` beside its results."""
     if side == BAR:
-        return [sys.executable, f"benchmarks/peers/{row['bar']}.py", *shared, *to_arguments(row["bar_options"])]
-    ours = to_arguments(row["ours"][side])
-    return [sys.executable, "benchmarks/throughput.py", "--ranks", str(row["devices"]), *shared, *ours, "--json"]
+        options = [*to_arguments({**row["shape"], "steps": steps}), *to_arguments(row["bar_options"])]
+        return [sys.executable, f"benchmarks/peers/{row['bar']}.py", *options, "--results", str(results)]
+    ours = ["--sweep", str(results.with_suffix(".sweep")), "--results", str(results), "--json"]
+    return [sys.executable, "benchmarks/throughput.py", "--ranks", str(row["devices"]), *ours]
+
+
+def sweep(row: Row, steps: int) -> list[dict[str, Any]]:
+    """Our configurations of a row, as a sweep whose entries bear their names."""
+    return [{"name": name, **row["shape"], "steps": steps, **options} for name, options in row["ours"].items()]
 
 
 def table(lines: Sequence[Mapping[str, Any]]) -> str:
@@ -107,61 +104,60 @@ def _measure(row: Row, options: argparse.Namespace, end: float) -> list[dict[str
         begin = time.monotonic()
         if begin + longest_s > end:
             break
-        for side in sides(row):
-            line = {"row": row["name"], "side": side, "round": number, "devices": row["devices"]}
-            try:
-                line |= _turn(row, side, options, min(time.monotonic() + options.limit_s, end))
-            except Failed as failure:
-                line["failed"] = str(failure)
-            print(json.dumps(line), flush=True)
-            if options.results:
-                with options.results.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
-            lines.append(line)
+        for side in (BAR, OURS):
+            found = _turn(row, side, options, min(time.monotonic() + options.limit_s, end))
+            for name, figures in found.items():
+                line = {"row": row["name"], "side": name, "round": number, "devices": row["devices"], **figures}
+                print(json.dumps(line), flush=True)
+                if options.results:
+                    with options.results.open("a") as file:
+                        file.write(json.dumps(line) + "\n")
+                lines.append(line)
         if any("failed" in line for line in lines):
             break
         longest_s = max(longest_s, time.monotonic() - begin)
     return lines
 
 
-def _turn(row: Row, side: str, options: argparse.Namespace, deadline: float) -> dict[str, Any]:
-    """The result of one side.
-
-    Raises:
-        Failed: a process failed, the time was up, or there is no figure.
-    """
+def _turn(row: Row, side: str, options: argparse.Namespace, deadline: float) -> dict[str, dict[str, Any]]:
+    """What one start brings: the bar's figures, or those of each of our configurations, or why there are none."""
+    names = [BAR] if side == BAR else list(row["ours"])
     with tempfile.TemporaryDirectory(prefix="megascale-pair-") as folder:
-        results = Path(folder) / "results.jsonl"
-        words = command(row, side, options.steps, results)
-        count = row["devices"] if side == BAR else 1
-        path = [str(options.packages), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {"PYTHONPATH": os.pathsep.join(path if side == BAR else path[1:])}
-        if side == BAR:
-            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(count)}
-        log = Path(folder) / "log"
-        with log.open("w") as out:
-            processes = [
-                subprocess.Popen(
-                    armed_command(words),
-                    cwd=REPOSITORY,
-                    env=child_environment({**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-                    if side == BAR
-                    else child_environment(environment),
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-                for rank in range(count)
-            ]
-            problem = _wait(processes, deadline)
+        results, log = Path(folder) / "results.jsonl", Path(folder) / "log"
+        results.with_suffix(".sweep").write_text(json.dumps(sweep(row, options.steps)))
+        problem = _wait(_start(row, side, command(row, side, options.steps, results), options.packages, log), deadline)
         lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-        figures = [line for line in lines if "tokens_per_s_per_device" in line]
-        if not figures:
-            account = [line.get("failed", line.get("skipped", "")) for line in lines]
-            account += log.read_text(errors="replace").splitlines()[-_ACCOUNT_LINES:]
-            raise Failed("\n".join([problem or "no figure", *account]))
-        found: dict[str, Any] = figures[0]
-        return found
+        found = {BAR if side == BAR else line["name"]: line for line in lines}
+        account = "\n".join([problem or "no figure", *log.read_text(errors="replace").splitlines()[-_ACCOUNT_LINES:]])
+    for name in names:
+        line = found.setdefault(name, {"failed": account})
+        if "tokens_per_s_per_device" not in line:
+            line["failed"] = line.get("failed") or line.get("skipped") or account
+    return found
+
+
+def _start(row: Row, side: str, words: list[str], packages: Path, log: Path) -> list[subprocess.Popen[bytes]]:
+    """One process per rank of the bar, or the one that starts our ranks."""
+    count = row["devices"] if side == BAR else 1
+    environment: dict[str, str] = {}
+    if side == BAR:
+        path = os.pathsep.join([str(packages), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {"PYTHONPATH": path, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        environment["WORLD_SIZE"] = str(count)
+    with log.open("w") as out:
+        return [
+            subprocess.Popen(
+                armed_command(words),
+                cwd=REPOSITORY,
+                env=child_environment({**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+                if side == BAR
+                else child_environment(environment),
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            for rank in range(count)
+        ]
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> str:
@@ -201,7 +197,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=10, help="of a turn; the first 3 warm up")
     parser.add_argument("--results", type=Path, help="add the lines to this file")
     parser.add_argument("--budget-s", type=float, default=0.0, help="end after this time, whatever is left")
-    parser.add_argument("--limit-s", type=float, default=240.0, help="end a turn that takes longer")
+    parser.add_argument("--limit-s", type=float, default=240.0, help="end a start that takes longer")
     parser.add_argument("--dry-run", action="store_true", help="print the commands")
     return parser
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.compare_losses import compare, read_losses
+from benchmarks.peers import pair
 from tests.harness.ranks import REPOSITORY, RankPool, rank_pool
 
 LAYOUT = ["--tp", "2", "--pp", "2", "--vpp", "2", "--dp", "2", "--seq", "32", "--global-batch", "8", "--steps", "4"]
@@ -129,3 +130,31 @@ def test_nothing_new_starts_when_the_time_is_up(pool: RankPool, tmp_path: Path) 
     command = [sys.executable, "benchmarks/throughput.py", "--device", "cpu", "--budget-s", "1e-9", "--json"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=True)
     assert "the time is up" in json.loads(done.stdout)["skipped"]
+
+
+@pytest.mark.slow
+def test_a_row_is_measured_beside_its_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bar's ranks are told their places; one start of ours measures all that it can."""
+    told = (
+        "import json, os, sys; figures = {'tokens_per_s_per_device': 7.0, 'mfu_causal': None}; "
+        "print(json.dumps({**figures, 'rank': os.environ['RANK']}), file=open(sys.argv[1], 'a'))"
+    )
+    command = pair.command
+
+    def bar_of_our_own(row: pair.Row, side: str, steps: int, results: Path) -> list[str]:
+        return [sys.executable, "-c", told, str(results)] if side == pair.BAR else command(row, side, steps, results)
+
+    monkeypatch.setattr(pair, "command", bar_of_our_own)
+    shape = {"preset": "tiny", "layers": 2, "tp": 2, "seq": 32, "global_batch": 8}
+    ours = {"plain": {}, "overlapped": {"overlap": "tp"}, "lost": {"data": str(tmp_path / "nowhere")}}
+    rows = [{"name": "small", "devices": 2, "bar": "none", "shape": shape, "bar_options": {}, "ours": ours}]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    arguments = ["--rows", str(tmp_path / "rows.json"), "--rounds", "1", "--steps", "4"]
+    assert pair.main([*arguments, "--results", str(tmp_path / "pairs.jsonl")]) == 1
+    lines = {line["side"]: line for line in map(json.loads, (tmp_path / "pairs.jsonl").read_text().splitlines())}
+    assert list(lines) == ["bar", *ours]
+    assert lines["bar"]["rank"] in ("0", "1")
+    assert "cannot be read" in lines["lost"]["failed"]
+    for side in ("plain", "overlapped"):
+        assert lines[side]["tokens_per_s_per_device"] > 0
+        assert lines[side]["overlap"] == (["tp"] if side == "overlapped" else [])
