@@ -45,7 +45,7 @@ demo: $(READY) ## run the main job: train, lose a node, recover, compare with th
 test: $(READY) $(KERNELS_READY) ## run the tests (under 6 minutes on 2 cores)
 	$(PY) -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-test-slow: $(READY) $(KERNELS_READY) ## run the tests that `make test` leaves out: benchmarks, further kernels
+test-slow: $(READY) $(KERNELS_READY) ## run the tests that `make test` leaves out: benchmarks, one sabotage, further kernels
 	$(PY) -m pytest -m slow $(PYTEST_ARGS)
 
 test-gpu: $(READY) ## run the tests that need CUDA devices

@@ -30,6 +30,7 @@ def test_a_rank_can_train_while_its_peers_do_nothing(pool: RankPool, tmp_path: P
         assert result["copied"] > 0
 
 
+@pytest.mark.slow
 def test_a_measurement_says_what_it_saw(pool: RankPool, tmp_path: Path) -> None:
     options = [
         "--tp",

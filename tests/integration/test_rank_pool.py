@@ -63,6 +63,7 @@ def test_time_runs_out(pool: RankPool, tmp_path: Path) -> None:
         pool.run(f"{PROGRAMS}:trip", 2, tmp_path / "late", timeout_s=0.5, how="raises")
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_leaves_no_answer_to_the_next(
     pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,6 +65,7 @@ def test_the_plain_products_are_the_fallback_and_the_log_says_why(
         assert said in result["log"]
 
 
+@pytest.mark.slow
 def test_bf16_trains_as_the_plain_version(pool: RankPool, tmp_path: Path) -> None:
     """Activations keep 8 bits and are rounded at other places, which a loss of 5.7 over 256 tokens mostly averages."""
     losses = []

@@ -79,7 +79,11 @@ def _train(kernels: str, model: dict[str, Any], recompute: str) -> tuple[list[St
     ("model", "recompute"),
     [
         pytest.param({"block": "parallel", "mlp": "gelu", "norm": "layernorm"}, "none", marks=pytest.mark.slow),
-        ({"block": "parallel", "mlp": "swiglu", "norm": "rmsnorm", "kv_heads": 2}, "selective"),
+        pytest.param(
+            {"block": "parallel", "mlp": "swiglu", "norm": "rmsnorm", "kv_heads": 2},
+            "selective",
+            marks=pytest.mark.slow,
+        ),
         ({"block": "serial", "mlp": "gelu", "norm": "layernorm", "window": 3}, "full"),
         pytest.param(
             {"block": "serial", "mlp": "swiglu", "norm": "rmsnorm", "positions": "learned", "bias": False},
