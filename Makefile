@@ -42,7 +42,7 @@ help: ## show these verbs
 demo: $(READY) ## run the main job: train, lose a node, recover, compare with the undisturbed twin
 	$(PY) -m megascale_cli demo $(DEMO_ARGS)
 
-test: $(READY) $(KERNELS_READY) ## run the tests (under 6 minutes on 2 cores)
+test: $(READY) $(KERNELS_READY) ## run the tests (about 6 minutes on 2 cores)
 	$(PY) -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-slow: $(READY) $(KERNELS_READY) ## run the tests that `make test` leaves out: benchmarks, one sabotage, further kernels
