@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from benchmarks import timing
 from benchmarks.options import Entry
-from benchmarks.presets import Run
+from benchmarks.presets import Run, sizes
 from benchmarks.session import Leg, Session
 from benchmarks.step_profile import profile_steps
 
@@ -60,20 +60,12 @@ def measure(session: Session, entry: Entry, folder: Path) -> dict[str, Any]:
 def describe(session: Session, run: Run) -> dict[str, Any]:
     """The configuration and the machine, as results name them."""
     config = session.config(run)
-    model, sizes, training = config.model, config.parallelism, config.training
+    model, parallel, training = config.model, config.parallelism, config.training
     return {
         "preset": run.preset,
         "device": _device_name(session.device),
         "torch": torch.__version__,
-        "ranks": session.world_size,
-        "tp": sizes.tp,
-        "pp": sizes.pp,
-        "vpp": sizes.virtual_stages,
-        "dp": sizes.dp,
-        "layers": model.layers,
-        "sequence_length": model.sequence_length,
-        "micro_batch_size": training.micro_batch_size,
-        "global_batch_size": training.global_batch_size,
+        **sizes(config),
         "precision": training.precision,
         "block": model.block,
         "mlp": model.mlp,
@@ -82,9 +74,9 @@ def describe(session: Session, run: Run) -> dict[str, Any]:
         "bias": model.bias,
         "attention": run.attention,
         "window": model.window,
-        "overlap": [axis for axis, on in asdict(sizes.overlap).items() if on],
+        "overlap": [axis for axis, on in asdict(parallel.overlap).items() if on],
         "kernels": training.kernels,
-        "recompute": sizes.recompute,
+        "recompute": parallel.recompute,
         "bucket_mib": training.bucket_mib,
         "deterministic": training.deterministic,
         "data": run.data or "random",
@@ -168,8 +160,8 @@ def _exposure(session: Session, run: Run, legs: list[Leg], without: list[Leg], d
     found["stand_in_copies_share"] = copies_s / found["step_time_s"]
     if config.parallelism.pp > 1 and dimension in ("all", "pp"):
         # Missing in the silent step, and so counted as exposed: waiting for another stage's computation.
-        sizes = config.parallelism
-        bubble = timing.ideal_bubble(sizes.pp, sizes.virtual_stages, config.micro_batches)
+        parallel = config.parallelism
+        bubble = timing.ideal_bubble(parallel.pp, parallel.virtual_stages, config.micro_batches)
         found["of_which_ideal_bubble"] = bubble * found["step_time_without_s"] / found["step_time_s"]
     return found
 

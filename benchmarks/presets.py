@@ -72,6 +72,22 @@ class Run:
     initial: str = "device"
 
 
+def sizes(config: JobConfig) -> dict[str, int]:
+    """Layout, depth and batch of a job, as results name them: ours and the peers'."""
+    model, parallel, training = config.model, config.parallelism, config.training
+    return {
+        "ranks": config.layout.world_size,
+        "tp": parallel.tp,
+        "pp": parallel.pp,
+        "vpp": parallel.virtual_stages,
+        "dp": parallel.dp,
+        "layers": model.layers,
+        "sequence_length": model.sequence_length,
+        "micro_batch_size": training.micro_batch_size,
+        "global_batch_size": training.global_batch_size,
+    }
+
+
 def job(run: Run, world_size: int, *, cuda: bool) -> JobConfig:
     """The job of ``run`` on ``world_size`` ranks: bf16 on CUDA, fp32 on a CPU.
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from benchmarks import timing
-from benchmarks.presets import PRESETS, Run, job
+from benchmarks.presets import PRESETS, Run, job, sizes
 
 from megascale_common import flops
 from megascale_common.job_config import JobConfig
@@ -58,19 +58,10 @@ def job_of(options: argparse.Namespace, ranks: int) -> JobConfig:
 
 def describe(config: JobConfig, options: argparse.Namespace, **more: Any) -> dict[str, Any]:
     """What is measured, in the words of our own results; ``more`` is what the bar has besides."""
-    model, sizes, training = config.model, config.parallelism, config.training
     return {
         "preset": options.preset,
         "torch": torch.__version__,
-        "ranks": config.layout.world_size,
-        "tp": sizes.tp,
-        "pp": sizes.pp,
-        "vpp": sizes.virtual_stages,
-        "dp": sizes.dp,
-        "layers": model.layers,
-        "sequence_length": model.sequence_length,
-        "micro_batch_size": training.micro_batch_size,
-        "global_batch_size": training.global_batch_size,
+        **sizes(config),
         "attention": options.attention,
         **more,
     }

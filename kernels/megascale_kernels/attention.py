@@ -150,7 +150,7 @@ def _torch_attention(
     value: torch.Tensor,
     mask: AttentionMask,
 ) -> torch.Tensor:
-    # The fused backends get contiguous tensors: strided views have crashed cuDNN attention on Hopper.
+    # One layout into the backends and, by _ContiguousGradient, one back.
     q, k, v = query.contiguous(), key.contiguous(), value.contiguous()
     dense, shared = mask.dense, q.shape[1] // k.shape[1]
     if shared > 1 and dense is not None:  # no fused backend takes both a mask and shared heads

@@ -11,7 +11,24 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 
 from megascale.v1 import link_pb2, link_pb2_grpc, types_pb2
+from megascale_common.job_config import JobConfig
+from megascale_common.job_spec import to_proto
 from megascale_common.rpc import RpcServer
+
+
+def whole_on_one_node(config: JobConfig, attempt: int = 1) -> link_pb2.AttemptAssignment:
+    """An attempt of ``config`` that restores nothing, with all its ranks on node n0."""
+    size = config.layout.world_size
+    return link_pb2.AttemptAssignment(
+        job=config.name,
+        attempt=attempt,
+        spec_revision=1,
+        spec=to_proto(config),
+        ranks=range(size),
+        devices=range(size),
+        rank_nodes=["n0"] * size,
+        restore=link_pb2.RestorePlan(source=types_pb2.RESTORE_SOURCE_NONE),
+    )
 
 
 class RecordingDriver(link_pb2_grpc.ExecutorLinkServiceServicer):

@@ -9,12 +9,11 @@ from typing import Literal
 
 from tests.harness.agent_process import TOKEN, start_agent
 from tests.harness.corpus import random_documents, write_corpus
-from tests.harness.recording_driver import RecordingDriver
+from tests.harness.recording_driver import RecordingDriver, whole_on_one_node
 from tests.harness.training import tiny_job
 
-from megascale.v1 import link_pb2, types_pb2
+from megascale.v1 import link_pb2
 from megascale_common.job_config import from_dict
-from megascale_common.job_spec import to_proto
 
 TIMEOUT_S = 4.0
 _STALLED_RANK, _READY_S, _VERDICT_S = 1, 90.0, 60.0
@@ -52,13 +51,4 @@ def _assignment(folder: Path) -> link_pb2.AttemptAssignment:
             recovery={"collective_timeout_s": TIMEOUT_S},
         )
     )
-    return link_pb2.AttemptAssignment(
-        job=config.name,
-        attempt=1,
-        spec_revision=1,
-        spec=to_proto(config),
-        ranks=range(2),
-        devices=range(2),
-        rank_nodes=["n0"] * 2,
-        restore=link_pb2.RestorePlan(source=types_pb2.RESTORE_SOURCE_NONE),
-    )
+    return whole_on_one_node(config)

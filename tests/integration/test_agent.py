@@ -16,11 +16,10 @@ import pytest
 import pytest_asyncio
 from tests.harness.agent_process import TOKEN, AgentProcess, living_processes_of_group, start_agent, wait_until_gone
 from tests.harness.corpus import random_documents, write_corpus
-from tests.harness.recording_driver import RecordingDriver
+from tests.harness.recording_driver import RecordingDriver, whole_on_one_node
 
 from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc, executor_pb2, executor_pb2_grpc, link_pb2, types_pb2
 from megascale_common import job_config
-from megascale_common.job_spec import to_proto
 from megascale_common.rpc import open_channel
 
 IDLE, PREPARE, START = link_pb2.DESIRED_PHASE_IDLE, link_pb2.DESIRED_PHASE_PREPARE, link_pb2.DESIRED_PHASE_START
@@ -48,16 +47,7 @@ def assignment(
             "labels": labels,
         }
     )
-    return link_pb2.AttemptAssignment(
-        job="demo",
-        attempt=attempt,
-        spec_revision=1,
-        spec=to_proto(config),
-        ranks=range(2),
-        devices=range(2),
-        rank_nodes=["n0"] * 2,
-        restore=link_pb2.RestorePlan(source=types_pb2.RESTORE_SOURCE_NONE),
-    )
+    return whole_on_one_node(config, attempt)
 
 
 @pytest_asyncio.fixture

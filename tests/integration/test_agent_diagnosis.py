@@ -15,11 +15,10 @@ import pytest
 import pytest_asyncio
 from tests.harness import scripted_template
 from tests.harness.agent_process import TOKEN, AgentProcess, start_agent
-from tests.harness.recording_driver import RecordingDriver
+from tests.harness.recording_driver import RecordingDriver, whole_on_one_node
 
 from megascale.v1 import executor_pb2, executor_pb2_grpc, link_pb2, types_pb2
 from megascale_common import job_config
-from megascale_common.job_spec import to_proto
 from megascale_common.rpc import open_channel
 
 IDLE, PREPARE = link_pb2.DESIRED_PHASE_IDLE, link_pb2.DESIRED_PHASE_PREPARE
@@ -67,10 +66,7 @@ def assignment(tmp_path: Path) -> link_pb2.AttemptAssignment:
         "parallelism": {"dp": 2},
         "data": {"sources": [{"prefix": str(tmp_path / "corpus")}]},
     }
-    return link_pb2.AttemptAssignment(
-        job="demo", attempt=3, spec_revision=1, spec=to_proto(job_config.from_dict(values)), ranks=range(2),
-        devices=range(2), rank_nodes=["n0"] * 2, restore=link_pb2.RestorePlan(source=types_pb2.RESTORE_SOURCE_NONE),
-    )  # fmt: skip
+    return whole_on_one_node(job_config.from_dict(values), attempt=3)
 
 
 async def test_an_idle_node_checks_itself_and_a_held_one_refuses(
