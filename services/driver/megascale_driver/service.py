@@ -351,7 +351,9 @@ class DriverService(driver_pb2_grpc.DriverServiceServicer):
 
     async def _commits(self, job: Job) -> list[driver_pb2.Checkpoint]:
         nodes = [n for n in self.engine.state.nodes.values() if n.liveness is Liveness.ALIVE]
-        nodes.sort(key=lambda node: job.slot_of(node.name) is None)
+        # The job's own nodes first, in the order of their ranks: the first of them writes the commit log.
+        slots = {node.name: job.slot_of(node.name) for node in nodes}
+        nodes.sort(key=lambda node: (0, *slot.ranks) if (slot := slots[node.name]) else (1,))
         failure: RpcError | None = None
         for node in nodes[:DAEMONS_ASKED]:
             try:
