@@ -82,7 +82,7 @@ class LocalCluster:
         self._restarts = {"etcd": 0, "driver": 0}
 
     async def start(self) -> None:
-        """Start everything and wait until every node is alive for the driver.
+        """Start everything and wait until every node is alive for the driver and its checkpoint daemon serves.
 
         Raises:
             ClusterError: the run folder is in use, or a process did not come up; the message has the end of its log.
@@ -213,7 +213,7 @@ class LocalCluster:
             while waited_for:
                 for child in [*self._nodes.values(), *([self._driver] if self._driver else [])]:
                     self._require_up(child, deadline)
-                for name in sorted(waited_for & await _alive_nodes(stub)):
+                for name in sorted(waited_for & await _ready_nodes(stub)):
                     waited_for.discard(name)
                     self._report("node_alive", {"node": name})
                 await asyncio.sleep(POLL_INTERVAL_S)
@@ -268,11 +268,13 @@ class LocalCluster:
         temporary.replace(link)
 
 
-async def _alive_nodes(stub: Any) -> set[str]:
+async def _ready_nodes(stub: Any) -> set[str]:
     try:
         answer = await stub.ListNodes(driver_pb2.ListNodesRequest(page_size=MAX_PAGE), timeout=5.0)
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.UNAVAILABLE:  # not leader yet, or on its way up
             return set()
         raise ClusterError(f"the driver refuses to list its nodes: {error.details()}") from None
-    return {node.name for node in answer.nodes if node.liveness == types_pb2.NODE_LIVENESS_ALIVE}
+    # An agent whose daemon is slow to start dials without it, and could not yet restore or save anything.
+    alive = [node for node in answer.nodes if node.liveness == types_pb2.NODE_LIVENESS_ALIVE]
+    return {node.name for node in alive if node.checkpoint_endpoint}
