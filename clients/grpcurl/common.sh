@@ -11,7 +11,7 @@ set -eu
 run_folder=${MEGASCALE_RUN_FOLDER:-runs/current}
 GRPCURL=${GRPCURL:-grpcurl}
 DEADLINE_S=130 # longer than the driver gives a node for its self-checks
-STATUS_DEADLINE_EXCEEDED=68 # grpcurl exits with 64 + the gRPC status code
+STATUS_TIME_IS_UP=124 # of timeout(1)
 
 fail() {
   echo "$1" >&2
@@ -61,7 +61,7 @@ run_grpcurl() {
     set -- -plaintext "$@"
   fi
   # shellcheck disable=SC2016
-  "$GRPCURL" -expand-headers -H 'authorization: Bearer ${MEGASCALE_TOKEN}' \
+  ${LIMIT_S:+timeout --foreground "$LIMIT_S"} "$GRPCURL" -expand-headers -H 'authorization: Bearer ${MEGASCALE_TOKEN}' \
     -H "megascale-actor: ${USER:-operator}" "$@"
 }
 
@@ -71,12 +71,10 @@ call() {
 }
 
 # watch ADDRESS Service/Method JSON: a stream, until it ends, or WATCH_S have passed, or Ctrl-C.
+# Not -max-time: where the deadline cuts a message in two, grpcurl reports an internal error of the server.
 watch() {
-  if [ -z "${WATCH_S:-}" ]; then
-    run_grpcurl -d "$3" "$1" "megascale.v1.$2"
-    return
-  fi
+  LIMIT_S=${WATCH_S:-}
   status=0
-  run_grpcurl -max-time "$WATCH_S" -d "$3" "$1" "megascale.v1.$2" 2>/dev/null || status=$?
-  [ "$status" -eq 0 ] || [ "$status" -eq "$STATUS_DEADLINE_EXCEEDED" ] || return "$status"
+  run_grpcurl -d "$3" "$1" "megascale.v1.$2" || status=$?
+  [ "$status" -eq 0 ] || [ "$status" -eq "$STATUS_TIME_IS_UP" ] || return "$status"
 }
