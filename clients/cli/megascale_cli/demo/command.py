@@ -30,7 +30,9 @@ def demo(
     dp: Size = None,
     steps: Annotated[int, typer.Option(max=MAX_STEPS, help="Optimizer steps.")] = DEFAULT_STEPS,
     run_folder: Annotated[Path, typer.Option(help="Everything is written there.")] = Path("runs/demo"),
-    recovery_timeout_s: Annotated[float, typer.Option(min=1, help="From the kill to the end of the job.")] = 180.0,
+    recovery_timeout_s: Annotated[
+        float, typer.Option(min=1, help="How long the job may stand still after the kill.")
+    ] = 180.0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the report as JSON on stdout, all else on stderr.")
     ] = False,

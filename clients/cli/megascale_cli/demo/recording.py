@@ -46,6 +46,11 @@ class Recording:
                 self.nodes_of_attempt[update.job.attempt] = list(update.job.nodes)
 
     @property
+    def progress(self) -> tuple[int, int, int]:
+        """What changes whenever the job moves: steps recorded, events, phase."""
+        return len(self.records), len(self.events), self.job.phase
+
+    @property
     def ended(self) -> bool:
         """Whether the job has ended."""
         return self.job.phase >= types_pb2.JOB_PHASE_SUCCEEDED

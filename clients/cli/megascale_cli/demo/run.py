@@ -33,8 +33,9 @@ from megascale_cli.output import event_text, step_text
 from megascale_client import AsyncClient, MegascaleError, parse_job
 
 CORPUS_BYTES = 2 << 20
-COMMITS_TIMEOUT_S = 150.0
-TRAINING_TIMEOUT_S = 240.0
+# A job may train for as long as the machine needs; one that shows no step, event or phase for so long stands still.
+STANDSTILL_S = 120.0
+PROGRESS_POLL_S = 0.1
 STEPS_AFTER_COMMIT = 2  # the kill comes these many steps after the second commit, so that steps are lost
 COMMIT_POLL_S = 0.1
 SHOW_EVERY_STEPS = 4
@@ -44,7 +45,12 @@ Say = Callable[[str], None]
 
 
 class Demo:
-    """One demo in ``folder``. ``say`` prints rich markup. ``recovery_timeout_s``: from the kill to the job's end."""
+    """One demo in ``folder``.
+
+    Args:
+        say: prints rich markup.
+        recovery_timeout_s: how long nothing may move after the kill.
+    """
 
     def __init__(self, plan: Plan, folder: Path, say: Say, recovery_timeout_s: float) -> None:
         self.plan = plan
@@ -88,7 +94,7 @@ class Demo:
         twin = Recording(f"{self.name}-twin")
         self._say(f"now the uninterrupted twin {twin.name} on the same nodes")
         await self._submit(client, twin.name)
-        await self._within(TRAINING_TIMEOUT_S, twin.follow(client, self._show), "the twin did not finish", client, twin)
+        await self._while_moving(STANDSTILL_S, twin.follow(client, self._show), "the twin did not finish", client, twin)
         after = await _incarnations(client)
         same_nodes = all(warm.get(node) == after.get(node) for node in twin.nodes_of_attempt.get(FIRST, ["none"]))
         if self.plan.sabotage == "loss":
@@ -105,12 +111,12 @@ class Demo:
         following = asyncio.create_task(run.follow(client, self._show))
         try:
             waiting = self._commits(client, run)
-            commits = await self._within(COMMITS_TIMEOUT_S, waiting, "no two checkpoints were completed", client, run)
+            commits = await self._while_moving(STANDSTILL_S, waiting, "no two checkpoints were completed", client, run)
             kill = None
             if self.plan.sabotage != "no-kill" and not run.ended:
                 kill = await self._kill(machine, run, commits)
             why = "the job did not resume and finish" if kill else "the job did not finish"
-            await self._within(self._recovery_timeout_s, following, why, client, run)
+            await self._while_moving(self._recovery_timeout_s, following, why, client, run)
         finally:
             following.cancel()
         return kill
@@ -142,18 +148,26 @@ class Demo:
         killed_at, processes, left = await machine.kill_node(node)
         return Kill(killed_at, node, commits, processes, left)
 
-    async def _within(
+    async def _while_moving(
         self, limit_s: float, waiting: Awaitable[Result], why: str, client: AsyncClient, run: Recording
     ) -> Result:
+        """Wait as long as ``run`` moves: DemoFailed once it has stood still for ``limit_s``."""
+        task = asyncio.ensure_future(waiting)
+        progress, moved_s = run.progress, time.monotonic()
         try:
-            return await asyncio.wait_for(waiting, limit_s)
-        except TimeoutError:
-            pass
+            while time.monotonic() - moved_s < limit_s:
+                done, _ = await asyncio.wait({task}, timeout=PROGRESS_POLL_S)
+                if done:
+                    return task.result()
+                if run.progress != progress:
+                    progress, moved_s = run.progress, time.monotonic()
+        finally:
+            task.cancel()
         try:
             explanation = (await client.explain(run.name)).explanation
         except MegascaleError as error:
             explanation = str(error)
-        raise DemoFailed(f"{why} within {limit_s:g} s: {explanation}")
+        raise DemoFailed(f"{why}: nothing moved for {limit_s:g} s: {explanation}")
 
     def _show(self, update: driver_pb2.WatchJobResponse) -> None:
         kind = update.WhichOneof("update")
