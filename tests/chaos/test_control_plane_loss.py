@@ -12,18 +12,16 @@ from itertools import pairwise
 import pytest
 import pytest_asyncio
 from tests.harness.chaos_cluster import CANCEL_REASON, ChaosCluster, chaos_cluster, measured
-from tests.harness.job_follower import JobFollower
-from tests.harness.local_cluster import until
+from tests.harness.processes import until_gone
+from tests.harness.waiting import until
 
 from megascale.v1 import driver_pb2, types_pb2
 from megascale_common.etcd.server import EtcdServer
 from megascale_common.status_page import read_status_page
 
-START_TIMEOUT_S = 30.0
-TRAINING_TIMEOUT_S = 60.0
 OUTAGE_S = 20.0
-# The lease of a leader that is known to be gone is not waited for (10 s).
-CONTROL_TIMEOUT_S = 9.0
+# The lease of a leader that is known to be gone is not waited for: its key is removed.
+KEY_REMOVED = "the leader key of a term that is over is removed"
 ENDLESS_STEPS = 100_000
 STATUS_LOOK_S = 2.0
 
@@ -44,34 +42,35 @@ async def cluster(etcd: EtcdServer, tmp_path_factory: pytest.TempPathFactory) ->
 
 async def test_a_driver_that_is_killed_costs_no_step(cluster: ChaosCluster) -> None:
     steps = 300
-    async with asyncio.timeout(120), cluster.client() as client:
-        async with JobFollower(client, cluster.job("driverless", steps=steps, interval_steps=20)) as run:
-            await run.until_step(40, START_TIMEOUT_S)
+    async with cluster.client() as client:
+        async with cluster.follow(client, cluster.job("driverless", steps=steps, interval_steps=20)) as run:
+            await run.until_step(40)
             workers = cluster.worker_pids(run.job)
             before, driver = run.step, cluster.up.state["driver"]["pid"]
             os.kill(driver, signal.SIGKILL)
             killed_s = time.monotonic()
-            await run.until_step(before + 20, START_TIMEOUT_S)
+            await run.until_step(before + 20)
             resumed_s = time.monotonic() - killed_s
             assert cluster.up.state["driver"]["pid"] != driver
             assert cluster.worker_pids(run.job) == workers
-            job = await run.until_ended(TRAINING_TIMEOUT_S)
+            job = await run.until_ended()
     assert job.phase == types_pb2.JOB_PHASE_SUCCEEDED, run.story()
     assert (job.attempt, job.restarts) == (1, 0), run.story()
     assert list(run.losses) == [1]
     # Records that the driver had taken and not yet handed on die with it; every step was still made, and once.
-    missing = set(range(1, steps + 1)) - set(run.losses[1])
-    assert all(before - 5 <= step <= before + 20 for step in missing), missing
+    missing = sorted(set(range(1, steps + 1)) - set(run.losses[1]))
+    assert not missing or (before < missing[0] and missing[-1] - missing[0] < len(missing)), (before, missing)
     assert list(run.losses[1]) == sorted(run.losses[1])
     assert f"finished: step {steps}" in cluster.rank_log(job, 1)
     measured("driver killed", watch_resumed_s=resumed_s, killed_after_step=before)
 
 
 async def test_training_goes_on_without_etcd_and_control_returns(cluster: ChaosCluster, etcd: EtcdServer) -> None:
-    async with asyncio.timeout(120), cluster.client() as client:
-        async with JobFollower(client, cluster.job("etcdless", steps=ENDLESS_STEPS, interval_steps=20)) as run:
-            await run.until_step(20, START_TIMEOUT_S)
+    async with cluster.client() as client:
+        async with cluster.follow(client, cluster.job("etcdless", steps=ENDLESS_STEPS, interval_steps=20)) as run:
+            await run.until_step(20)
             job, workers = run.job, cluster.worker_pids(run.job)
+            logged = len((cluster.up.folder / "driver.log").read_text())
             etcd.kill()
             killed_s, steps = time.monotonic(), [step_of(cluster, job)]
             while time.monotonic() - killed_s < OUTAGE_S:
@@ -82,28 +81,27 @@ async def test_training_goes_on_without_etcd_and_control_returns(cluster: ChaosC
             await etcd.start()
 
             # Control is back: a job is taken in, and both are cancelled.
-            async with JobFollower(client, cluster.job("next", steps=ENDLESS_STEPS, interval_steps=20)) as other:
+            async with cluster.follow(client, cluster.job("next", steps=ENDLESS_STEPS, interval_steps=20)) as other:
                 control_s = time.monotonic() - back_s
-                await run.until_step(steps[-1] + 20, START_TIMEOUT_S)
+                await run.until_step(steps[-1] + 20)
                 assert cluster.worker_pids(run.job) == workers
                 assert (run.job.phase, run.job.attempt) == (types_pb2.JOB_PHASE_RUNNING, 1), run.story()
                 assert list(run.losses[1]) == list(range(1, run.step + 1))
                 cancelled_s = time.monotonic()
                 await client.cancel(run.name, reason=CANCEL_REASON)
-                cluster.until_gone(list(workers.values()), 10.0, "workers of the cancelled job gone")
+                until_gone(workers.values(), "workers of the cancelled job gone")
                 gone_s = time.monotonic() - cancelled_s
-                ended = await run.until_ended(10.0)
-                await other.until_step(1, START_TIMEOUT_S)
+                ended = await run.until_ended()
+                await other.until_step(1)
                 await client.cancel(other.name, reason=CANCEL_REASON)
-                await other.until_ended(10.0)
+                await other.until_ended()
     assert (ended.phase, ended.attempt, ended.restarts) == (types_pb2.JOB_PHASE_CANCELLED, 1, 0), run.story()
     assert run.first_event("NODE_DEAD") is None
     measured("etcd killed", steps_in_outage=steps[-1] - steps[0], control_back_s=control_s, cancel_to_gone_s=gone_s)
-    assert control_s <= CONTROL_TIMEOUT_S
-    assert gone_s <= 5
+    assert KEY_REMOVED in (cluster.up.folder / "driver.log").read_text()[logged:]
 
 
 def step_of(cluster: ChaosCluster, job: driver_pb2.Job) -> int:
     """Last step that rank 0 has completed, from its status page: nobody else is asked."""
     path = cluster.status_page(job, 0)
-    return int(until(lambda: read_status_page(path), 1.0, "a reading of the status page").step)
+    return int(until(lambda: read_status_page(path), "a reading of the status page").step)

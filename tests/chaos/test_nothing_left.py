@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.harness.chaos_cluster import GONE_TIMEOUT_S, ChaosCluster, chaos_cluster, measured
-from tests.harness.job_follower import JobFollower
-from tests.harness.local_cluster import until
-from tests.harness.processes import ended
+from tests.harness.chaos_cluster import ChaosCluster, chaos_cluster, measured
+from tests.harness.processes import ended, until_gone
 
-START_TIMEOUT_S = 30.0
 ENDLESS_STEPS = 100_000
 
 
@@ -25,10 +21,10 @@ def cluster(tmp_path: Path) -> Iterator[ChaosCluster]:
 
 
 async def test_nothing_is_left_by_what_is_killed(cluster: ChaosCluster) -> None:
-    async with asyncio.timeout(90), cluster.client() as client:
+    async with cluster.client() as client:
         spec = cluster.job("doomed", steps=ENDLESS_STEPS, interval_steps=10, spares=1)
-        async with JobFollower(client, spec) as run:
-            await run.until(lambda: run.job.committed_step >= 10, START_TIMEOUT_S, "the first commit")
+        async with cluster.follow(client, spec) as run:
+            await run.until(lambda: run.job.committed_step >= 10, "the first commit")
             first, second = run.job.nodes
             workers = cluster.worker_pids(run.job)
 
@@ -36,9 +32,9 @@ async def test_nothing_is_left_by_what_is_killed(cluster: ChaosCluster) -> None:
             before = cluster.up.node_pids(first)
             os.kill(before["checkpoint"], signal.SIGKILL)
             replaced = (None, before["checkpoint"])
-            await run.until(lambda: daemon_of(cluster, first) not in replaced, START_TIMEOUT_S, "another daemon")
+            await run.until(lambda: daemon_of(cluster, first) not in replaced, "another daemon")
             committed = run.job.committed_step
-            await run.until(lambda: run.job.committed_step > committed + 20, START_TIMEOUT_S, "commits with it")
+            await run.until(lambda: run.job.committed_step > committed + 20, "commits with it")
             assert cluster.worker_pids(run.job) == workers
             slots = {folder for folder in cluster.shared_memory() if folder.startswith(f"{first}/")}
             assert len(slots) == 1
@@ -48,8 +44,8 @@ async def test_nothing_is_left_by_what_is_killed(cluster: ChaosCluster) -> None:
             assert {"agent", "template", "checkpoint", "loader", "rank-1"} == node.keys()
             assert not any(ended(pid) for pid in node.values())
             os.kill(node["agent"], signal.SIGKILL)
-            agent_s = cluster.until_gone(list(node.values()), GONE_TIMEOUT_S, "processes of the agent gone")
-            await run.until_step(1, START_TIMEOUT_S, attempt=2)
+            agent_s = until_gone(node.values(), "processes of the agent gone")
+            await run.until_step(1, attempt=2)
             assert second not in run.job.nodes
 
             # `megascale up`, while the job runs.
@@ -57,7 +53,7 @@ async def test_nothing_is_left_by_what_is_killed(cluster: ChaosCluster) -> None:
             assert {*cluster.worker_pids(run.job).values(), cluster.up.state["etcd"]["pid"]} <= set(running)
             cluster.up.process.kill()
             cluster.up.process.wait()
-            up_s = cluster.until_gone(running, GONE_TIMEOUT_S, "processes of the cluster gone")
+            up_s = until_gone(running, "processes of the cluster gone")
             assert cluster.up.processes() == []
 
     memory, sockets = cluster.shared_memory(), cluster.socket_folders()
@@ -69,7 +65,7 @@ async def test_nothing_is_left_by_what_is_killed(cluster: ChaosCluster) -> None:
         assert sockets.isdisjoint(cluster.socket_folders())
         everything = up.processes()
         assert up.stop() == 0
-        until(lambda: all(ended(pid) for pid in everything), GONE_TIMEOUT_S, "all processes gone")
+        until_gone(everything, "all processes gone")
     assert (cluster.shared_memory(), cluster.socket_folders()) == (set(), set())
     measured("killed in turn", agent_gone_s=agent_s, up_gone_s=up_s)
 

@@ -1,35 +1,43 @@
 """Workers, nodes and checkpoint files lost under a running job, on a real cluster of four nodes of one rank each.
 
-The order of the tests matters for what is left to the next: none before the last two takes a node away for good.
+The order of the tests spares time: only the last one takes a node away for good, after which the cluster is replaced.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 import resource
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.harness.chaos_cluster import CANCEL_REASON, ChaosCluster, chaos_cluster, measured
-from tests.harness.job_follower import JobFollower, seconds
+from tests.harness.chaos_cluster import CANCEL_REASON, ChaosCluster, measured, shared_cluster
+from tests.harness.job_follower import seconds
+from tests.harness.processes import until_gone
+from tests.harness.waiting import eventually
 
 from megascale.v1 import types_pb2
 from megascale_client import AsyncClient
 
-START_TIMEOUT_S = 30.0  # from submission, or from the loss of an attempt, to the first steps
-TRAINING_TIMEOUT_S = 60.0
 ENDLESS_STEPS = 100_000
+# What the next slower way to find the same fault takes (megascale_driver.core.policy): a bound for any machine. How
+# fast an idle one is stands in benchmarks/.
+HEARTBEAT_S, SUSPECT_S, UNCORROBORATED_S = 5.0, 8.0, 60.0
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChaosCluster]:
-    with chaos_cluster(tmp_path_factory.mktemp("recovery"), "--nodes", "4") as running:
-        yield running
+def ready(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], ChaosCluster]]:
+    with shared_cluster(lambda: tmp_path_factory.mktemp("recovery"), "--nodes", "4") as shared:
+        yield shared
+
+
+@pytest.fixture
+def cluster(ready: Callable[[], ChaosCluster]) -> ChaosCluster:
+    """Whole, and running nothing, whatever the test before did to it."""
+    return ready()
 
 
 async def test_a_killed_worker_costs_no_bit_of_the_result(cluster: ChaosCluster) -> None:
@@ -37,15 +45,15 @@ async def test_a_killed_worker_costs_no_bit_of_the_result(cluster: ChaosCluster)
     choice = random.Random(seed)
     step, rank = choice.randint(30, 110), choice.randrange(2)
     print(f"\nseed {seed}: rank {rank} is killed after step {step}")
-    async with asyncio.timeout(120), cluster.client() as client:
+    async with cluster.client() as client:
         spec = cluster.job("interrupted", steps=steps, interval_steps=10)
         twin_spec = cluster.job("twin", steps=steps, interval_steps=10)
-        async with JobFollower(client, spec) as run, JobFollower(client, twin_spec) as twin:
-            await run.until_step(step, START_TIMEOUT_S)
+        async with cluster.follow(client, spec) as run, cluster.follow(client, twin_spec) as twin:
+            await run.until_step(step)
             nodes = list(run.job.nodes)
             killed_at_s = time.time()
             os.kill(cluster.worker_pids(run.job)[rank], signal.SIGKILL)
-            job, other = await run.until_ended(TRAINING_TIMEOUT_S), await twin.until_ended(TRAINING_TIMEOUT_S)
+            job, other = await run.until_ended(), await twin.until_ended()
     assert (job.phase, other.phase) == (types_pb2.JOB_PHASE_SUCCEEDED, types_pb2.JOB_PHASE_SUCCEEDED), run.story()
     assert (job.attempt, other.attempt) == (2, 1)
     log = cluster.rank_log(job, 1)
@@ -64,22 +72,22 @@ async def test_a_killed_worker_costs_no_bit_of_the_result(cluster: ChaosCluster)
     repeated = {number: loss for number, loss in run.losses[1].items() if number > job.restored_step}
     assert repeated.items() <= run.losses[2].items()
     measured("worker killed", detected_s=detected_s, restored_step=job.restored_step, repeated=len(repeated))
-    assert 0 <= detected_s <= 2
+    assert 0 <= detected_s < HEARTBEAT_S, "the node reports an exit at once, not with its next heartbeat"
 
 
 async def test_the_last_checkpoint_survives_a_death_while_it_is_awaited(cluster: ChaosCluster) -> None:
     steps = 100
-    async with asyncio.timeout(60), cluster.client() as client:
-        async with JobFollower(client, cluster.job("last", steps=steps, interval_steps=0)) as run:
-            await run.until_step(1, START_TIMEOUT_S)
+    async with cluster.client() as client:
+        async with cluster.follow(client, cluster.job("last", steps=steps, interval_steps=0)) as run:
+            await run.until_step(1)
             # Rank 1's file cannot grow to its size: rank 0 waits for it, and dies.
             daemon = cluster.up.node_pids(run.job.nodes[1])["checkpoint"]
             unlimited = resource.prlimit(daemon, resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
-            await run.until_step(steps, START_TIMEOUT_S)
-            await run.until(lambda: "finished" in cluster.rank_log(run.job, 1), 10.0, "rank 1's end")
+            await run.until_step(steps)
+            await run.until(lambda: "finished" in cluster.rank_log(run.job, 1), "rank 1's end")
             resource.prlimit(daemon, resource.RLIMIT_FSIZE, unlimited)
             os.kill(cluster.worker_pids(run.job)[0], signal.SIGKILL)
-            job = await run.until_ended(START_TIMEOUT_S)
+            job = await run.until_ended()
             story = run.story()
     assert (job.phase, job.attempt) == (types_pb2.JOB_PHASE_SUCCEEDED, 2), story
     assert (job.restore_source, job.restored_step) == (types_pb2.RESTORE_SOURCE_MEMORY, steps), story
@@ -87,26 +95,25 @@ async def test_the_last_checkpoint_survives_a_death_while_it_is_awaited(cluster:
 
 
 async def test_a_node_that_stands_still_is_replaced_and_commits_nothing_later(cluster: ChaosCluster) -> None:
-    async with asyncio.timeout(120), cluster.client() as client:
+    async with cluster.client() as client:
         spec = cluster.job("stopped", steps=ENDLESS_STEPS, interval_steps=10, spares=1)
-        async with JobFollower(client, spec) as run:
-            await run.until_step(25, START_TIMEOUT_S)
+        async with cluster.follow(client, spec) as run:
+            await run.until_step(25)
             stopped, spare = run.job.nodes[1], run.job.spare_nodes[0]
             old_workers = list(cluster.worker_pids(run.job).values())
             stopped_at_s = cluster.signal_node(stopped, signal.SIGSTOP)
             try:
-                dead = await run.until_event("NODE_DEAD", 20.0, f"nodes/{stopped}")
-                await run.until_event("SPARE_ASSIGNED", START_TIMEOUT_S, f"nodes/{spare}")
-                await run.until_step(run.job.restored_step + 25, START_TIMEOUT_S, attempt=2)
+                dead = await run.until_event("NODE_DEAD", f"nodes/{stopped}")
+                await run.until_event("SPARE_ASSIGNED", f"nodes/{spare}")
+                await run.until_step(run.job.restored_step + 25, attempt=2)
             finally:
                 continued_at_s = cluster.signal_node(stopped, signal.SIGCONT)
-            gone_s = cluster.until_gone(old_workers, 10.0, "workers of the old attempt gone")
+            gone_s = until_gone(old_workers, "workers of the old attempt gone")
             await until_idle_and_alive(client, stopped)
             back_s = time.time() - continued_at_s
             seen = len(attempts_after_reopening(cluster, "stopped"))
             await run.until(
                 lambda: len(attempts_after_reopening(cluster, "stopped")) >= seen + 2,
-                START_TIMEOUT_S,
                 "two more commits",
             )
             acted_s = seconds(dead) - stopped_at_s
@@ -115,22 +122,22 @@ async def test_a_node_that_stands_still_is_replaced_and_commits_nothing_later(cl
             assert list(run.job.evicted_nodes) == [stopped], story
             assert run.job.restore_source == types_pb2.RESTORE_SOURCE_STORAGE, story
             await client.cancel(run.name, reason=CANCEL_REASON)
-            await run.until_ended(10.0)
+            await run.until_ended()
     assert set(attempts_after_reopening(cluster, "stopped")) == {2}
     measured("node stopped", acted_upon_s=acted_s, workers_gone_after_cont_s=gone_s, idle_after_cont_s=back_s)
-    assert 0 < acted_s <= 15
+    assert 0 < acted_s < UNCORROBORATED_S
 
 
 async def test_an_evicted_node_is_left_and_a_cancelled_job_stops_at_once(cluster: ChaosCluster) -> None:
-    async with asyncio.timeout(120), cluster.client() as client:
+    async with cluster.client() as client:
         spec = cluster.job("moved", steps=ENDLESS_STEPS, interval_steps=10, spares=1)
-        async with JobFollower(client, spec) as run:
-            await run.until_step(25, START_TIMEOUT_S)
+        async with cluster.follow(client, spec) as run:
+            await run.until_step(25)
             evicted, spare = run.job.nodes[0], run.job.spare_nodes[0]
             begun_s = time.monotonic()
             answer = await client.evict(evicted, reason="smells of smoke")
             assert "moved" in answer.consequence
-            await run.until_step(run.step + 5, START_TIMEOUT_S, attempt=2)
+            await run.until_step(run.step + 5, attempt=2)
             moved_s = time.monotonic() - begun_s
             assert spare in run.job.nodes and evicted not in run.job.nodes, run.story()
             node = {item.name: item async for item in client.nodes()}[evicted]
@@ -141,20 +148,20 @@ async def test_an_evicted_node_is_left_and_a_cancelled_job_stops_at_once(cluster
             assert len(workers) == 2
             cancelled_s = time.monotonic()
             await client.cancel(run.name, reason=CANCEL_REASON)
-            cluster.until_gone(workers, 10.0, "workers of a cancelled job gone")
+            until_gone(workers, "workers of a cancelled job gone")
             gone_s = time.monotonic() - cancelled_s
-            job = await run.until_ended(10.0)
+            job = await run.until_ended()
+            await client.uncordon(evicted, reason="it was the toaster")
     assert job.phase == types_pb2.JOB_PHASE_CANCELLED
     measured("evicted and cancelled", evict_to_new_steps_s=moved_s, cancel_to_gone_s=gone_s)
-    assert gone_s <= 5
 
 
 async def test_damaged_checkpoints_are_refused_by_name_after_the_loss_of_a_node(cluster: ChaosCluster) -> None:
     steps, interval_steps = 240, 40
-    async with asyncio.timeout(120), cluster.client() as client:
+    async with cluster.client() as client:
         spec = cluster.job("damaged", steps=steps, interval_steps=interval_steps, spares=1)
-        async with JobFollower(client, spec) as run:
-            await run.until(lambda: run.job.committed_step >= 3 * interval_steps, START_TIMEOUT_S, "three commits")
+        async with cluster.follow(client, spec) as run:
+            await run.until(lambda: len(cluster.commit_log("damaged").commits()) >= 3, "three commits")
             lost, spare = run.job.nodes[0], run.job.spare_nodes[0]
             driver = cluster.up.state["driver"]["pid"]
             os.kill(driver, signal.SIGSTOP)  # so that it decides after the damage is done, on however slow a machine
@@ -165,8 +172,8 @@ async def test_damaged_checkpoints_are_refused_by_name_after_the_loss_of_a_node(
                 names = [damage(cluster, manifests[0], rank=1), damage(cluster, manifests[1])]
             finally:
                 os.kill(driver, signal.SIGCONT)
-            dead = await run.until_event("NODE_DEAD", 10.0, f"nodes/{lost}")
-            job = await run.until_ended(TRAINING_TIMEOUT_S)
+            dead = await run.until_event("NODE_DEAD", f"nodes/{lost}")
+            job = await run.until_ended()
     story = run.story()
     assert job.phase == types_pb2.JOB_PHASE_SUCCEEDED, story
     assert (job.restored_step, job.restore_source) == (whole.step, types_pb2.RESTORE_SOURCE_STORAGE), story
@@ -181,7 +188,7 @@ async def test_damaged_checkpoints_are_refused_by_name_after_the_loss_of_a_node(
     assert {step: loss for step, loss in run.losses[1].items() if step > whole.step}.items() <= again.items()
     detected_s = seconds(dead) - killed_at_s
     measured("node killed", detected_s=detected_s, restored_step=whole.step, attempts=job.attempt)
-    assert 0 <= detected_s <= 5
+    assert 0 <= detected_s < SUSPECT_S, "its link broke: nobody waits for missing heartbeats"
 
 
 def damage(cluster: ChaosCluster, manifest: str, rank: int = 0) -> str:
@@ -209,8 +216,9 @@ def attempts_after_reopening(cluster: ChaosCluster, job: str) -> list[int]:
 
 async def until_idle_and_alive(client: AsyncClient, name: str) -> None:
     """Wait until a node is back and runs nothing."""
-    while True:
+
+    async def idle_and_alive() -> bool:
         node = {item.name: item async for item in client.nodes()}[name]
-        if node.liveness == types_pb2.NODE_LIVENESS_ALIVE and not node.job:
-            return
-        await asyncio.sleep(0.1)
+        return node.liveness == types_pb2.NODE_LIVENESS_ALIVE and not node.job
+
+    await eventually(idle_and_alive, f"node {name} is back and runs nothing")

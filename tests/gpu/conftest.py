@@ -8,6 +8,13 @@ from collections.abc import Iterator
 import pytest
 from tests.harness.ranks import RankPool, rank_pool
 
+CAP_S = 240  # ranks that hang on a device spin: their CPU time is no progress, and the time of devices is dear
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """End a test of this folder sooner than others."""
+    item.add_marker(pytest.mark.timeout(CAP_S))
+
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:

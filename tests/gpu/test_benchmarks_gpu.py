@@ -14,14 +14,13 @@ from tests.harness.ranks import REPOSITORY, RankPool
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")]
 
 SMALL = ["--seq", "256", "--global-batch", "8", "--steps", "6"]
-TIMEOUT_S = 180.0
 
 
 @pytest.mark.parametrize("layout", [["--tp", "2"], ["--pp", "2"], ["--dp", "2"]], ids=["tp", "pp", "dp"])
 def test_figures_and_the_split_of_a_step(layout: list[str], pool: RankPool, tmp_path: Path) -> None:
     options = [*layout, *SMALL, "--exposed", "all", "--rounds", "2", "--profile", "trace.json.gz"]
     program = "tests.harness.benchmarking:measured"
-    found = pool.run(program, 2, tmp_path, timeout_s=TIMEOUT_S, arguments=options)[0]
+    found = pool.run(program, 2, tmp_path, arguments=options)[0]
     assert found["memory_gib"] > 0
     assert found["step_time_s"]["min"] > 0
     split = found["profile"]
@@ -33,7 +32,7 @@ def test_figures_and_the_split_of_a_step(layout: list[str], pool: RankPool, tmp_
 
 def test_a_rank_can_train_while_its_peer_does_nothing(pool: RankPool, tmp_path: Path) -> None:
     program = "tests.harness.benchmarking:steps_without_peers"
-    for result in pool.run(program, 2, tmp_path, timeout_s=TIMEOUT_S, arguments=["--tp", "2", *SMALL]):
+    for result in pool.run(program, 2, tmp_path, arguments=["--tp", "2", *SMALL]):
         assert result["finite"]
         assert result["copied"] > 0
 
@@ -47,7 +46,7 @@ def test_a_sweep_goes_on_after_a_configuration_that_has_no_room(tmp_path: Path) 
     (tmp_path / "sweep.json").write_text(json.dumps(sweep))
     command = [sys.executable, "benchmarks/throughput.py", "--ranks", "2", "--json", "--folder", str(tmp_path)]
     command += ["--sweep", str(tmp_path / "sweep.json")]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     lines = {line["name"]: line for line in map(json.loads, done.stdout.splitlines())}
     assert "OutOfMemory" in lines["175B on two devices"]["failed"], done.stderr[-2000:]
     assert lines["tp"]["repeats"]["losses_bitwise_equal"]

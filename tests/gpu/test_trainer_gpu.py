@@ -20,7 +20,6 @@ from tests.harness.training import assemble, hiding, tiny_job
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 TRAIN_EACH = "tests.harness.training:train_each"
-TIMEOUT_S = 120.0
 STEPS = 10
 # bf16 keeps 8 bits: activations differ by 2^-8 between layouts, which a loss of 5.7 averaged over tokens mostly cancels
 TOLERANCES = {"fp32": 1e-4, "bf16": 3e-2}
@@ -78,7 +77,7 @@ def alone(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     """What one device makes of each of ``KINDS``: the folder of its values, and the records."""
     folder = tmp_path_factory.mktemp("alone")
     jobs = [_job(precision, {}, block) for precision, block in KINDS]
-    [records] = pool.run(TRAIN_EACH, 1, folder, TIMEOUT_S, jobs=jobs, steps=STEPS)
+    [records] = pool.run(TRAIN_EACH, 1, folder, jobs=jobs, steps=STEPS)
     return folder, records
 
 
@@ -92,7 +91,7 @@ def test_layout_trains_as_one_device(
     world_size = _world_size(parallelism)
     _need(world_size)
     jobs = [_job(precision, parallelism, block) for precision, block in KINDS]
-    many = pool.run(TRAIN_EACH, world_size, tmp_path, TIMEOUT_S, jobs=jobs, steps=STEPS)
+    many = pool.run(TRAIN_EACH, world_size, tmp_path, jobs=jobs, steps=STEPS)
     assert all(records == many[0] for records in many), "ranks tell different records"
     folder, expected = alone
     for number, (precision, block) in enumerate(KINDS):
@@ -117,7 +116,7 @@ def test_posting_receives_ahead_changes_no_bit(
     jobs = [
         _job("bf16", sizes | overlap, deterministic=True, global_batch_size=samples) for overlap in ({}, hiding("pp"))
     ]
-    for plain, ahead in pool.run(TRAIN_EACH, sizes["pp"], tmp_path, TIMEOUT_S, jobs=jobs, steps=3):
+    for plain, ahead in pool.run(TRAIN_EACH, sizes["pp"], tmp_path, jobs=jobs, steps=3):
         assert ahead == plain
 
 
@@ -141,11 +140,11 @@ def test_deterministic_mode_repeats_and_resumes_bit_for_bit(
     _need(world_size)
     job = _job("bf16", parallelism, deterministic=True)
     # three times in the same processes, the last one through groups of its own
-    first = pool.run(TRAIN_EACH, world_size, tmp_path / "a", TIMEOUT_S, jobs=[job, job], steps=STEPS)
-    second = pool.run(TRAIN_EACH, world_size, tmp_path / "b", TIMEOUT_S, jobs=[job], steps=STEPS)
+    first = pool.run(TRAIN_EACH, world_size, tmp_path / "a", jobs=[job, job], steps=STEPS)
+    second = pool.run(TRAIN_EACH, world_size, tmp_path / "b", jobs=[job], steps=STEPS)
     for (one, two), [three] in zip(first, second, strict=True):
         assert one == two == three
-    resumed = pool.run("tests.harness.training:train_and_resume", world_size, tmp_path / "c", TIMEOUT_S, job=job)
+    resumed = pool.run("tests.harness.training:train_and_resume", world_size, tmp_path / "c", job=job)
     for result in resumed:
         assert result["resumed"] == result["uninterrupted"]
         assert result["states_equal"]
@@ -168,7 +167,7 @@ def test_a_step_never_waits_for_the_device(parallelism: dict[str, Any], pool: Ra
     _need(world_size)
     jobs = [{**_job("bf16", parallelism), "data": {"document_attention": documents}} for documents in (True, False)]
     program = "tests.harness.training:step_without_sync"
-    assert pool.run(program, world_size, tmp_path, TIMEOUT_S, jobs=jobs) == [2] * world_size
+    assert pool.run(program, world_size, tmp_path, jobs=jobs) == [2] * world_size
 
 
 @pytest.mark.parametrize("parallelism", [{"dp": 2}, {"tp": 2, "dp": 2, "recompute": "full"}])
@@ -183,7 +182,7 @@ def test_overlapped_data_parallelism_changes_no_bit(
         for overlap in (False, True)
     ]
     program = "tests.harness.training:train_in_several_ways"
-    for plain, overlapped in pool.run(program, world_size, tmp_path, TIMEOUT_S, jobs=jobs, lag_cycles=1_000_000_000):
+    for plain, overlapped in pool.run(program, world_size, tmp_path, jobs=jobs, lag_cycles=1_000_000_000):
         assert overlapped == plain
 
 
@@ -197,14 +196,14 @@ def test_the_status_page_follows_the_device(pool: RankPool, tmp_path: Path) -> N
 def test_all_ranks_skip_together(pool: RankPool, tmp_path: Path) -> None:
     _need(2)
     job = _job("bf16", {"dp": 2})
-    for result in pool.run("tests.harness.training:train_with_a_broken_replica", 2, tmp_path, TIMEOUT_S, job=job):
+    for result in pool.run("tests.harness.training:train_with_a_broken_replica", 2, tmp_path, job=job):
         assert result["skipped"] == [False, True, False]
         assert result["votes"] == [0, 1, 0]
         assert result["unchanged"]
 
 
 def test_an_update_waits_for_a_snapshot_on_another_stream(pool: RankPool, tmp_path: Path) -> None:
-    [result] = pool.run("tests.harness.training:snapshot_beside_a_step", 1, tmp_path, TIMEOUT_S, job=_job("bf16", {}))
+    [result] = pool.run("tests.harness.training:snapshot_beside_a_step", 1, tmp_path, job=_job("bf16", {}))
     assert result == {"copied_what_was": True, "went_on": True}
 
 
@@ -214,9 +213,7 @@ def test_evaluation_is_the_loss_of_a_step_without_the_step(
 ) -> None:
     world_size = _world_size(parallelism)
     _need(world_size)
-    for result in pool.run(
-        "tests.harness.training:evaluate", world_size, tmp_path, TIMEOUT_S, job=_job("fp32", parallelism)
-    ):
+    for result in pool.run("tests.harness.training:evaluate", world_size, tmp_path, job=_job("fp32", parallelism)):
         assert result["before"][0] == pytest.approx(result["losses"][0], abs=TOLERANCES["fp32"])
         assert result["after"] == pytest.approx(result["again"], abs=1e-6)
         assert result["after"] < result["before"][1]
@@ -224,7 +221,7 @@ def test_evaluation_is_the_loss_of_a_step_without_the_step(
 
 def test_recomputing_changes_memory_and_not_the_losses(pool: RankPool, tmp_path: Path) -> None:
     jobs = [_job("bf16", {"recompute": kind}) for kind in ("none", "selective", "full")]
-    [runs] = pool.run(TRAIN_EACH, 1, tmp_path, TIMEOUT_S, jobs=jobs, steps=STEPS)
+    [runs] = pool.run(TRAIN_EACH, 1, tmp_path, jobs=jobs, steps=STEPS)
     plain, *others = ([record["loss"] for record in records] for records in runs)
     for losses in others:
         np.testing.assert_allclose(losses, plain, rtol=0, atol=TOLERANCES["bf16"])

@@ -6,13 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.harness.processes import living_processes_of_group, until_gone
+from tests.harness.waiting import until
+
 from megascale_common.process import child_environment
 
-_END_TIMEOUT_S = 8.0
 TOKEN = "token-of-the-tests"
 _SCRIPTED = Path(__file__).with_name("scripted_template.py")
 
@@ -40,16 +41,13 @@ class AgentProcess:
 
     def end(self) -> None:
         """SIGTERM, which must leave nothing behind, neither processes nor shared memory; SIGKILL if it does not end."""
+        group = self.group()
         self.process.terminate()
         try:
-            self.process.wait(_END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self.kill_group()
-            raise
+            until(lambda: self.process.poll() is not None, "the agent's end", self.group)
+            until_gone(group, "processes of the agent")
         finally:
-            left = wait_until_gone(self.process.pid, 1.0)
             self.kill_group()
-        assert left == [], f"processes left behind by the agent: {left}"
 
     def kill_group(self) -> None:
         """SIGKILL everything at once, as the loss of a node."""
@@ -85,25 +83,3 @@ def start_agent(
     with (folder / "agent.log").open("ab") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=child_environment(), start_new_session=True)
     return AgentProcess(process, run_folder, node)
-
-
-def living_processes_of_group(group: int) -> list[int]:
-    """Processes of a process group that are neither dead nor zombies."""
-    living = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[2]) == group and fields[0] not in "ZX":
-                living.append(int(entry.name))
-    return living
-
-
-def wait_until_gone(group: int, timeout_s: float = 5.0) -> list[int]:
-    """Wait for the end of a process group; returns who is left."""
-    deadline = time.monotonic() + timeout_s
-    while (left := living_processes_of_group(group)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return left

@@ -13,22 +13,23 @@ import signal
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.harness.corpus import random_documents, write_corpus
-from tests.harness.local_cluster import UpProcess, until
-from tests.harness.processes import ended
+from tests.harness.job_follower import JobFollower
+from tests.harness.local_cluster import UpProcess, settle
+from tests.harness.processes import until_gone
+from tests.harness.waiting import CALL_TIMEOUT_S, Standstill
 
 from megascale.v1 import driver_pb2, job_pb2
 from megascale_checkpoint.commit_log import CommitLog
 from megascale_checkpoint.staging import default_base
 from megascale_checkpoint.storage import FileStorage
-from megascale_client import AsyncClient, parse_job
+from megascale_client import AsyncClient, MegascaleError, parse_job
 
-GONE_TIMEOUT_S = 10.0
 CANCEL_REASON = "the test is over"
 
 
@@ -48,7 +49,18 @@ class ChaosCluster:
 
     def client(self) -> AsyncClient:
         """A client that gives up late: drivers die here."""
-        return AsyncClient.from_run_folder(self.up.folder, retry_for_s=60.0)
+        return AsyncClient.from_run_folder(self.up.folder, retry_for_s=CALL_TIMEOUT_S)
+
+    def follow(self, client: AsyncClient, spec: job_pb2.JobSpec, **options: Any) -> JobFollower:
+        """Submit a job and follow it."""
+        return JobFollower(client, spec, self.up.folder, **options)
+
+    def takes_jobs(self) -> bool:
+        """End what runs; whether every node could then take the next job."""
+        try:
+            return self.up.process.poll() is None and settle(self.up.folder) == set(self.up.state["nodes"])
+        except (Standstill, MegascaleError):
+            return False
 
     def job(self, name: str, *, steps: int, interval_steps: int, spares: int = 0) -> job_pb2.JobSpec:
         """Two ranks on two nodes; eight micro-batches make a step of some 20 ms."""
@@ -117,12 +129,6 @@ class ChaosCluster:
         """Folders of the agents' sockets."""
         return {entry.name for entry in self.runtime_folder.glob("megascale/*")}
 
-    def until_gone(self, pids: list[int], timeout_s: float, what: str) -> float:
-        """Wait until none of the processes runs; seconds that it took."""
-        started_s = time.monotonic()
-        until(lambda: all(ended(pid) for pid in pids), timeout_s, what)
-        return time.monotonic() - started_s
-
     def _new_up(self) -> UpProcess:
         return UpProcess(self.folder / "run", *self.options)
 
@@ -142,12 +148,37 @@ def chaos_cluster(folder: Path, *options: str) -> Iterator[ChaosCluster]:
             with cluster.up:
                 yield cluster
                 running = cluster.up
+                pids = running.processes()
                 if running.process.poll() is None:
                     assert running.stop() == 0, "`megascale up` did not stop in order"
-                until(lambda: not running.processes(), GONE_TIMEOUT_S, "all processes gone")
+                until_gone(pids, "all processes gone")
         finally:
             shutil.rmtree(default_base() / name, ignore_errors=True)
             shutil.rmtree(runtime_folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def shared_cluster(folder: Callable[[], Path], *options: str) -> Iterator[Callable[[], ChaosCluster]]:
+    """A cluster that tests share one after the other: what each calls for a cluster that is whole and runs nothing.
+
+    Jobs that a test has left, because it failed, are ended; a cluster that lacks a node then is replaced by a new one.
+
+    Args:
+        folder: makes a fresh folder for each cluster.
+    """
+    with contextlib.ExitStack() as stack:
+        held: list[ChaosCluster] = []
+
+        def ready() -> ChaosCluster:
+            if held and not held[0].takes_jobs():
+                held.clear()
+                with contextlib.suppress(AssertionError):  # the test that broke it has failed already
+                    stack.close()
+            if not held:
+                held.append(stack.enter_context(chaos_cluster(folder(), *options)))
+            return held[0]
+
+        yield ready
 
 
 def measured(what: str, **values: Any) -> None:

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,6 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from tests.harness.checkpoint_files import slot_bytes
+from tests.harness.processes import cpu_ticks
+from tests.harness.waiting import CALL_TIMEOUT_S, Standstill, until
 
 from megascale_common import framing
 from megascale_common.checkpoint_layout import ShardLayout, ShardPiece
@@ -62,7 +63,7 @@ class DaemonProcess:
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Send a signal and wait for the end."""
         self.process.send_signal(number)
-        return self.process.wait(timeout=10)
+        return self.process.wait(timeout=CALL_TIMEOUT_S)
 
     def __enter__(self) -> DaemonProcess:
         return self
@@ -74,15 +75,17 @@ class DaemonProcess:
             self.stop(signal.SIGKILL)
 
     def _wait(self, written_before: int) -> str:
-        deadline = time.monotonic() + 15
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                raise AssertionError(f"daemon ended with {self.process.returncode}: {self.log.read_text()}")
+        def address() -> str:
+            assert self.process.poll() is None, f"the daemon ended: {self.log.read_text()}"
             if self._address_file.exists() and self._address_file.stat().st_mtime_ns > written_before:
                 return self._address_file.read_text().strip()
-            time.sleep(0.02)
-        self.process.kill()
-        raise AssertionError(f"daemon did not start: {self.log.read_text()}")
+            return ""
+
+        try:
+            return until(address, "the daemon's address", lambda: cpu_ticks([self.process.pid]))
+        except Standstill:
+            self.process.kill()
+            raise
 
 
 def layout_of(rank: int, world_size: int) -> ShardLayout:
@@ -110,7 +113,7 @@ class WorkerClient:
 
     def __init__(self, daemon: DaemonProcess) -> None:
         self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(20)
+        self.sock.settimeout(CALL_TIMEOUT_S)
         self.sock.connect(str(daemon.socket))
         self.slots: list[Float32] = []
 
@@ -169,7 +172,7 @@ class WorkerClient:
         small_state = {"position": step, "random": self.rank}
         return self.ask("seal", slot=answer["slot"], step=step, small_state=small_state, finite=finite)
 
-    def drain(self, step: int, timeout_s: float = 10.0) -> dict[str, Any]:
+    def drain(self, step: int, timeout_s: float = CALL_TIMEOUT_S / 2) -> dict[str, Any]:
         """Wait for the commit of ``step``."""
         return self.ask("drain", step=step, timeout_s=timeout_s)
 

@@ -77,7 +77,7 @@ def _figures(compiled: Any) -> dict[str, Any]:
         code.write(compiled.asm["cubin"])
         code.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", code.name]
-        told = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+        told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     usage = re.search(r"REG:(\d+) STACK:(\d+)", told)
     assert usage is not None, told
     return {"ptx": compiled.asm["ptx"], "registers": int(usage[1]), "spilled_bytes": int(usage[2])}

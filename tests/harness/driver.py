@@ -7,18 +7,17 @@ import contextlib
 import os
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import grpc
+from tests.harness.processes import cpu_ticks
+from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
 from megascale.v1 import driver_pb2, driver_pb2_grpc, job_pb2, types_pb2
 from megascale_common import rpc
 from megascale_common.process import child_environment
-
-START_TIMEOUT_S = 20.0
 
 
 class DriverProcess:
@@ -61,19 +60,24 @@ class DriverProcess:
         with self._log.open("ab") as log:
             # Blocking, from the main thread: the parent-death signal fires when the starting thread ends.
             self._process = subprocess.Popen(command, env=child_environment(), stdout=log, stderr=log)  # noqa: ASYNC220
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not self.address_file.exists():
-            assert self._process.poll() is None and time.monotonic() < deadline, self.log()
-            await asyncio.sleep(0.02)
+        await eventually(self._serves, "the driver's address", self._starts, story=self.log)
         await self._close_channel()
         self._channel = rpc.open_channel(self.address(), self.token)
         if leads:
-            await until(self.leads, START_TIMEOUT_S)
+            await eventually(self.leads, "the driver leads", self._starts, story=self.log)
+
+    def _serves(self) -> bool:
+        assert self._process is not None and self._process.poll() is None, self.log()
+        return self.address_file.exists()
+
+    def _starts(self) -> tuple[int, int]:
+        """What moves while it starts."""
+        return self._log.stat().st_size, cpu_ticks([self.pid])
 
     async def leads(self) -> bool:
         """Whether it says that it leads."""
         try:
-            info = await self.stub.GetClusterInfo(driver_pb2.GetClusterInfoRequest(), timeout=2)
+            info = await self.stub.GetClusterInfo(driver_pb2.GetClusterInfoRequest(), timeout=CALL_TIMEOUT_S)
         except grpc.aio.AioRpcError:
             return False
         return bool(info.leader)
@@ -99,7 +103,7 @@ class DriverProcess:
         """SIGTERM; the exit status."""
         assert self._process is not None
         self._process.terminate()
-        return await asyncio.to_thread(self._process.wait, 10)
+        return await asyncio.to_thread(self._process.wait, CALL_TIMEOUT_S)
 
     async def close(self) -> None:
         """Leave no process and no channel."""
@@ -109,39 +113,42 @@ class DriverProcess:
 
     async def submit(self, spec: job_pb2.JobSpec, request_id: str = "") -> driver_pb2.Job:
         """Submit a job."""
-        reply = await self.stub.SubmitJob(driver_pb2.SubmitJobRequest(spec=spec, request_id=request_id), timeout=10)
-        return reply.job
+        request = driver_pb2.SubmitJobRequest(spec=spec, request_id=request_id)
+        return (await self.stub.SubmitJob(request, timeout=CALL_TIMEOUT_S)).job
 
     async def job(self, name: str) -> driver_pb2.Job:
         """A job now."""
-        return (await self.stub.GetJob(driver_pb2.GetJobRequest(name=name), timeout=10)).job
+        return (await self.stub.GetJob(driver_pb2.GetJobRequest(name=name), timeout=CALL_TIMEOUT_S)).job
 
     async def events(self, subject: str) -> list[types_pb2.Event]:
         """Audit log of a subject."""
         request = driver_pb2.ListEventsRequest(subject=subject, page_size=1000)
-        return list((await self.stub.ListEvents(request, timeout=10)).events)
+        return list((await self.stub.ListEvents(request, timeout=CALL_TIMEOUT_S)).events)
 
-    async def until_job(self, name: str, condition: Callable[[driver_pb2.Job], bool], timeout_s: float = 10.0) -> float:
-        """Wait until the job looks so; seconds that it took."""
-        started_s = time.monotonic()
+    async def until_job(self, name: str, condition: Callable[[driver_pb2.Job], bool]) -> None:
+        """Wait until the job looks so, as long as it or the driver's log moves."""
+        job = await self.job(name)
 
         async def met() -> bool:
-            return condition(await self.job(name))
+            nonlocal job
+            job = await self.job(name)
+            return condition(job)
 
-        try:
-            await until(met, timeout_s)
-        except TimeoutError:
-            raise AssertionError(f"after {timeout_s} s: {await self.job(name)}\n{self.log()[-6000:]}") from None
-        return time.monotonic() - started_s
+        await eventually(
+            met,
+            f"job {name}",
+            lambda: (job.SerializeToString(deterministic=True), len(self.log())),
+            story=lambda: f"{job}\n{self.log()[-6000:]}",
+        )
 
     async def until_nodes(self, count: int) -> None:
         """Wait until so many nodes are alive and have sent a heartbeat."""
 
         async def there() -> bool:
-            nodes = (await self.stub.ListNodes(driver_pb2.ListNodesRequest(), timeout=10)).nodes
+            nodes = (await self.stub.ListNodes(driver_pb2.ListNodesRequest(), timeout=CALL_TIMEOUT_S)).nodes
             return sum(node.liveness == types_pb2.NODE_LIVENESS_ALIVE for node in nodes) >= count
 
-        await until(there, 10.0)
+        await eventually(there, f"{count} nodes alive", lambda: len(self.log()), story=self.log)
 
     async def _close_channel(self) -> None:
         if self._channel is not None:
@@ -158,15 +165,6 @@ async def running_driver(folder: Path, etcd_endpoint: str) -> AsyncIterator[Driv
         yield driver
     finally:
         await driver.close()
-
-
-async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float) -> None:
-    """Wait until the condition holds; TimeoutError after ``timeout_s``."""
-    deadline = time.monotonic() + timeout_s
-    while not await condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError
-        await asyncio.sleep(0.05)
 
 
 def small_job(name: str, **changes: object) -> job_pb2.JobSpec:

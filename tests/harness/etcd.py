@@ -7,20 +7,19 @@ import asyncio
 import contextlib
 import ssl
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import pytest
 import pytest_asyncio
+from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.operations import Event
 from megascale_common.etcd.server import EtcdServer
 from megascale_common.etcd.watch import Watch
-
-WAIT_S = 10.0  # far beyond what is waited for, far below a test run's patience
 
 # Ten times quicker elections than the default: starts, restarts and short leases take less of a test's
 # time (the least lease TTL is 1.5 election timeouts, rounded up to a second).
@@ -57,15 +56,8 @@ async def etcd(etcd_server: EtcdServer, etcd_prefix: str) -> AsyncIterator[EtcdC
 
 async def take(watch: Watch, count: int) -> list[Event]:
     """The next `count` events of a watch."""
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(CALL_TIMEOUT_S):
         return [await anext(watch) for _ in range(count)]
-
-
-async def until(condition: Callable[[], Awaitable[object]], timeout_s: float = WAIT_S) -> None:
-    """Wait until the answer is something true."""
-    async with asyncio.timeout(timeout_s):
-        while not await condition():  # noqa: ASYNC110 - what is waited for lives in other processes
-            await asyncio.sleep(0.02)
 
 
 async def revision_of(client: EtcdClient) -> int:
@@ -90,6 +82,7 @@ class CuttableProxy:
         self._pumps: set[asyncio.Task[None]] = set()
         self.swallow_replies = False
         self.swallow_requests = False
+        self.swallowed = 0  # pieces of data
 
     @property
     def endpoint(self) -> str:
@@ -136,8 +129,10 @@ class CuttableProxy:
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, swallow: str) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(65536):
-                if not getattr(self, swallow):
-                    writer.write(data)
-                    await writer.drain()
+                if getattr(self, swallow):
+                    self.swallowed += 1
+                    continue
+                writer.write(data)
+                await writer.drain()
         writer.close()
         self._writers.discard(writer)

@@ -4,27 +4,37 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from tests.harness.waiting import STANDSTILL_S, eventually, log_bytes
+
 from megascale.v1 import driver_pb2, job_pb2, types_pb2
 from megascale_client import TERMINAL_PHASES, AsyncClient
-
-POLL_INTERVAL_S = 0.01
 
 
 class JobFollower:
     """Submits a job and follows it: ``losses`` by attempt and step, ``events`` in their order, ``job`` as last seen.
 
+    Its waits go on while the job moves: a step, an event, a phase or its reason, a commit, a line in a rank's log.
+
     Use as an asynchronous context manager.
+
+    Args:
+        folder: the cluster's run folder, for the logs of the job's ranks.
+        limit_s: how long nothing may move.
     """
 
-    def __init__(self, client: AsyncClient, spec: job_pb2.JobSpec) -> None:
+    def __init__(
+        self, client: AsyncClient, spec: job_pb2.JobSpec, folder: Path, *, limit_s: float = STANDSTILL_S
+    ) -> None:
         self.name = spec.name
         self.job = driver_pb2.Job()
         self.losses: dict[int, dict[int, float]] = {}
         self.events: list[types_pb2.Event] = []
-        self._client, self._spec = client, spec
+        self.limit_s = limit_s
+        self._client, self._spec, self._folder = client, spec, folder
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -64,33 +74,38 @@ class JobFollower:
         found = (event for event in self.events if event.reason == reason and subject in ("", event.subject))
         return next(found, None)
 
-    async def until(self, condition: Callable[[], object], timeout_s: float, what: str) -> None:
-        """Wait until the condition holds; AssertionError that tells the job's story after ``timeout_s``."""
-        deadline_s = asyncio.get_running_loop().time() + timeout_s
-        while not condition():
-            assert asyncio.get_running_loop().time() < deadline_s, f"{what}: not within {timeout_s:g} s\n{self.story()}"
-            assert self._task is not None
-            if self._task.done() and self._task.exception() is not None:
-                await self._task
-            await asyncio.sleep(POLL_INTERVAL_S)
+    async def until(self, condition: Callable[[], object], what: str) -> None:
+        """Wait until the condition holds.
 
-    async def until_event(self, reason: str, timeout_s: float, subject: str = "") -> types_pb2.Event:
+        Raises:
+            Standstill: the job has not moved for the limit; the error has its story.
+        """
+
+        def holds() -> object:
+            assert self._task is not None
+            if self._task.done() and not self._task.cancelled() and (error := self._task.exception()) is not None:
+                raise error
+            return condition()
+
+        await eventually(holds, what, self._moves, limit_s=self.limit_s, story=self.story)
+
+    async def until_event(self, reason: str, subject: str = "") -> types_pb2.Event:
         """Wait for an event."""
-        await self.until(lambda: self.first_event(reason, subject), timeout_s, f"{reason} {subject}")
+        await self.until(lambda: self.first_event(reason, subject), f"{reason} {subject}")
         event = self.first_event(reason, subject)
         assert event is not None
         return event
 
-    async def until_step(self, step: int, timeout_s: float, *, attempt: int = 1) -> None:
+    async def until_step(self, step: int, *, attempt: int = 1) -> None:
         """Wait until the attempt has completed the step."""
         await self.until(
-            lambda: max(self.losses.get(attempt, {}), default=0) >= step, timeout_s, f"step {step} of attempt {attempt}"
+            lambda: max(self.losses.get(attempt, {}), default=0) >= step, f"step {step} of attempt {attempt}"
         )
 
-    async def until_ended(self, timeout_s: float) -> driver_pb2.Job:
+    async def until_ended(self) -> driver_pb2.Job:
         """Wait for the end of the watch, which is the end of the job; the job."""
         task = self._task
-        await self.until(lambda: task is not None and task.done(), timeout_s, "the job's end")
+        await self.until(lambda: task is not None and task.done(), "the job's end")
         assert self.job.phase in TERMINAL_PHASES, self.story()
         self.job = await self._client.get(self.name)
         return self.job
@@ -103,6 +118,11 @@ class JobFollower:
         ]
         phase = types_pb2.JobPhase.Name(self.job.phase)
         return "\n".join([f"{self.name} is {phase}: {self.job.phase_reason}; steps {steps}", *lines])
+
+    def _moves(self) -> tuple[object, ...]:
+        job, steps = self.job, sum(map(len, self.losses.values()))
+        logs = log_bytes(self._folder, f"nodes/*/jobs/{self.name}/*/*.log")
+        return steps, len(self.events), job.phase, job.phase_reason, job.attempt, job.committed_step, logs
 
 
 def seconds(event: types_pb2.Event) -> float:

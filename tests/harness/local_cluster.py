@@ -13,34 +13,26 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tests.harness.processes import ended
+from tests.harness.processes import cpu_ticks, ended
+from tests.harness.waiting import log_bytes, until
+
+from megascale.v1 import driver_pb2, types_pb2
+from megascale_client import TERMINAL_PHASES, Client
 
 MARK_VARIABLE = "MEGASCALE_TEST_ID"
-READY_TIMEOUT_S = 90.0
-STOP_TIMEOUT_S = 40.0
-POLL_INTERVAL_S = 0.05
+END_REASON = "the test is over"
 
 
-def megascale(*arguments: str, cwd: Path | None = None, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
-    """Run a command of the CLI to its end."""
+def megascale(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command of the CLI to its end, for which the test's own cap is the limit."""
     return subprocess.run(
         [sys.executable, "-m", "megascale_cli", *arguments],
         env={**os.environ, "COLUMNS": "200"},  # no message is broken in two
         capture_output=True,
         text=True,
         cwd=cwd,
-        timeout=timeout_s,
         check=False,
     )
-
-
-def until(condition: Any, timeout_s: float, what: str) -> Any:
-    """Wait until ``condition()`` is true and return its value; AssertionError naming ``what`` after ``timeout_s``."""
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
-        time.sleep(POLL_INTERVAL_S)
-    return value
 
 
 class UpProcess:
@@ -64,7 +56,7 @@ class UpProcess:
 
     def __enter__(self) -> Self:
         try:
-            until(lambda: self.seen("ready") or self.process.poll() is not None, READY_TIMEOUT_S, "cluster ready")
+            until(lambda: self.seen("ready") or self.process.poll() is not None, "cluster ready", self._starts)
             assert self.seen("ready"), self._errors.read_text()
         except BaseException:
             self._end()
@@ -88,10 +80,15 @@ class UpProcess:
         lines = [json.loads(line) for line in self._output.read_text().splitlines(keepends=True) if line[-1] == "\n"]
         return [line for line in lines if line["event"] == event]
 
+    def _starts(self) -> tuple[object, ...]:
+        """What moves while a cluster starts: reports, logs, and the CPU time of processes that import."""
+        return self._output.stat().st_size, log_bytes(self.folder), cpu_ticks(self.processes())
+
     def stop(self, signal_number: int = signal.SIGTERM) -> int:
         """Send a signal to `up` and wait for its end; its exit status."""
         self.process.send_signal(signal_number)
-        return self.process.wait(STOP_TIMEOUT_S)
+        until(lambda: self.process.poll() is not None, "the end of `megascale up`", self.processes)
+        return self.process.wait()
 
     @property
     def state(self) -> dict[str, Any]:
@@ -123,3 +120,32 @@ class UpProcess:
             if belongs and not ended(int(entry.name)):
                 found.append(int(entry.name))
         return found
+
+
+def settle(folder: Path) -> set[str]:
+    """End every job of the cluster in this run folder and wait until its nodes run nothing.
+
+    Returns:
+        The nodes that could take the next job.
+    """
+    with Client.from_run_folder(folder) as client:
+
+        def unfinished() -> list[str]:
+            return [job.spec.name for job in client.jobs() if job.phase not in TERMINAL_PHASES]
+
+        for name in unfinished():
+            client.cancel(name, reason=END_REASON)
+
+        def state() -> object:
+            return unfinished(), [(node.name, node.job, node.liveness) for node in client.nodes()]
+
+        def free() -> bool:
+            return not unfinished() and not any(node.job for node in client.nodes())
+
+        until(free, "the cluster runs nothing", state)
+        return {node.name for node in client.nodes() if _takes_jobs(node)}
+
+
+def _takes_jobs(node: driver_pb2.Node) -> bool:
+    alive = node.liveness == types_pb2.NODE_LIVENESS_ALIVE
+    return alive and node.disposition == types_pb2.NODE_DISPOSITION_SCHEDULABLE

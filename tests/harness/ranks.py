@@ -14,6 +14,7 @@ import contextlib
 import gc
 import importlib
 import json
+import math
 import os
 import select
 import signal
@@ -25,6 +26,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.harness.processes import cpu_ticks
+from tests.harness.waiting import STANDSTILL_S, Standstill, Watch
+
 from megascale_common.process import arm_parent_death, child_environment
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -32,7 +36,7 @@ _GRACE_S = 3.0  # after one rank failed, how long its peers may take to notice b
 
 
 class RankFailed(AssertionError):
-    """A rank raised, died or ran out of time; the message holds every rank's own account."""
+    """A rank raised, died or stood still; the message holds every rank's own account."""
 
 
 class RankPool:
@@ -45,10 +49,13 @@ class RankPool:
         self._resident = resident
         self._process = self._start()
 
-    def run(self, program: str, world_size: int, folder: Path, timeout_s: float = 60.0, **arguments: Any) -> list[Any]:
+    def run(
+        self, program: str, world_size: int, folder: Path, limit_s: float = STANDSTILL_S, **arguments: Any
+    ) -> list[Any]:
         """Call ``module:function`` as ``function(rank, world_size, folder, **arguments)`` in ``world_size`` processes.
 
-        Arguments and results travel as JSON. ``folder`` must be fresh: rendezvous files and results go there.
+        Arguments and results travel as JSON. ``folder`` must be fresh: rendezvous files and results go there. Ranks
+        that use no CPU time for ``limit_s`` stand still and are killed.
 
         Raises:
             RankFailed: a rank did not return.
@@ -58,7 +65,7 @@ class RankPool:
             "program": program,
             "world_size": world_size,
             "folder": str(folder),
-            "timeout_s": timeout_s,
+            "limit_s": limit_s,
             "arguments": arguments,
             "resident": self._resident,
         }
@@ -141,7 +148,8 @@ class World:
             with contextlib.suppress(BrokenPipeError):  # it died since: seen below
                 os.write(pipe, line)
         waiting, failed = set(self._ranks.values()), {}
-        deadline = time.monotonic() + request["timeout_s"]
+        watch = Watch("the ranks", lambda: cpu_ticks(self._ranks), request["limit_s"])
+        deadline = math.inf
         while waiting:
             if select.select([self._answers], [], [], 0.005)[0]:
                 for answer in os.read(self._answers, 4096).split():  # a rank writes its answer at once
@@ -155,8 +163,12 @@ class World:
                     failed[str(rank)] = how
             if failed:
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
+            try:
+                watch.check()
+            except Standstill:
+                deadline = 0.0
             if time.monotonic() > deadline:
-                failed |= {str(rank): "killed: out of time" for rank in waiting}
+                failed |= {str(rank): "killed: it stood still" for rank in waiting}
                 break
         return failed
 

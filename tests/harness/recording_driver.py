@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
+from tests.harness.waiting import LOOK_INTERVAL_S, Watch
 
 from megascale.v1 import link_pb2, link_pb2_grpc, types_pb2
 from megascale_common.job_config import JobConfig
@@ -129,17 +131,24 @@ class RecordingDriver(link_pb2_grpc.ExecutorLinkServiceServicer):
         if self._outbox is not None:
             self._outbox.put_nowait(link_pb2.ConnectResponse(desired_state=desired))
 
-    async def until(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-        """Wait until ``condition`` holds; it is looked at whenever something arrives."""
+    async def until(self, condition: Callable[[], bool], what: str = "news of the node") -> None:
+        """Wait until ``condition`` holds, as long as the node's attempt moves; looked at whenever something arrives."""
+        watch = Watch(what, self._moves, story=lambda: f"last heartbeat: {self.beats[-1:]}")
         async with self._news:
-            try:
-                await asyncio.wait_for(self._news.wait_for(condition), timeout_s)
-            except TimeoutError:
-                last = self.beats[-1] if self.beats else None
-                raise AssertionError(f"not within {timeout_s} s; last heartbeat: {last}") from None
+            while not condition():
+                watch.check()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._news.wait(), LOOK_INTERVAL_S)
+
+    async def until_joined(self) -> None:
+        """Wait for the node's first heartbeat, and for the hello that names its checkpoint daemon.
+
+        An agent whose daemon is slow to start dials without it, and once more when it serves.
+        """
+        await self.until(lambda: bool(self.beats and self.hellos[-1].checkpoint_endpoint), "the node and its daemon")
 
     async def until_phase(
-        self, phase: link_pb2.AttemptPhase.ValueType, timeout_s: float = 10.0, *, attempt: int | None = None
+        self, phase: link_pb2.AttemptPhase.ValueType, *, attempt: int | None = None
     ) -> link_pb2.Heartbeat:
         """Wait until the newest heartbeat shows ``phase`` (of ``attempt``); returns it."""
         await self.until(
@@ -148,6 +157,12 @@ class RecordingDriver(link_pb2_grpc.ExecutorLinkServiceServicer):
                 and self.beats[-1].phase == phase
                 and (attempt is None or self.beats[-1].attempt == attempt)
             ),
-            timeout_s,
+            f"phase {link_pb2.AttemptPhase.Name(phase)}",
         )
         return self.beats[-1]
+
+    def _moves(self) -> tuple[object, ...]:
+        """A node that only repeats its heartbeat stands still."""
+        last = self.beats[-1] if self.beats else link_pb2.Heartbeat()
+        workers = [(worker.rank, worker.state, worker.step, worker.phase) for worker in last.workers]
+        return len(self.hellos), len(self.steps), self.connections, last.attempt, last.phase, len(last.checks), workers

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests.harness.waiting import CALL_TIMEOUT_S
 from torch._C._distributed_c10d import FileStore
 
 from megascale_common.job_config import JobConfig, from_dict
@@ -20,7 +21,7 @@ from megascale_executor.trainer.groups import Groups, create_groups, destroy_gro
 from megascale_executor.trainer.step import StepResult, Trainer
 
 CPU = torch.device("cpu")
-GROUP_TIMEOUT_S = 30.0
+GROUP_TIMEOUT_S = CALL_TIMEOUT_S
 
 
 def tiny_job(

@@ -14,9 +14,11 @@ from pathlib import Path
 import grpc
 import pytest
 import pytest_asyncio
-from tests.harness.agent_process import TOKEN, AgentProcess, living_processes_of_group, start_agent, wait_until_gone
+from tests.harness.agent_process import TOKEN, AgentProcess, start_agent
 from tests.harness.corpus import random_documents, write_corpus
+from tests.harness.processes import living_processes_of_group, until_gone
 from tests.harness.recording_driver import RecordingDriver, whole_on_one_node
+from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc, executor_pb2, executor_pb2_grpc, link_pb2, types_pb2
 from megascale_common import job_config
@@ -79,8 +81,9 @@ async def run_attempt(
 
 
 async def test_hello_then_heartbeats_with_clock_readings(driver: RecordingDriver, agent: AgentProcess) -> None:
+    await driver.until_joined()
     await driver.until(lambda: len(driver.beats) >= 3)
-    hello = driver.hellos[0]
+    hello = driver.hellos[-1]
     assert (hello.node, dict(hello.topology)) == ("n0", {"switch": "s0"})
     assert [device.index for device in hello.devices] == [0, 1]
     assert hello.checkpoint_endpoint and hello.executor_endpoint and hello.incarnation
@@ -94,12 +97,10 @@ async def test_hello_then_heartbeats_with_clock_readings(driver: RecordingDriver
 
 
 async def test_attempt_runs_to_its_end(driver: RecordingDriver, agent: AgentProcess, tmp_path: Path) -> None:
-    await driver.until(lambda: bool(driver.beats))
+    await driver.until_joined()
     given = assignment(tmp_path, uri=str(tmp_path / "checkpoints"), steps="12", interval_s="0.05")
-    begin = time.monotonic()
     version = driver.want(PREPARE, given)
     prepared = await driver.until_phase(link_pb2.ATTEMPT_PHASE_PREPARED)
-    assert time.monotonic() - begin < 5.0
     assert prepared.desired_version == version
     verdicts = {check.name: check.verdict for check in prepared.checks}
     assert set(verdicts) == {"checkpoint_daemon", "device_present", "disk_room", "memory_room", "compute"}
@@ -131,7 +132,7 @@ async def test_failed_worker_fails_the_attempt_and_stops_the_others(
     driver: RecordingDriver, agent: AgentProcess, tmp_path: Path
 ) -> None:
     driver.interval_s = 30.0
-    await driver.until(lambda: bool(driver.beats))
+    await driver.until_joined()
     ways = {
         "vanish": (-9, ""),
         "exit": (3, ""),
@@ -151,7 +152,7 @@ async def test_failed_worker_fails_the_attempt_and_stops_the_others(
             assert culprit.error == "/checkpoints/rank-00001.safetensors"
         if how == "peer_absent":
             assert "in group tp was under way for 1." in culprit.error
-        await driver.until(lambda: driver.beats[-1].workers[0].state == link_pb2.WORKER_STATE_EXITED, 1.0)
+        await driver.until(lambda: driver.beats[-1].workers[0].state == link_pb2.WORKER_STATE_EXITED)
         bystander = driver.beats[-1].workers[0]
         assert (bystander.exit_status, bystander.error_kind) == (-9, "STOPPED")
         assert culprit.exited_at.ToNanoseconds() <= bystander.exited_at.ToNanoseconds()
@@ -160,24 +161,22 @@ async def test_failed_worker_fails_the_attempt_and_stops_the_others(
     assert "scripted failure" in found[0].sample_line
 
 
-async def test_killed_worker_is_told_within_two_seconds(
-    driver: RecordingDriver, agent: AgentProcess, tmp_path: Path
-) -> None:
+async def test_killed_worker_is_told_at_once(driver: RecordingDriver, agent: AgentProcess, tmp_path: Path) -> None:
     driver.interval_s = 30.0
-    await driver.until(lambda: bool(driver.beats))
+    await driver.until_joined()
     running = await run_attempt(driver, assignment(tmp_path), link_pb2.ATTEMPT_PHASE_RUNNING)
     os.kill(running.workers[0].pid, signal.SIGKILL)
     begin = time.monotonic()
-    failed = await driver.until_phase(link_pb2.ATTEMPT_PHASE_FAILED, 5.0)
-    assert time.monotonic() - begin < 2.0, "at once, not with the next heartbeat 30 s later"
+    failed = await driver.until_phase(link_pb2.ATTEMPT_PHASE_FAILED)
+    assert time.monotonic() - begin < driver.interval_s, "at once, not with the next heartbeat"
     assert failed.workers[0].exit_status == -9 and failed.workers[0].error_kind == ""
-    assert abs(failed.workers[0].exited_at.ToMilliseconds() / 1000 - time.time()) < 5.0
+    assert abs(failed.workers[0].exited_at.ToMilliseconds() / 1000 - time.time()) < driver.interval_s
 
 
 async def test_idle_kills_workers_and_a_newer_attempt_supersedes(
     driver: RecordingDriver, agent: AgentProcess, tmp_path: Path
 ) -> None:
-    await driver.until(lambda: bool(driver.beats))
+    await driver.until_joined()
     running = await run_attempt(driver, assignment(tmp_path), link_pb2.ATTEMPT_PHASE_RUNNING)
     first = [worker.pid for worker in running.workers]
     driver.want(PREPARE, assignment(tmp_path, 2))
@@ -195,7 +194,7 @@ async def test_idle_kills_workers_and_a_newer_attempt_supersedes(
 async def test_template_death_fails_the_attempt_and_the_next_one_works(
     driver: RecordingDriver, agent: AgentProcess, tmp_path: Path
 ) -> None:
-    await driver.until(lambda: bool(driver.beats))
+    await driver.until_joined()
     running = await run_attempt(driver, assignment(tmp_path), link_pb2.ATTEMPT_PHASE_RUNNING)
     pids = json.loads((agent.node_folder / "pids.json").read_text())
     os.kill(pids["template"], signal.SIGKILL)
@@ -210,11 +209,11 @@ async def test_a_loader_that_ends_fails_the_attempt_though_no_worker_waits_for_i
     driver: RecordingDriver, agent: AgentProcess, tmp_path: Path
 ) -> None:
     """The scripted workers never ask for data, as real ones before their first step."""
-    await driver.until(lambda: bool(driver.beats))
+    await driver.until_joined()
     running = await run_attempt(driver, assignment(tmp_path), link_pb2.ATTEMPT_PHASE_RUNNING)
     pids = json.loads((agent.node_folder / "pids.json").read_text())
     os.kill(pids["loader"], signal.SIGKILL)
-    failed = await driver.until_phase(link_pb2.ATTEMPT_PHASE_FAILED, 5.0)
+    failed = await driver.until_phase(link_pb2.ATTEMPT_PHASE_FAILED)
     assert "the data loader" in failed.failure and "killed by signal 9" in failed.failure
     assert {worker.error_kind for worker in failed.workers} <= {"", "STOPPED"}
     driver.want(IDLE)
@@ -225,7 +224,7 @@ async def test_a_loader_that_ends_fails_the_attempt_though_no_worker_waits_for_i
 async def test_daemon_death_is_mended_while_training_goes_on(
     driver: RecordingDriver, agent: AgentProcess, tmp_path: Path
 ) -> None:
-    await driver.until(lambda: bool(driver.beats))
+    await driver.until_joined()
     await run_attempt(driver, assignment(tmp_path), link_pb2.ATTEMPT_PHASE_RUNNING)
     pids = json.loads((agent.node_folder / "pids.json").read_text())
     os.kill(pids["checkpoint"], signal.SIGKILL)
@@ -244,7 +243,7 @@ def _checkpoint_pid(agent: AgentProcess) -> int | None:
 async def test_driver_restart_keeps_workers_and_step_records(
     driver: RecordingDriver, agent: AgentProcess, tmp_path: Path
 ) -> None:
-    await driver.until(lambda: bool(driver.beats))
+    await driver.until_joined()
     given = assignment(tmp_path)
     running = await run_attempt(driver, given, link_pb2.ATTEMPT_PHASE_RUNNING)
     await driver.until(lambda: len(driver.steps) >= 2)
@@ -253,7 +252,7 @@ async def test_driver_restart_keeps_workers_and_step_records(
     successor = RecordingDriver("test", TOKEN, revision=2)
     await successor.start(tmp_path / "driver.address")
     try:
-        beat = await successor.until_phase(link_pb2.ATTEMPT_PHASE_RUNNING, 5.0)
+        beat = await successor.until_phase(link_pb2.ATTEMPT_PHASE_RUNNING)
         assert [worker.pid for worker in beat.workers] == [worker.pid for worker in running.workers]
         assert beat.epoch_seen == successor.epoch
         assert (beat.job, beat.attempt) == ("demo", 1)
@@ -273,17 +272,19 @@ async def test_lower_epoch_and_lower_version_are_refused(
     driver: RecordingDriver, agent: AgentProcess, tmp_path: Path
 ) -> None:
     driver.epoch.create_revision = 9
-    await driver.until(lambda: bool(driver.beats))
+    await driver.until_joined()
     running = await run_attempt(driver, assignment(tmp_path), link_pb2.ATTEMPT_PHASE_RUNNING)
+    connections = driver.connections
     stale = link_pb2.DesiredState(
         epoch=types_pb2.Epoch(cluster_generation=1, create_revision=8), version=99, phase=IDLE
     )
     driver.send(stale)
-    await driver.until(lambda: driver.connections >= 2)  # the session with the stale voice is ended
-    await driver.until(lambda: bool(driver.beats))
+    await driver.until(lambda: driver.connections > connections)  # the session with the stale voice is ended
+    await driver.until_joined()
+    connections = driver.connections
     old = link_pb2.DesiredState(epoch=driver.epoch, version=1, phase=IDLE)
     driver.send(old)
-    await driver.until(lambda: driver.connections >= 3)
+    await driver.until(lambda: driver.connections > connections)
     steps = len(driver.steps)
     await driver.until(lambda: len(driver.steps) > steps + 2)
     assert {worker.pid for worker in running.workers} <= set(agent.group())
@@ -298,7 +299,7 @@ async def test_lower_epoch_and_lower_version_are_refused(
 
 
 async def test_bad_assignments_fail_with_a_reason(driver: RecordingDriver, agent: AgentProcess, tmp_path: Path) -> None:
-    await driver.until(lambda: bool(driver.beats))
+    await driver.until_joined()
     foreign = assignment(tmp_path, 1)
     foreign.devices[:] = [0, 7]
     unprepared = assignment(tmp_path, 2)
@@ -318,7 +319,7 @@ async def test_failed_self_check_fails_the_preparation(driver: RecordingDriver, 
     scripted = Path(__file__).parents[1] / "harness" / "scripted_template.py"
     agent = start_agent(tmp_path, template=f"{sys.executable} {scripted} --verdict FAIL")
     try:
-        await driver.until(lambda: bool(driver.beats))
+        await driver.until_joined()
         driver.want(PREPARE, assignment(tmp_path))
         failed = await driver.until_phase(link_pb2.ATTEMPT_PHASE_FAILED)
         assert failed.failure.startswith("self-check compute of cpu:0")
@@ -331,9 +332,9 @@ async def test_failed_self_check_fails_the_preparation(driver: RecordingDriver, 
 async def test_broken_template_is_given_up_with_a_reason(driver: RecordingDriver, tmp_path: Path) -> None:
     agent = start_agent(tmp_path, template="false")
     try:
-        await driver.until(lambda: bool(driver.beats))
+        await driver.until_joined()
         driver.want(PREPARE, assignment(tmp_path))
-        failed = await driver.until_phase(link_pb2.ATTEMPT_PHASE_FAILED, 15.0)
+        failed = await driver.until_phase(link_pb2.ATTEMPT_PHASE_FAILED)
         assert "template.log" in failed.failure
     finally:
         agent.end()
@@ -342,18 +343,17 @@ async def test_broken_template_is_given_up_with_a_reason(driver: RecordingDriver
 async def test_real_template_checks_compute_and_all_reduce(driver: RecordingDriver, tmp_path: Path) -> None:
     agent = start_agent(tmp_path, template="")
     try:
-        await driver.until(lambda: bool(driver.beats))
+        await driver.until_joined()
         driver.want(PREPARE, assignment(tmp_path))
-        await driver.until_phase(link_pb2.ATTEMPT_PHASE_PREPARED, 30.0)
+        await driver.until_phase(link_pb2.ATTEMPT_PHASE_PREPARED)
         driver.want(PREPARE, assignment(tmp_path, 2))  # now that torch is imported
-        prepared = await driver.until_phase(link_pb2.ATTEMPT_PHASE_PREPARED, 10.0, attempt=2)
+        prepared = await driver.until_phase(link_pb2.ATTEMPT_PHASE_PREPARED, attempt=2)
         done = {(check.name, check.target): check for check in prepared.checks}
         for name in ("compute", "all_reduce"):
             for device in ("cpu:0", "cpu:1"):
                 check = done[name, device]
                 assert check.verdict == types_pb2.CHECK_VERDICT_PASS, check.detail
                 assert "known answer" in check.detail
-                assert check.elapsed.ToMilliseconds() < 3000
     finally:
         agent.end()
 
@@ -363,12 +363,12 @@ async def test_real_training_resumes_from_the_memory_of_its_node(driver: Recordi
     write_corpus(tmp_path / "corpus", random_documents(seed=1, count=50, longest=60))
     agent = start_agent(tmp_path, template="")
     try:
-        await driver.until(lambda: bool(driver.beats))
+        await driver.until_joined()
         given = assignment(tmp_path, 1, steps_of_training=500, uri=str(tmp_path / "checkpoints"))
         running = await open_and_start(driver, given)
         await driver.until(lambda: bool(driver.steps) and driver.steps[-1].step > 11)
         os.kill(running.workers[1].pid, signal.SIGKILL)
-        failed = await driver.until_phase(link_pb2.ATTEMPT_PHASE_FAILED, 2.0)
+        failed = await driver.until_phase(link_pb2.ATTEMPT_PHASE_FAILED)
         assert [worker.exit_status for worker in failed.workers if not worker.error_kind] == [-9]
         again = assignment(tmp_path, 2, steps_of_training=500, uri=str(tmp_path / "checkpoints"))
         await open_and_start(driver, again)
@@ -388,7 +388,7 @@ async def test_real_training_resumes_from_the_memory_of_its_node(driver: Recordi
 async def open_and_start(driver: RecordingDriver, given: link_pb2.AttemptAssignment) -> link_pb2.Heartbeat:
     """PREPARE, OpenAttempt at the node's daemon with what the node holds sealed, START; until RUNNING."""
     driver.want(PREPARE, given)
-    prepared = await driver.until_phase(link_pb2.ATTEMPT_PHASE_PREPARED, 30.0, attempt=given.attempt)
+    prepared = await driver.until_phase(link_pb2.ATTEMPT_PHASE_PREPARED, attempt=given.attempt)
     steps = [{s.step for p in prepared.checkpoints for s in p.sealed if s.rank == rank} for rank in given.ranks]
     common = max(set.intersection(*steps), default=0)
     given.store_endpoint, given.committer_endpoint = prepared.store_endpoint, driver.hellos[-1].checkpoint_endpoint
@@ -403,25 +403,26 @@ async def open_and_start(driver: RecordingDriver, given: link_pb2.AttemptAssignm
     )
     channel = open_channel(given.committer_endpoint, TOKEN)
     try:
-        opened = await checkpoint_pb2_grpc.CheckpointServiceStub(channel).OpenAttempt(request, timeout=10)
+        opened = await checkpoint_pb2_grpc.CheckpointServiceStub(channel).OpenAttempt(request, timeout=CALL_TIMEOUT_S)
     finally:
         await channel.close()
     given.restore.CopyFrom(opened.restore)
     driver.want(START, given)
-    return await driver.until_phase(link_pb2.ATTEMPT_PHASE_RUNNING, 30.0, attempt=given.attempt)
+    return await driver.until_phase(link_pb2.ATTEMPT_PHASE_RUNNING, attempt=given.attempt)
 
 
 async def test_killed_agent_leaves_no_process_and_its_folder_goes_at_the_next_start(
     driver: RecordingDriver, agent: AgentProcess, tmp_path: Path
 ) -> None:
-    await driver.until(lambda: bool(driver.beats))
+    await driver.until_joined()
     await run_attempt(driver, assignment(tmp_path, uri=str(tmp_path / "c")), link_pb2.ATTEMPT_PHASE_RUNNING)
     assert len(agent.group()) >= 6  # agent, template, daemon, loader, two workers
     folder = _socket_folder(driver.hellos[0].incarnation)
     assert folder.stat().st_mode & 0o777 == 0o700
+    group = agent.group()
     os.kill(agent.process.pid, signal.SIGKILL)  # the agent alone
     agent.process.wait()
-    assert wait_until_gone(agent.process.pid) == []
+    until_gone(group, "processes of the killed agent")
     assert folder.exists()
     hellos = len(driver.hellos)
     successor = start_agent(tmp_path)
@@ -430,9 +431,10 @@ async def test_killed_agent_leaves_no_process_and_its_folder_goes_at_the_next_st
         assert driver.hellos[-1].incarnation != driver.hellos[0].incarnation
         assert not folder.exists()
         live = _socket_folder(driver.hellos[-1].incarnation)
+        group = successor.group()
         successor.process.terminate()
-        assert await asyncio.to_thread(successor.process.wait, 10) == 0
-        assert wait_until_gone(successor.process.pid, 1.0) == []
+        assert await asyncio.to_thread(successor.process.wait, CALL_TIMEOUT_S) == 0
+        until_gone(group, "processes of the agent that stopped")
         assert not live.exists()
         assert not (successor.node_folder / "executor.address").exists()
     finally:
@@ -447,17 +449,17 @@ def _socket_folder(incarnation: str) -> Path:
 
 
 async def test_node_status_and_following_a_log(driver: RecordingDriver, agent: AgentProcess, tmp_path: Path) -> None:
-    await driver.until(lambda: bool(driver.beats))
+    await driver.until_joined()
     given = assignment(tmp_path, steps="30", interval_s="0.03")
     await run_attempt(driver, given, link_pb2.ATTEMPT_PHASE_RUNNING)
     channel = open_channel(driver.hellos[0].executor_endpoint, TOKEN)
     try:
         stub = executor_pb2_grpc.ExecutorServiceStub(channel)
-        status = await stub.GetNodeStatus(executor_pb2.GetNodeStatusRequest(), timeout=2)
+        status = await stub.GetNodeStatus(executor_pb2.GetNodeStatusRequest(), timeout=CALL_TIMEOUT_S)
         assert (status.hello.node, status.heartbeat.job) == ("n0", "demo")
         assert status.pids[0] == agent.process.pid and set(status.pids) == set(agent.group())
         request = executor_pb2.TailWorkerLogsRequest(job="demo", rank=1, follow=True)
-        lines = [response.line async for response in stub.TailWorkerLogs(request, timeout=10)]
+        lines = [response.line async for response in stub.TailWorkerLogs(request, timeout=CALL_TIMEOUT_S)]
         assert lines[1:] == [f"step {step}" for step in range(1, 31)]  # ends by itself with the attempt
         last = executor_pb2.TailWorkerLogsRequest(job="demo", rank=0, attempt=1, lines=2)
         assert [r.line async for r in stub.TailWorkerLogs(last)] == ["step 29", "step 30"]
@@ -475,7 +477,7 @@ async def test_node_status_and_following_a_log(driver: RecordingDriver, agent: A
 async def test_step_records_wait_for_a_driver_that_takes_them(
     driver: RecordingDriver, agent: AgentProcess, tmp_path: Path
 ) -> None:
-    await driver.until(lambda: bool(driver.beats))
+    await driver.until_joined()
     driver.refusal = grpc.StatusCode.UNAVAILABLE  # as of a driver that has just lost its etcd
     await run_attempt(driver, assignment(tmp_path, steps="8", interval_s="0.02"), link_pb2.ATTEMPT_PHASE_RUNNING)
     await driver.until(lambda: driver.refused >= 2)

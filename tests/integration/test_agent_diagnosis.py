@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import time
 import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest_asyncio
 from tests.harness import scripted_template
 from tests.harness.agent_process import TOKEN, AgentProcess, start_agent
 from tests.harness.recording_driver import RecordingDriver, whole_on_one_node
+from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
 from megascale.v1 import executor_pb2, executor_pb2_grpc, link_pb2, types_pb2
 from megascale_common import job_config
@@ -39,7 +39,7 @@ async def agent(driver: RecordingDriver, tmp_path: Path, request: pytest.Fixture
     """An idle agent of two CPU slots, whose probes answer with the verdict given."""
     template = f"{sys.executable} {SCRIPT} --verdict {request.param}"
     started = start_agent(tmp_path, template=template, options=("--metrics-bind", "127.0.0.1:0"))
-    await driver.until(lambda: bool(driver.beats))
+    await driver.until_joined()
     yield started
     await asyncio.to_thread(started.end)
 
@@ -49,7 +49,7 @@ async def diagnose(agent: AgentProcess, *checks: str) -> list[types_pb2.CheckRes
     async with open_channel(address, TOKEN) as channel:
         stub = executor_pb2_grpc.ExecutorServiceStub(channel)
         request = executor_pb2.RunNodeDiagnosticsRequest(checks=checks)
-        return list((await stub.RunNodeDiagnostics(request, timeout=20)).checks)
+        return list((await stub.RunNodeDiagnostics(request, timeout=CALL_TIMEOUT_S)).checks)
 
 
 async def refused(agent: AgentProcess, *checks: str) -> tuple[grpc.StatusCode, str]:
@@ -101,11 +101,9 @@ async def test_a_diagnosis_gives_way_to_an_attempt(
     asking = asyncio.create_task(refused(agent, "compute"))
     await asyncio.sleep(0.5)
     assert not asking.done()
-    begin = time.monotonic()
     driver.want(PREPARE, assignment(tmp_path))
     code, message = await asking
     assert code == grpc.StatusCode.ABORTED and "given work" in message
-    assert time.monotonic() - begin < 5.0
     driver.want(IDLE)
     await driver.until_phase(link_pb2.ATTEMPT_PHASE_IDLE)
 
@@ -113,13 +111,18 @@ async def test_a_diagnosis_gives_way_to_an_attempt(
 async def test_agent_and_daemon_show_metrics(agent: AgentProcess) -> None:
     def page(name: str) -> str:
         address = (agent.node_folder / name).read_text().strip()
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as reply:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=CALL_TIMEOUT_S) as reply:
             return str(reply.read().decode())
 
     await diagnose(agent, "checkpoint_daemon")  # it serves from here on
-    of_agent = await asyncio.to_thread(page, "metrics.address")
+
+    async def while_linked() -> str:
+        found = await asyncio.to_thread(page, "metrics.address")
+        return found if "megascale_link_connected 1.0" in found else ""
+
+    of_agent = await eventually(while_linked, "the agent's page while it is linked")
     for line in (
-        "megascale_link_connected 1.0", "megascale_step_records_pending 0.0",
+        "megascale_step_records_pending 0.0",
         'megascale_attempt_phase{phase="idle"} 1.0', 'service="executor"',
     ):  # fmt: skip
         assert line in of_agent, line

@@ -81,7 +81,7 @@ def test_a_sweep_goes_on_after_a_failure(tmp_path: Path) -> None:
     (tmp_path / "sweep.json").write_text(json.dumps(sweep))
     command = [sys.executable, "benchmarks/throughput.py", "--device", "cpu", "--ranks", "2", "--json"]
     command += ["--sweep", str(tmp_path / "sweep.json"), "--folder", str(tmp_path), "--results", "results.jsonl"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr[-2000:]
     lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     found = {line["name"]: line for line in lines}
@@ -103,7 +103,7 @@ def test_ranks_that_hang_are_ended(tmp_path: Path) -> None:
     (tmp_path / "sweep.json").write_text(json.dumps(entries))
     command = [sys.executable, "benchmarks/throughput.py", "--device", "cpu", "--limit-s", "2", "--json"]
     command += ["--sweep", str(tmp_path / "sweep.json"), "--folder", str(tmp_path)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     first, second = map(json.loads, done.stdout.splitlines())
     assert first == {"name": "stuck", "failed": "did nothing within 2 s"}
     assert second["name"] == "next", (
@@ -118,7 +118,7 @@ def test_a_command_does_not_outlast_its_budget(tmp_path: Path) -> None:
     (tmp_path / "sweep.json").write_text(json.dumps(entries))
     command = [sys.executable, "benchmarks/throughput.py", "--device", "cpu", "--budget-s", "3", "--json"]
     command += ["--sweep", str(tmp_path / "sweep.json"), "--folder", str(tmp_path)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     found = {line["name"]: line["skipped"] for line in map(json.loads, done.stdout.splitlines())}
     assert found == dict.fromkeys(("long", "next"), "the time is up (--budget-s)")
 
@@ -129,7 +129,7 @@ def test_nothing_new_starts_when_the_time_is_up(pool: RankPool, tmp_path: Path) 
     for result in pool.run(program, 2, tmp_path / "ranks", arguments=options, deadline=1.0):
         assert result["rounds"] == 1, "a round that has begun is brought to its end"
     command = [sys.executable, "benchmarks/throughput.py", "--device", "cpu", "--budget-s", "1e-9", "--json"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert "the time is up" in json.loads(done.stdout)["skipped"]
 
 

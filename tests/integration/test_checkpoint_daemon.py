@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ import grpc
 import pytest
 from tests.harness.checkpoint_files import slot_bytes
 from tests.harness.checkpoint_node import TOKEN, DaemonProcess, WorkerClient, layout_of
+from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
 from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc, link_pb2, types_pb2
 from megascale_common import framing
@@ -47,14 +47,14 @@ async def open_attempt(
         job="job", uri=uri, attempt=attempt, world_size=world_size, epoch=types_pb2.Epoch(create_revision=1), **fields
     )
     async with connected(daemon) as stub:
-        return await stub.OpenAttempt(request, timeout=10)
+        return await stub.OpenAttempt(request, timeout=CALL_TIMEOUT_S)
 
 
 async def progress(
     daemon: DaemonProcess, until: Callable[[link_pb2.CheckpointProgress], bool]
 ) -> link_pb2.CheckpointProgress:
     """The first progress of the job that WatchProgress pushes and ``until`` accepts."""
-    async with connected(daemon) as stub, asyncio.timeout(10):
+    async with connected(daemon) as stub, asyncio.timeout(CALL_TIMEOUT_S):
         async for response in stub.WatchProgress(checkpoint_pb2.WatchProgressRequest()):
             for job in response.jobs:
                 if job.job == "job" and until(job):
@@ -414,10 +414,9 @@ async def test_another_job_gets_the_memory_of_one_that_is_done(tmp_path: Path, s
     refused = other.register(job="other", slots=2)
     assert "no room for the snapshot slots" in refused["error"]
     worker.close()
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
+
+    async def registered() -> bool:
         with WorkerClient(daemon) as third:
-            if third.register(job="other", slots=2)["kind"] == "registered":
-                return
-        await asyncio.sleep(0.02)
-    raise AssertionError("the memory was never freed")
+            return bool(third.register(job="other", slots=2)["kind"] == "registered")
+
+    await eventually(registered, "the memory of the first job")

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.harness.local_cluster import UpProcess, megascale, until
+from tests.harness.local_cluster import UpProcess, megascale
+from tests.harness.waiting import CALL_TIMEOUT_S, until
 
 from megascale.v1 import types_pb2
 from megascale_cli.exits import NOT_FOUND, OK
@@ -29,7 +30,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_a_node_is_cordoned_diagnosed_and_put_back(cluster: Path) -> None:
     here = ("--cluster", str(cluster), "--json")
     command = [sys.executable, "-m", "megascale_cli", "events", "nodes/n2", "--follow", *here]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as following:
+    # As in the background of a script: SIGINT is ignored when the command starts, and still ends it.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        following = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with following:
 
         def next_event() -> dict[str, Any]:
             assert following.stdout is not None
@@ -45,7 +52,7 @@ def test_a_node_is_cordoned_diagnosed_and_put_back(cluster: Path) -> None:
             assert event["subject"] == "nodes/n2"
         assert "a cable" in event["message"]
         following.send_signal(signal.SIGINT)
-        assert following.wait(10) == 130
+        assert following.wait(CALL_TIMEOUT_S) == 130
 
     found = [json.loads(line) for line in megascale("diagnose", "n2", *here).stdout.splitlines()]
     assert {check["verdict"] for check in found} <= {"CHECK_VERDICT_PASS", "CHECK_VERDICT_SKIPPED"}
@@ -67,7 +74,7 @@ def test_a_node_is_cordoned_diagnosed_and_put_back(cluster: Path) -> None:
         with ThreadPoolExecutor(1) as pool:
             coming = pool.submit(next, client.watch_events("nodes/n1"))
             # The stream begins some time after its first event is asked for.
-            until(lambda: put_away_and_back() or coming.done(), 20, "an event as it happens")
+            until(lambda: put_away_and_back() or coming.done(), "an event as it happens")
             seen = coming.result()
         put_away_and_back()
         following_event = next(client.watch_events("nodes/n1", resume_token=seen.resume_token)).event

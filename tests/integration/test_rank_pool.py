@@ -51,16 +51,16 @@ def test_a_failure_takes_its_world_with_it(how: str, account: str, pool: RankPoo
     before = pool.run(f"{PROGRAMS}:meet", 2, tmp_path / "before")
     with pytest.raises(RankFailed, match=account) as failure:
         pool.run(f"{PROGRAMS}:trip", 2, tmp_path / "trip", how=how)
-    assert "rank 0: killed: out of time" in str(failure.value)
+    assert "rank 0: killed: it stood still" in str(failure.value)
     after = pool.run(f"{PROGRAMS}:meet", 2, tmp_path / "after")
     assert not {process for process, _ in before} & {process for process, _ in after}
     for process, _ in before:
         assert not Path(f"/proc/{process}").exists()
 
 
-def test_time_runs_out(pool: RankPool, tmp_path: Path) -> None:
-    with pytest.raises(RankFailed, match="rank 0: killed: out of time"):
-        pool.run(f"{PROGRAMS}:trip", 2, tmp_path / "late", timeout_s=0.5, how="raises")
+def test_ranks_that_stand_still_are_killed(pool: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="rank 0: killed: it stood still"):
+        pool.run(f"{PROGRAMS}:trip", 2, tmp_path / "late", limit_s=0.5, how="raises")
 
 
 @pytest.mark.slow

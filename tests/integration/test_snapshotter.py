@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.harness.checkpoint_node import TOKEN, DaemonProcess
+from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc
 from megascale_common.checkpoint_layout import ShardLayout, ShardPiece
@@ -45,7 +46,8 @@ def stack() -> Iterator[ExitStack]:
 def snapshotter(daemon: DaemonProcess, state: State, *, attempt: int = 1, uri: str = "") -> Snapshotter:
     sizes = {"tp": 1, "cp": 1, "dp": 1, "pp": 1}
     registration = Registration("job", attempt, 0, 1, uri, daemon.address if uri else "", 2, sizes)
-    return Snapshotter(str(daemon.socket), registration, state, torch.device("cpu"), collective_timeout_s=20.0)
+    longest_s = 4 * CALL_TIMEOUT_S
+    return Snapshotter(str(daemon.socket), registration, state, torch.device("cpu"), collective_timeout_s=longest_s)
 
 
 def take(snapshots: Snapshotter, state: State, step: int, *, finite: bool = True) -> None:
@@ -80,11 +82,11 @@ async def test_a_state_that_was_in_memory_alone_is_taken_again(tmp_path: Path, s
     plan: RestorePlanMessage = {"source": "memory", "step": 20, "written_by_attempt": 1, "manifest_uri": ""}
     small_state = await asyncio.to_thread(again.restore, plan)
     assert small_state == {"skipped_updates": 1} and set(restored.values.tolist()) == {20.0}
-    assert await asyncio.to_thread(again.reserve_or_wait, 20, 5.0) == 0
+    assert await asyncio.to_thread(again.reserve_or_wait, 20, CALL_TIMEOUT_S) == 0
     assert again.take(20, small_state, votes=0)
     again.settle(20, small_state, finite=True)
     again.seal_if_copied(wait=True)
-    assert await asyncio.to_thread(again.drain, 20, 10.0) == ""
+    assert await asyncio.to_thread(again.drain, 20, CALL_TIMEOUT_S) == ""
     assert await open_attempt(daemon, uri, 3) == f"{uri}/attempts/attempt-000002/step-000000020/manifest.json"
 
 

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from tests.harness.local_cluster import UpProcess, megascale, until
-from tests.harness.processes import ended
+from tests.harness.local_cluster import UpProcess, megascale
+from tests.harness.processes import ended, until_gone
+from tests.harness.waiting import until
 
 from megascale.v1 import types_pb2
 from megascale_client import AsyncClient
 from megascale_driver.platform.devices import choose_device
 
 OPTIONS = ("--nodes", "2", "--devices-per-node", "1", "--device", "cpu", "--nodes-per-switch", "1")
-GONE_TIMEOUT_S = 10.0
 
 
 @pytest.fixture
@@ -50,20 +50,20 @@ async def test_life_of_a_cluster(up: UpProcess) -> None:
 
     # A driver that dies is started again, and the nodes find it.
     os.kill(state["driver"]["pid"], signal.SIGKILL)
-    until(lambda: up.seen("driver_exited") and len(up.seen("driver_ready")) == 2, 30, "driver restarted")
+    until(lambda: up.seen("driver_exited") and len(up.seen("driver_ready")) == 2, "driver restarted")
     assert up.state["driver"]["pid"] != state["driver"]["pid"]
     async with AsyncClient.from_run_folder(up.folder) as client:
         assert (await client.cluster_info()).cluster == "local"
 
     # So is etcd, on its data; the driver leads again and takes orders.
     os.kill(state["etcd"]["pid"], signal.SIGKILL)
-    until(lambda: len(up.seen("etcd_ready")) == 2, 30, "etcd restarted")
+    until(lambda: len(up.seen("etcd_ready")) == 2, "etcd restarted")
     async with AsyncClient.from_run_folder(up.folder) as client:
         assert (await client.evict("n2", reason="a test")).node.disposition_reason == "a test"
 
     # A node that dies stays away, and that is said.
     up.kill_node("n2")
-    (report,) = until(lambda: up.seen("node_exited"), 10, "end of the node reported")
+    (report,) = until(lambda: up.seen("node_exited"), "end of the node reported")
     assert (report["node"], report["exit_status"]) == ("n2", -signal.SIGKILL)
     assert ended(state["nodes"]["n2"]["pid"])
 
@@ -104,7 +104,39 @@ def test_killing_up_leaves_no_process(up: UpProcess) -> None:
     assert len(everything) >= 6  # up, etcd, driver, two agents and their children
     up.process.kill()
     up.process.wait()
-    until(lambda: not up.processes(), GONE_TIMEOUT_S, "all processes gone")
+    until_gone(everything, "all processes gone")
+    assert not up.processes()
+
+
+SLOW_DAEMON = """
+import sys, time
+if "megascale_checkpoint" in sys.orig_argv:
+    time.sleep(7)
+"""
+
+
+async def test_ready_means_that_the_daemons_of_all_nodes_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent that waits in vain for its daemon (5 s) dials without it: the node is alive, and not yet of use."""
+    (tmp_path / "slow").mkdir()
+    (tmp_path / "slow" / "sitecustomize.py").write_text(SLOW_DAEMON)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "slow"), prepend=os.pathsep)
+    with UpProcess(tmp_path / "cluster", *OPTIONS) as up:
+        async with AsyncClient.from_run_folder(up.folder) as client:
+            assert all([bool(node.checkpoint_endpoint) async for node in client.nodes()])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_cluster_in_the_background_of_a_script_ends_on_a_signal(tmp_path: Path, number: signal.Signals) -> None:
+    """A shell without job control starts background commands with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        running = UpProcess(tmp_path / "cluster", *OPTIONS[2:], "--nodes", "1")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with running as up:
+        everything = up.processes()
+        assert up.stop(number) == 0
+        until_gone(everything, "all processes gone")
 
 
 def test_a_cluster_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:

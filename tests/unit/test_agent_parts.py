@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale.v1 import link_pb2
 from megascale_common import job_config
@@ -49,14 +50,14 @@ def test_bad_devices_name_the_option(text: str) -> None:
 def test_wrong_options_are_one_line_and_status_2(tmp_path: Path, options: list[str], words: str) -> None:
     command = [sys.executable, "-m", "megascale_executor.agent", "--node", "n0", "--token-file", "absent"]
     command += ["--device", "cpu", "--devices", "0", "--run-folder", ".", "--address-file", "a", *options]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=tmp_path, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=CALL_TIMEOUT_S, cwd=tmp_path, check=False)
     assert ended.returncode == 2
     assert words in ended.stderr and "Traceback" not in ended.stderr
 
 
 def test_agent_never_imports_torch() -> None:
     code = "import sys, megascale_executor.agent.node as _; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=20, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=CALL_TIMEOUT_S, check=False).returncode == 0
 
 
 def test_driver_file_is_read_anew(tmp_path: Path) -> None:
@@ -201,12 +202,12 @@ async def test_a_template_that_hangs_is_replaced(tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(children, "TERMINATE_GRACE_S", 0.2)
         with (tmp_path / "log").open("wb") as log, pytest.raises(TemplateError, match="forked nothing"):
             await first.fork(0, log.fileno(), log.fileno())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(CALL_TIMEOUT_S):
             second = await keeper.ready()
         assert second is not first and keeper.pid != pid
         ours, theirs = MessageChannel.pair()
         with theirs, (tmp_path / "log").open("wb") as log:
-            monkeypatch.setattr(template, "FORK_TIMEOUT_S", 5.0)
+            monkeypatch.setattr(template, "FORK_TIMEOUT_S", CALL_TIMEOUT_S)
             process = await second.fork(0, theirs.fileno(), log.fileno())
         process.kill()
         ours.close()

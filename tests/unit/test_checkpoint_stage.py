@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.harness.checkpoint_files import image_of, registration_of, write_checkpoint
+from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale_checkpoint.concurrency import Pools, Signal
 from megascale_checkpoint.jobs import Job
@@ -53,7 +54,7 @@ async def cancel(task: asyncio.Task[object]) -> None:
 
 
 async def until_idle(stage: RankStage) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(CALL_TIMEOUT_S):
         await asyncio.gather(*stage._restores, return_exceptions=True)
     assert stage.idle()
 

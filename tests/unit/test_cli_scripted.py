@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.harness.scripted_driver import TOKEN, ScriptedDriver, start_driver
+from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale.v1 import driver_pb2, types_pb2
 from megascale_cli.exits import FAILED, INTERRUPTED, OK, REFUSED, USAGE
@@ -113,7 +114,7 @@ async def test_events_are_followed_across_a_lost_driver_until_ctrl_c(driver: Scr
 
     async def line() -> int:
         assert process.stdout is not None
-        return int(json.loads(await asyncio.wait_for(process.stdout.readline(), 20))["seq"])
+        return int(json.loads(await asyncio.wait_for(process.stdout.readline(), CALL_TIMEOUT_S))["seq"])
 
     assert [await line() for _ in range(2)] == [1, 2]  # once each, though they are in the list and in the stream
     driver.updates.append(3)  # the stream breaks before it

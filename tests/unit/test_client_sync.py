@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import grpc
 import pytest
 from tests.harness.scripted_driver import TOKEN, ScriptedDriver, start_driver
+from tests.harness.waiting import CALL_TIMEOUT_S
 
 import megascale_client
 from megascale.v1 import job_pb2, types_pb2
@@ -57,7 +58,7 @@ async def in_thread(driver: ScriptedDriver, action: Callable[[Client], Result]) 
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(CALL_TIMEOUT_S):
         while not condition():  # noqa: ASYNC110 - it is looked at, nobody tells
             await asyncio.sleep(0.01)
 
@@ -180,8 +181,9 @@ async def serve_until(started: list[str], done: threading.Event) -> None:
 
 
 PROGRAM = """
-import sys
+import signal, sys
 from megascale_client import Client
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a script, and by some CI
 client = Client(sys.argv[1], sys.argv[2])
 lines = client.logs("x", rank=0, lines=1, follow=True)
 try:
@@ -201,7 +203,7 @@ async def test_ctrl_c_ends_the_stream_and_the_client_goes_on(driver: ScriptedDri
         assert process.stdout.readline() == b"line 0\n"
         time.sleep(0.2)  # until it waits for the next line
         os.kill(process.pid, signal.SIGINT)
-        return process.communicate(timeout=20)
+        return process.communicate(timeout=CALL_TIMEOUT_S)
 
     # The client is never closed, and one iterator is still there when the interpreter ends: nothing hangs.
     output, errors = await asyncio.to_thread(finish)

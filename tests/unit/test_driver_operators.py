@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from tests.harness.simulated_cluster import SimulatedCluster, demo_job
+from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale.v1 import types_pb2
 from megascale_common.clock import VirtualClock
@@ -137,7 +138,7 @@ def lines_of(*keys: tuple[str, int]) -> list[Audit]:
 
 
 async def taken(stream: AsyncIterator[Audit], count: int) -> list[tuple[str, int]]:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(CALL_TIMEOUT_S):
         return [(line.log, line.seq) for line in [await anext(stream) for _ in range(count)]]
 
 
@@ -203,7 +204,7 @@ async def test_a_stream_ends_when_its_event_is_set() -> None:
         yield 2
         await asyncio.Event().wait()
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(CALL_TIMEOUT_S):
         seen = []
         async for number in until_set(event, numbers()):
             seen.append(number)

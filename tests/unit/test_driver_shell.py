@@ -14,6 +14,7 @@ import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.harness.simulated_cluster import SimulatedCluster, demo_job
+from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale.v1 import driver_pb2, link_pb2, types_pb2
 from megascale_common import rpc_errors
@@ -208,7 +209,7 @@ def test_an_etcd_that_is_away_is_given_up_in_time_every_time() -> None:
     async def give_up() -> None:
         cluster = Cluster([f"127.0.0.1:{free_port('127.0.0.1')}"], None)
         try:
-            async with asyncio.timeout(10.0):
+            async with asyncio.timeout(CALL_TIMEOUT_S):
                 for number in range(400):
                     with contextlib.suppress(EtcdUnavailable):
                         await cluster.member(0.00002 * (number % 100))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale_common import rpc
 from megascale_common.clock import SystemClock
@@ -45,7 +46,7 @@ async def test_a_driver_waits_while_etcd_refuses_its_campaign(monkeypatch: pytes
     etcd: Any = FullEtcd()
     leader = Leader(etcd, Engine(Policy(), SystemClock(), "t", "127.0.0.1:1"))
     running = asyncio.create_task(leader.run())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(CALL_TIMEOUT_S):
         await etcd.many.wait()
     assert not running.done()
     running.cancel()

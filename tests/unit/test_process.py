@@ -3,10 +3,10 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-from tests.harness.processes import ended
+from tests.harness.processes import until_gone
+from tests.harness.waiting import CALL_TIMEOUT_S, until
 
 from megascale_common.process import (
     PARENT_GONE_EXIT_CODE,
@@ -15,8 +15,6 @@ from megascale_common.process import (
     child_environment,
 )
 
-WAIT_S = 5.0
-
 
 def run(command: list[str], environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -24,7 +22,7 @@ def run(command: list[str], environment: dict[str, str] | None = None) -> subpro
         env=environment or child_environment(),
         capture_output=True,
         text=True,
-        timeout=WAIT_S,
+        timeout=CALL_TIMEOUT_S,
         check=False,
     )
 
@@ -38,16 +36,12 @@ def test_a_wrapped_program_dies_with_its_starter() -> None:
     starter = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert starter.stdout is not None
     child_pid = int(starter.stdout.readline())
-    deadline = time.monotonic() + WAIT_S
-    while Path(f"/proc/{child_pid}/comm").read_text() != "sleep\n":  # armed before it became this
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    # It is armed before it becomes this.
+    until(lambda: Path(f"/proc/{child_pid}/comm").read_text() == "sleep\n", "the wrapped program")
     starter.kill()
     starter.wait()
     starter.stdout.close()
-    while not ended(child_pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until_gone([child_pid], "the wrapped program")
 
 
 def test_a_child_whose_parent_is_gone_already_exits_at_once() -> None:

@@ -84,14 +84,12 @@ def test_readings_are_consistent_while_a_writer_runs_and_after_it_was_stopped(tm
     process.start()
     try:
         readings = []
-        deadline = time.monotonic() + 1.0
-        while time.monotonic() < deadline:
+        while len(readings) < 1000:
             status = read_status_page(tmp_path / "page")
             if status is not None and status.rows:
                 # Each round writes the step first and the row second.
                 assert status.rows[0].entered in (status.step - 1, status.step)
                 readings.append(status.step)
-        assert len(readings) > 10
         assert readings == sorted(readings)
         assert process.pid is not None
         os.kill(process.pid, signal.SIGSTOP)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale_kernels.cross_entropy import CrossEntropy, Reduce, cross_entropy
 
@@ -36,7 +37,7 @@ class _Lockstep:
     """Reductions over threads that stand for ranks, one of which runs at a time: Triton's interpreter is one only."""
 
     def __init__(self, ranks: int) -> None:
-        self._barrier, self._parts = threading.Barrier(ranks, timeout=10), [torch.empty(0)] * ranks
+        self._barrier, self._parts = threading.Barrier(ranks, timeout=CALL_TIMEOUT_S), [torch.empty(0)] * ranks
         self.turn = threading.Lock()
 
     def reducer(self, rank: int, *, maximum: bool) -> Reduce:

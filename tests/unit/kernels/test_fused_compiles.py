@@ -30,7 +30,6 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
         cwd=Path(__file__).resolve().parents[3],
         capture_output=True,
         text=True,
-        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
