@@ -10,7 +10,7 @@ INSTALL ?= 1
 VENV ?= .venv
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
-# Many tests wait for a timeout of the product, so three processes keep two cores busy.
+# Many tests wait for a timeout of the product, so three processes keep two cores busy: one for each lane (tests/conftest.py).
 TEST_PROCESSES ?= 3
 
 ROOTS := proto services/common services/driver services/executor services/checkpoint kernels clients/python clients/cli
@@ -42,8 +42,8 @@ help: ## show these verbs
 demo: $(READY) ## run the main job: train, lose a node, recover, compare with the undisturbed twin
 	$(PY) -m megascale_cli demo $(DEMO_ARGS)
 
-test: $(READY) $(KERNELS_READY) ## run the tests (about 6 minutes on 2 cores)
-	$(PY) -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+test: $(READY) $(KERNELS_READY) ## run the tests (about 8 minutes on 2 idle cores, 15 on busy ones)
+	$(PY) -m pytest -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-slow: $(READY) $(KERNELS_READY) ## run the tests that `make test` leaves out: benchmarks, one sabotage, further kernels
 	$(PY) -m pytest -m slow $(PYTEST_ARGS)

@@ -1,9 +1,60 @@
-"""Settings of all tests: a property takes as long as the machine needs, and a failing example can be repeated."""
+"""Settings of all tests: which of them run beside each other, and how properties are tried."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from hypothesis import settings
 
 # A deadline per example would make tests fail on a busy machine and say nothing about the code.
 settings.register_profile("megascale", deadline=None, print_blob=True)
 settings.load_profile("megascale")
+
+# Tests that start many processes run one after the other in lanes, so that no more clusters run at once than a small
+# machine has cores; everything else fills the rest, file by file. Each lane is the work of one process of pytest-xdist.
+# Lanes are of about the same length: on two idle cores 240 s each for the clusters, 290 s for the ranks.
+LANES = {
+    "clusters": (
+        "chaos/test_control_plane_loss.py",
+        "chaos/test_demo.py",
+        "integration/test_cli.py",
+        "integration/test_cli_nodes.py",
+    ),
+    "more clusters": (
+        "chaos/test_hang.py",
+        "chaos/test_nothing_left.py",
+        "chaos/test_recovery.py",
+        "chaos/test_waits.py",
+        "integration/test_grpcurl.py",
+        "integration/test_load_from_another_job.py",
+        "integration/test_up.py",
+    ),
+    "ranks": (
+        "integration/test_agent.py",
+        "integration/test_agent_diagnosis.py",
+        "integration/test_benchmarks.py",
+        "integration/test_data_parallel_overlap.py",
+        "integration/test_profile.py",
+        "integration/test_rank_pool.py",
+        "integration/test_resharded_resume.py",
+        "integration/test_stalled_peer.py",
+        "integration/test_tensor_overlap.py",
+        "integration/test_trainer_equality.py",
+        "integration/test_trainer_step.py",
+    ),
+}
+_LANE_OF = {name: lane for lane, names in LANES.items() for name in names}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """Give each lane, and each further file, to one process as a whole."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Lanes(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0].removeprefix("tests/")
+            return _LANE_OF.get(file, file)
+
+    return Lanes(config, log)

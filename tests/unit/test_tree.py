@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from tests.conftest import LANES
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MAX_MODULE_LINES = 500
@@ -81,5 +82,25 @@ def test_package_inits_are_empty(name: str) -> None:
 )
 def test_rooms_import_without_what_is_not_theirs(module: str, blocked: list[str]) -> None:
     code = _BLOCK.format(blocked=blocked, module=module)
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("lanes", "harness"),
+    [
+        (("clusters", "more clusters"), ("chaos_cluster", "local_cluster")),
+        (("ranks",), ("agent_process", "ranks")),
+    ],
+)
+def test_tests_that_start_many_processes_run_in_a_lane(lanes: tuple[str, ...], harness: tuple[str, ...]) -> None:
+    tests = REPOSITORY / "tests"
+    starting = {
+        str(path.relative_to(tests))
+        for folder in ("chaos", "integration")
+        for path in (tests / folder).glob("test_*.py")
+        if any(f"from tests.harness.{name} import" in path.read_text() for name in harness)
+    }
+    listed = [name for lane in lanes for name in LANES[lane]]
+    assert starting <= set(listed)
+    assert all((tests / name).exists() for name in listed)
