@@ -6,7 +6,10 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from tests.harness.interpreter import interpret_without_cuda
 from tests.harness.ranks import RankPool, rank_pool
+
+interpret_without_cuda()  # modules of this folder are imported, and not run, by `make test` too
 
 CAP_S = 240  # ranks that hang on a device spin: their CPU time is no progress, and the time of devices is dear
 

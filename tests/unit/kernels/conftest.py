@@ -1,10 +1,7 @@
-"""Where there is no CUDA, Triton's kernels run in its interpreter: said before anything imports triton."""
+"""Kernels run in Triton's interpreter where there is no CUDA."""
 
 from __future__ import annotations
 
-import os
+from tests.harness.interpreter import interpret_without_cuda
 
-import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
+interpret_without_cuda()
