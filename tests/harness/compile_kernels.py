@@ -24,8 +24,19 @@ from triton.runtime.jit import JITFunction
 
 from megascale_kernels.activation import Activation
 from megascale_kernels.adamw import AdamWUpdate
-from megascale_kernels.fused import activation, adamw, cross_entropy, norm, residual, rotary
+from megascale_kernels.fused import (
+    activation,
+    activation_operand,
+    adamw,
+    cross_entropy,
+    norm,
+    norm_operand,
+    quantize,
+    residual,
+    rotary,
+)
 from megascale_kernels.norm import Kind
+from megascale_kernels.quantize import E5M2
 from megascale_kernels.rotary import Heads, RotaryTable
 
 SEQUENCE, BATCH = 256, 4  # enough rows for programs that loop over several
@@ -133,6 +144,25 @@ def _updates() -> None:
         adamw.adamw(shard[:3], shard[3], _random(1 << 16), scalar, scalar, update)
 
 
+def _casts(width: int) -> None:
+    x, one = _random(32 * SEQUENCE, width), torch.ones(1)
+    quantize.amax(x)
+    quantize.transpose(quantize.quantize(x, amax=one))
+    quantize.quantize(x, E5M2, amax=one, power_of_two=True, straight=False)
+    quantize.quantize_rows(x, transposed=True)
+
+
+def _operands(width: int, ffn: int, kind: Activation) -> None:
+    rows = SEQUENCE * BATCH
+    x, vector = _random(rows, width), _random(width)
+    for form, scale in (("rows", None), ("given", torch.ones(1)), ("amax", None)):
+        norm_operand.norm_operand(x, x, vector, vector, vector, "layernorm", 1e-5, form, scale=scale)
+    wide = ffn * (2 if kind == "swiglu" else 1)
+    inputs, bias = _random(rows, width + wide)[:, width:], _random(wide)
+    activation_operand.activation_operand(inputs, bias, kind, _random(rows, ffn // 4))
+    activation_operand.activation_with_amax(inputs, bias, kind)
+
+
 def _small(dtype: torch.dtype) -> None:
     """A layer's kernels at widths that are no powers of two, or few."""
     x, other, vector = (_random(*shape, dtype=dtype) for shape in ((8, 2, 72), (8, 2, 72), (72,)))
@@ -166,6 +196,11 @@ CALLS: dict[str, Callable[[], None]] = {
     "30b tp8": lambda: _core(Heads(7, 7, 128), 3584, "gelu", bias=False),
     "grouped swiglu": lambda: _core(Heads(32, 1, 128), 10928, "swiglu", bias=False),
     "swiglu bias learned positions": lambda: _core(Heads(8, 2, 64), 4096, "swiglu", bias=True, table=False),
+    "casts 4096": lambda: _casts(4096),
+    "casts 12288": lambda: _casts(12288),
+    "operands 175b tp4": lambda: _operands(12288, 12288, "gelu"),
+    "operands 7b": lambda: _operands(4096, 16384, "gelu"),
+    "operands grouped swiglu": lambda: _operands(5120, 13824, "swiglu"),
     "cross entropy": _loss,
     "adamw": _updates,
     "small float32": lambda: _small(torch.float32),

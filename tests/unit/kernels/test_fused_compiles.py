@@ -59,10 +59,13 @@ def test_nothing_is_read_twice(kernel: str, loads: int, stores: int, compiled: d
 
 
 def test_registers_suffice(compiled: dict[str, dict[str, Any]]) -> None:
-    """No kernel waits for its own spilled registers; what a norm's backward sums over rows may spill a few."""
+    """No kernel waits for its own spilled registers.
+
+    A norm's backward, which sums over rows, may spill a few; and a wide norm, of which two programs are to fit.
+    """
     for name, kernel in compiled.items():
-        sums = re.search(r"norm \d+: backward_kernel", name)
-        assert kernel["spilled_bytes"] <= (96 if sums else 0), name
+        few = re.search(r"norm \d+: backward_kernel|175b tp4: norm_kernel", name)
+        assert kernel["spilled_bytes"] <= (96 if few else 0), name
         assert kernel["registers"] <= 192, name
 
 

@@ -1,0 +1,163 @@
+"""LayerNorm and RMSNorm with the residual addition, whose result leaves the kernel in FP8.
+
+A program has a whole row, so it knows the row's largest magnitude before it writes:
+
+- ``rows``: FP8 with one scale for each row, no other pass over the tensor;
+- ``given``: FP8 under one scale that was known before. No row can exceed that of :func:`norm_bound`, since a normalised
+  row of width H has no value above sqrt(H): no pass, and no amax for a tensor-parallel group to agree on;
+- ``amax``: bf16 and the tensor's amax, for current scaling of the tensor in a second pass.
+
+Backward needs no FP8: it is that of :mod:`megascale_kernels.fused.norm`, from the stream and the rows' statistics.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+
+from megascale_kernels.fused.quantize import largest_of, magnitude, scale_from, to_fp8
+from megascale_kernels.norm import Kind
+from megascale_kernels.quantize import E4M3, LARGEST, SMALLEST_AMAX, Operand
+
+Form = Literal["rows", "given", "amax"]
+
+
+@dataclass(frozen=True)
+class Normed:
+    """What the forward of a norm leaves.
+
+    Args:
+        stream: [rows, H], ``x`` + biases + residual; ``x`` itself without a residual.
+        operand: [rows, H] in FP8; None in the form ``amax``.
+        normed, amax: [rows, H] in the dtype of ``x`` and float32 [1], in the form ``amax``; else None.
+        mean, inverse: float32 [rows], what backward needs: the mean (None: root mean square) and 1 / deviation.
+    """
+
+    stream: torch.Tensor
+    operand: Operand | None
+    normed: torch.Tensor | None
+    amax: torch.Tensor | None
+    mean: torch.Tensor | None
+    inverse: torch.Tensor
+
+
+def norm_bound(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """float32 [1]: no value of a norm with these weights and biases [H] is larger; to be found once a step."""
+    largest = weight.detach().abs().amax().float() * math.sqrt(weight.shape[0])
+    if bias is not None:
+        largest = largest + bias.detach().abs().amax().float()
+    return largest.view(1)
+
+
+def norm_operand(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    shift: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    kind: Kind,
+    epsilon: float,
+    form: Form,
+    *,
+    scale: torch.Tensor | None = None,
+    power_of_two: bool = True,
+    dtype: torch.dtype = E4M3,
+) -> Normed:
+    """The norm of ``x`` + ``shift`` + ``residual``, outside autograd.
+
+    Args:
+        x, residual: [rows, H], contiguous, float32 or bf16.
+        shift: [H], added with the residual (biases of the projection before); None without.
+        weight, bias: [H].
+        scale: float32 [1], of the form ``given`` alone; values beyond it are limited to FP8's largest.
+        power_of_two: scales of rows are rounded up to powers of two.
+
+    Raises:
+        ValueError: the form ``given`` without a scale.
+    """
+    if (form == "given") != (scale is not None):
+        raise ValueError("the form given takes a scale, and no other form does")
+    rows, width = x.shape
+    stream = x if residual is None else torch.empty_like(x)
+    inverse = torch.empty(rows, dtype=torch.float32, device=x.device)
+    mean = torch.empty_like(inverse) if kind == "layernorm" else None
+    result = torch.empty_like(x, dtype=x.dtype if form == "amax" else dtype)
+    found = None if form == "given" else torch.empty_like(inverse)
+    block = triton.next_power_of_2(width)
+    _norm_kernel[(rows,)](
+        *(x, residual, shift, weight, bias, stream, result, mean, inverse, found, scale, width, epsilon),
+        *(LARGEST[dtype], SMALLEST_AMAX, power_of_two, form == "rows", block),
+        num_warps=_warps(block),
+        maxnreg=128 if block > 8192 else None,  # of 65536 for two programs of a wide row: one loads, one computes
+    )
+    if form == "amax":
+        assert found is not None
+        return Normed(stream, None, result, largest_of(found), mean, inverse)
+    factor = found if scale is None else scale
+    assert factor is not None
+    return Normed(stream, Operand(result, factor), None, None, mean, inverse)
+
+
+def _warps(block: int) -> int:
+    return 8 if block > 8192 else max(4, min(16, block // 512))
+
+
+@triton.jit
+def _norm_kernel(
+    x: tl.tensor,
+    residual: tl.tensor,
+    shift: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    stream: tl.tensor,
+    normed: tl.tensor,
+    mean: tl.tensor,
+    inverse: tl.tensor,
+    found: tl.tensor,
+    scale: tl.tensor,
+    width: tl.tensor,
+    epsilon: tl.tensor,
+    LARGEST: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One row. ``scale``: the tensor's, given; else ``found`` gets the row's scale (BY_ROW) or its amax."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    at = row * width + column
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if residual is not None:
+        value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        if shift is not None:
+            value += tl.load(shift + column, mask=inside, other=0.0).to(tl.float32)
+        kept = value.to(stream.dtype.element_ty)
+        tl.store(stream + at, kept, mask=inside)
+        value = kept.to(tl.float32)  # the norm of what backward will read
+    if mean is not None:
+        average = tl.sum(value, axis=0) / width
+        tl.store(mean + row, average)
+        value = tl.where(inside, value - average, 0.0)
+    share = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / width + epsilon)
+    tl.store(inverse + row, share)
+    result = value * share * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        result += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    if scale is not None:
+        result = to_fp8(result, tl.div_rn(1.0, tl.load(scale)), LARGEST, normed.dtype.element_ty)
+    elif BY_ROW:
+        amax = tl.max(magnitude(result), axis=0).to(tl.float32, bitcast=True)
+        factor = scale_from(amax, LARGEST, SMALLEST, POWER_OF_TWO)
+        tl.store(found + row, factor)
+        result = to_fp8(result, tl.div_rn(1.0, factor), LARGEST, normed.dtype.element_ty)
+    else:
+        result = result.to(normed.dtype.element_ty)
+        tl.store(found + row, tl.max(magnitude(result.to(tl.float32)), axis=0).to(tl.float32, bitcast=True))
+    tl.store(normed + at, result, mask=inside)

@@ -1,0 +1,108 @@
+"""Norm and activation whose results leave the kernel in FP8, beside the plain operator and the plain cast."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.harness.fp8 import right_fp8_conversion  # noqa: F401
+from tests.harness.kernels import DEVICE, relative_error
+
+from megascale_kernels.activation import Activation, gelu, swiglu
+from megascale_kernels.norm import Kind, layer_norm, rms_norm
+from megascale_kernels.quantize import amax_of, dequantize, scale_of
+
+pytest.importorskip("triton")
+
+pytestmark = pytest.mark.usefixtures("right_fp8_conversion")
+
+EPSILON = 1e-5
+# Relative, root mean square, of normal numbers: e4m3 has 0.026, bf16 0.0017 (truncated, as in the interpreter, 0.004).
+FP8_ERROR, BF16_ERROR = 0.035, 6e-3
+
+
+def _random(*shape: int, seed: int = 5) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE).bfloat16()
+
+
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize(("kind", "bias"), [("layernorm", True), ("rmsnorm", False)])
+@pytest.mark.parametrize("form", ["rows", "given", "amax"])
+def test_norm(form: str, kind: Kind, bias: bool, residual: bool) -> None:
+    from megascale_kernels.fused.norm_operand import norm_bound, norm_operand
+
+    rows, width = 9, 200
+    x, weight = _random(rows, width), 1 + _random(width, seed=6) / 10
+    shift = _random(width, seed=7) if bias else None
+    other = _random(rows, width, seed=8) if residual else None
+    given = scale_of(norm_bound(weight, shift), torch.float8_e4m3fn) if form == "given" else None
+    found = norm_operand(
+        x,
+        other,
+        None,
+        weight,
+        shift,
+        kind,
+        EPSILON,
+        form,
+        scale=given,  # type: ignore[arg-type]
+    )
+    assert relative_error(found.stream, x.double() if other is None else x.double() + other.double()) < BF16_ERROR
+    wide = found.stream.double()
+    if kind == "layernorm":
+        exact = layer_norm(wide, weight.double(), None if shift is None else shift.double(), EPSILON)
+    else:
+        exact = rms_norm(wide, weight.double(), EPSILON)
+    if form == "amax":
+        assert found.normed is not None and found.amax is not None and found.operand is None
+        assert relative_error(found.normed, exact) < BF16_ERROR
+        assert torch.equal(found.amax, amax_of(found.normed))
+        return
+    assert found.operand is not None
+    assert relative_error(dequantize(found.operand.over_columns()), exact) < FP8_ERROR
+    assert found.operand.scale.numel() == (rows if form == "rows" else 1)
+    largest = found.operand.data.float().abs()
+    assert largest.max() <= 448 and (form == "given" or (largest.amax(-1) >= 224).all())
+
+
+def test_no_norm_exceeds_its_bound() -> None:
+    from megascale_kernels.fused.norm_operand import norm_bound
+
+    x = torch.zeros(2, 64, device=DEVICE)
+    x[0, 3] = 1.0  # as far from the mean as there can be
+    weight, bias = _random(64).float(), _random(64, seed=2).float()
+    bound = norm_bound(weight, bias)
+    assert layer_norm(x, weight, bias, 0.0)[0].abs().max() <= bound
+    assert rms_norm(x[:1], weight, 0.0).abs().max() <= norm_bound(weight, None)
+    assert norm_bound(weight.new_tensor([2.0, 2.0]), None).tolist() == pytest.approx([8.0**0.5])
+
+
+def test_a_scale_and_its_form_come_together() -> None:
+    from megascale_kernels.fused.norm_operand import norm_operand
+
+    x, weight = _random(2, 16), _random(16)
+    for form, scale in (("given", None), ("rows", torch.ones(1))):
+        with pytest.raises(ValueError, match="takes a scale"):
+            norm_operand(x, None, None, weight, None, "rmsnorm", EPSILON, form, scale=scale)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_activation(activation: Activation, bias: bool, beside: bool) -> None:
+    from megascale_kernels.fused.activation_operand import activation_operand, activation_with_amax
+
+    rows, width, others = 7, 72, 40
+    wide = width * (2 if activation == "swiglu" else 1)
+    x = _random(rows, wide + 24)[:, 24:]  # columns of a wider matrix
+    shift = _random(wide, seed=2) if bias else None
+    attended = _random(rows, others + 8, seed=3)[:, :others] if beside else None
+    exact = x.double() if shift is None else x.double() + shift.double()
+    exact = gelu(exact) if activation == "gelu" else swiglu(*exact.chunk(2, dim=-1))
+    if attended is not None:
+        exact = torch.cat((attended.double(), exact), dim=-1)
+    operand = activation_operand(x, shift, activation, attended)
+    assert relative_error(dequantize(operand.over_columns()), exact) < FP8_ERROR
+    assert (operand.data.float().abs().amax(-1) >= 224).all(), "each row uses its range"
+    made, amax = activation_with_amax(x, shift, activation, attended)
+    assert relative_error(made, exact) < BF16_ERROR
+    assert torch.equal(amax, amax_of(made))
