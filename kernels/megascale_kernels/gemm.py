@@ -1,0 +1,225 @@
+"""Matrix products in FP8, bf16 or float32 by the fastest algorithm that was measured for their shape.
+
+What every product of a linear layer needs is ``left @ right^T``, written or added to a float32 gradient in place:
+
+    forward            y  = x  @ w^T      x over columns, w over columns
+    input gradient     dx = dy @ w        dy over columns, w over rows
+    weight gradient    dw += dy^T @ x     dy over rows, x over rows
+
+The library (:mod:`megascale_kernels.cublas_lt`) proposes algorithms; the first time a problem comes, each is timed on
+its own tensors and the fastest kept, in memory and in a file. They are run for long enough that the clock falls to what
+the power limit allows: in a short burst others look fastest than in training, where the fewest joules win.
+
+Where the library cannot be used, or has nothing for a problem, torch's own operators compute it, and the log says why,
+once. Sums have a fixed order: the same algorithm repeats bit for bit, but another one rounds otherwise, so a job that
+must repeat keeps its file, or takes ``timed`` False, which is the library's first proposal.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import statistics
+import threading
+from pathlib import Path
+
+import torch
+
+from megascale_kernels.cublas_lt import (
+    WORKSPACE_BYTES,
+    Algorithm,
+    CublasLtError,
+    Library,
+    Plan,
+    Problem,
+    loaded_library,
+    problem_of,
+)
+from megascale_kernels.gemm_choices import Choices
+from megascale_kernels.quantize import Factor, dequantize
+
+PROPOSALS = 8  # algorithms that are timed for a problem
+DURATION_S = 0.2  # of each; half of it lets the clock settle
+_ROUNDS = 5
+_MARGIN = 0.98  # a proposal is taken for an earlier one where it is faster by more than times repeat to
+
+
+class Gemm:
+    """Products on CUDA devices, the current one; a CPU computes them in float32, for tests and dry runs.
+
+    Args:
+        file: choices of earlier runs, read and written; None: kept in memory alone.
+        timed: False: the library's first proposal instead of a measurement, and no file.
+        duration_s: for how long each of the PROPOSALS algorithms of a problem is run.
+    """
+
+    def __init__(self, file: Path | None = None, *, timed: bool = True, duration_s: float = DURATION_S) -> None:
+        self._timed, self._duration_s = timed, duration_s
+        self._choices = Choices(file if timed else None)
+        self._plans: dict[tuple[Problem, torch.device], tuple[Plan, Algorithm] | None] = {}
+        self._workspaces: dict[tuple[torch.device, int], torch.Tensor] = {}
+        self._lock = threading.Lock()  # backward runs on a thread of its own, and a plan serves one at a time
+
+    def multiply(
+        self, left: Factor, right: Factor, out: torch.Tensor, *, accumulate: bool = False, fast: bool = True
+    ) -> None:
+        """out = left @ right^T, or ``out`` += that; on the current stream, without waiting once the choice is made.
+
+        Args:
+            left: [rows, depth].
+            right: [columns, depth].
+            out: [rows, columns], bf16 or float32, rows of a matrix; float32 where it is added to.
+            fast: FP8 products are summed with fewer bits inside the tensor cores.
+
+        Raises:
+            ValueError: shapes or layouts do not fit.
+        """
+        problem = problem_of(left, right, out, accumulate=accumulate, fast=fast)
+        if not out.is_cuda:
+            multiply_by_torch(left, right, out, accumulate=accumulate)
+            return
+        if problem.scaling == "row":
+            left, right = _by_row(left), _by_row(right)
+        with self._lock:
+            key = problem, out.device
+            if key not in self._plans:
+                with torch.cuda.device(out.device):
+                    self._plans[key] = self._planned(problem, left, right, out)
+            planned = self._plans[key]
+            if planned is not None:
+                plan, algorithm = planned
+                try:
+                    plan.run(algorithm, left, right, out, self._workspace(out.device))
+                    return
+                except CublasLtError as obstacle:
+                    _log_once(f"{obstacle} for {problem.key}: torch's own operators compute such products")
+                    self._plans[key] = None
+        multiply_by_torch(left, right, out, accumulate=accumulate, fast=fast)
+
+    def _planned(
+        self, problem: Problem, left: Factor, right: Factor, out: torch.Tensor
+    ) -> tuple[Plan, Algorithm] | None:
+        """The plan of ``problem`` and its algorithm; None: torch's own operators."""
+        try:
+            library = loaded_library()
+            plan = Plan(library, problem, out.device)
+            return plan, self._choose(library, plan, left, right, out)
+        except CublasLtError as obstacle:
+            _log_once(f"{obstacle}: torch's own operators compute such products")
+            return None
+
+    def _choose(self, library: Library, plan: Plan, left: Factor, right: Factor, out: torch.Tensor) -> Algorithm:
+        key = f"{torch.cuda.get_device_name(out.device)}, cuBLASLt {library.version}, {plan.problem.key}"
+        known = self._choices.get(key)
+        if known is not None and plan.accepts(known):
+            return known
+        proposed = plan.algorithms(PROPOSALS)
+        if not self._timed or len(proposed) == 1 or torch.cuda.is_current_stream_capturing():
+            return proposed[0]
+        scratch, workspace = torch.zeros_like(out), self._workspace(out.device)
+        times_ms = [
+            time_algorithm(plan, one, left, right, scratch, workspace, duration_s=self._duration_s) for one in proposed
+        ]
+        best = 0
+        for number, time_ms in enumerate(times_ms):
+            if time_ms < _MARGIN * times_ms[best]:
+                best = number
+        self._choices.put(key, proposed[best], times_ms)
+        return proposed[best]
+
+    def _workspace(self, device: torch.device) -> torch.Tensor:
+        """The current stream's own: products of two streams may run at once."""
+        key = device, torch.cuda.current_stream(device).cuda_stream
+        if key not in self._workspaces:
+            self._workspaces[key] = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        return self._workspaces[key]
+
+
+def time_algorithm(
+    plan: Plan,
+    algorithm: Algorithm,
+    left: Factor,
+    right: Factor,
+    scratch: torch.Tensor,
+    workspace: torch.Tensor,
+    *,
+    duration_s: float,
+) -> float:
+    """Milliseconds of one run in ``duration_s`` of them, infinite where the library refuses; waits for the device.
+
+    ``scratch`` is like the result and is overwritten: what is added to must not be added to by a measurement.
+    """
+
+    def run(number: int) -> float:
+        begin, end = _event(), _event()
+        begin.record()
+        for _ in range(number):
+            plan.run(algorithm, left, right, scratch, workspace)
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / number
+
+    try:
+        run(1)
+        each = max(1, round(500.0 * duration_s / _ROUNDS / run(2)))
+        run(_ROUNDS * each)
+        return statistics.median(run(each) for _ in range(_ROUNDS))
+    except CublasLtError:
+        return float("inf")
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def multiply_by_torch(
+    left: Factor, right: Factor, out: torch.Tensor, *, accumulate: bool = False, fast: bool = True
+) -> None:
+    """:meth:`Gemm.multiply` by torch's own operators; an FP8 product that is added is written apart first.
+
+    A CPU multiplies what the FP8 numbers stand for in float32.
+    """
+    if not out.is_cuda:
+        product = dequantize(left) @ dequantize(right).t()
+        out.copy_(out + product if accumulate else product)
+        return
+    if left.scale is None or right.scale is None:
+        if not accumulate:
+            _write(left.data, right.data, out)
+        elif left.data.dtype == out.dtype:
+            out.addmm_(left.data, right.data.t())
+        else:
+            torch.addmm(out, left.data, right.data.t(), out_dtype=out.dtype, out=out)
+        return
+    wanted, scales = out.dtype, (left.scale, right.scale)
+    if left.scale.numel() + right.scale.numel() > 2:  # one for each row
+        wanted = torch.bfloat16
+        scales = _row_scale(left).view(-1, 1), _row_scale(right).view(1, -1)
+    product = torch._scaled_mm(left.data, right.data.t(), *scales, out_dtype=wanted, use_fast_accum=fast)
+    if accumulate:
+        out.add_(product)
+    else:
+        out.copy_(product)
+
+
+def _write(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+    if left.dtype == out.dtype:
+        torch.mm(left, right.t(), out=out)
+    else:
+        torch.mm(left, right.t(), out_dtype=out.dtype, out=out)
+
+
+def _by_row(factor: Factor) -> Factor:
+    """``factor`` with one scale for each row, which cuBLAS and torch want of both sides if of one."""
+    return Factor(factor.data, _row_scale(factor))
+
+
+def _row_scale(factor: Factor) -> torch.Tensor:
+    assert factor.scale is not None
+    rows = factor.data.shape[0]
+    return factor.scale if factor.scale.numel() == rows else factor.scale.expand(rows).contiguous()
+
+
+@functools.cache
+def _log_once(line: str) -> None:
+    logging.getLogger(__name__).warning(line)
