@@ -11,7 +11,9 @@ from itertools import pairwise
 
 import pytest
 import pytest_asyncio
-from tests.harness.chaos_cluster import CANCEL_REASON, ChaosCluster, chaos_cluster, measured
+from tests.harness.chaos_cluster import ChaosCluster, chaos_cluster, measured
+from tests.harness.driver import KEY_REMOVED
+from tests.harness.local_cluster import END_REASON
 from tests.harness.processes import until_gone
 from tests.harness.waiting import until
 
@@ -20,8 +22,6 @@ from megascale_common.etcd.server import EtcdServer
 from megascale_common.status_page import read_status_page
 
 OUTAGE_S = 20.0
-# The lease of a leader that is known to be gone is not waited for: its key is removed.
-KEY_REMOVED = "the leader key of a term that is over is removed"
 ENDLESS_STEPS = 100_000
 STATUS_LOOK_S = 2.0
 
@@ -88,12 +88,12 @@ async def test_training_goes_on_without_etcd_and_control_returns(cluster: ChaosC
                 assert (run.job.phase, run.job.attempt) == (types_pb2.JOB_PHASE_RUNNING, 1), run.story()
                 assert list(run.losses[1]) == list(range(1, run.step + 1))
                 cancelled_s = time.monotonic()
-                await client.cancel(run.name, reason=CANCEL_REASON)
+                await client.cancel(run.name, reason=END_REASON)
                 until_gone(workers.values(), "workers of the cancelled job gone")
                 gone_s = time.monotonic() - cancelled_s
                 ended = await run.until_ended()
                 await other.until_step(1)
-                await client.cancel(other.name, reason=CANCEL_REASON)
+                await client.cancel(other.name, reason=END_REASON)
                 await other.until_ended()
     assert (ended.phase, ended.attempt, ended.restarts) == (types_pb2.JOB_PHASE_CANCELLED, 1, 0), run.story()
     assert run.first_event("NODE_DEAD") is None

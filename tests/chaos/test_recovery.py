@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.harness.chaos_cluster import CANCEL_REASON, ChaosCluster, measured, shared_cluster
+from tests.harness.chaos_cluster import ChaosCluster, measured, shared_cluster
 from tests.harness.job_follower import seconds
+from tests.harness.local_cluster import END_REASON
 from tests.harness.processes import until_gone
 from tests.harness.waiting import eventually
 
@@ -121,7 +122,7 @@ async def test_a_node_that_stands_still_is_replaced_and_commits_nothing_later(cl
             assert stopped not in run.job.nodes and spare in run.job.nodes, story
             assert list(run.job.evicted_nodes) == [stopped], story
             assert run.job.restore_source == types_pb2.RESTORE_SOURCE_STORAGE, story
-            await client.cancel(run.name, reason=CANCEL_REASON)
+            await client.cancel(run.name, reason=END_REASON)
             await run.until_ended()
     assert set(attempts_after_reopening(cluster, "stopped")) == {2}
     measured("node stopped", acted_upon_s=acted_s, workers_gone_after_cont_s=gone_s, idle_after_cont_s=back_s)
@@ -147,7 +148,7 @@ async def test_an_evicted_node_is_left_and_a_cancelled_job_stops_at_once(cluster
             workers = list(cluster.worker_pids(run.job).values())
             assert len(workers) == 2
             cancelled_s = time.monotonic()
-            await client.cancel(run.name, reason=CANCEL_REASON)
+            await client.cancel(run.name, reason=END_REASON)
             until_gone(workers, "workers of a cancelled job gone")
             gone_s = time.monotonic() - cancelled_s
             job = await run.until_ended()

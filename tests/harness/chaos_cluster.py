@@ -30,8 +30,6 @@ from megascale_checkpoint.staging import default_base
 from megascale_checkpoint.storage import FileStorage
 from megascale_client import AsyncClient, MegascaleError, parse_job
 
-CANCEL_REASON = "the test is over"
-
 
 class ChaosCluster:
     """`megascale up` under a name of its own, with a corpus and jobs of two pipeline stages on two nodes."""

@@ -19,6 +19,9 @@ from megascale.v1 import driver_pb2, driver_pb2_grpc, job_pb2, types_pb2
 from megascale_common import rpc
 from megascale_common.process import child_environment
 
+# A driver logs this when it takes over from a leader that is gone, instead of waiting for the lease.
+KEY_REMOVED = "the leader key of a term that is over is removed"
+
 
 class DriverProcess:
     """One ``python -m megascale_driver``; several on the same ``prefix`` are leader and standbys."""

@@ -18,7 +18,7 @@ import grpc
 import pytest
 import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from tests.harness.driver import DriverProcess, running_driver, small_job
+from tests.harness.driver import KEY_REMOVED, DriverProcess, running_driver, small_job
 from tests.harness.etcd import etcd_server
 from tests.harness.fake_executor import FakeExecutor
 from tests.harness.waiting import CALL_TIMEOUT_S, eventually
@@ -31,7 +31,6 @@ from megascale_common.etcd.server import EtcdServer
 __all__ = ["etcd_server"]
 
 CORDONED, SCHEDULABLE = types_pb2.NODE_DISPOSITION_CORDONED, types_pb2.NODE_DISPOSITION_SCHEDULABLE
-KEY_REMOVED = "the leader key of a term that is over is removed"
 SERVICES = ("megascale.v1.DriverService", "megascale.v1.ExecutorLinkService")
 # One request per call of DriverService that would be answered, or refused for its own sake, by a leader.
 REQUESTS: dict[str, Any] = {
