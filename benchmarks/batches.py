@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from megascale_common.job_config import JobConfig
-from megascale_executor.trainer.batch import MicroBatch
-from megascale_executor.trainer.data.packing import Arrays, SampleStream, sample_numbers
+from megascale_common.job.config import JobConfig
+from megascale_trainer.batch import MicroBatch
+from megascale_trainer.data.packing import Arrays, SampleStream, sample_numbers
 
 _DOCUMENT_TOKENS = 512  # mean length of random documents
 

@@ -35,7 +35,7 @@ from benchmarks.session import Session
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from megascale_common.process import arm_parent_death
+from megascale_common.node.process import arm_parent_death
 
 _STORE_TIMEOUT_S = 120.0
 _POLL_S = 0.02

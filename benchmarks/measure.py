@@ -19,7 +19,7 @@ from benchmarks.presets import Run, sizes
 from benchmarks.session import Leg, Session
 from benchmarks.step_profile import profile_steps
 
-from megascale_common import flops
+from megascale_common.sizes import flops
 
 _Legs = dict[str, list[Leg]]
 # What would end after the budget is not begun: the ranks are killed then, and what an entry has found so far with them.

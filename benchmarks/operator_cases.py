@@ -13,12 +13,12 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from megascale_executor.trainer.compat import accumulate_product
-from megascale_executor.trainer.model.weights import Weight
 from megascale_kernels.adamw import AdamWKernel, AdamWUpdate, adamw
 from megascale_kernels.attention import attention_mask
 from megascale_kernels.cross_entropy import CrossEntropy, cross_entropy
 from megascale_kernels.documents import documents_of
+from megascale_trainer.compat import accumulate_product
+from megascale_trainer.weights import Weight
 
 Tensors = Sequence[torch.Tensor]
 Operation = Callable[[], Tensors]

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from megascale_executor.trainer.model.weights import Weight
 from megascale_kernels.attention import BACKENDS, AttentionMask, attention, attention_mask
-from megascale_kernels.fused import core, rotary
+from megascale_kernels.fused import block_inner as core
+from megascale_kernels.fused import rotary
 from megascale_kernels.rotary import Heads, RotaryTable
+from megascale_trainer.weights import Weight
 
 Function = Callable[..., tuple[torch.Tensor, ...]]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megascale_common.job_config import JobConfig, from_dict
-from megascale_common.job_validation import validate
+from megascale_common.job.config import JobConfig, from_dict
+from megascale_common.job.validation import validate
 
 
 @dataclass(frozen=True, slots=True)

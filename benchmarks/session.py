@@ -18,11 +18,11 @@ from benchmarks.silence import SilentProcessGroup, create_silent_group, silence
 from benchmarks.timing import StepClock
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from megascale_common.job_config import JobConfig
-from megascale_common.memory import largest_rank_memory
-from megascale_common.parameter_table import parameter_table
-from megascale_executor.trainer.groups import Groups, create_groups, destroy_groups
-from megascale_executor.trainer.step import StepResult, Trainer, set_determinism
+from megascale_common.job.config import JobConfig
+from megascale_common.sizes.memory import largest_rank_memory
+from megascale_common.sizes.parameter_table import parameter_table
+from megascale_trainer.parallel.groups import Groups, create_groups, destroy_groups
+from megascale_trainer.trainer import StepResult, Trainer, set_determinism
 
 # Steps that are not timed: of a configuration that runs for the first time, of one whose trainer is made again, of a
 # trainer that is still there (its first step finds the allocator's cache in the shape that others left).

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, _create_work_from_future  # type: ignore[attr-defined]
 
-from megascale_executor.trainer.groups import Edges, Group, Groups
+from megascale_trainer.parallel.groups import Edges, Group, Groups
 
 _BACKEND = "silent"
 _MESSAGE_STD = 0.02  # of what "arrives" from another pipeline stage
@@ -75,7 +75,7 @@ class SilentProcessGroup(dist.ProcessGroup):
 def create_silent_group(world_size: int) -> SilentProcessGroup:
     """A silent group of all ranks, which can stand in for any group of them; every rank calls it together.
 
-    torch.distributed must be initialised; :func:`megascale_executor.trainer.groups.destroy_groups` undoes both.
+    torch.distributed must be initialised; :func:`megascale_trainer.parallel.groups.destroy_groups` undoes both.
     """
     if not hasattr(dist.Backend, _BACKEND.upper()):
         dist.Backend.register_backend(_BACKEND, _create, devices=["cpu", "cuda"])

@@ -26,11 +26,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megascale_executor.trainer.groups import Group
-from megascale_executor.trainer.parallel.tensor.products import PlainProducts
-from megascale_executor.trainer.parallel.tensor.sequence import gather, reduce_scatter
+from megascale_kernels.overlap.collective_matmul import OverlappedProducts, region_bytes
 from megascale_kernels.overlap.peer_memory import PeerMemory, open_peer_memory, why_unreachable
-from megascale_kernels.overlap.products import OverlappedProducts, region_bytes
+from megascale_trainer.parallel.groups import Group
+from megascale_trainer.parallel.tensor.matmul import PlainProducts
+from megascale_trainer.parallel.tensor.sequence import gather, reduce_scatter
 
 # hidden size, sequence, micro-batch, one rank's width of the merged input projection and of the merged output one
 MODELS: dict[str, tuple[int, int, int, int, int]] = {

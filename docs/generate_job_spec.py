@@ -10,12 +10,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from megascale_common.job_fields import REQUIRED, Field, MessageFields, job_fields
+from megascale_common.job.wire.fields import REQUIRED, Field, MessageFields, job_fields
 
 PAGE = Path(__file__).with_name("job-spec.md")
 HEAD = """# The job specification
 
-Generated from `proto/megascale/v1/job.proto` and the defaults in `megascale_common/job_config.py` by
+Generated from `proto/megascale/v1/job.proto` and the defaults in `megascale_common/job/config.py` by
 `docs/generate_job_spec.py`; `make check` compares. Do not edit.
 
 A job file is the message JobSpec in YAML (or JSON): the same field names, nested the same way, enum values by their

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from benchmarks import timing
 from benchmarks.presets import PRESETS, Run, job, sizes
 
-from megascale_common import flops
-from megascale_common.job_config import JobConfig
+from megascale_common.job.config import JobConfig
+from megascale_common.sizes import flops
 
 WARMUP_STEPS = 3
 TIMEOUT_S = 120.0

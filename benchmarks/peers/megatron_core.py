@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from benchmarks.peers import bar
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megascale_common.job_config import JobConfig
+from megascale_common.job.config import JobConfig
 
 VERSION = "0.16.1"
 # in this order: the second where the first cannot

@@ -31,7 +31,7 @@ if __name__ == "__main__":  # a script finds its own folder first, where modules
 
 from benchmarks.options import to_arguments
 
-from megascale_common.process import armed_command, child_environment
+from megascale_common.node.process import armed_command, child_environment
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BAR, OURS = "bar", "ours"

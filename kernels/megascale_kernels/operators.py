@@ -12,7 +12,8 @@ from typing import Literal, Protocol
 
 import torch
 
-from megascale_kernels import activation, adamw, core, cross_entropy, norm, residual
+from megascale_kernels import activation, adamw, cross_entropy, norm, residual
+from megascale_kernels import block_inner as core
 from megascale_kernels.activation import Activation
 from megascale_kernels.adamw import AdamWKernel
 from megascale_kernels.attention import AttentionMask
@@ -45,7 +46,7 @@ class Add(Protocol):
 
 
 class Core(Protocol):
-    """:func:`megascale_kernels.core.core`."""
+    """:func:`megascale_kernels.block_inner.core`."""
 
     def __call__(
         self,
@@ -107,7 +108,7 @@ def triton_operators() -> Operators:
     """The fused operators; needs Triton (an ImportError without), and CUDA tensors or Triton's interpreter."""
     from megascale_kernels.fused import activation as fused_activation
     from megascale_kernels.fused import adamw as fused_adamw
-    from megascale_kernels.fused import core as fused_core
+    from megascale_kernels.fused import block_inner as fused_core
     from megascale_kernels.fused import cross_entropy as fused_cross_entropy
     from megascale_kernels.fused import norm as fused_norm
     from megascale_kernels.fused import residual as fused_residual

@@ -19,7 +19,7 @@ from tests.harness.waiting import until
 
 from megascale.v1 import driver_pb2, types_pb2
 from megascale_common.etcd.server import EtcdServer
-from megascale_common.status_page import read_status_page
+from megascale_common.node.status_page import read_status_page
 
 OUTAGE_S = 20.0
 ENDLESS_STEPS = 100_000

@@ -12,7 +12,7 @@ from tests.harness.chaos_cluster import ChaosCluster, chaos_cluster, measured
 from tests.harness.job_follower import JobFollower, seconds
 
 from megascale.v1 import types_pb2
-from megascale_common.status_page import read_status_page
+from megascale_common.node.status_page import read_status_page
 
 # Below the floor no pause counts as a hang: a busy machine may keep two ranks from running for seconds.
 FLOOR_S, DEFAULT_FLOOR_S = 8.0, 60.0

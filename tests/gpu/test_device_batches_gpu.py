@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from megascale_executor.trainer.batch import MicroBatch
-from megascale_executor.trainer.data.client import LoaderClient
-from megascale_executor.trainer.data.device_batches import step_batches
+from megascale_trainer.batch import MicroBatch
+from megascale_trainer.data.client import LoaderClient
+from megascale_trainer.data.device_batches import step_batches
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

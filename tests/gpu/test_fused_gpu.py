@@ -18,12 +18,12 @@ from tests.harness.kernels import gradients_of, relative_error
 from tests.harness.ranks import RankPool
 from tests.harness.training import tiny_job
 
-from megascale_executor.trainer.model.weights import Weight
 from megascale_kernels.activation import Activation
 from megascale_kernels.attention import BACKENDS, attention, attention_mask
 from megascale_kernels.norm import Kind
 from megascale_kernels.operators import Operators, choose, torch_operators
 from megascale_kernels.rotary import Heads, rotary_table
+from megascale_trainer.weights import Weight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -11,11 +11,11 @@ from typing import cast
 import pytest
 import torch
 
-from megascale_common.parameter_slices import BufferPlan
-from megascale_common.rank_layout import Coordinates
-from megascale_executor.trainer.optimizer.step_control import local_totals
+from megascale_common.job.rank_layout import Coordinates
+from megascale_common.sizes.parameter_slices import BufferPlan
 from megascale_kernels.adamw import AdamWUpdate, adamw
 from megascale_kernels.cross_entropy import CrossEntropy, cross_entropy
+from megascale_trainer.optimizer.step_control import local_totals
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

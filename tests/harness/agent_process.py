@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.harness.processes import living_processes_of_group, until_gone
 from tests.harness.waiting import until
 
-from megascale_common.process import child_environment
+from megascale_common.node.process import child_environment
 
 TOKEN = "token-of-the-tests"
 _SCRIPTED = Path(__file__).with_name("scripted_template.py")

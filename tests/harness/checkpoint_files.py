@@ -18,7 +18,7 @@ from megascale_checkpoint.persist import write_rank_file
 from megascale_checkpoint.registration import Registration
 from megascale_checkpoint.slots import Seal
 from megascale_checkpoint.storage import FileStorage
-from megascale_common.checkpoint_layout import ShardLayout, ShardPiece
+from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
 Image = bytearray
 STATES = ("master", "exp_avg", "exp_avg_sq")  # the same parameter has other values in each

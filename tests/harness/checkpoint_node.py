@@ -18,9 +18,9 @@ from tests.harness.checkpoint_files import slot_bytes
 from tests.harness.processes import cpu_ticks
 from tests.harness.waiting import CALL_TIMEOUT_S, Standstill, until
 
-from megascale_common import framing
-from megascale_common.checkpoint_layout import ShardLayout, ShardPiece
-from megascale_common.process import child_environment
+from megascale_common.node import framing
+from megascale_common.node.process import child_environment
+from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
 Float32 = NDArray[np.float32]
 CLUSTER, TOKEN = "test", "token-of-the-tests"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megascale_common.job_config import (
+from megascale_common.job.config import (
     DataConfig,
     DataSource,
     JobConfig,
@@ -15,8 +15,8 @@ from megascale_common.job_config import (
     ParallelismConfig,
     TrainingConfig,
 )
-from megascale_executor.trainer.data.indexed import token_dtype
-from megascale_executor.trainer.data.indexed_writer import IndexedWriter
+from megascale_trainer.data.indexed import token_dtype
+from megascale_trainer.data.indexed_writer import IndexedWriter
 
 
 def write_corpus(prefix: Path, documents: Sequence[Sequence[int]], vocab_size: int = 257) -> Path:

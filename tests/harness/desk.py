@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.harness.simulated_cluster import demo_job
 
-from megascale_common.job_config import CheckpointConfig
+from megascale_common.job.config import CheckpointConfig
 from megascale_driver.core import machine
 from megascale_driver.core.events import (
     Audit,

@@ -16,8 +16,8 @@ from tests.harness.processes import cpu_ticks
 from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
 from megascale.v1 import driver_pb2, driver_pb2_grpc, job_pb2, types_pb2
-from megascale_common import rpc
-from megascale_common.process import child_environment
+from megascale_common.node.process import child_environment
+from megascale_common.service import server as rpc
 
 # A driver logs this when it takes over from a leader that is gone, instead of waiting for the lease.
 KEY_REMOVED = "the leader key of a term that is over is removed"

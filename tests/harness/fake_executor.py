@@ -27,8 +27,9 @@ from megascale.v1 import (
     link_pb2_grpc,
     types_pb2,
 )
-from megascale_common import identity, rpc
-from megascale_common.process import arm_parent_death
+from megascale_common.node import identity
+from megascale_common.node.process import arm_parent_death
+from megascale_common.service import server as rpc
 
 RETRY_S = 0.1
 

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from tests.harness.training import micro_batches, tiny_job
 
-from megascale_common.job_config import JobConfig, from_dict
-from megascale_common.memory import rank_memory
-from megascale_common.parameter_table import parameter_table
-from megascale_executor.trainer.groups import Group, single_process_groups
-from megascale_executor.trainer.model.stage import Stage
-from megascale_executor.trainer.model.weights import bind_weights
-from megascale_executor.trainer.parallel.data.buffers import FlatBuffers
-from megascale_executor.trainer.parallel.tensor.overlapped import chunks
-from megascale_executor.trainer.parallel.tensor.products import TensorParallel, plain_tensor_parallel
+from megascale_common.job.config import JobConfig, from_dict
+from megascale_common.sizes.memory import rank_memory
+from megascale_common.sizes.parameter_table import parameter_table
 from megascale_kernels.operators import Operators
-from megascale_kernels.overlap.products import OverlappedProducts
+from megascale_kernels.overlap.collective_matmul import OverlappedProducts
+from megascale_trainer.parallel.data.buffers import FlatBuffers
+from megascale_trainer.parallel.groups import Group, single_process_groups
+from megascale_trainer.parallel.pipeline.stage import Stage
+from megascale_trainer.parallel.tensor.matmul import TensorParallel, plain_tensor_parallel
+from megascale_trainer.parallel.tensor.overlapped_matmul import chunks
+from megascale_trainer.weights import bind_weights
 
 
 def layers_job(layers: int, model: dict[str, Any], **parallelism: Any) -> dict[str, Any]:

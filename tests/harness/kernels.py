@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megascale_executor.trainer.model.weights import Weight
+from megascale_trainer.weights import Weight
 
 # Triton's interpreter stands in where there is no CUDA (tests/unit/kernels/conftest.py)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

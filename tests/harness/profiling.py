@@ -12,10 +12,10 @@ from typing import Any
 
 from tests.harness.training import device_of, start, step
 
-from megascale_common import framing
-from megascale_common.job_config import from_dict
-from megascale_executor.trainer.groups import destroy_groups
-from megascale_executor.trainer.profiling import StepProfiler
+from megascale_common.job.config import from_dict
+from megascale_common.node import framing
+from megascale_trainer.parallel.groups import destroy_groups
+from megascale_trainer.telemetry.profiling import StepProfiler
 
 WRITE_TIMEOUT_S = 30.0
 

@@ -29,7 +29,7 @@ from typing import Any
 from tests.harness.processes import cpu_ticks
 from tests.harness.waiting import STANDSTILL_S, Standstill, Watch
 
-from megascale_common.process import arm_parent_death, child_environment
+from megascale_common.node.process import arm_parent_death, child_environment
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _GRACE_S = 3.0  # after one rank failed, how long its peers may take to notice before they are killed

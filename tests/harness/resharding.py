@@ -9,8 +9,8 @@ import torch
 from tests.harness.training import start, step
 
 from megascale_checkpoint import restore
-from megascale_common.job_config import from_dict
-from megascale_executor.trainer.groups import destroy_groups
+from megascale_common.job.config import from_dict
+from megascale_trainer.parallel.groups import destroy_groups
 
 FURTHER_STEPS = 2
 

@@ -10,8 +10,8 @@ import grpc
 import grpc.aio
 
 from megascale.v1 import driver_pb2, driver_pb2_grpc, job_pb2, types_pb2
-from megascale_common.rpc import RpcServer
-from megascale_common.rpc_errors import RpcError, abort
+from megascale_common.service.errors import RpcError, abort
+from megascale_common.service.server import RpcServer
 
 TOKEN = "token-of-the-tests"
 POLL_INTERVAL_S = 0.01

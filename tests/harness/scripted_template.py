@@ -1,6 +1,6 @@
 """A training side that does as its job's labels say: the template's contract with the agent, without torch.
 
-Run by an agent through ``--template-command``. Its workers speak :mod:`megascale_common.local_messages`, keep a status
+Run by an agent through ``--template-command``. Its workers speak :mod:`megascale_common.node.messages`, keep a status
 page and write a log; instead of training they sleep. Labels of the job: ``steps`` and ``interval_s``; ``fail_rank``
 with ``fail`` = exit | vanish | watchdog (of NCCL) | a kind of error | finish_early (status 0 without Finished) |
 peer_absent (OTHER, after the timeout in an operation), and ``fail_step``.
@@ -18,9 +18,9 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megascale_common import framing
-from megascale_common.process import arm_parent_death
-from megascale_common.status_page import Phase, StatusPageWriter
+from megascale_common.node import framing
+from megascale_common.node.process import arm_parent_death
+from megascale_common.node.status_page import Phase, StatusPageWriter
 
 
 def serve(agent: socket.socket, verdict: str) -> None:

@@ -10,10 +10,9 @@ import json
 import random
 from dataclasses import dataclass, field
 
-from megascale_common import job_config
-from megascale_common.clock import VirtualClock
-from megascale_common.job_config import JobConfig
-from megascale_driver import codec
+from megascale_common.job import config as job_config
+from megascale_common.job.config import JobConfig
+from megascale_common.service.clock import VirtualClock
 from megascale_driver.analysis.progress import OperationCount, RankStatus
 from megascale_driver.core import machine
 from megascale_driver.core.events import (
@@ -50,6 +49,7 @@ from megascale_driver.core.state import (
     Sealed,
     WorkerReport,
 )
+from megascale_driver.journal import codec
 
 TICK_S = 0.25
 STEP_S = 0.5

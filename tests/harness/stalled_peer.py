@@ -13,7 +13,7 @@ from tests.harness.recording_driver import RecordingDriver, whole_on_one_node
 from tests.harness.training import tiny_job
 
 from megascale.v1 import link_pb2
-from megascale_common.job_config import from_dict
+from megascale_common.job.config import from_dict
 
 TIMEOUT_S = 4.0
 _STALLED_RANK = 1

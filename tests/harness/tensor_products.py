@@ -15,15 +15,15 @@ import torch
 from tests.harness.training import GROUP_TIMEOUT_S, device_of, tiny_job
 from torch._C._distributed_c10d import FileStore
 
-from megascale_common.job_config import from_dict
-from megascale_common.rank_layout import RankLayout
-from megascale_executor.trainer.groups import Group, create_groups, destroy_groups
-from megascale_executor.trainer.parallel.tensor.overlapped import tensor_parallel
-from megascale_executor.trainer.parallel.tensor.products import PlainProducts, Products
-from megascale_executor.trainer.step import DTYPES
+from megascale_common.job.config import from_dict
+from megascale_common.job.rank_layout import RankLayout
 from megascale_kernels.overlap import peer_memory
+from megascale_kernels.overlap.collective_matmul import OverlappedProducts, region_bytes
 from megascale_kernels.overlap.peer_memory import PeerMemory, open_peer_memory, why_unreachable
-from megascale_kernels.overlap.products import OverlappedProducts, region_bytes
+from megascale_trainer.parallel.groups import Group, create_groups, destroy_groups
+from megascale_trainer.parallel.tensor.matmul import PlainProducts, Products
+from megascale_trainer.parallel.tensor.overlapped_matmul import tensor_parallel
+from megascale_trainer.trainer import DTYPES
 
 _CYCLES_PER_S = 1.5e9  # roughly, of torch.cuda._sleep
 Operation = Callable[[Products], Sequence[torch.Tensor]]

@@ -14,11 +14,11 @@ import torch
 from tests.harness.waiting import CALL_TIMEOUT_S
 from torch._C._distributed_c10d import FileStore
 
-from megascale_common.job_config import JobConfig, from_dict
-from megascale_common.status_page import StatusPageWriter, read_status_page
-from megascale_executor.trainer.batch import MicroBatch
-from megascale_executor.trainer.groups import Groups, create_groups, destroy_groups
-from megascale_executor.trainer.step import StepResult, Trainer
+from megascale_common.job.config import JobConfig, from_dict
+from megascale_common.node.status_page import StatusPageWriter, read_status_page
+from megascale_trainer.batch import MicroBatch
+from megascale_trainer.parallel.groups import Groups, create_groups, destroy_groups
+from megascale_trainer.trainer import StepResult, Trainer
 
 CPU = torch.device("cpu")
 GROUP_TIMEOUT_S = CALL_TIMEOUT_S

@@ -21,10 +21,10 @@ from tests.harness.checkpoint_node import TOKEN, DaemonProcess, WorkerClient, la
 from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
 from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc, link_pb2, types_pb2
-from megascale_common import framing
-from megascale_common.checkpoint_layout import ShardLayout, ShardPiece
-from megascale_common.process import child_environment
-from megascale_common.rpc import open_channel
+from megascale_common.node import framing
+from megascale_common.node.process import child_environment
+from megascale_common.service.server import open_channel
+from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ async def commit_steps(daemon: DaemonProcess, worker: WorkerClient, uri: str, *s
 WRITER = """
 import sys
 from pathlib import Path
-from megascale_common.process import arm_parent_death
+from megascale_common.node.process import arm_parent_death
 arm_parent_death()
 from tests.harness.checkpoint_node import WorkerClient
 class Node: socket = Path(sys.argv[1])

@@ -20,14 +20,14 @@ from tests.harness.fake_executor import FakeExecutor
 from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
 from megascale.v1 import driver_pb2, job_pb2, link_pb2, types_pb2
-from megascale_common import rpc_errors
 from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.election import campaign
 from megascale_common.etcd.server import EtcdServer
-from megascale_common.process import child_environment
+from megascale_common.node.process import child_environment
+from megascale_common.service import errors as rpc_errors
 from megascale_driver.core.events import Audit
 from megascale_driver.core.state import Cluster, Node
-from megascale_driver.store import LEADER_KEY, NotLeader, Store
+from megascale_driver.journal.store import LEADER_KEY, NotLeader, Store
 
 __all__ = ["etcd", "etcd_prefix", "etcd_server"]
 

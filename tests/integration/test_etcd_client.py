@@ -28,7 +28,7 @@ from megascale_common.etcd.errors import (
 from megascale_common.etcd.operations import CreateRevisionEquals, Delete, Get, ModRevisionEquals, Put, prefix_end
 from megascale_common.etcd.server import EtcdServer, free_port
 from megascale_common.etcd.settled import Applied, Rejected, txn_settled
-from megascale_common.process import child_environment
+from megascale_common.node.process import child_environment
 
 __all__ = ["etcd", "etcd_prefix", "etcd_server"]  # fixtures
 

@@ -22,14 +22,14 @@ from tests.harness.corpus import data_job, random_documents, write_corpus
 from tests.harness.processes import cpu_ticks, until_gone
 from tests.harness.waiting import CALL_TIMEOUT_S, until
 
-from megascale_common import framing
-from megascale_common.job_config import DataSource, EvaluationConfig, JobConfig, to_json
-from megascale_common.process import child_environment
-from megascale_executor.trainer.data.client import LoaderClient, MicroBatchArrays
-from megascale_executor.trainer.data.errors import DataError
-from megascale_executor.trainer.data.packing import SampleStream, sample_numbers
+from megascale_common.job.config import DataSource, EvaluationConfig, JobConfig, to_json
+from megascale_common.node import framing
+from megascale_common.node.process import child_environment
+from megascale_trainer.data.client import LoaderClient, MicroBatchArrays
+from megascale_trainer.data.errors import DataError
+from megascale_trainer.data.packing import SampleStream, sample_numbers
 
-LOADER = "megascale_executor.trainer.data.loader"
+LOADER = "megascale_trainer.data.loader"
 RING = "memfd:megascale-data"
 TIMEOUT_S = CALL_TIMEOUT_S
 GLOBAL_BATCH = 8
@@ -208,8 +208,8 @@ def test_after_a_reader_died_the_others_read_on_and_a_new_ring_can_open(start: S
         program = (
             "import sys, os, signal\n"
             "from pathlib import Path\n"
-            "from megascale_common.job_config import from_json\n"
-            "from megascale_executor.trainer.data.client import LoaderClient\n"
+            "from megascale_common.job.config import from_json\n"
+            "from megascale_trainer.data.client import LoaderClient\n"
             "client = LoaderClient(sys.argv[1], from_json(Path(sys.argv[2]).read_text()), 0, 1, 2, 0, 120.0)\n"
             "client.next_step()\n"
             "os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -354,7 +354,7 @@ def test_the_loader_dies_with_its_parent_and_leaves_no_memory(job: JobConfig, tm
     config.write_text(to_json(job))
     program = (
         "import subprocess, sys, time\n"
-        "from megascale_common.process import child_environment\n"
+        "from megascale_common.node.process import child_environment\n"
         f"command = [sys.executable, '-m', '{LOADER}', '--socket', sys.argv[1], '--config', sys.argv[2]]\n"
         "print(subprocess.Popen(command, env=child_environment()).pid, flush=True)\n"
         "time.sleep(60)\n"

@@ -24,9 +24,9 @@ from tests.harness.fake_executor import FakeExecutor
 from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
 from megascale.v1 import driver_pb2, types_pb2
-from megascale_common import rpc_errors
 from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.server import EtcdServer
+from megascale_common.service import errors as rpc_errors
 
 __all__ = ["etcd_server"]
 

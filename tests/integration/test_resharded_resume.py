@@ -10,8 +10,8 @@ from tests.harness.checkpoint_files import write_images
 from tests.harness.ranks import rank_pool
 from tests.harness.training import tiny_job
 
-from megascale_common.job_config import from_dict
-from megascale_common.parameter_table import parameter_table, shard_layout
+from megascale_common.job.config import from_dict
+from megascale_common.sizes.parameter_table import parameter_table, shard_layout
 
 KEPT_STEP = 3
 # As between layouts that train from the start (test_trainer_equality): sums in another order.

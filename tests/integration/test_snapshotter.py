@@ -13,10 +13,10 @@ from tests.harness.checkpoint_node import TOKEN, DaemonProcess
 from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc
-from megascale_common.checkpoint_layout import ShardLayout, ShardPiece
-from megascale_common.local_messages import RestorePlanMessage
-from megascale_common.rpc import open_channel
-from megascale_executor.trainer.snapshot import Registration, Snapshotter
+from megascale_common.node.messages import RestorePlanMessage
+from megascale_common.service.server import open_channel
+from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
+from megascale_trainer.snapshot import Registration, Snapshotter
 
 PIECE = ShardPiece("vector", "master", "float32", (256,), (0,), (256,), 0, 256, 0, primary=True)
 

@@ -13,7 +13,7 @@ import pytest
 from tests.harness.ranks import RankPool, rank_pool
 from tests.harness.training import assemble, hiding, tiny_job
 
-from megascale_executor.trainer.step import StepRecord
+from megascale_trainer.trainer import StepRecord
 
 STEPS, FEW_STEPS = 20, 8
 # float32 keeps a loss of 5 to 5e-7; sums in another order differ by that much, and were seen to differ by 2.3e-7

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from megascale.v1 import types_pb2
-from megascale_common import job_config
-from megascale_common.local_messages import SelfChecked
+from megascale_common.job import config as job_config
+from megascale_common.node.messages import SelfChecked
 from megascale_executor.diagnostics import device_present, disk_room, memory_room, rank_checks
 from megascale_executor.diagnostics.devices import DeviceFacts, DeviceQueryError, parse_gpus
 from megascale_executor.diagnostics.finding import Finding, failures, verdict_of
-from megascale_executor.trainer import self_check
+from megascale_trainer.process import self_check
 
 _SMI = "0, GPU-aa, NVIDIA H200, 143771\n1, GPU-bb, NVIDIA H200, 143771\n"
 

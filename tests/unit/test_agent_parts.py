@@ -14,8 +14,8 @@ import pytest
 from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale.v1 import link_pb2
-from megascale_common import job_config
-from megascale_common.rank_layout import RankLayout
+from megascale_common.job import config as job_config
+from megascale_common.job.rank_layout import RankLayout
 from megascale_executor.agent import children, folders, host, tasks, template
 from megascale_executor.agent.assignment import AssignmentError, check_assignment, readers_of
 from megascale_executor.agent.channels import MessageChannel

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megascale.v1 import link_pb2, types_pb2
-from megascale_common import framing
+from megascale_common.node import framing
 from megascale_executor.agent.attempt import AttemptKey
 from megascale_executor.agent.channels import MessageChannel
 from megascale_executor.agent.profiles import MAX_DETAIL_CHARS, Profiles, part_of

@@ -18,7 +18,7 @@ from megascale_checkpoint.commit_log import CommitLog
 from megascale_checkpoint.decision import Decision, Sealed, decide
 from megascale_checkpoint.errors import DamagedError, NotFoundError, RequestError, UnusableError
 from megascale_checkpoint.storage import FileStorage
-from megascale_common.checkpoint_layout import ShardLayout, ShardPiece
+from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
 VALUES = {"matrix": np.arange(60, dtype=np.float32).reshape(6, 10)}
 FILE = "attempts/attempt-000001/step-000000010/rank-00001.safetensors"

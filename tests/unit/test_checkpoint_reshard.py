@@ -16,9 +16,9 @@ from tests.harness.checkpoint_files import image_of, slot_bytes, write_checkpoin
 from megascale_checkpoint import restore
 from megascale_checkpoint.errors import RequestError
 from megascale_checkpoint.reshard import CoverageError, check_coverage, flat_boxes
-from megascale_common.checkpoint_layout import ShardLayout, ShardPiece
-from megascale_common.job_config import from_dict
-from megascale_common.parameter_table import parameter_table, shard_layout
+from megascale_common.job.config import from_dict
+from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
+from megascale_common.sizes.parameter_table import parameter_table, shard_layout
 
 SHAPES = {"matrix": (6, 5), "cube": (4, 3, 2), "vector": (7,), "scalar": (1,)}
 VALUES = {

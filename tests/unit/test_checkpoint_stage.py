@@ -18,7 +18,7 @@ from megascale_checkpoint.reporting import Reporter
 from megascale_checkpoint.slots import Phase
 from megascale_checkpoint.stage import RankStage
 from megascale_checkpoint.staging import StagingFolder
-from megascale_common.checkpoint_layout import ShardLayout, ShardPiece
+from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
 VALUES = {"vector": np.arange(64, dtype=np.float32)}
 PIECE = ShardPiece("vector", "master", "float32", (64,), (0,), (64,), 0, 64, 0, primary=True)

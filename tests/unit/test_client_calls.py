@@ -25,8 +25,8 @@ from megascale_client import (
     ServiceFailure,
     Unavailable,
 )
-from megascale_common.rpc import RpcServer, Tls
-from megascale_common.rpc_errors import RpcError
+from megascale_common.service.errors import RpcError
+from megascale_common.service.server import RpcServer, Tls
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import yaml
 from megascale.v1 import job_pb2
 from megascale_client import InvalidJob, load_job, parse_job
 from megascale_client.spec import short_names
-from megascale_common.job_spec import from_proto
-from megascale_common.job_validation import validate
+from megascale_common.job.validation import validate
+from megascale_common.job.wire.spec import from_proto
 
 
 def good() -> dict[str, Any]:

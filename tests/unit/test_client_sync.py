@@ -22,7 +22,7 @@ from tests.harness.waiting import CALL_TIMEOUT_S
 import megascale_client
 from megascale.v1 import job_pb2, types_pb2
 from megascale_client import AsyncClient, Client, InvalidRequest, NotFound
-from megascale_common.rpc_errors import RpcError
+from megascale_common.service.errors import RpcError
 
 Result = TypeVar("Result")
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from megascale_executor.data_commands import app
-from megascale_executor.trainer.data.errors import DataError
-from megascale_executor.trainer.data.indexed import IndexedDataset
-from megascale_executor.trainer.data.tokenizer import END_OF_DOCUMENT, BpeTokenizer, ByteTokenizer
+from megascale_trainer.commands.data import app
+from megascale_trainer.data.errors import DataError
+from megascale_trainer.data.indexed import IndexedDataset
+from megascale_trainer.data.tokenizer import END_OF_DOCUMENT, BpeTokenizer, ByteTokenizer
 
 TEXTS = {"b.txt": "hello hello world\n", "a.txt": "grüße, 世界\n", "deep/c.txt": "def f(x): return x\n" * 20}
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.harness.corpus import write_corpus
 
-from megascale_executor.trainer.data.errors import DataError
-from megascale_executor.trainer.data.indexed import IndexedDataset, bin_path, idx_path, token_dtype
-from megascale_executor.trainer.data.indexed_writer import IndexedWriter
+from megascale_trainer.data.errors import DataError
+from megascale_trainer.data.indexed import IndexedDataset, bin_path, idx_path, token_dtype
+from megascale_trainer.data.indexed_writer import IndexedWriter
 
 
 def index_by_hand(code: int, itemsize: int, lengths: list[int], boundaries: list[int]) -> bytes:

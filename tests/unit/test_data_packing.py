@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.harness.corpus import data_job
 
-from megascale_common.job_config import DataSource
-from megascale_executor.trainer.batch import MicroBatch
-from megascale_executor.trainer.data.blend import MAX_PERIOD, Blend, parts_of
-from megascale_executor.trainer.data.errors import DataError
-from megascale_executor.trainer.data.packing import SampleStream, sample_numbers
+from megascale_common.job.config import DataSource
+from megascale_trainer.batch import MicroBatch
+from megascale_trainer.data.blend import MAX_PERIOD, Blend, parts_of
+from megascale_trainer.data.errors import DataError
+from megascale_trainer.data.packing import SampleStream, sample_numbers
 
 UNBOUNDED_VOCABULARY = 1 << 30
 EXPECTED_ORDER = [0, 3, 4, 2, 7, 5, 9, 1, 8, 6]  # seed 7, source 0, epoch 0, ten documents

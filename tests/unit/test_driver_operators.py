@@ -14,8 +14,7 @@ from tests.harness.simulated_cluster import SimulatedCluster, demo_job
 from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale.v1 import types_pb2
-from megascale_common.clock import VirtualClock
-from megascale_driver.audit_log import AuditLog, canonical, token_of
+from megascale_common.service.clock import VirtualClock
 from megascale_driver.core.events import (
     Audit,
     CancelRequested,
@@ -30,9 +29,10 @@ from megascale_driver.core.events import (
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.state import Disposition, JobPhase
 from megascale_driver.engine import Engine
+from megascale_driver.feeds import TokenExpired
 from megascale_driver.handlers import until_set
+from megascale_driver.journal.audit_log import AuditLog, canonical, token_of
 from megascale_driver.metrics import DriverMetrics
-from megascale_driver.watch import TokenExpired
 
 CHANGES: dict[str, type[EvictRequested | CordonRequested | UncordonRequested]] = {
     "evict": EvictRequested,

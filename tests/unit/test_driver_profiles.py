@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.harness.desk import POLICY, Desk, exited
 
-from megascale_driver import codec
 from megascale_driver.core.events import CancelRequested, ProfileRequested, RequestKey
 from megascale_driver.core.profiles import STEPS_UNDER_WAY
 from megascale_driver.core.state import (
@@ -23,6 +22,7 @@ from megascale_driver.core.state import (
     TraceReport,
     TraceState,
 )
+from megascale_driver.journal import codec
 
 RUNNING = AttemptPhase.RUNNING
 STEP_S = 0.5

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.v1 import link_pb2, types_pb2
-from megascale_common.rank_layout import RankLayout
-from megascale_common.status_page import Phase, StatusPageWriter, read_status_page
+from megascale_common.job.rank_layout import RankLayout
+from megascale_common.node.status_page import Phase, StatusPageWriter, read_status_page
 from megascale_driver import wire
 from megascale_driver.analysis.progress import (
     MAX_STEP_TIMES,

@@ -17,18 +17,19 @@ from tests.harness.simulated_cluster import SimulatedCluster, demo_job
 from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale.v1 import driver_pb2, link_pb2, types_pb2
-from megascale_common import rpc_errors
-from megascale_common.clock import SystemClock, VirtualClock
 from megascale_common.etcd.connection import Cluster
 from megascale_common.etcd.errors import EtcdUnavailable
 from megascale_common.etcd.server import free_port
-from megascale_driver import codec, predecessor, wire
+from megascale_common.service import errors as rpc_errors
+from megascale_common.service.clock import SystemClock, VirtualClock
+from megascale_driver import wire
 from megascale_driver.core.events import Audit, Evidence, JobSubmitted
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.state import Identity, Job, Node, Sealed, Slot, differs
+from megascale_driver.feeds import ENDED_UPDATES, KEPT_ENDED, RING_UPDATES, Feeds, TokenExpired
+from megascale_driver.journal import codec, predecessor
+from megascale_driver.journal.store import MAX_BYTES_PER_TXN, MAX_KEYS_PER_TXN, chunks
 from megascale_driver.links import Link, Links
-from megascale_driver.store import MAX_BYTES_PER_TXN, MAX_KEYS_PER_TXN, chunks
-from megascale_driver.watch import ENDED_UPDATES, KEPT_ENDED, RING_UPDATES, Feeds, TokenExpired
 
 
 def test_every_stored_value_is_read_back_equal() -> None:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from tests.harness.waiting import CALL_TIMEOUT_S
 
-from megascale_common import rpc
-from megascale_common.clock import SystemClock
 from megascale_common.etcd.errors import ResourceExhausted
+from megascale_common.service import server as rpc
+from megascale_common.service.clock import SystemClock
 from megascale_driver import leadership
 from megascale_driver.core.policy import Policy
 from megascale_driver.engine import Engine, first_of

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megascale_executor.trainer.model.embedding import _lookup
-from megascale_executor.trainer.model.weights import Weight
+from megascale_trainer.model.embedding import _lookup
+from megascale_trainer.weights import Weight
 
 ROWS, WIDTH = 100, 3
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale_common.flops import flops_per_token, mean_keys, mfu, peak_bf16_flops
-from megascale_common.job_config import ModelConfig
+from megascale_common.job.config import ModelConfig
+from megascale_common.sizes.flops import flops_per_token, mean_keys, mfu, peak_bf16_flops
 
 SEVEN_B = ModelConfig(layers=32, hidden_size=4096, heads=32, vocab_size=51200, sequence_length=2048)
 

@@ -8,9 +8,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from megascale_common.status_page import StatusPageWriter, read_status_page
-from megascale_executor.trainer import groups, worker
-from megascale_executor.trainer.groups import Edges, Group, Groups
+from megascale_common.node.status_page import StatusPageWriter, read_status_page
+from megascale_trainer.parallel import groups
+from megascale_trainer.parallel.groups import Edges, Group, Groups
+from megascale_trainer.process import worker
 
 
 class _Device:

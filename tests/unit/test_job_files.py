@@ -15,10 +15,11 @@ import yaml
 
 from megascale_cli.jobfile import init
 from megascale_client import load_job, parse_job
-from megascale_common import job_spec, job_validation
-from megascale_common.job_fields import REQUIRED, Field, MessageFields, job_fields, proto_comments
-from megascale_driver.job_plan import plan_job
-from megascale_driver.job_template import PRESETS, job_template
+from megascale_common.job import validation as job_validation
+from megascale_common.job.wire import spec as job_spec
+from megascale_common.job.wire.fields import REQUIRED, Field, MessageFields, job_fields, proto_comments
+from megascale_driver.commands.plan import plan_job
+from megascale_driver.commands.template import PRESETS, job_template
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Defaults that a comment tells in words.

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.v1 import job_pb2
-from megascale_common import job_config, job_spec
-from megascale_common.job_config import ConfigError, JobConfig
-from megascale_common.job_validation import validate
+from megascale_common.job import config as job_config
+from megascale_common.job.config import ConfigError, JobConfig
+from megascale_common.job.validation import validate
+from megascale_common.job.wire import spec as job_spec
 
 GOOD: dict[str, Any] = {
     "name": "demo",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from tests.harness.training import tiny_job
 
-from megascale_common.job_config import from_dict
-from megascale_executor.trainer.schedule import learning_rate
+from megascale_common.job.config import from_dict
+from megascale_trainer.optimizer.learning_rate import learning_rate
 
 
 @pytest.mark.parametrize("decay", ["cosine", "linear"])

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from tests.harness.kept_memory import OwnMemory, kept_bytes, layers_job
 from tests.harness.training import hiding, tiny_job
 
-from megascale_common.job_config import from_dict
-from megascale_common.memory import largest_rank_memory, rank_memory
-from megascale_common.parameter_table import parameter_table
-from megascale_executor.trainer.groups import Group
-from megascale_executor.trainer.parallel.pipeline.schedule import Kind, one_forward_one_backward
-from megascale_executor.trainer.parallel.tensor import overlapped
+from megascale_common.job.config import from_dict
+from megascale_common.sizes.memory import largest_rank_memory, rank_memory
+from megascale_common.sizes.parameter_table import parameter_table
 from megascale_kernels.operators import torch_operators
+from megascale_trainer.parallel.groups import Group
+from megascale_trainer.parallel.pipeline.schedule import Kind, one_forward_one_backward
+from megascale_trainer.parallel.tensor import overlapped_matmul as overlapped
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from tests.harness.waiting import CALL_TIMEOUT_S
 
-from megascale_common import metrics
-from megascale_common.metrics import MetricsServer, bind_option, registry_of
+from megascale_common.service import metrics
+from megascale_common.service.metrics import MetricsServer, bind_option, registry_of
 
 
 class Answer(Collector):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megascale_executor.trainer.batch import MicroBatch
+from megascale_trainer.batch import MicroBatch
 
 
 def _arrays() -> dict[str, np.ndarray[Any, Any]]:

@@ -17,7 +17,7 @@ from megascale_checkpoint.jobs import Jobs
 from megascale_checkpoint.metrics import CheckpointMetrics
 from megascale_checkpoint.reporting import Reporter
 from megascale_checkpoint.staging import StagingFolder
-from megascale_common.metrics import registry_of
+from megascale_common.service.metrics import registry_of
 from megascale_driver.core.events import JobSubmitted, Reason
 from megascale_driver.core.policy import Policy
 from megascale_driver.engine import Engine, Term

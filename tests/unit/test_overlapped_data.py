@@ -16,18 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.harness.training import CPU, micro_batches, tiny_job
 
-from megascale_common.job_config import JobConfig, from_dict
-from megascale_common.parameter_slices import ParameterTable
-from megascale_common.parameter_table import parameter_table
-from megascale_executor.trainer import compat
-from megascale_executor.trainer.groups import Group, Pending, single_process_groups
-from megascale_executor.trainer.model.initial_values import fill_shard
-from megascale_executor.trainer.model.stage import Stage
-from megascale_executor.trainer.model.weights import bind_weights
-from megascale_executor.trainer.parallel.data.buffers import FlatBuffers
-from megascale_executor.trainer.parallel.data.overlapped import OverlappedBuffers
-from megascale_executor.trainer.parallel.tensor.products import plain_tensor_parallel
+from megascale_common.job.config import JobConfig, from_dict
+from megascale_common.sizes.parameter_slices import ParameterTable
+from megascale_common.sizes.parameter_table import parameter_table
 from megascale_kernels.operators import torch_operators
+from megascale_trainer import compat
+from megascale_trainer.model.initial_values import fill_shard
+from megascale_trainer.parallel.data.buffers import FlatBuffers
+from megascale_trainer.parallel.data.overlapped_buffers import OverlappedBuffers
+from megascale_trainer.parallel.groups import Group, Pending, single_process_groups
+from megascale_trainer.parallel.pipeline.stage import Stage
+from megascale_trainer.parallel.tensor.matmul import plain_tensor_parallel
+from megascale_trainer.weights import bind_weights
 
 ALONE = single_process_groups().world
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascale_common.job_config import JobConfig, from_dict
-from megascale_common.parameter_table import STATES, parameter_table, shard_layout, stage_layers
+from megascale_common.job.config import JobConfig, from_dict
+from megascale_common.sizes.parameter_table import STATES, parameter_table, shard_layout, stage_layers
 
 sizes = st.builds(
     lambda tp, pipeline, dp: {"tp": tp, "pp": pipeline[0], "virtual_stages": pipeline[1], "dp": dp},

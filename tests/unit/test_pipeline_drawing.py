@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from megascale_executor.pipeline_commands import app
-from megascale_executor.trainer.parallel.pipeline.drawing import as_svg, as_text
-from megascale_executor.trainer.parallel.pipeline.schedule import one_forward_one_backward
-from megascale_executor.trainer.parallel.pipeline.timing import Durations, Timeline, simulate
+from megascale_trainer.commands.pipeline import app
+from megascale_trainer.parallel.pipeline.drawing import as_svg, as_text
+from megascale_trainer.parallel.pipeline.schedule import one_forward_one_backward
+from megascale_trainer.parallel.pipeline.timing import Durations, Timeline, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
 PLAIN = """\
@@ -124,7 +124,7 @@ def test_what_cannot_be_drawn_is_refused(arguments: tuple[str, ...], words: str)
 def test_drawing_needs_no_torch() -> None:
     program = (
         "import sys; sys.modules['torch'] = sys.modules['numpy'] = None\n"
-        "from megascale_executor.pipeline_commands import app; app(['draw'])"
+        "from megascale_trainer.commands.pipeline import app; app(['draw'])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -15,14 +15,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megascale_executor.trainer.parallel.pipeline.schedule import (
+from megascale_trainer.parallel.pipeline.schedule import (
     Action,
     Kind,
     forward_only,
     one_forward_one_backward,
     warm_up_forwards,
 )
-from megascale_executor.trainer.parallel.pipeline.timing import Durations, simulate
+from megascale_trainer.parallel.pipeline.timing import Durations, simulate
 
 _ACTIVATIONS = (Kind.SEND_ACTIVATION, Kind.POST_ACTIVATION, Kind.WAIT_ACTIVATION)
 _SENDS = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)

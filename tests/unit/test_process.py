@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.harness.processes import until_gone
 from tests.harness.waiting import CALL_TIMEOUT_S, until
 
-from megascale_common.process import (
+from megascale_common.node.process import (
     PARENT_GONE_EXIT_CODE,
     PARENT_PID_VARIABLE,
     armed_command,
@@ -29,7 +29,7 @@ def run(command: list[str], environment: dict[str, str] | None = None) -> subpro
 
 def test_a_wrapped_program_dies_with_its_starter() -> None:
     script = (
-        "import subprocess, time; from megascale_common.process import armed_command, child_environment\n"
+        "import subprocess, time; from megascale_common.node.process import armed_command, child_environment\n"
         "child = subprocess.Popen(armed_command(['sleep', '60']), env=child_environment())\n"
         "print(child.pid, flush=True); time.sleep(60)"
     )
@@ -66,4 +66,4 @@ def test_mistakes_are_named_without_a_traceback() -> None:
     assert missing.returncode == 1
     assert "/no/such/program" in missing.stderr and "Traceback" not in missing.stderr
     assert "no command given" in run(armed_command([])).stderr
-    assert "usage" in run([sys.executable, "-m", "megascale_common.process"]).stderr
+    assert "usage" in run([sys.executable, "-m", "megascale_common.node.process"]).stderr

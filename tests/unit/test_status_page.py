@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import cast
 
-from megascale_common.status_page import Phase, StatusPageWriter, read_status_page
+from megascale_common.node.status_page import Phase, StatusPageWriter, read_status_page
 
 
 def test_a_reader_sees_what_was_written(tmp_path: Path) -> None:

@@ -33,19 +33,19 @@ class Known:
 
 
 KNOWN = {
-    "up": Known("Start a whole cluster on this machine: etcd, driver, nodes.", "megascale_driver.commands:app"),
+    "up": Known("Start a whole cluster on this machine: etcd, driver, nodes.", "megascale_driver.commands.up:app"),
     "data": Known(
-        "Tokenise your own text and look into tokenised data.", "megascale_executor.data_commands:app", "executor"
+        "Tokenise your own text and look into tokenised data.", "megascale_trainer.commands.data:app", "executor"
     ),
-    "pipeline": Known("Draw a pipeline schedule and its bubble.", "megascale_executor.pipeline_commands:app"),
+    "pipeline": Known("Draw a pipeline schedule and its bubble.", "megascale_trainer.commands.pipeline:app"),
 }
 CHECKPOINT = Known(
     "Check every byte of checkpoints on storage, without a cluster.", "megascale_checkpoint.commands:app", "checkpoint"
 )
 # Functions behind commands of our own: what to do with a job file needs the services' formulas.
 FUNCTIONS = {
-    "init": Known("", "megascale_driver.job_template:job_template"),
-    "plan": Known("", "megascale_driver.job_plan:plan_job"),
+    "init": Known("", "megascale_driver.commands.template:job_template"),
+    "plan": Known("", "megascale_driver.commands.plan:plan_job"),
 }
 
 # The plug-in gets the rest of the command line as it stands, --help included.

@@ -13,7 +13,7 @@ from typing import Any
 import xxhash
 
 from megascale_checkpoint.errors import DamagedError
-from megascale_common.checkpoint_layout import ShardLayout, ShardPiece
+from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
 CHUNK_BYTES = 16 << 20  # work is cut here: long enough to run at full speed, short enough to be cancelled
 RECORD_CHECKSUM = "xxh3"

@@ -24,7 +24,7 @@ from megascale_checkpoint.errors import CheckpointError, DamagedError, NotReadyE
 from megascale_checkpoint.manifest import File, Manifest
 from megascale_checkpoint.registration import Registration
 from megascale_checkpoint.storage import Storage, join, open_storage
-from megascale_common import logs
+from megascale_common.service import logs
 
 log = logs.get("committer")
 MAX_OPEN_STEPS = 16  # steps of an attempt that may wait for ranks at once; slots bound it well below

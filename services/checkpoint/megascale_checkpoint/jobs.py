@@ -17,7 +17,7 @@ from megascale_checkpoint.registration import Registration
 from megascale_checkpoint.reporting import Reporter
 from megascale_checkpoint.stage import Owner, RankStage
 from megascale_checkpoint.staging import LEAST_SLOTS, StagingFolder
-from megascale_common import logs
+from megascale_common.service import logs
 
 log = logs.get("jobs")
 KEPT_JOBS = 32  # that hold nothing here any more: a heartbeat has room for the progress of so many

@@ -1,4 +1,4 @@
-"""The unix socket on which this node's workers speak the contract of megascale_common.local_messages.
+"""The unix socket on which this node's workers speak the contract of megascale_common.node.messages.
 
 One coroutine per connection, one answer per request, in order; copies, checksums and disk run in threads. Only the
 daemon's own user can connect. A connection that ends gives back what it was writing or reading, never what is sealed.
@@ -18,8 +18,9 @@ from megascale_checkpoint.errors import CheckpointError, DamagedError, RequestEr
 from megascale_checkpoint.jobs import Jobs
 from megascale_checkpoint.registration import Registration, field, parse
 from megascale_checkpoint.stage import RankStage
-from megascale_common import framing, logs
-from megascale_common.framing import Message
+from megascale_common.node import framing
+from megascale_common.node.framing import Message
+from megascale_common.service import logs
 
 log = logs.get("local_server")
 MAX_CONNECTIONS = 64  # workers of one node, and some that are just ending

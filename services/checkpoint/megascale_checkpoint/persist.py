@@ -17,7 +17,7 @@ from megascale_checkpoint.registration import Registration
 from megascale_checkpoint.shard_file import Origin, encode_header, file_chunks, primary
 from megascale_checkpoint.slots import Seal
 from megascale_checkpoint.storage import Storage, open_storage
-from megascale_common import logs
+from megascale_common.service import logs
 
 # What a shared file system answers while it fails over; a full or read-only one does not get better by itself.
 TRANSIENT = (errno.EIO, errno.ESTALE, errno.EAGAIN, errno.ETIMEDOUT, errno.ENOTCONN, errno.ECONNRESET, errno.EHOSTDOWN)

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 from megascale_checkpoint.errors import RequestError
 from megascale_checkpoint.staging import LEAST_SLOTS, MOST_SLOTS
 from megascale_checkpoint.storage import open_storage
-from megascale_common.checkpoint_layout import ShardLayout, layout_from_dict
-from megascale_common.framing import PROTOCOL_VERSION
-from megascale_common.identity import is_dns_label
+from megascale_common.node.framing import PROTOCOL_VERSION
+from megascale_common.node.identity import is_dns_label
+from megascale_common.sizes.checkpoint_layout import ShardLayout, layout_from_dict
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class Registration:
 
 
 def parse(message: Mapping[str, Any]) -> Registration:
-    """The registration in a Register message of megascale_common.local_messages.
+    """The registration in a Register message of megascale_common.node.messages.
 
     Raises:
         RequestError: a field is absent or wrong.

@@ -1,6 +1,6 @@
 """Cutting parameters into pieces and putting them together again: pure numpy, any layout to any other.
 
-A piece is a flat range of a box of a parameter (see megascale_common.checkpoint_layout). A flat range of an
+A piece is a flat range of a box of a parameter (see megascale_common.sizes.checkpoint_layout). A flat range of an
 n-dimensional box is a short list of sub-boxes, so both directions copy whole runs of memory.
 """
 
@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from megascale_common.checkpoint_layout import ShardPiece
+from megascale_common.sizes.checkpoint_layout import ShardPiece
 
 # numpy has no bfloat16; values only move here, so its bytes do as well.
 NUMPY_DTYPES = {"float32": "<f4", "bfloat16": "<u2", "float64": "<f8"}

@@ -23,7 +23,7 @@ from megascale_checkpoint.errors import DamagedError, RequestError
 from megascale_checkpoint.manifest import File, Manifest
 from megascale_checkpoint.shard_file import Origin, StoredPiece, read_exactly, read_header
 from megascale_checkpoint.storage import Storage
-from megascale_common.checkpoint_layout import DTYPE_BYTES, ShardLayout, ShardPiece
+from megascale_common.sizes.checkpoint_layout import DTYPE_BYTES, ShardLayout, ShardPiece
 
 Range = tuple[Any, ...]
 Parameter = tuple[str, str]

@@ -16,7 +16,7 @@ from typing import Any
 from megascale_checkpoint.checksums import CHUNK_BYTES, RECORD_CHECKSUM, checksum, dump_record, load_record, piece_view
 from megascale_checkpoint.errors import DamagedError
 from megascale_checkpoint.storage import Storage
-from megascale_common.checkpoint_layout import ShardLayout, ShardPiece
+from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
 FORMAT = "megascale-shard-1"
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float64": "F64"}  # safetensors' names

@@ -19,7 +19,7 @@ from megascale_checkpoint.registration import Registration
 from megascale_checkpoint.reporting import Reporter
 from megascale_checkpoint.slots import Phase, Seal, Slot, SlotTable
 from megascale_checkpoint.staging import SlotMemory, StagingFolder
-from megascale_common import logs
+from megascale_common.service import logs
 
 log = logs.get("stage")
 KEPT_FAILURES = 16  # steps whose failure is remembered for a Drain

@@ -14,11 +14,13 @@ from pathlib import Path
 import uvloop
 
 from megascale.v1 import driver_pb2_grpc, link_pb2_grpc
-from megascale_common import identity, logs, rpc
-from megascale_common.clock import SystemClock
 from megascale_common.etcd.client import EtcdClient
-from megascale_common.metrics import MetricsServer, bind_option
-from megascale_common.process import PARENT_PID_VARIABLE, arm_parent_death
+from megascale_common.node import identity
+from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
+from megascale_common.service import logs
+from megascale_common.service import server as rpc
+from megascale_common.service.clock import SystemClock
+from megascale_common.service.metrics import MetricsServer, bind_option
 from megascale_driver.analysis.progress import HangLimits
 from megascale_driver.core.policy import Policy
 from megascale_driver.engine import Engine

@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megascale.v1 import types_pb2
-from megascale_common import logs
-from megascale_common.clock import Clock
 from megascale_common.etcd.election import Leadership
+from megascale_common.service import logs
+from megascale_common.service.clock import Clock
 from megascale_driver import probes, wire
-from megascale_driver.audit_log import AuditLog, canonical
 from megascale_driver.core import machine
 from megascale_driver.core.events import (
     Audit,
@@ -36,10 +35,11 @@ from megascale_driver.core.events import (
 )
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.state import Cluster
-from megascale_driver.daemons import Daemons
+from megascale_driver.feeds import Feeds
+from megascale_driver.journal.audit_log import AuditLog, canonical
+from megascale_driver.journal.store import Loaded, NotLeader, Store
 from megascale_driver.links import Links
-from megascale_driver.store import Loaded, NotLeader, Store
-from megascale_driver.watch import Feeds
+from megascale_driver.node_calls import Daemons
 
 TICK_INTERVAL_S = 0.25
 CALL_TIMEOUT_S = 4.0  # for a request, within which etcd has to confirm it

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import grpc
 
-from megascale_common import logs
-from megascale_common.rpc_errors import RpcError, abort
+from megascale_common.service import logs
+from megascale_common.service.errors import RpcError, abort
 
 Answer = TypeVar("Answer")
 Context = grpc.aio.ServicerContext[Any, Any]

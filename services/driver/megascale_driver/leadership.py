@@ -13,15 +13,15 @@ from collections.abc import Awaitable, Callable
 
 import grpc
 
-from megascale_common import logs
 from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.election import Leadership, campaign
 from megascale_common.etcd.errors import EtcdError, EtcdUnavailable, UnknownOutcome
-from megascale_common.rpc_errors import RpcError
-from megascale_driver.codec import CodecError
+from megascale_common.service import logs
+from megascale_common.service.errors import RpcError
 from megascale_driver.engine import Engine
-from megascale_driver.predecessor import clear_dead_leader, is_gone, self_description
-from megascale_driver.store import LEADER_KEY, NotLeader, Store
+from megascale_driver.journal.codec import CodecError
+from megascale_driver.journal.predecessor import clear_dead_leader, is_gone, self_description
+from megascale_driver.journal.store import LEADER_KEY, NotLeader, Store
 
 LEASE_TTL_S = 10
 OBSERVE_INTERVAL_S = 1.0

@@ -9,9 +9,9 @@ from typing import Any
 import grpc
 
 from megascale.v1 import link_pb2, link_pb2_grpc
-from megascale_common import identity as names
-from megascale_common import logs
-from megascale_common.rpc_errors import RpcError, abort
+from megascale_common.node import identity as names
+from megascale_common.service import logs
+from megascale_common.service.errors import RpcError, abort
 from megascale_driver import wire
 from megascale_driver.core.events import NodeHello, NodeReport, StreamReset
 from megascale_driver.engine import Engine

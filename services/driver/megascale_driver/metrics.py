@@ -17,7 +17,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from megascale.v1 import types_pb2
-from megascale_common.metrics import registry_of
+from megascale_common.service.metrics import registry_of
 from megascale_driver.core.events import Audit
 from megascale_driver.core.state import Cluster, Job, JobPhase, Node
 from megascale_driver.engine import Engine

@@ -8,7 +8,7 @@ import contextlib
 import grpc
 
 from megascale.v1 import executor_pb2, executor_pb2_grpc
-from megascale_common import rpc
+from megascale_common.service import server as rpc
 from megascale_driver.core.events import Probe
 
 DEADLINE_S = 2.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 
 from megascale.v1 import driver_pb2, types_pb2
-from megascale_common.rpc_errors import RpcError
+from megascale_common.service.errors import RpcError
 from megascale_driver import wire
 from megascale_driver.core.events import ProfileRequested, RequestKey
 from megascale_driver.core.state import Job

@@ -11,10 +11,12 @@ import grpc
 from google.protobuf.message import Message
 
 from megascale.v1 import driver_pb2, driver_pb2_grpc, executor_pb2, types_pb2
-from megascale_common import identity, job_spec, job_validation
-from megascale_common.job_config import ConfigError, JobConfig
-from megascale_common.rpc_errors import RpcError
-from megascale_driver import audit_log, profiling, wire
+from megascale_common.job import validation as job_validation
+from megascale_common.job.config import ConfigError, JobConfig
+from megascale_common.job.wire import spec as job_spec
+from megascale_common.node import identity
+from megascale_common.service.errors import RpcError
+from megascale_driver import profiling, wire
 from megascale_driver.core import machine
 from megascale_driver.core.events import (
     Audit,
@@ -30,10 +32,11 @@ from megascale_driver.core.events import (
 from megascale_driver.core.explain import explain
 from megascale_driver.core.state import Disposition, Job, JobPhase, Liveness, Node
 from megascale_driver.engine import Engine
+from megascale_driver.feeds import TokenExpired
 from megascale_driver.handlers import answers, invalid, streams, until_set
+from megascale_driver.journal import audit_log
+from megascale_driver.journal.store import NotLeader
 from megascale_driver.leadership import Leader
-from megascale_driver.store import NotLeader
-from megascale_driver.watch import TokenExpired
 
 DEFAULT_PAGE = 100
 MAX_PAGE = 1000

@@ -6,7 +6,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from megascale.v1 import driver_pb2, link_pb2, types_pb2
-from megascale_common import job_spec
+from megascale_common.job.wire import spec as job_spec
 from megascale_driver.analysis.progress import OperationCount, RankStatus
 from megascale_driver.core import events
 from megascale_driver.core.state import (

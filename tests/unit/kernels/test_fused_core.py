@@ -10,11 +10,11 @@ import torch
 from tests.harness.kernels import DEVICE, gradients_of, relative_error
 from torch.utils.checkpoint import checkpoint
 
-from megascale_executor.trainer.model.weights import Weight
-from megascale_kernels import core as plain
+from megascale_kernels import block_inner as plain
 from megascale_kernels.activation import Activation
 from megascale_kernels.attention import AttentionMask, attention_mask
 from megascale_kernels.rotary import Heads, RotaryTable, rotary_table
+from megascale_trainer.weights import Weight
 
 pytest.importorskip("triton")
 
@@ -42,7 +42,7 @@ def _table(size: int) -> RotaryTable:
 def test_core(
     heads: Heads, activation: Activation | None, window: int, turned: bool, bias: bool, recompute: bool
 ) -> None:
-    from megascale_kernels.fused import core as fused
+    from megascale_kernels.fused import block_inner as fused
 
     generator = torch.Generator().manual_seed(8)
     width = heads.width + {"gelu": FFN, "swiglu": 2 * FFN, None: 0}[activation]
@@ -76,7 +76,7 @@ def test_core(
 
 @pytest.mark.parametrize("window", [0, 5])
 def test_heads_and_their_gradient_lie_as_the_mask_has_them(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megascale_kernels.fused import core as fused
+    from megascale_kernels.fused import block_inner as fused
 
     laid: list[bool] = []
 
@@ -113,7 +113,7 @@ def _kept(module: object, mask: AttentionMask) -> int:
 
 
 def test_it_keeps_its_input_and_what_attention_keeps() -> None:
-    from megascale_kernels.fused import core as fused
+    from megascale_kernels.fused import block_inner as fused
 
     mask = attention_mask(SEQUENCE, device=DEVICE)
     heads, token = 4 * 8, SEQUENCE * BATCH * 4
@@ -126,7 +126,7 @@ def test_it_keeps_its_input_and_what_attention_keeps() -> None:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_it_repeats_bit_for_bit(recompute: bool) -> None:
-    from megascale_kernels.fused import core as fused
+    from megascale_kernels.fused import block_inner as fused
 
     heads, width = Heads(4, 2, 8), 64 + FFN
     generator = torch.Generator().manual_seed(9)
@@ -146,7 +146,7 @@ def test_it_repeats_bit_for_bit(recompute: bool) -> None:
 
 
 def test_recomputing_does_no_activation_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megascale_kernels.fused import core as fused
+    from megascale_kernels.fused import block_inner as fused
 
     calls: list[str] = []
     for name in ("read_heads", "write_activation"):

@@ -9,19 +9,19 @@ import pytest
 import torch
 from tests.harness.training import micro_batches, tiny_job
 
-from megascale_common.job_config import JobConfig, from_dict
-from megascale_common.parameter_slices import ParameterTable
-from megascale_common.parameter_table import parameter_table
-from megascale_executor.trainer.groups import single_process_groups
-from megascale_executor.trainer.model.head import loss_sums
-from megascale_executor.trainer.model.weights import bind_weights
-from megascale_executor.trainer.optimizer.adamw import AdamW
-from megascale_executor.trainer.optimizer.step_control import StepControl
-from megascale_executor.trainer.parallel.data.buffers import FlatBuffers
-from megascale_executor.trainer.parallel.tensor.products import plain_tensor_parallel
+from megascale_common.job.config import JobConfig, from_dict
+from megascale_common.sizes.parameter_slices import ParameterTable
+from megascale_common.sizes.parameter_table import parameter_table
 from megascale_kernels import adamw as plain_adamw
 from megascale_kernels import cross_entropy as plain_cross_entropy
 from megascale_kernels.operators import torch_operators
+from megascale_trainer.model.head import loss_sums
+from megascale_trainer.optimizer.adamw import AdamW
+from megascale_trainer.optimizer.step_control import StepControl
+from megascale_trainer.parallel.data.buffers import FlatBuffers
+from megascale_trainer.parallel.groups import single_process_groups
+from megascale_trainer.parallel.tensor.matmul import plain_tensor_parallel
+from megascale_trainer.weights import bind_weights
 
 pytest.importorskip("triton")
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from tests.harness.kernels import DEVICE, gradients_of, relative_error
 
-from megascale_executor.trainer.model.weights import Weight
 from megascale_kernels import residual as plain
+from megascale_trainer.weights import Weight
 
 pytest.importorskip("triton")
 

@@ -10,10 +10,10 @@ import torch
 from tests.harness.kernels import DEVICE
 from tests.harness.training import micro_batches, tiny_job
 
-from megascale_common.job_config import from_dict
-from megascale_executor.trainer.groups import single_process_groups
-from megascale_executor.trainer.step import StepRecord, Trainer
+from megascale_common.job.config import from_dict
 from megascale_kernels import operators
+from megascale_trainer.parallel.groups import single_process_groups
+from megascale_trainer.trainer import StepRecord, Trainer
 
 STEPS = 2
 

@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megascale_kernels.overlap import products as products_module
-from megascale_kernels.overlap.products import OverlappedProducts, region_bytes
+from megascale_kernels.overlap import collective_matmul as products_module
+from megascale_kernels.overlap.collective_matmul import OverlappedProducts, region_bytes
 
 MAIN, SIDE = 0, 1
 Clock = dict[tuple[int, int], int]  # newest known note of each (rank, stream)

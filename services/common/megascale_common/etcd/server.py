@@ -19,7 +19,7 @@ from typing import Self
 
 from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.errors import EtcdError, EtcdUnavailable
-from megascale_common.process import armed_command, child_environment
+from megascale_common.node.process import armed_command, child_environment
 
 PROGRAM_VARIABLE = "MEGASCALE_ETCD"
 PORT_ATTEMPTS = 5  # a free port may be taken between the looking and the binding

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megascale_common.rank_layout import RankLayout
+from megascale_common.job.rank_layout import RankLayout
 
 MAX_STEP_TIMES = 128
 # With fewer step times than this, nothing is known of the job's pace, and a step may take as long as the warm-up.
@@ -40,7 +40,7 @@ class HangLimits:
             raise ValueError(f"the hang floor must be a positive number of seconds, got {self.floor_s}")
 
     def of(self, phase: str, step_times: Sequence[float]) -> float:
-        """The limit for a rank in ``phase`` (:class:`megascale_common.status_page.Phase`, by name)."""
+        """The limit for a rank in ``phase`` (:class:`megascale_common.node.status_page.Phase`, by name)."""
         generous = {
             "STARTING": self.starting_s,
             "WARMUP": self.warmup_s,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megascale_common.job_config import JobConfig
+from megascale_common.job.config import JobConfig
 from megascale_driver.core.state import Identity, Report, Restore
 
 # Every reason that a line of the audit log may carry; docs/operations.md says for each what to do.

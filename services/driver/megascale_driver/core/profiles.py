@@ -11,7 +11,7 @@ import math
 from dataclasses import replace
 from pathlib import PurePosixPath
 
-from megascale_common import node_files
+from megascale_common.node import files as node_files
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import Evidence, ProfileRequested
 from megascale_driver.core.state import Job, JobPhase, Profile, Report, Trace, TraceReport, TraceState

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from megascale_common.job_config import JobConfig
+from megascale_common.job.config import JobConfig
 from megascale_driver.analysis.progress import RankStatus
 
 VOLATILE: Mapping[str, bool] = {"volatile": True}

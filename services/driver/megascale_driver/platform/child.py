@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from megascale_common.process import child_environment
+from megascale_common.node.process import child_environment
 
 POLL_INTERVAL_S = 0.05
 LOG_TAIL_BYTES = 2000

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import uvloop
 
-from megascale_common import identity, logs
-from megascale_common.metrics import bind_option
-from megascale_common.process import PARENT_PID_VARIABLE, arm_parent_death
+from megascale_common.node import identity
+from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
+from megascale_common.service import logs
+from megascale_common.service.metrics import bind_option
 from megascale_executor.agent.config import AgentConfig, OptionError, parse_devices, parse_topology
 from megascale_executor.diagnostics.devices import DeviceQueryError
 

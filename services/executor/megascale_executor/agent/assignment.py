@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megascale.v1 import link_pb2, types_pb2
-from megascale_common import framing, job_config
-from megascale_common.job_config import JobConfig
-from megascale_common.local_messages import Assignment, RestorePlanMessage
-from megascale_common.rank_layout import RankLayout
+from megascale_common.job import config as job_config
+from megascale_common.job.config import JobConfig
+from megascale_common.job.rank_layout import RankLayout
+from megascale_common.node import framing
+from megascale_common.node.messages import Assignment, RestorePlanMessage
 from megascale_executor.agent.config import AgentConfig
 from megascale_executor.agent.folders import AttemptFolder
 

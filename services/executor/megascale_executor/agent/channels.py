@@ -6,7 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Sequence
 
-from megascale_common import framing
+from megascale_common.node import framing
 
 _RECEIVE_BYTES = 65536
 # A fresh unix socket takes this much without a reader, so that sending never waits.

@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
-from megascale_common import logs
-from megascale_common.process import child_environment
+from megascale_common.node.process import child_environment
+from megascale_common.service import logs
 from megascale_executor.agent import tasks
 
 _log = logs.get(__name__)

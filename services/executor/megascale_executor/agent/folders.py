@@ -16,7 +16,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from megascale_common import node_files
+from megascale_common.node import files as node_files
 
 _OWNER_FILE = "owner"
 _MAX_FOLDER_BYTES = 80  # leaves 27 for the longest socket name

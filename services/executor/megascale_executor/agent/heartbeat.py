@@ -6,7 +6,7 @@ import socket
 from collections.abc import Sequence
 
 from megascale.v1 import link_pb2, types_pb2
-from megascale_common import identity
+from megascale_common.node import identity
 from megascale_executor.agent.config import AgentConfig
 from megascale_executor.agent.daemon import CheckpointDaemon
 from megascale_executor.agent.host import host_counters

@@ -11,9 +11,10 @@ import signal
 from pathlib import Path
 
 from megascale.v1 import executor_pb2, executor_pb2_grpc, link_pb2
-from megascale_common import identity, logs
-from megascale_common.metrics import MetricsServer, registry_of
-from megascale_common.rpc import RpcServer
+from megascale_common.node import identity
+from megascale_common.service import logs
+from megascale_common.service.metrics import MetricsServer, registry_of
+from megascale_common.service.server import RpcServer
 from megascale_executor.agent import attempt, folders, host, tasks
 from megascale_executor.agent.attempt import AttemptKey
 from megascale_executor.agent.config import AgentConfig, OptionError

@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megascale.v1 import link_pb2, types_pb2
-from megascale_common import framing, logs, node_files
-from megascale_common.local_messages import ProfileSteps
+from megascale_common.node import files as node_files
+from megascale_common.node import framing
+from megascale_common.node.messages import ProfileSteps
+from megascale_common.service import logs
 from megascale_executor.agent.attempt import AttemptKey
 from megascale_executor.agent.status import encodable
 from megascale_executor.agent.workers import Worker

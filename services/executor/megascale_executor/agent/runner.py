@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from megascale.v1 import link_pb2
-from megascale_common import job_config, logs
-from megascale_common.job_config import JobConfig
-from megascale_common.job_spec import from_proto
+from megascale_common.job import config as job_config
+from megascale_common.job.config import JobConfig
+from megascale_common.job.wire.spec import from_proto
+from megascale_common.service import logs
 from megascale_executor.agent import attempt, children, folders, tasks
 from megascale_executor.agent.assignment import AssignmentError, Sockets, check_assignment, worker_assignments
 from megascale_executor.agent.attempt import Action, AttemptState
@@ -205,7 +206,7 @@ class AttemptRunner:
     async def _start_loader(self, config: JobConfig, folder: AttemptFolder, path: Path) -> None:
         folder.config.write_text(job_config.to_json(config))
         path.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "megascale_executor.trainer.data.loader"]
+        command = [sys.executable, "-m", "megascale_trainer.data.loader"]
         command += ["--socket", str(path), "--config", str(folder.config)]
         self._loader = await children.spawn(command, folder.loader_log)
         self._loader_watch = asyncio.create_task(self._watch_loader(self._loader, folder.loader_log))

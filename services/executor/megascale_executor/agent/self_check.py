@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-from megascale_common import framing
-from megascale_common.job_config import JobConfig
-from megascale_common.local_messages import SelfCheck, SelfChecked
+from megascale_common.job.config import JobConfig
+from megascale_common.node import framing
+from megascale_common.node.messages import SelfCheck, SelfChecked
 from megascale_executor.agent import host
 from megascale_executor.agent.channels import MessageChannel
 from megascale_executor.agent.template import ForkedProcess, Template, TemplateError

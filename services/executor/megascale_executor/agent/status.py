@@ -7,7 +7,7 @@ import time
 from google.protobuf.duration_pb2 import Duration
 
 from megascale.v1 import link_pb2
-from megascale_common.status_page import read_status_page
+from megascale_common.node.status_page import read_status_page
 from megascale_executor.agent.workers import Worker
 
 # Counts of operations say something only of a rank that stands still; a rank has seven groups at most.

@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 
 from megascale.v1 import link_pb2, link_pb2_grpc, types_pb2
-from megascale_common import logs
+from megascale_common.service import logs
 
 _log = logs.get(__name__)
 

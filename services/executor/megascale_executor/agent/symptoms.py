@@ -14,7 +14,7 @@ import signal
 import time
 from pathlib import Path
 
-from megascale_common.status_page import Status, read_status_page
+from megascale_common.node.status_page import Status, read_status_page
 
 STOPPED = "STOPPED"  # error kind of workers that the agent itself ended
 _WATCHDOG_WORDS = ("Watchdog caught", "watchdog thread terminated with exception", "watchdog got stuck")

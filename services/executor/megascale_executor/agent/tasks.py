@@ -8,7 +8,7 @@ import signal
 from collections.abc import Coroutine
 from typing import Any
 
-from megascale_common import logs
+from megascale_common.service import logs
 
 _log = logs.get(__name__)
 

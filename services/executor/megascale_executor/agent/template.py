@@ -16,7 +16,8 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from megascale_common import framing, logs
+from megascale_common.node import framing
+from megascale_common.service import logs
 from megascale_executor.agent import children, tasks
 from megascale_executor.agent.channels import MessageChannel
 
@@ -94,7 +95,7 @@ class Template:
             OSError: the program cannot be started.
         """
         channel, theirs = MessageChannel.pair()
-        program = list(command) or [sys.executable, "-m", "megascale_executor.trainer"]
+        program = list(command) or [sys.executable, "-m", "megascale_trainer.process"]
         with theirs:
             descriptor = theirs.fileno()
             try:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megascale_common import logs
+from megascale_common.service import logs
 
 _log = logs.get(__name__)
 

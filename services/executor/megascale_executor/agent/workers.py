@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from megascale.v1 import link_pb2
-from megascale_common import framing, logs
-from megascale_common.local_messages import STACKS_SIGNAL, Assignment
+from megascale_common.node import framing
+from megascale_common.node.messages import STACKS_SIGNAL, Assignment
+from megascale_common.service import logs
 from megascale_executor.agent.channels import MessageChannel
 from megascale_executor.agent.symptoms import STOPPED, stands_still, waited_in_vain
 from megascale_executor.agent.template import ForkedProcess, Template, TemplateError

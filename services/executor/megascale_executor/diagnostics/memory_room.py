@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megascale_common.job_config import JobConfig
-from megascale_common.parameter_table import STATE_BYTES, STATES, parameter_table
+from megascale_common.job.config import JobConfig
+from megascale_common.sizes.parameter_table import STATE_BYTES, STATES, parameter_table
 from megascale_executor.diagnostics.finding import Finding
 
 NAME = "memory_room"

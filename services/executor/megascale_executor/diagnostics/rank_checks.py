@@ -1,6 +1,6 @@
 """Self-checks that run in a process per device (compute, all_reduce): their answers turned into findings.
 
-The processes run :mod:`megascale_executor.trainer.self_check`; whoever starts them hands their answers here. An answer
+The processes run :mod:`megascale_trainer.process.self_check`; whoever starts them hands their answers here. An answer
 that is missing is a finding too.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megascale_common.local_messages import SelfChecked
+from megascale_common.node.messages import SelfChecked
 from megascale_executor.diagnostics.finding import Finding, verdict_of
 
 COMPUTE, ALL_REDUCE = "compute", "all_reduce"

@@ -1,0 +1,339 @@
+"""What a training job is: one tree of frozen dataclasses, pure, shared by driver, agent, trainer and checkpoint daemon.
+
+The wire form is ``megascale.v1.JobSpec``; :mod:`megascale_common.job.wire.spec` turns it into this tree. The trainer, which
+never imports protobuf, receives the tree as JSON (:func:`to_json`, :func:`from_json`). A field that is absent takes the
+default that stands here; an unknown field is refused by name. :mod:`megascale_common.job.validation` judges the values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from megascale_common.job.rank_layout import RankLayout
+
+Block = Literal["parallel", "serial"]
+Mlp = Literal["gelu", "swiglu"]
+Norm = Literal["layernorm", "rmsnorm"]
+Positions = Literal["rope", "learned"]
+Precision = Literal["fp32", "bf16"]
+Recompute = Literal["none", "selective", "full"]
+Kernels = Literal["auto", "torch", "triton"]
+Decay = Literal["constant", "linear", "cosine"]
+TokenizerKind = Literal["bytes", "bpe"]
+
+
+class ConfigError(ValueError):
+    """A value that has the wrong type or an unknown name. ``field`` is its dotted path in the spec."""
+
+    def __init__(self, field_path: str, problem: str) -> None:
+        super().__init__(f"{field_path}: {problem}")
+        self.field = field_path
+        self.problem = problem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """A decoder-only transformer.
+
+    ``ffn_size`` 0 means 4 * hidden_size; ``kv_heads`` 0 means heads; ``window`` 0 means full causal attention.
+    """
+
+    layers: int
+    hidden_size: int
+    heads: int
+    vocab_size: int
+    sequence_length: int
+    ffn_size: int = 0
+    kv_heads: int = 0
+    block: Block = "parallel"
+    mlp: Mlp = "gelu"
+    norm: Norm = "layernorm"
+    bias: bool = False
+    norm_bias: bool = True
+    positions: Positions = "rope"
+    rope_theta: float = 10_000.0
+    tie_embeddings: bool = False
+    window: int = 0
+    norm_epsilon: float = 1e-5
+    initializer_std: float = 0.02
+    layer_windows: tuple[int, ...] = ()
+
+    def window_of(self, layer: int) -> int:
+        """Sliding window of one layer in tokens; 0 is full causal attention."""
+        return self.layer_windows[layer] if self.layer_windows else self.window
+
+    @property
+    def ffn_width(self) -> int:
+        """Width of the feed-forward layer before any padding for tensor parallelism."""
+        return self.ffn_size or 4 * self.hidden_size
+
+    @property
+    def key_value_heads(self) -> int:
+        """Number of key/value heads (grouped-query attention when below ``heads``)."""
+        return self.kv_heads or self.heads
+
+    @property
+    def head_size(self) -> int:
+        """Width of one attention head."""
+        return self.hidden_size // self.heads
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OverlapConfig:
+    """Which dimensions hide their communication under computation; the numbers are those of the plain version."""
+
+    tp: bool = False
+    pp: bool = False
+    dp: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelismConfig:
+    """Sizes of the parallel axes.
+
+    ``stage_layers`` holds the layers of each virtual stage in the order of the model, pp * virtual_stages numbers:
+    virtual stage i runs on pipeline stage i mod pp. Empty means an even split.
+    """
+
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+    pp: int = 1
+    ep: int = 1
+    virtual_stages: int = 1
+    stage_layers: tuple[int, ...] = ()
+    recompute: Recompute = "none"
+    overlap: OverlapConfig = field(default_factory=OverlapConfig)
+
+    @property
+    def layout(self) -> RankLayout:
+        """The rank layout of these sizes."""
+        return RankLayout(tp=self.tp, cp=self.cp, dp=self.dp, pp=self.pp)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingConfig:
+    """Length, batch and numbers of a run. ``bucket_mib`` bounds a gradient bucket (whole layers, at least one)."""
+
+    steps: int
+    global_batch_size: int
+    micro_batch_size: int = 1
+    seed: int = 1234
+    precision: Precision = "bf16"
+    deterministic: bool = False
+    bucket_mib: int = 64
+    kernels: Kernels = "auto"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """AdamW. Weight decay is not applied to norms and biases. ``clip_norm`` 0 turns clipping off."""
+
+    learning_rate: float = 3e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleConfig:
+    """Learning rate: linear warm-up, then ``decay`` to ``min_ratio`` of the peak at the last step."""
+
+    warmup_steps: int = 0
+    decay: Decay = "cosine"
+    min_ratio: float = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossConfig:
+    """Token cross entropy plus ``z_loss`` * log(Z)^2."""
+
+    z_loss: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataSource:
+    """One tokenised corpus: the path prefix of a ``.bin``/``.idx`` pair and its share of the blend."""
+
+    prefix: str
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerConfig:
+    """How the sources were tokenised. ``path`` and ``sha256`` name the tokenizer file (kind bpe)."""
+
+    kind: TokenizerKind = "bytes"
+    path: str = ""
+    sha256: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """Sources and how documents are packed into sequences. ``document_attention`` keeps attention inside a document."""
+
+    sources: tuple[DataSource, ...] = ()
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    seed: int = 1234
+    document_attention: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationConfig:
+    """Loss on held-out data after every ``interval_steps`` steps and the last; 0 or no sources: none."""
+
+    sources: tuple[DataSource, ...] = ()
+    interval_steps: int = 0
+    batches: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TelemetryConfig:
+    """Records for other tools; TensorBoard event files land in the attempt's run folder on rank 0's node."""
+
+    tensorboard: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """Where checkpoints go. ``uri`` empty: none; ``interval_steps`` 0: none; ``slots`` 0: the daemon chooses.
+
+    ``load_uri`` names another job's checkpoints to start from while this job has none of its own.
+    """
+
+    uri: str = ""
+    interval_steps: int = 0
+    slots: int = 0
+    load_uri: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecoveryConfig:
+    """Budgets of automatic recovery; ``spare_nodes`` is how many spares the job wants named beside it."""
+
+    max_restarts: int = 20
+    max_restarts_without_progress: int = 3
+    spare_nodes: int = 0
+    collective_timeout_s: float = 300.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobConfig:
+    """A whole job. ``name`` is a DNS-1123 label and the job's key everywhere."""
+
+    name: str
+    model: ModelConfig
+    training: TrainingConfig
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
+    tenant: str = "default"
+    owner: str = ""
+    priority: int = 0
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def layout(self) -> RankLayout:
+        """The rank layout of the job."""
+        return self.parallelism.layout
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the job measures its loss on held-out data."""
+        return bool(self.evaluation.sources) and self.evaluation.interval_steps > 0
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches that one data-parallel replica runs in a step."""
+        return self.training.global_batch_size // (self.training.micro_batch_size * self.parallelism.dp)
+
+
+def from_dict(values: Mapping[str, Any]) -> JobConfig:
+    """Build a :class:`JobConfig` from plain values.
+
+    Raises:
+        ConfigError: unknown field, missing field, or value of the wrong type; names the dotted path.
+    """
+    config = _build(JobConfig, values, "")
+    assert isinstance(config, JobConfig)
+    return config
+
+
+def to_dict(config: JobConfig) -> dict[str, Any]:
+    """Plain values of ``config``, the inverse of :func:`from_dict`."""
+    return dataclasses.asdict(config)
+
+
+def to_json(config: JobConfig) -> str:
+    """Canonical JSON of ``config``: sorted keys, no spaces; equal configs give equal text."""
+    return json.dumps(to_dict(config), sort_keys=True, separators=(",", ":"))
+
+
+def from_json(text: str) -> JobConfig:
+    """The inverse of :func:`to_json`."""
+    return from_dict(json.loads(text))
+
+
+def _build(cls: type[Any], values: Any, path: str) -> Any:
+    if not isinstance(values, Mapping):
+        raise ConfigError(path or "job", f"expected a mapping, got {type(values).__name__}")
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    built: dict[str, Any] = {}
+    for key, value in values.items():
+        where = f"{path}.{key}" if path else key
+        if key not in fields:
+            raise ConfigError(where, f"unknown field; known here: {', '.join(sorted(fields))}")
+        built[key] = _convert(hints[key], value, where)
+    for name, spec in fields.items():
+        required = spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
+        if required and name not in built:
+            raise ConfigError(f"{path}.{name}" if path else name, "missing; this field has no default")
+    return cls(**built)
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    origin = typing.get_origin(hint)
+    if dataclasses.is_dataclass(hint):
+        return _build(typing.cast(type[Any], hint), value, where)
+    if origin is Literal:
+        choices = typing.get_args(hint)
+        if value not in choices:
+            raise ConfigError(where, f"{value!r} is not one of {', '.join(map(str, choices))}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise ConfigError(where, f"expected a list, got {type(value).__name__}")
+        item = typing.get_args(hint)[0]
+        return tuple(_convert(item, v, f"{where}[{i}]") for i, v in enumerate(value))
+    if origin is not None and issubclass(origin, Mapping):
+        if not isinstance(value, Mapping):
+            raise ConfigError(where, f"expected a mapping, got {type(value).__name__}")
+        return {str(k): str(v) for k, v in value.items()}
+    return _scalar(hint, value, where)
+
+
+def _scalar(hint: Any, value: Any, where: str) -> Any:
+    if isinstance(hint, types.UnionType):  # no union stands in the tree; refuse rather than guess
+        raise TypeError(f"{where}: unions are not supported in the configuration tree")
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise ConfigError(where, f"expected {hint.__name__}, got {value!r}")
+    return value

@@ -1,0 +1,86 @@
+"""Child processes that cannot outlive their parent, on Linux, with the standard library alone.
+
+A child arms the kernel's parent-death signal and then checks that its parent is still the one that
+started it. Three facts shape the code: the signal is not inherited by a child's children; it fires
+when the *thread* that spawned the child ends, so spawn from the main thread; and it survives exec
+of a program that is not setuid, which lets us wrap programs that we did not write:
+
+    python -m megascale_common.node.process -- etcd --data-dir ...
+"""
+
+import ctypes
+import os
+import signal as signals
+import sys
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+PARENT_PID_VARIABLE = "MEGASCALE_PARENT_PID"
+PARENT_GONE_EXIT_CODE = 113
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+# torch's stores resolve host names, and a slow reverse lookup stalls a connect for five seconds; each
+# worker is one of many on its host, so threads are asked for explicitly or not at all.
+_CHILD_DEFAULTS = {"RES_OPTIONS": "timeout:1 attempts:1", "OMP_NUM_THREADS": "1"}
+
+
+def arm_parent_death(expected_parent_pid: int | None = None, signal: signals.Signals = signals.SIGKILL) -> None:
+    """Have the kernel send `signal` to this process when its parent ends; call it first thing.
+
+    `expected_parent_pid` defaults to the environment variable MEGASCALE_PARENT_PID, which
+    `child_environment` sets. If the parent has already changed, the process exits at once with
+    status 113, because the signal would never come. The variable is taken out of the environment:
+    a grandchild that inherited it would compare itself with the wrong process.
+
+    Raises OSError where the kernel offers no parent-death signal.
+    """
+    from_environment = os.environ.pop(PARENT_PID_VARIABLE, None)
+    if expected_parent_pid is None and from_environment is not None:
+        expected_parent_pid = int(from_environment)
+    prctl = getattr(ctypes.CDLL(None, use_errno=True), "prctl", None)
+    if prctl is None:
+        raise OSError("this operating system has no prctl(PR_SET_PDEATHSIG): megascale runs on Linux")
+    if prctl(_PR_SET_PDEATHSIG, int(signal), 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"prctl(PR_SET_PDEATHSIG) failed: {os.strerror(error)}")
+    if expected_parent_pid is not None and os.getppid() != expected_parent_pid:
+        os._exit(PARENT_GONE_EXIT_CODE)
+
+
+def child_environment(overrides: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment for a process that this one starts: ours, the defaults where unset, `overrides`.
+
+    MEGASCALE_PARENT_PID is this process, so that the child can tell whether we are still there.
+    """
+    environment = {**_CHILD_DEFAULTS, **os.environ, **(overrides or {})}
+    environment[PARENT_PID_VARIABLE] = str(os.getpid())
+    return environment
+
+
+def armed_command(command: Sequence[str]) -> list[str]:
+    """`command` wrapped so that it dies with the process that starts it (with `child_environment`)."""
+    return [sys.executable, "-m", "megascale_common.node.process", "--", *command]
+
+
+def exec_with_parent_death(command: Sequence[str]) -> NoReturn:
+    """Become `command` (found on PATH), with the parent-death signal armed.
+
+    Raises ValueError for an empty command and OSError when the program cannot be run.
+    """
+    if not command:
+        raise ValueError("no command given: use `python -m megascale_common.node.process -- program [argument...]`")
+    arm_parent_death()
+    os.execvp(command[0], list(command))
+
+
+def _main(arguments: Sequence[str]) -> NoReturn:
+    if not arguments or arguments[0] != "--":
+        sys.exit("usage: python -m megascale_common.node.process -- program [argument...]")
+    try:
+        exec_with_parent_death(arguments[1:])
+    except (OSError, ValueError) as error:
+        sys.exit(f"cannot start {list(arguments[1:])}: {error}")
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1:])

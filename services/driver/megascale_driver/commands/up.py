@@ -1,0 +1,143 @@
+"""`megascale up`, contributed to the CLI through the entry-point group `megascale.commands`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from megascale_common.node.identity import is_dns_label
+from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
+from megascale_driver.platform.devices import choose_device, count_gpus
+from megascale_driver.platform.local import ClusterError, LocalCluster, LocalOptions
+
+app = typer.Typer(add_completion=False, rich_markup_mode="rich")
+_console = Console(stderr=True, highlight=False)
+
+_SENTENCES = {
+    "etcd_ready": "etcd serves at {endpoint}",
+    "driver_ready": "driver serves at {address}",
+    "node_alive": "node {node} is alive",
+    "node_exited": "[red]node {node} ended[/red] (status {exit_status}); it stays away, a spare takes over",
+    "driver_exited": "[yellow]driver ended[/yellow]; restart {restart} of at most {restarts_allowed}",
+    "etcd_exited": "[yellow]etcd ended[/yellow]; restart {restart} of at most {restarts_allowed}",
+    "driver_failed": "[red]the driver did not start[/red]: {error}",
+    "etcd_failed": "[red]etcd did not start[/red]: {error}",
+    "driver_given_up": "[red]the driver ended {restarts} times and is given up[/red]; the nodes go on. See {log}, "
+    "then stop this command and start it again",
+    "etcd_given_up": "[red]etcd ended {restarts} times and is given up[/red]; the nodes go on. See {log}, "
+    "then stop this command and start it again",
+    "metrics_ready": "metrics at {url}; Prometheus reads all targets from {targets_file}",
+    "ready": "[green]ready[/green]: {nodes_count} nodes of {devices_per_node} {device} devices in {run_folder}; "
+    "stop with Ctrl-C. Now: megascale submit job.yaml --watch",
+    "stopping": "stopping",
+    "stopped": "stopped",
+}
+
+
+@app.command()
+def up(
+    nodes: Annotated[int, typer.Option(min=1, max=256, help="Nodes, named n1 to nN.")] = 3,
+    devices_per_node: Annotated[int, typer.Option(min=1, max=64, help="Devices (CPU: ranks) of each node.")] = 4,
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: GPUs if there are enough.")] = "auto",
+    run_folder: Annotated[Path, typer.Option(help="Where state, logs and the token live.")] = Path("runs/local"),
+    cluster: Annotated[str, typer.Option(help="Name of the cluster.")] = "local",
+    nodes_per_switch: Annotated[int, typer.Option(min=1, help="Nodes with the same topology label `switch`.")] = 4,
+    etcd_endpoints: Annotated[str, typer.Option(help="host:port[,...] of an etcd that runs; default: our own.")] = "",
+    heartbeat_interval_s: Annotated[float, typer.Option(min=0.1, max=60, help="Interval of heartbeats.")] = 5.0,
+    hang_floor_s: Annotated[float, typer.Option(min=1, help="A step that stands still this long may hang.")] = 60.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be started, start nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
+) -> None:
+    """Start a whole cluster on this machine, in the foreground.
+
+    Starts etcd, a driver and the nodes, each node a process group of its own, and writes pids and addresses to
+    up.json in the run folder. A driver or etcd that ends is restarted; a node that ends is reported and stays away.
+    Ctrl-C (or SIGTERM) stops everything in order; so does the death of this process.
+
+    Example: [bold]megascale up --nodes 3 --devices-per-node 4 --device cpu[/bold]
+    """
+    if PARENT_PID_VARIABLE in os.environ:  # started by a program, not by a shell: end with it
+        arm_parent_death()
+    if not is_dns_label(cluster):
+        raise typer.BadParameter(f"{cluster!r} is no name: use 1 to 63 of a-z, 0-9 and '-'", param_hint="--cluster")
+    try:
+        kind = choose_device(device, nodes * devices_per_node)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    options = LocalOptions(
+        run_folder=run_folder,
+        cluster=cluster,
+        nodes=nodes,
+        devices_per_node=devices_per_node,
+        device=kind,
+        nodes_per_switch=nodes_per_switch,
+        etcd_endpoints=tuple(part.strip() for part in etcd_endpoints.split(",") if part.strip()),
+        heartbeat_interval_s=heartbeat_interval_s,
+        hang_floor_s=hang_floor_s,
+    )
+    if dry_run:
+        _say_plan(options, as_json)
+        return
+    raise typer.Exit(asyncio.run(_run(options, as_json)))
+
+
+def _say_plan(options: LocalOptions, as_json: bool) -> None:
+    plan = {
+        "run_folder": str(options.run_folder),
+        "device": options.device,
+        "gpus_present": count_gpus(),
+        "nodes": options.node_names,
+        "devices_per_node": options.devices_per_node,
+    }
+    if as_json:
+        print(json.dumps(plan))
+        return
+    for name, value in plan.items():
+        _console.print(f"{name}: {value}")
+
+
+async def _run(options: LocalOptions, as_json: bool) -> int:
+    """Start, supervise until a signal or a failure, stop; the exit status."""
+
+    def report(kind: str, fields: dict[str, Any]) -> None:
+        if as_json:
+            print(json.dumps({"event": kind, **fields}), flush=True)
+        else:
+            plain = {name: escape(value) if isinstance(value, str) else value for name, value in fields.items()}
+            _console.print(_SENTENCES[kind].format(**plain), soft_wrap=True)
+
+    asked_to_stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, asked_to_stop.set)
+    cluster = LocalCluster(options, report)
+
+    async def live() -> None:
+        await cluster.start()
+        report("ready", {**cluster.state(), "nodes_count": options.nodes})
+        await cluster.supervise()
+
+    living = asyncio.create_task(live())
+    stopping = asyncio.create_task(asked_to_stop.wait())
+    await asyncio.wait([living, stopping], return_when=asyncio.FIRST_COMPLETED)
+    failure = living.exception() if living.done() and not living.cancelled() else None
+    for task in (living, stopping):
+        task.cancel()
+    await asyncio.gather(living, stopping, return_exceptions=True)
+    report("stopping", {})
+    await cluster.stop()
+    report("stopped", {})
+    if failure is None:
+        return 0
+    if not isinstance(failure, ClusterError):
+        raise failure
+    print(f"error: {failure}", file=sys.stderr)
+    return 1

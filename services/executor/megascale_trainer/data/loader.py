@@ -1,0 +1,101 @@
+"""The data loader process: one per node, it prepares step batches for all workers of the node, ahead of need.
+
+    python -m megascale_trainer.data.loader --socket PATH --config JOB.json
+
+It listens on a unix socket that only its user may open, runs without torch, and dies with the process that started it.
+What it says to workers stands at :mod:`megascale_trainer.data.loader_server`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import stat
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from megascale_common.job.config import ConfigError, JobConfig, from_json
+from megascale_common.node.process import arm_parent_death
+from megascale_trainer.data.errors import DataError
+from megascale_trainer.data.loader_server import MAX_CONNECTIONS, LoaderServer, Stream
+from megascale_trainer.data.packing import SampleStream
+from megascale_trainer.data.ring import Geometry
+
+
+def listen(path: Path) -> socket.socket:
+    """A listening unix socket at ``path``, mode 0600; a socket file that a dead loader left is replaced.
+
+    Raises:
+        OSError: the path is in use by something else, too long for a unix socket, or cannot be written.
+    """
+    if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
+        with socket.socket(socket.AF_UNIX) as probe:
+            if probe.connect_ex(str(path)) == 0:
+                raise OSError("another loader is listening there")
+        path.unlink()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    mask = os.umask(0o177)
+    try:
+        listener.bind(str(path))
+    except OSError:
+        listener.close()
+        raise
+    finally:
+        os.umask(mask)
+    listener.listen(MAX_CONNECTIONS)
+    return listener
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the loader of one node until it is told to stop; exits with status 2 when it cannot start."""
+    arm_parent_death()
+    parser = argparse.ArgumentParser(
+        prog="megascale-loader", description="Prepare step batches for the workers of a node."
+    )
+    parser.add_argument("--socket", type=Path, required=True, help="unix socket to listen on")
+    parser.add_argument("--config", type=Path, required=True, help="the job, as JSON")
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGINT, _stop)
+    try:
+        config = from_json(options.config.read_text())
+        geometry = Geometry.of(config)
+        listener = listen(options.socket)
+    except (OSError, ValueError, ConfigError, DataError) as error:
+        print(f"data loader cannot start ({options.config}, {options.socket}): {error}", file=sys.stderr)
+        sys.exit(2)
+    try:
+        server = LoaderServer(listener, geometry, _open_streams(config))
+        while True:
+            server.run_once()
+    finally:
+        options.socket.unlink(missing_ok=True)
+
+
+def _open_streams(config: JobConfig) -> dict[str, Stream]:
+    streams = {"training": Stream(_open(config))}
+    if config.evaluates:
+        held_out = replace(config, data=replace(config.data, sources=config.evaluation.sources))
+        repeat_after = config.evaluation.batches * config.training.global_batch_size
+        streams["evaluation"] = Stream(_open(held_out), repeat_after)
+    return streams
+
+
+def _open(config: JobConfig) -> SampleStream | DataError:
+    try:
+        return SampleStream.open(config)
+    except DataError as error:
+        return error  # the workers, who wait for data, are the ones to be told
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(0)
+
+
+if __name__ == "__main__":
+    main()
