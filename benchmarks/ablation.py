@@ -3,8 +3,9 @@
     python benchmarks/ablation.py --preset 7b --tp 2 --pp 2 --vpp 2 --steps 5 --budget-s 540 --results ablation.jsonl
     python benchmarks/ablation.py --preset tiny --tp 2 --pp 2 --device cpu --rounds 2
 
-Rows are measured in turn, so that each has a partner in time in every other. Gains are in tokens per second: two of
-the rows change the mathematics (the block) or the batch. Rows that the layout has no use for are left out.
+Rows are measured in turn, so that each has a partner in time in every other. Gains are in tokens
+per second: two of the rows change the mathematics (the block) or the batch. Rows that the layout
+has no use for are left out.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds only what lies beside it
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # a script finds only what lies beside it
 
 from benchmarks import command, options, report
 from benchmarks.options import Entry
@@ -24,7 +27,8 @@ from benchmarks.presets import PRESETS, Refused, Run
 _PLAIN = ("--block", "serial", "--kernels", "torch", "--overlap", "none")
 _OVERLAP_ROWS = {"tp": "TP", "pp": "PP", "dp": "DP"}
 _LARGER_BATCH = "+ larger batch"
-# MFU points that the paper's Table 3 gives a row (175B, 256 GPUs; its larger batch is three times as large, with LAMB).
+# MFU points that the paper's Table 3 gives a row (175B, 256 GPUs; its larger batch is three times
+# as large, with LAMB).
 _PAPER_POINTS = {
     "+ parallel block": "+4.6",
     "+ kernels": "+1.7",
@@ -54,7 +58,9 @@ def ladder(run: Run, ranks: int, batch_factor: int) -> list[dict[str, Any]]:
 
 
 def _own_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--batch-factor", type=int, default=3, help="of the last row's batch; 1: no such row")
+    parser.add_argument(
+        "--batch-factor", type=int, default=3, help="of the last row's batch; 1: no such row"
+    )
 
 
 def _entries(machine: argparse.Namespace, rest: Sequence[str]) -> list[Entry]:

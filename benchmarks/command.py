@@ -25,11 +25,13 @@ def main(
     entries_of: EntriesOf,
     text: Callable[[dict[str, Any]], str],
 ) -> int:
-    """Measure what the command line says and print each result as it comes; returns the exit status.
+    """Measure what the command line says and print each result as it comes; returns the exit
+    status.
 
     Args:
         own_options: adds the script's own options.
-        entries_of: the measurements, from the script's own and the machine's options and the rest of the command line.
+        entries_of: the measurements, from the script's own and the machine's options and the rest
+            of the command line.
         text: a result for people.
     """
     devices = torch.cuda.device_count()  # by NVML: a CUDA context would not survive the fork
@@ -52,11 +54,16 @@ def main(
 
 
 def _split(
-    arguments: Sequence[str], description: str, own_options: Callable[[argparse.ArgumentParser], None], devices: int
+    arguments: Sequence[str],
+    description: str,
+    own_options: Callable[[argparse.ArgumentParser], None],
+    devices: int,
 ) -> tuple[argparse.Namespace, Sequence[str]]:
     """The options that say where to run, and the rest, which describes measurements."""
     whole = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     options.add_configuration(whole)
     options.add_measurement(whole)
@@ -69,7 +76,9 @@ def _split(
 
 
 def ranks(machine: argparse.Namespace, entries: Sequence[Entry]) -> int:
-    """As asked, as torchrun started, all devices where the layouts leave it open, or else what they need."""
+    """As asked, as torchrun started, all devices where the layouts leave it open, or else what they
+    need.
+    """
     if machine.ranks or "WORLD_SIZE" in os.environ:
         return int(machine.ranks or os.environ["WORLD_SIZE"])
     runs = [variant.run for entry in entries for variant in entry.variants]

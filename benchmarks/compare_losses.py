@@ -1,8 +1,10 @@
-"""Do two runs lie on each other? Compares loss curves that `throughput.py --losses` wrote, step by step.
+"""Do two runs lie on each other? Compares loss curves that `throughput.py --losses` wrote, step by
+step.
 
     python benchmarks/compare_losses.py plain.jsonl overlapped.jsonl other.jsonl --tolerance 0.02
 
-Prints one JSON object for each file after the first; exits with 1 if any is out of tolerance or of another length.
+Prints one JSON object for each file after the first; exits with 1 if any is out of tolerance or of
+another length.
 """
 
 from __future__ import annotations
@@ -23,9 +25,11 @@ def read_losses(path: Path) -> list[float]:
 
 
 def compare(reference: Sequence[float], other: Sequence[float], tolerance: float) -> dict[str, Any]:
-    """Largest and mean absolute difference, and the first step (from 1) whose difference is above ``tolerance``.
+    """Largest and mean absolute difference, and the first step (from 1) whose difference is above
+    ``tolerance``.
 
-    A NaN on one side alone is an infinite difference; curves of unequal length are compared as far as both go.
+    A NaN on one side alone is an infinite difference; curves of unequal length are compared as far
+    as both go.
     """
     differences = [_difference(a, b) for a, b in zip(reference, other, strict=False)]
     above = [step for step, difference in enumerate(differences, start=1) if difference > tolerance]
@@ -43,7 +47,9 @@ def compare(reference: Sequence[float], other: Sequence[float], tolerance: float
 def main(arguments: Sequence[str]) -> int:
     """Compare every further file with the first; returns the exit status."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("reference", type=Path)
     parser.add_argument("others", type=Path, nargs="+")

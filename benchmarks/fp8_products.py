@@ -1,10 +1,12 @@
-"""FP8 beside bf16 on one GPU: products, casts, whole layers by recipe, errors, and a linear layer under autograd.
+"""FP8 beside bf16 on one GPU: products, casts, whole layers by recipe, errors, and a linear layer
+under autograd.
 
     python benchmarks/fp8_products.py --quick                                  # a dry run at tiny shapes, on a CPU too
     python benchmarks/fp8_products.py --only products,layers --models "175b tp4,7b tp1" --duration-s 0.5
 
-Everything is repeated until the device has settled at the clock that its power limit allows; clock and power stand
-beside the times. Tables go to stderr as they are measured; the last line of stdout is one JSON object with all of it.
+Everything is repeated until the device has settled at the clock that its power limit allows; clock
+and power stand beside the times. Tables go to stderr as they are measured; the last line of stdout
+is one JSON object with all of it.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds only what lies beside it
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # a script finds only what lies beside it
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 
@@ -46,7 +50,13 @@ from benchmarks.fp8_recipes import (
 from benchmarks.operator_timing import Meter
 from benchmarks.power import Sustained, sustained
 
-from megascale_kernels.cublas_lt import WORKSPACE_BYTES, CublasLtError, Plan, loaded_library, problem_of
+from megascale_kernels.cublas_lt import (
+    WORKSPACE_BYTES,
+    CublasLtError,
+    Plan,
+    loaded_library,
+    problem_of,
+)
 from megascale_kernels.fused import quantize as casts
 from megascale_kernels.fused.activation_operand import activation_operand, activation_with_amax
 from megascale_kernels.fused.norm_operand import norm_bound
@@ -66,7 +76,9 @@ class Bench:
         self.quick, self.duration_s = options.quick, options.duration_s
         self.gemm = Gemm(options.choices, duration_s=options.choose_s)
         self.meter = Meter(self.device, 2 if options.quick else 15, quick=options.quick)
-        self.layers = [_small(LAYERS[name]) if options.quick else LAYERS[name] for name in options.models]
+        self.layers = [
+            _small(LAYERS[name]) if options.quick else LAYERS[name] for name in options.models
+        ]
 
     def sustain(self, operation: Run) -> Sustained:
         """The operation at the clock that it can keep."""
@@ -99,7 +111,10 @@ def main(arguments: Sequence[str]) -> int:
         found[name] = []
         for row in sections[name](bench):
             found[name].append(row)
-            print(f"{name}: " + ", ".join(f"{key} {_text(value)}" for key, value in row.items()), file=sys.stderr)
+            print(
+                f"{name}: " + ", ".join(f"{key} {_text(value)}" for key, value in row.items()),
+                file=sys.stderr,
+            )
             if time.monotonic() > end:
                 break
     print(json.dumps(found), flush=True)
@@ -127,9 +142,19 @@ def products(bench: Bench) -> Iterator[Row]:
     for layer in bench.layers:
         for name, (rows, columns, depth) in layer.products().items():
             accumulate = name.endswith("wgrad")
-            out = torch.zeros(rows, columns, dtype=torch.float32 if accumulate else torch.bfloat16, device=bench.device)
+            out = torch.zeros(
+                rows,
+                columns,
+                dtype=torch.float32 if accumulate else torch.bfloat16,
+                device=bench.device,
+            )
             for way, run in _ways(bench, name, rows, columns, depth, out, accumulate):
-                row: Row = {"layer": layer.name, "product": name, "shape": f"{rows}x{columns}x{depth}", "way": way}
+                row: Row = {
+                    "layer": layer.name,
+                    "product": name,
+                    "shape": f"{rows}x{columns}x{depth}",
+                    "way": way,
+                }
                 try:
                     took = bench.sustain(run)
                 except RuntimeError as obstacle:
@@ -140,7 +165,13 @@ def products(bench: Bench) -> Iterator[Row]:
 
 
 def _ways(
-    bench: Bench, name: str, rows: int, columns: int, depth: int, out: torch.Tensor, accumulate: bool
+    bench: Bench,
+    name: str,
+    rows: int,
+    columns: int,
+    depth: int,
+    out: torch.Tensor,
+    accumulate: bool,
 ) -> Iterator[tuple[str, Run]]:
     """The ways to compute one product."""
     factors = _factors(bench, name, rows, columns, depth)
@@ -156,8 +187,13 @@ def _ways(
         partial(bench.gemm.multiply, a, b, out, accumulate=accumulate, fast=False),
     )
     if not name.endswith("forward"):
-        gradient = casts.quantize(left, E5M2, amax=casts.amax(left), transposed=False).over_columns()
-        yield "fp8, chosen, e5m2 gradient", partial(bench.gemm.multiply, gradient, b, out, accumulate=accumulate)
+        gradient = casts.quantize(
+            left, E5M2, amax=casts.amax(left), transposed=False
+        ).over_columns()
+        yield (
+            "fp8, chosen, e5m2 gradient",
+            partial(bench.gemm.multiply, gradient, b, out, accumulate=accumulate),
+        )
     if not accumulate:
         a, b = (casts.quantize_rows(one).over_columns() for one in (left, right))
         yield "fp8 by rows, torch", partial(multiply_by_torch, a, b, out)
@@ -165,7 +201,9 @@ def _ways(
 
 
 def algorithms(bench: Bench) -> Iterator[Row]:
-    """Every proposal of the library for each product, sustained: what a choice can gain, and how it must be made."""
+    """Every proposal of the library for each product, sustained: what a choice can gain, and how it
+    must be made.
+    """
     if bench.device.type != "cuda":
         return
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=bench.device)
@@ -178,25 +216,40 @@ def algorithms(bench: Bench) -> Iterator[Row]:
                 problem = problem_of(left, right, out, accumulate=accumulate, fast=True)
                 plan = Plan(loaded_library(), problem, bench.device)
                 proposed = plan.algorithms(PROPOSALS)
-                timed = partial(time_algorithm, left=left, right=right, scratch=out, workspace=workspace)
+                timed = partial(
+                    time_algorithm, left=left, right=right, scratch=out, workspace=workspace
+                )
                 short_ms = [timed(plan, one, duration_s=BURST_S) for one in proposed]
-                for number, (algorithm, burst_ms) in enumerate(zip(proposed, short_ms, strict=True)):
+                for number, (algorithm, burst_ms) in enumerate(
+                    zip(proposed, short_ms, strict=True)
+                ):
                     took = bench.sustain(partial(plan.run, algorithm, left, right, out, workspace))
                     row = {"layer": layer.name, "product": name, "dtype": kind, "proposal": number}
                     yield {**row, "burst_ms": burst_ms, **asdict(took)}
 
 
-def _factors(bench: Bench, name: str, rows: int, columns: int, depth: int) -> Iterator[tuple[str, Factor, Factor]]:
+def _factors(
+    bench: Bench, name: str, rows: int, columns: int, depth: int
+) -> Iterator[tuple[str, Factor, Factor]]:
     """The sides of a product in both formats, as they lie in a layer."""
     left, right = random(bench.device, rows, depth), random(bench.device, columns, depth)
     across = left.t().contiguous().t() if name.endswith("wgrad") else left
-    yield "bf16", Factor(across), Factor(right if name.endswith("forward") else right.t().contiguous().t())
-    a, b = (casts.quantize(one, amax=casts.amax(one), transposed=False).over_columns() for one in (left, right))
+    yield (
+        "bf16",
+        Factor(across),
+        Factor(right if name.endswith("forward") else right.t().contiguous().t()),
+    )
+    a, b = (
+        casts.quantize(one, amax=casts.amax(one), transposed=False).over_columns()
+        for one in (left, right)
+    )
     yield "fp8", a, b
 
 
 def chunks(bench: Bench) -> Iterator[Row]:
-    """Products of a sequence cut into rows, as overlapped tensor parallelism makes them, beside the whole."""
+    """Products of a sequence cut into rows, as overlapped tensor parallelism makes them, beside the
+    whole.
+    """
     for layer in bench.layers:
         for name in ("in, forward", "out, forward", "in, dgrad", "out, dgrad"):
             rows, columns, depth = layer.products()[name]
@@ -228,7 +281,12 @@ def _casts(t: Tensors) -> Iterator[tuple[str, Run, int]]:
     """(name, operation, bytes that it moves at least)."""
     own, whole, into, joined = t.x.numel(), t.gathered.numel(), t.d_inputs.numel(), t.joined.numel()
     bound = scale_of(norm_bound(t.norm_weight, t.vector), E4M3)
-    for recipe, per in (("separate", 2 + 2 + 2 + 2 + 2 + 2 + 1), ("fused", 9 + 2), ("bound", 7), ("rows", 7)):
+    for recipe, per in (
+        ("separate", 2 + 2 + 2 + 2 + 2 + 2 + 1),
+        ("fused", 9 + 2),
+        ("bound", 7),
+        ("rows", 7),
+    ):
         yield f"norm, {recipe}", partial(norm_cast, t, _recipe(recipe), bound), per * own
     amax_in = casts.amax(t.d_inputs)
     amax_joined = casts.amax(t.attended)
@@ -238,10 +296,26 @@ def _casts(t: Tensors) -> Iterator[tuple[str, Run, int]]:
     yield "transpose of gathered fp8", partial(casts.transpose, tensor), 2 * whole
     ffn, bias, attended = t.ffn, t.bias, t.attended
     yield "activation in bf16 beside attention", partial(plain_activation, t), 4 * joined
-    yield "the same with amax", partial(activation_with_amax, ffn, bias, "gelu", attended), 4 * joined
-    yield "the same to fp8 by rows", partial(activation_operand, ffn, bias, "gelu", attended), 3 * joined
-    yield "activation to fp8 twice, separate", partial(activation_cast, t, _recipe("separate")), 10 * joined
-    yield "activation to fp8 twice, fused", partial(activation_cast, t, _recipe("fused")), 8 * joined
+    yield (
+        "the same with amax",
+        partial(activation_with_amax, ffn, bias, "gelu", attended),
+        4 * joined,
+    )
+    yield (
+        "the same to fp8 by rows",
+        partial(activation_operand, ffn, bias, "gelu", attended),
+        3 * joined,
+    )
+    yield (
+        "activation to fp8 twice, separate",
+        partial(activation_cast, t, _recipe("separate")),
+        10 * joined,
+    )
+    yield (
+        "activation to fp8 twice, fused",
+        partial(activation_cast, t, _recipe("fused")),
+        8 * joined,
+    )
     yield "activation to fp8 twice, rows", partial(activation_cast, t, _recipe("rows")), 5 * joined
     yield "amax of joined", partial(casts.amax, t.joined), 2 * joined
     yield "cast of joined, twice", partial(casts.quantize, t.joined, amax=amax_joined), 4 * joined
@@ -250,10 +324,18 @@ def _casts(t: Tensors) -> Iterator[tuple[str, Run, int]]:
     by_rows = partial(cast, t.d_inputs, _recipe("rows"), transposed=True)
     yield "cast of d_inputs, twice, by rows", by_rows, 5 * into
     yield "cast of d_part", partial(cast, t.d_part, _recipe("fused"), transposed=False), 5 * own
-    yield "cast of d_part by rows", partial(cast, t.d_part, _recipe("rows"), transposed=False), 3 * own
+    yield (
+        "cast of d_part by rows",
+        partial(cast, t.d_part, _recipe("rows"), transposed=False),
+        3 * own,
+    )
     weights = t.weight_in, t.weight_out
     size = sum(weight.numel() for weight in weights)
-    yield "weights, amax and cast twice, once a step", lambda: [_weight(one) for one in weights], 6 * size
+    yield (
+        "weights, amax and cast twice, once a step",
+        lambda: [_weight(one) for one in weights],
+        6 * size,
+    )
 
 
 def _recipe(scaling: str) -> Any:
@@ -276,7 +358,10 @@ def layers(bench: Bench) -> Iterator[Row]:
         for name, recipe in RECIPES.items():
             both, alone = fp8_layer(t, recipe, bench.gemm)
             took = bench.sustain(both)
-            yield {**_layer_row(layer, name, took, base_ms), "casts_ms": bench.sustain(alone).median_ms}
+            yield {
+                **_layer_row(layer, name, took, base_ms),
+                "casts_ms": bench.sustain(alone).median_ms,
+            }
             del both, alone
         del t
 
@@ -293,8 +378,14 @@ def _layer_row(layer: Layer, name: str, took: Sustained, base_ms: float) -> Row:
 
 
 def stages(bench: Bench) -> Iterator[Row]:
-    """A whole layer forward and backward on one rank, attention included and transfers not, sustained."""
-    names = [name for name in RECIPES if name not in ("tensor, fused amax", "tensor, bounded norm, accurate sums")]
+    """A whole layer forward and backward on one rank, attention included and transfers not,
+    sustained.
+    """
+    names = [
+        name
+        for name in RECIPES
+        if name not in ("tensor, fused amax", "tensor, bounded norm, accurate sums")
+    ]
     for layer in bench.layers:
         t = Tensors(layer, bench.device)
         others = surroundings(t, 16 if bench.quick else 128)
@@ -323,18 +414,24 @@ def error_rows(bench: Bench) -> Iterator[Row]:
 
 
 def linear(bench: Bench) -> Iterator[Row]:
-    """The input projection forward and backward under autograd, all casts but the weight's included."""
+    """The input projection forward and backward under autograd, all casts but the weight's
+    included.
+    """
     for layer in bench.layers:
         drawn = data("normal", layer.tokens, layer.hidden, layer.width_in, bench.device)
         x, anchor = drawn.x.requires_grad_(), drawn.w.requires_grad_()
         main_grad = torch.zeros(drawn.w.shape, device=bench.device)
         weight = casts.quantize(drawn.w.detach(), amax=casts.amax(drawn.w.detach()))
 
-        def run(apply: Callable[[], torch.Tensor], x: torch.Tensor = x, dy: torch.Tensor = drawn.dy) -> None:
+        def run(
+            apply: Callable[[], torch.Tensor], x: torch.Tensor = x, dy: torch.Tensor = drawn.dy
+        ) -> None:
             torch.autograd.grad(apply(), x, dy)
 
         bf16 = bench.sustain(partial(run, partial(Bf16Linear.apply, x, anchor, main_grad)))
-        fp8 = bench.sustain(partial(run, partial(Fp8Linear.apply, x, anchor, weight, main_grad, bench.gemm)))
+        fp8 = bench.sustain(
+            partial(run, partial(Fp8Linear.apply, x, anchor, weight, main_grad, bench.gemm))
+        )
         for name, took in (("bf16", bf16), ("fp8", fp8)):
             ratio = bf16.median_ms / took.median_ms
             yield {"layer": layer.name, "linear": name, **asdict(took), "faster_than_bf16": ratio}
@@ -351,22 +448,39 @@ def _text(value: object) -> str:
 def _some_of(known: Sequence[str] | Mapping[str, object]) -> Callable[[str], list[str]]:
     def parse(text: str) -> list[str]:
         if unknown := set(text.split(",")) - set(known):
-            raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; known: {', '.join(known)}")
+            raise argparse.ArgumentTypeError(
+                f"unknown: {', '.join(unknown)}; known: {', '.join(known)}"
+            )
         return text.split(",")
 
     return parse
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=_some_of(SECTIONS), default=list(SECTIONS), help=f"of {', '.join(SECTIONS)}")
-    parser.add_argument("--models", type=_some_of(LAYERS), default=list(LAYERS), help=f"of {', '.join(LAYERS)}")
-    parser.add_argument(
-        "--duration-s", type=float, default=0.5, help="of a sustained measurement, its warm-up included"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--choose-s", type=float, default=DURATION_S, help="for which each algorithm is timed")
-    parser.add_argument("--choices", type=Path, default=None, help="file that keeps the chosen algorithms")
-    parser.add_argument("--budget-s", type=float, default=0.0, help="end each section after this time in all")
+    parser.add_argument(
+        "--only", type=_some_of(SECTIONS), default=list(SECTIONS), help=f"of {', '.join(SECTIONS)}"
+    )
+    parser.add_argument(
+        "--models", type=_some_of(LAYERS), default=list(LAYERS), help=f"of {', '.join(LAYERS)}"
+    )
+    parser.add_argument(
+        "--duration-s",
+        type=float,
+        default=0.5,
+        help="of a sustained measurement, its warm-up included",
+    )
+    parser.add_argument(
+        "--choose-s", type=float, default=DURATION_S, help="for which each algorithm is timed"
+    )
+    parser.add_argument(
+        "--choices", type=Path, default=None, help="file that keeps the chosen algorithms"
+    )
+    parser.add_argument(
+        "--budget-s", type=float, default=0.0, help="end each section after this time in all"
+    )
     parser.add_argument("--quick", action="store_true", help="tiny shapes: a dry run")
     return parser
 

@@ -1,12 +1,15 @@
-"""Starts the ranks of a benchmark and takes them through its measurements, whatever happens to some of them.
+"""Starts the ranks of a benchmark and takes them through its measurements, whatever happens to some
+of them.
 
-Started as one process, it forks the ranks; under torchrun every process is one. The ranks of a *session* share their
-start-up over all measurements of the same environment. A measurement that fails (out of memory, a rank that hangs)
-ends the session, because a rank that failed leaves its peers inside collectives: the failure is written down, and a
-new session goes on with the next one. Under torchrun that takes ``--max-restarts``.
+Started as one process, it forks the ranks; under torchrun every process is one. The ranks of a
+*session* share their start-up over all measurements of the same environment. A measurement that
+fails (out of memory, a rank that hangs) ends the session, because a rank that failed leaves its
+peers inside collectives: the failure is written down, and a new session goes on with the next one.
+Under torchrun that takes ``--max-restarts``.
 
-Nothing outlasts ``budget_s``: ranks start no round that would not end in time, and what still runs then is killed.
-Under torchrun, whose processes are not ours to kill, only the former holds, and a restart begins a new budget.
+Nothing outlasts ``budget_s``: ranks start no round that would not end in time, and what still runs
+then is killed. Under torchrun, whose processes are not ours to kill, only the former holds, and a
+restart begins a new budget.
 """
 
 from __future__ import annotations
@@ -60,13 +63,17 @@ class Plan:
 
 
 class Journal:
-    """The lines of all measurements so far, in a file that every rank may add to. A line has its entry's number."""
+    """The lines of all measurements so far, in a file that every rank may add to. A line has its
+    entry's number.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def add(self, number: int, line: dict[str, Any]) -> bool:
-        """Append the line of an entry that has none; whether it had none. Ranks that fail together all try."""
+        """Append the line of an entry that has none; whether it had none. Ranks that fail together
+        all try.
+        """
         with self.path.open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             if number in self.done():
@@ -76,7 +83,11 @@ class Journal:
 
     def lines(self) -> list[dict[str, Any]]:
         """All lines."""
-        return [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
+        return (
+            [json.loads(line) for line in self.path.read_text().splitlines()]
+            if self.path.exists()
+            else []
+        )
 
     def touch(self) -> None:
         """Something has been done, though not yet a whole measurement."""
@@ -125,8 +136,12 @@ def _alike(plan: Plan, todo: Sequence[int]) -> list[int]:
     return list(itertools.takewhile(lambda index: plan.entries[index].environment == wanted, todo))
 
 
-def _fork_session(plan: Plan, journal: Journal, todo: Sequence[int], store: Path, deadline: float) -> None:
-    """One process per rank for ``todo``; when this returns, all have ended and at least one entry has its line."""
+def _fork_session(
+    plan: Plan, journal: Journal, todo: Sequence[int], store: Path, deadline: float
+) -> None:
+    """One process per rank for ``todo``; when this returns, all have ended and at least one entry
+    has its line.
+    """
     sys.stdout.flush()
     parent = os.getpid()
     running: dict[int, int] = {}
@@ -145,7 +160,8 @@ def _fork_session(plan: Plan, journal: Journal, todo: Sequence[int], store: Path
 
 
 def _wait(running: dict[int, int], journal: Journal, limit_s: float, end: float) -> str:
-    """Until all ranks have ended; kills the rest when one fails, nothing is done in time, or at ``end``; says why.
+    """Until all ranks have ended; kills the rest when one fails, nothing is done in time, or at
+    ``end``; says why.
 
     ``end``: time.time() at which the whole budget is used up; 0: never.
     """
@@ -162,7 +178,9 @@ def _wait(running: dict[int, int], journal: Journal, limit_s: float, end: float)
             touched, deadline = now, time.monotonic() + limit_s
         out_of_budget = bool(end) and time.time() > end
         if deadline < float("inf") and (out_of_budget or time.monotonic() > deadline):
-            problem = problem or (_TIME_IS_UP if out_of_budget else f"did nothing within {limit_s:.0f} s")
+            problem = problem or (
+                _TIME_IS_UP if out_of_budget else f"did nothing within {limit_s:.0f} s"
+            )
             for child in running:
                 os.kill(child, signal.SIGKILL)
             deadline = float("inf")
@@ -170,7 +188,9 @@ def _wait(running: dict[int, int], journal: Journal, limit_s: float, end: float)
     return problem
 
 
-def _forked_rank(plan: Plan, journal: Journal, todo: Sequence[int], rank: int, path: Path, deadline: float) -> int:
+def _forked_rank(
+    plan: Plan, journal: Journal, todo: Sequence[int], rank: int, path: Path, deadline: float
+) -> int:
     """The life of a forked rank; returns its exit status and never raises."""
     store = FileStore(str(path), plan.ranks)
     store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
@@ -187,12 +207,16 @@ def _torchrun(plan: Plan, results: Path) -> int:
         raise Refused("--environment needs processes of our own: start without torchrun")
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     agents_store, rank, world_size = next(rendezvous("env://"))
-    store = PrefixStore(attempt, agents_store)  # torchrun keeps its store, with all that an attempt left in it
+    store = PrefixStore(
+        attempt, agents_store
+    )  # torchrun keeps its store, with all that an attempt left in it
     journal = Journal(results)
     if rank == 0:
         if attempt == "0":
             results.unlink(missing_ok=True)
-        store.set("todo", json.dumps([i for i in range(len(plan.entries)) if i not in journal.done()]))
+        store.set(
+            "todo", json.dumps([i for i in range(len(plan.entries)) if i not in journal.done()])
+        )
     todo = json.loads(store.get("todo"))
     if world_size != plan.ranks:
         raise Refused(f"torchrun started {world_size} ranks, the measurements want {plan.ranks}")
@@ -201,7 +225,13 @@ def _torchrun(plan: Plan, results: Path) -> int:
 
 
 def _rank(
-    plan: Plan, journal: Journal, todo: Sequence[int], rank: int, local: int, store: Store, deadline: float
+    plan: Plan,
+    journal: Journal,
+    todo: Sequence[int],
+    rank: int,
+    local: int,
+    store: Store,
+    deadline: float,
 ) -> int:
     """Measure ``todo`` in order; the failing rank writes down why, rank 0 everything else."""
     number = todo[0] if todo else 0
@@ -219,12 +249,19 @@ def _rank(
 
 
 def _session(
-    plan: Plan, journal: Journal, todo: Sequence[int], rank: int, local: int, store: Store, deadline: float
+    plan: Plan,
+    journal: Journal,
+    todo: Sequence[int],
+    rank: int,
+    local: int,
+    store: Store,
+    deadline: float,
 ) -> Iterator[tuple[Session, int]]:
     entries = [plan.entries[number] for number in todo]
     os.environ.update(entries[0].environment if entries else ())
     if any(variant.run.deterministic for entry in entries for variant in entry.variants):
-        # read once, when the device is first used: too late for a trainer that comes after a fast one
+        # read once, when the device is first used: too late for a trainer that comes after a fast
+        # one
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _CUBLAS_WORKSPACE)
     device = torch.device("cuda", local) if plan.cuda else torch.device("cpu")
     if plan.cuda:

@@ -1,4 +1,5 @@
-"""One measurement from its entry: variants in turn, communication left out, repeats, losses, a profile; as a result.
+"""One measurement from its entry: variants in turn, communication left out, repeats, losses, a
+profile; as a result.
 
 A result is plain values, the same on every rank but for the profile, which rank 0 takes.
 """
@@ -22,7 +23,8 @@ from benchmarks.step_profile import profile_steps
 from megascale_common.sizes import flops
 
 _Legs = dict[str, list[Leg]]
-# What would end after the budget is not begun: the ranks are killed then, and what an entry has found so far with them.
+# What would end after the budget is not begun: the ranks are killed then, and what an entry has
+# found so far with them.
 _MARGIN = 1.25  # of what the longest round so far took
 _PROFILE_S = 60.0  # for two steps, and for collecting and writing their trace
 
@@ -45,7 +47,9 @@ def measure(session: Session, entry: Entry, folder: Path) -> dict[str, Any]:
         result["variants"] = _compared(session, entry, legs)
     if entry.exposed:
         result["exposed"] = {
-            dimension: _exposure(session, entry.run, legs[last], legs[_without(dimension)], dimension)
+            dimension: _exposure(
+                session, entry.run, legs[last], legs[_without(dimension)], dimension
+            )
             for dimension in entry.exposed
         }
     if entry.losses and session.rank == 0:
@@ -106,7 +110,9 @@ def _without(dimension: str) -> str:
 
 
 def _rounds(session: Session, entry: Entry) -> _Legs:
-    """Every variant, and the last without communication, in turn: a slow drift of the machine meets all alike."""
+    """Every variant, and the last without communication, in turn: a slow drift of the machine meets
+    all alike.
+    """
     turns: list[tuple[str, Run, tuple[str, ...]]] = [(v.label, v.run, ()) for v in entry.variants]
     turns += [(_without(name), _plain(entry.run, name), (name,)) for name in entry.exposed]
     legs: _Legs = {label: [] for label, _, _ in turns}
@@ -123,7 +129,9 @@ def _rounds(session: Session, entry: Entry) -> _Legs:
 
 
 def _plain(run: Run, dimension: str) -> Run:
-    """``run`` with nothing to hide in ``dimension``: what cutting a GEMM costs counts as exposed communication."""
+    """``run`` with nothing to hide in ``dimension``: what cutting a GEMM costs counts as exposed
+    communication.
+    """
     kept = tuple(axis for axis in run.overlap if dimension not in ("all", axis))
     return run if kept == run.overlap else _replaced(run, kept)
 
@@ -133,7 +141,9 @@ def _replaced(run: Run, overlap: tuple[str, ...]) -> Run:
 
 
 def _compared(session: Session, entry: Entry, legs: _Legs) -> list[dict[str, Any]]:
-    """The variants in order, each with its gain in tokens per second over the first and over the one before."""
+    """The variants in order, each with its gain in tokens per second over the first and over the
+    one before.
+    """
     rows: list[dict[str, Any]] = []
     speeds: list[list[float]] = []
     for variant in entry.variants:
@@ -148,30 +158,43 @@ def _compared(session: Session, entry: Entry, legs: _Legs) -> list[dict[str, Any
     return rows
 
 
-def _exposure(session: Session, run: Run, legs: list[Leg], without: list[Leg], dimension: str) -> dict[str, Any]:
+def _exposure(
+    session: Session, run: Run, legs: list[Leg], without: list[Leg], dimension: str
+) -> dict[str, Any]:
     """Exposed communication, with what stands in the way of reading it as such."""
     whole = [statistics.median(leg.times_s) for leg in legs]
     silent = [statistics.median(leg.times_s) for leg in without]
     config = session.config(run)
     found: dict[str, Any] = timing.exposed(whole, silent)
-    found["step_time_s"], found["step_time_without_s"] = statistics.median(whole), statistics.median(silent)
-    # Still in the silent step, and so missing in the exposed share: copies that stand in for collectives.
+    found["step_time_s"], found["step_time_without_s"] = (
+        statistics.median(whole),
+        statistics.median(silent),
+    )
+    # Still in the silent step, and so missing in the exposed share: copies that stand in for
+    # collectives.
     copies_s = without[0].copied_bytes / session.copy_bytes_per_s()
     found["stand_in_copies_share"] = copies_s / found["step_time_s"]
     if config.parallelism.pp > 1 and dimension in ("all", "pp"):
-        # Missing in the silent step, and so counted as exposed: waiting for another stage's computation.
+        # Missing in the silent step, and so counted as exposed: waiting for another stage's
+        # computation.
         parallel = config.parallelism
         bubble = timing.ideal_bubble(parallel.pp, parallel.virtual_stages, config.micro_batches)
-        found["of_which_ideal_bubble"] = bubble * found["step_time_without_s"] / found["step_time_s"]
+        found["of_which_ideal_bubble"] = (
+            bubble * found["step_time_without_s"] / found["step_time_s"]
+        )
     return found
 
 
 def _repeats(session: Session, entry: Entry) -> dict[str, Any]:
-    """Runs from the same initial values: do they give the same losses, and how far apart are their times?"""
+    """Runs from the same initial values: do they give the same losses, and how far apart are their
+    times?
+    """
     legs: list[Leg] = []
     longest_s = 0.0
     for _ in range(entry.repeats):
-        if len(legs) > 1 and session.out_of_time(_MARGIN * longest_s):  # one run alone would equal itself
+        if len(legs) > 1 and session.out_of_time(
+            _MARGIN * longest_s
+        ):  # one run alone would equal itself
             break
         begin = time.monotonic()
         session.forget(entry.run)
@@ -189,7 +212,9 @@ def _repeats(session: Session, entry: Entry) -> dict[str, Any]:
 
 
 def _loss_lines(losses: list[float]) -> str:
-    return "".join(json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in enumerate(losses, start=1))
+    return "".join(
+        json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in enumerate(losses, start=1)
+    )
 
 
 def _device_name(device: torch.device) -> str:

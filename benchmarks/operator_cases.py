@@ -1,6 +1,8 @@
-"""The operators that are measured: what each computes in plain torch, how else, and what it costs at least.
+"""The operators that are measured: what each computes in plain torch, how else, and what it costs
+at least.
 
-An operator is a function here that yields its :class:`Case` for a shape of training. ``CASES`` lists them by name.
+An operator is a function here that yields its :class:`Case` for a shape of training. ``CASES``
+lists them by name.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ DOCUMENT_TOKENS = 512  # mean length of packed documents
 
 @dataclass(frozen=True)
 class Shape:
-    """What one tp rank computes for a micro-batch of ``tokens`` in sequences of ``sequence``; widths of the whole."""
+    """What one tp rank computes for a micro-batch of ``tokens`` in sequences of ``sequence``;
+    widths of the whole.
+    """
 
     hidden: int
     heads: int
@@ -42,10 +46,16 @@ class Shape:
     device: torch.device
     dtype: torch.dtype
 
-    def random(self, *shape: int, seed: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def random(
+        self, *shape: int, seed: int, scale: float = 1.0, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         """Normal numbers of the device's own generator."""
         generator = torch.Generator(self.device).manual_seed(seed)
-        return torch.randn(shape, generator=generator, device=self.device).mul_(scale).to(dtype or self.dtype)
+        return (
+            torch.randn(shape, generator=generator, device=self.device)
+            .mul_(scale)
+            .to(dtype or self.dtype)
+        )
 
 
 @dataclass(frozen=True)
@@ -58,7 +68,9 @@ class Cost:
 
 @dataclass(frozen=True)
 class Case:
-    """``ways`` lay out fresh inputs of a dtype and give each of ``passes`` ready to run; the last one computes all."""
+    """``ways`` lay out fresh inputs of a dtype and give each of ``passes`` ready to run; the last
+    one computes all.
+    """
 
     shape: str
     passes: Mapping[str, Cost]
@@ -68,9 +80,11 @@ class Case:
 def differentiable(
     plain: Function, inputs: Tensors, vectors: Tensors, others: Mapping[str, Callable[[], Function]]
 ) -> dict[str, Way]:
-    """Ways of a function of ``inputs`` and parameter ``vectors``: ``plain``, that compiled, and ``others``.
+    """Ways of a function of ``inputs`` and parameter ``vectors``: ``plain``, that compiled, and
+    ``others``.
 
-    The others take each vector as a :class:`Weight`, add its gradient to ``main_grad``, and are imported when called.
+    The others take each vector as a :class:`Weight`, add its gradient to ``main_grad``, and are
+    imported when called.
     """
 
     def compiled() -> Function:
@@ -81,7 +95,9 @@ def differentiable(
         REFERENCE: lambda dtype: _passes(plain, inputs, vectors, dtype, weights=False),
         "compile": lambda dtype: _passes(compiled(), inputs, vectors, dtype, weights=False),
         **{
-            name: partial(lambda load, dtype: _passes(load(), inputs, vectors, dtype, weights=True), load)
+            name: partial(
+                lambda load, dtype: _passes(load(), inputs, vectors, dtype, weights=True), load
+            )
             for name, load in others.items()
         },
     }
@@ -101,7 +117,8 @@ def _passes(
 
     generator = torch.Generator(leaves[0].device).manual_seed(0)
     d_outputs = [
-        torch.randn(out.shape, generator=generator, device=out.device).bfloat16().to(out.dtype) for out in forward()
+        torch.randn(out.shape, generator=generator, device=out.device).bfloat16().to(out.dtype)
+        for out in forward()
     ]
 
     def both() -> Tensors:
@@ -114,7 +131,10 @@ def _passes(
 
 def _costs(forward: int, backward: int, flops: int = 0, backward_flops: int = 0) -> dict[str, Cost]:
     """Costs of both passes from bytes and FLOP of each."""
-    return {"forward": Cost(forward, flops), "forward + backward": Cost(forward + backward, flops + backward_flops)}
+    return {
+        "forward": Cost(forward, flops),
+        "forward + backward": Cost(forward + backward, flops + backward_flops),
+    }
 
 
 def norm(shape: Shape, kind: Literal["layernorm", "rmsnorm"]) -> Case:
@@ -123,7 +143,9 @@ def norm(shape: Shape, kind: Literal["layernorm", "rmsnorm"]) -> Case:
     inputs = [shape.random(rows, width, seed=seed) for seed in (1, 2)]
     vectors = [1.0 + shape.random(width, seed=3, scale=0.1), shape.random(width, seed=4)]
 
-    def plain(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> tuple[Any, ...]:
+    def plain(
+        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: Any = None
+    ) -> tuple[Any, ...]:
         stream = x + residual
         if kind == "layernorm":
             return stream, F.layer_norm(stream, (width,), weight, bias, EPSILON)
@@ -132,9 +154,13 @@ def norm(shape: Shape, kind: Literal["layernorm", "rmsnorm"]) -> Case:
     def fused() -> Function:
         from megascale_kernels.fused import norm as module
 
-        return lambda x, residual, weight, bias=None: module.norm(x, residual, weight, bias, kind, EPSILON)
+        return lambda x, residual, weight, bias=None: module.norm(
+            x, residual, weight, bias, kind, EPSILON
+        )
 
-    ways = differentiable(plain, inputs, vectors if kind == "layernorm" else vectors[:1], {"fused": fused})
+    ways = differentiable(
+        plain, inputs, vectors if kind == "layernorm" else vectors[:1], {"fused": fused}
+    )
     size = inputs[0].nbytes
     return Case(f"{rows} x {width}", _costs(4 * size, 4 * size), ways)
 
@@ -163,7 +189,9 @@ def activation(shape: Shape, kind: Literal["gelu", "swiglu"]) -> Case:
 
 
 def core(shape: Shape, part: Literal["heads", "all"]) -> Case:
-    """From the input GEMM to the output GEMM: the split into rotated ``heads``, or ``all``: attention and GELU too."""
+    """From the input GEMM to the output GEMM: the split into rotated ``heads``, or ``all``:
+    attention and GELU too.
+    """
     size, heads = shape.hidden // shape.heads, shape.heads // shape.tp
     ffn = 4 * shape.hidden // shape.tp if part == "all" else 0
     width, batch = 3 * heads * size, shape.tokens // shape.sequence
@@ -176,7 +204,9 @@ def core(shape: Shape, part: Literal["heads", "all"]) -> Case:
 
     def turned(x: torch.Tensor) -> torch.Tensor:
         first, second = x.chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(
+            x.dtype
+        )
 
     def plain(x: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, ...]:
         columns, rest = (x + bias).split((width, ffn), dim=-1)
@@ -184,7 +214,9 @@ def core(shape: Shape, part: Literal["heads", "all"]) -> Case:
         q, k, v = (t.permute(1, 2, 0, 3).contiguous() for t in (turned(q), turned(k), v))
         if part == "heads":
             return q, k, v
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3).flatten(2)
+        attended = (
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3).flatten(2)
+        )
         return (torch.cat((attended, F.gelu(rest, approximate="tanh")), dim=-1),)
 
     def fused() -> Function:
@@ -207,7 +239,11 @@ def core(shape: Shape, part: Literal["heads", "all"]) -> Case:
 
 def attention(shape: Shape) -> Case:
     """Dense causal attention, by each backend that is available."""
-    size, heads, batch = shape.hidden // shape.heads, shape.heads // shape.tp, shape.tokens // shape.sequence
+    size, heads, batch = (
+        shape.hidden // shape.heads,
+        shape.heads // shape.tp,
+        shape.tokens // shape.sequence,
+    )
     inputs = [shape.random(batch, heads, shape.sequence, size, seed=seed) for seed in (1, 2, 3)]
 
     def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor]:
@@ -221,19 +257,36 @@ def attention(shape: Shape) -> Case:
     names = ("cudnn", "flash", "flash_attn_2", "flash_attn_3", "flash_attn_4")
     ways = differentiable(plain, inputs, [], {name: partial(backend, name) for name in names})
     flops, one = _causal_flops(shape), inputs[0].nbytes
-    return Case(f"{batch} x {heads} x {shape.sequence} x {size}", _costs(4 * one, 8 * one, flops, 5 * flops // 2), ways)
+    return Case(
+        f"{batch} x {heads} x {shape.sequence} x {size}",
+        _costs(4 * one, 8 * one, flops, 5 * flops // 2),
+        ways,
+    )
 
 
 def documents(shape: Shape) -> Case:
-    """Causal attention inside packed documents: under a dense mask, and by the bounds of the documents.
+    """Causal attention inside packed documents: under a dense mask, and by the bounds of the
+    documents.
 
     q, k and v lie by position, as the fused core writes them for such a mask.
     """
-    size, heads, batch = shape.hidden // shape.heads, shape.heads // shape.tp, shape.tokens // shape.sequence
-    inputs = [shape.random(batch, shape.sequence, heads, size, seed=seed).transpose(1, 2) for seed in (1, 2, 3)]
-    begins = torch.rand(batch, shape.sequence, generator=torch.Generator().manual_seed(4)) < 1 / DOCUMENT_TOKENS
+    size, heads, batch = (
+        shape.hidden // shape.heads,
+        shape.heads // shape.tp,
+        shape.tokens // shape.sequence,
+    )
+    inputs = [
+        shape.random(batch, shape.sequence, heads, size, seed=seed).transpose(1, 2)
+        for seed in (1, 2, 3)
+    ]
+    begins = (
+        torch.rand(batch, shape.sequence, generator=torch.Generator().manual_seed(4))
+        < 1 / DOCUMENT_TOKENS
+    )
     found = documents_of(torch.where(begins, torch.arange(shape.sequence), 0).cummax(1).values)
-    mask = attention_mask(shape.sequence, documents=found.map(lambda offsets: offsets.to(shape.device)))
+    mask = attention_mask(
+        shape.sequence, documents=found.map(lambda offsets: offsets.to(shape.device))
+    )
     dense = mask.dense
 
     def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor]:
@@ -247,7 +300,9 @@ def documents(shape: Shape) -> Case:
     flops, one = int((found.bounds.diff().double() ** 2).sum()) * 2 * heads * size, inputs[0].nbytes
     costs = _costs(4 * one, 8 * one, flops, 5 * flops // 2)
     ways = differentiable(plain, inputs, [], {"varlen": varlen})
-    return Case(f"{batch} x {heads} x {shape.sequence} x {size}, {found.number} documents", costs, ways)
+    return Case(
+        f"{batch} x {heads} x {shape.sequence} x {size}, {found.number} documents", costs, ways
+    )
 
 
 def _causal_flops(shape: Shape) -> int:
@@ -284,7 +339,9 @@ def loss(shape: Shape) -> Case:
 
 
 def update(shape: Shape) -> Case:
-    """AdamW of one layer's parameters over tp and 8 replicas, from the summed gradient to the rounded parameters."""
+    """AdamW of one layer's parameters over tp and 8 replicas, from the summed gradient to the
+    rounded parameters.
+    """
     size = 12 * shape.hidden**2 // shape.tp // 8
     numbers = AdamWUpdate(3e-4, 0.9, 0.95, 1e-8, 0.1, 7)
     wide = [shape.random(size, seed=seed, dtype=torch.float32) for seed in (1, 2, 3, 4)]
@@ -295,7 +352,10 @@ def update(shape: Shape) -> Case:
     def way(load: Callable[[], AdamWKernel], dtype: torch.dtype) -> dict[str, Operation]:
         exact = dtype == torch.float64
         kernel, states = load(), torch.stack(wide[:3]).to(dtype if exact else torch.float32)
-        gradient, parameters = wide[3].to(states.dtype, copy=True), torch.empty(size, dtype=dtype, device=shape.device)
+        gradient, parameters = (
+            wide[3].to(states.dtype, copy=True),
+            torch.empty(size, dtype=dtype, device=shape.device),
+        )
 
         def run() -> Tensors:
             kernel(states, gradient, parameters, scale, apply, numbers)
@@ -304,7 +364,10 @@ def update(shape: Shape) -> Case:
         return {"update": run}
 
     def of_torch(
-        states: torch.Tensor, gradient: torch.Tensor, parameters: torch.Tensor, *rest: torch.Tensor | AdamWUpdate
+        states: torch.Tensor,
+        gradient: torch.Tensor,
+        parameters: torch.Tensor,
+        *rest: torch.Tensor | AdamWUpdate,
     ) -> None:
         master, mean, square = ([row] for row in states)
         torch._fused_adamw_(
@@ -328,7 +391,12 @@ def update(shape: Shape) -> Case:
         torch.compiler.reset()
         return torch.compile(adamw, dynamic=False)
 
-    loads = {REFERENCE: lambda: adamw, "compile": compiled, "torch_fused": lambda: of_torch, "fused": fused}
+    loads = {
+        REFERENCE: lambda: adamw,
+        "compile": compiled,
+        "torch_fused": lambda: of_torch,
+        "fused": fused,
+    }
     ways = {name: partial(way, load) for name, load in loads.items()}
     return Case(f"{size}", {"update": Cost(size * (7 * 4 + shape.dtype.itemsize))}, ways)
 
@@ -358,7 +426,10 @@ def weight_gradient(shape: Shape) -> Case:
 
     loads = {REFERENCE: lambda: plain, "compile": compiled, "fused": lambda: accumulate_product}
     ways = {name: partial(way, load) for name, load in loads.items()}
-    moved, flops = d_y.nbytes + x.nbytes + 8 * rows * shape.hidden, 2 * rows * shape.hidden * shape.tokens
+    moved, flops = (
+        d_y.nbytes + x.nbytes + 8 * rows * shape.hidden,
+        2 * rows * shape.hidden * shape.tokens,
+    )
     return Case(f"{rows} x {shape.hidden} x {shape.tokens}", {"backward": Cost(moved, flops)}, ways)
 
 

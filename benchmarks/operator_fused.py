@@ -1,4 +1,6 @@
-"""The fused core and the attention backends as functions of tensors and weights; imported where they are measured."""
+"""The fused core and the attention backends as functions of tensors and weights; imported where
+they are measured.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def backend(name: str, mask: AttentionMask) -> Function:
 
 class _Heads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor, main_grad: torch.Tensor, *split: Any) -> Any:
+    def forward(
+        ctx: Any, x: torch.Tensor, bias: torch.Tensor, main_grad: torch.Tensor, *split: Any
+    ) -> Any:
         ctx.shape, ctx.main_grad, ctx.split = x.shape, main_grad, split
         return rotary.read_heads(x, bias, *split)
 

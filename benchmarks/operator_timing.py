@@ -1,4 +1,6 @@
-"""Times of one operation on a device, and what that device can do at most: its copy bandwidth and its GEMM rate."""
+"""Times of one operation on a device, and what that device can do at most: its copy bandwidth and
+its GEMM rate.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,15 @@ from typing import Any
 import torch
 
 WARMUP = 3
-# About a millisecond: while the device sleeps the host enqueues the operation, so that its own time is not measured.
+# About a millisecond: while the device sleeps the host enqueues the operation, so that its own time
+# is not measured.
 SLEEP_CYCLES = 2_000_000
 
 
 class Meter:
-    """Takes times on one device. ``quick`` makes the device's own measurements tiny: a dry run, not a figure."""
+    """Takes times on one device. ``quick`` makes the device's own measurements tiny: a dry run, not
+    a figure.
+    """
 
     def __init__(self, device: torch.device, repeats: int, *, quick: bool) -> None:
         self.device, self._repeats, self._quick = device, repeats, quick
@@ -24,7 +29,9 @@ class Meter:
             self._flush = torch.empty(2 * cache_bytes, dtype=torch.int8, device=device)
 
     def times_s(self, operation: Callable[[], Any]) -> list[float]:
-        """Seconds of each repeat, in ascending order; the caches are cold and the device waits for no host."""
+        """Seconds of each repeat, in ascending order; the caches are cold and the device waits for
+        no host.
+        """
         for _ in range(WARMUP):
             operation()
         take = self._cuda_time_s if self.device.type == "cuda" else _host_time_s
@@ -38,7 +45,9 @@ class Meter:
         return 2 * source.numel() / times[len(times) // 2]
 
     def gemm_rate(self, dtype: torch.dtype) -> float:
-        """FLOP per second of a large square GEMM of random numbers (zeros draw less power and run faster)."""
+        """FLOP per second of a large square GEMM of random numbers (zeros draw less power and run
+        faster).
+        """
         size = 128 if self._quick else 8192
         left, right = (torch.randn(size, size, device=self.device).to(dtype) for _ in range(2))
         times = self.times_s(lambda: left @ right)

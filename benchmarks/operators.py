@@ -1,12 +1,14 @@
-"""Fused operators beside plain and compiled torch: error against float64, time, and the least time that is possible.
+"""Fused operators beside plain and compiled torch: error against float64, time, and the least time
+that is possible.
 
     python benchmarks/operators.py --quick                          # a dry run at tiny shapes, on a CPU too
     python benchmarks/operators.py --only cross_entropy,adamw --hidden 4096 --tp 1,2
     python benchmarks/operators.py --json --budget-s 540 > operators.jsonl
 
-The floor of a pass is the larger of its bytes over the device's copy bandwidth and its FLOP over the device's rate in a
-large GEMM, both measured here. Times are the device's own: cold caches, no waiting for the host. Errors are those of
-all results, gradients included, over the size of the exact result: root mean square, and largest over largest.
+The floor of a pass is the larger of its bytes over the device's copy bandwidth and its FLOP over
+the device's rate in a large GEMM, both measured here. Times are the device's own: cold caches, no
+waiting for the host. Errors are those of all results, gradients included, over the size of the
+exact result: root mean square, and largest over largest.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds only what lies beside it
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # a script finds only what lies beside it
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 
@@ -49,7 +53,9 @@ WAYS = (
 
 @dataclass(frozen=True)
 class Row:
-    """One way's figures of one pass. ``problem`` says why it has none; ``failed`` that this should not be."""
+    """One way's figures of one pass. ``problem`` says why it has none; ``failed`` that this should
+    not be.
+    """
 
     operator: str
     shape: str
@@ -84,7 +90,12 @@ def main(arguments: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(machine), flush=True)
     else:
-        print(", ".join(f"{name} {value}" for name, value in machine.items()), *_header(), sep="\n", flush=True)
+        print(
+            ", ".join(f"{name} {value}" for name, value in machine.items()),
+            *_header(),
+            sep="\n",
+            flush=True,
+        )
     failed = False
     end = time.monotonic() + options.budget_s if options.budget_s else math.inf
     for name in options.only:
@@ -104,7 +115,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def measure(
-    operator: str, case: Case, dtype: torch.dtype, meter: Meter, limits: tuple[float, float], ways: Iterable[str]
+    operator: str,
+    case: Case,
+    dtype: torch.dtype,
+    meter: Meter,
+    limits: tuple[float, float],
+    ways: Iterable[str],
 ) -> Iterator[Row]:
     """The rows of one case: every pass of every way, of which ``ways`` may end at any time."""
     exact: Tensors | None = None
@@ -121,7 +137,10 @@ def measure(
                 floor_us = 1e6 * max(cost.bytes / limits[0], cost.flops / limits[1])
                 found = (times_us[len(times_us) // 2], times_us[0], times_us[-1], floor_us)
                 yield Row(operator, case.shape, work, way, *errors, *found)
-        except (ImportError, NotImplementedError) as problem:  # not installed, or not for this device
+        except (
+            ImportError,
+            NotImplementedError,
+        ) as problem:  # not installed, or not for this device
             yield Row(operator, case.shape, "", way, problem=_short(problem))
         except Exception as problem:  # the others are still worth having
             yield Row(operator, case.shape, "", way, problem=_short(problem), failed=True)
@@ -133,19 +152,38 @@ def _results(passes: Mapping[str, Operation]) -> Tensors:
 
 
 def _errors(found: Tensors, exact: Tensors) -> tuple[float, float]:
-    """The worst of all results: root mean square and largest difference, over those of the exact result."""
+    """The worst of all results: root mean square and largest difference, over those of the exact
+    result.
+    """
     differences = [ours.double() - wanted for ours, wanted in zip(found, exact, strict=True)]
     rms = [float(d.norm() / wanted.norm()) for d, wanted in zip(differences, exact, strict=True)]
-    largest = [float(d.abs().max() / wanted.abs().max()) for d, wanted in zip(differences, exact, strict=True)]
+    largest = [
+        float(d.abs().max() / wanted.abs().max())
+        for d, wanted in zip(differences, exact, strict=True)
+    ]
     return max(rms), max(largest)
 
 
 def _short(problem: Exception) -> str:
-    return f"{type(problem).__name__}: {str(problem).strip().splitlines()[0] if str(problem) else ''}"[:120]
+    return (
+        f"{type(problem).__name__}: {str(problem).strip().splitlines()[0] if str(problem) else ''}"[
+            :120
+        ]
+    )
 
 
 def _header() -> tuple[str, str]:
-    names = ("operator", "shape", "pass", "way", "error rms", "error max", "median us", "low - high us", "floor us")
+    names = (
+        "operator",
+        "shape",
+        "pass",
+        "way",
+        "error rms",
+        "error max",
+        "median us",
+        "low - high us",
+        "floor us",
+    )
     return f"| {' | '.join(names)} | of floor |", "|---" * (len(names) + 1) + "|"
 
 
@@ -153,18 +191,31 @@ def _line(row: Row) -> str:
     start = f"| {row.operator} | {row.shape} | {row.work} | {row.way} |"
     if row.median_us is None or row.floor_us is None:
         return f"{start} {'failed: ' if row.failed else ''}{row.problem} | | | | | |"
-    errors = " | ".join("-" if error is None else f"{error:.1e}" for error in (row.error_rms, row.error_max))
+    errors = " | ".join(
+        "-" if error is None else f"{error:.1e}" for error in (row.error_rms, row.error_max)
+    )
     times = f"{row.median_us:.1f} | {row.low_us:.1f} - {row.high_us:.1f} | {row.floor_us:.1f}"
     return f"{start} {errors} | {times} | {row.floor_us / row.median_us:.0%} |"
 
 
-def _shapes(options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Iterator[Shape]:
+def _shapes(
+    options: argparse.Namespace, device: torch.device, dtype: torch.dtype
+) -> Iterator[Shape]:
     if options.quick:
         yield Shape(128, 4, 2, 32, 64, 160, device, dtype)
         return
     for hidden in map(int, options.hidden):
         for tp in map(int, options.tp):
-            yield Shape(hidden, HEADS[hidden], tp, SEQUENCE, SEQUENCE * MICRO_BATCH, VOCABULARY, device, dtype)
+            yield Shape(
+                hidden,
+                HEADS[hidden],
+                tp,
+                SEQUENCE,
+                SEQUENCE * MICRO_BATCH,
+                VOCABULARY,
+                device,
+                dtype,
+            )
 
 
 def _choice(known: Sequence[str]) -> Callable[[str], list[str]]:
@@ -172,14 +223,18 @@ def _choice(known: Sequence[str]) -> Callable[[str], list[str]]:
 
     def parse(text: str) -> list[str]:
         if unknown := set(text.split(",")) - set(known):
-            raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(known)}")
+            raise argparse.ArgumentTypeError(
+                f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(known)}"
+            )
         return text.split(",")
 
     return parse
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     lists = {
         "only": list(CASES),
         "ways": list(WAYS),
@@ -187,10 +242,16 @@ def _parser() -> argparse.ArgumentParser:
         "tp": ["1", "2", "8"],
     }
     for name, known in lists.items():
-        parser.add_argument(f"--{name}", type=_choice(known), default=known, help=f"of {', '.join(known)}")
+        parser.add_argument(
+            f"--{name}", type=_choice(known), default=known, help=f"of {', '.join(known)}"
+        )
     parser.add_argument("--repeats", type=int, default=20, help="times taken of each")
-    parser.add_argument("--quick", action="store_true", help="one tiny shape, two repeats: a dry run")
-    parser.add_argument("--budget-s", type=float, default=0.0, help="begin nothing new after this time")
+    parser.add_argument(
+        "--quick", action="store_true", help="one tiny shape, two repeats: a dry run"
+    )
+    parser.add_argument(
+        "--budget-s", type=float, default=0.0, help="begin nothing new after this time"
+    )
     parser.add_argument("--json", action="store_true", help="JSON lines, the machine first")
     return parser
 

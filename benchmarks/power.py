@@ -1,7 +1,9 @@
-"""What a device does while something runs on it: clock, power and temperature, and work long enough to reach them.
+"""What a device does while something runs on it: clock, power and temperature, and work long enough
+to reach them.
 
-A short burst runs at the highest clock; training runs at the clock that the power limit allows. So an operation is
-repeated until the device has settled, and only the second half of the repeats is timed.
+A short burst runs at the highest clock; training runs at the clock that the power limit allows. So
+an operation is repeated until the device has settled, and only the second half of the repeats is
+timed.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ _ROUNDS = 5  # timed parts of a measurement, for the spread
 
 @dataclass(frozen=True)
 class Sustained:
-    """One operation, repeated: milliseconds of one run (median, least and most of the rounds), and the device then.
+    """One operation, repeated: milliseconds of one run (median, least and most of the rounds), and
+    the device then.
 
-    ``clock_mhz`` and ``power_w`` are means of samples over the timed rounds; None where the device does not say.
+    ``clock_mhz`` and ``power_w`` are means of samples over the timed rounds; None where the device
+    does not say.
     """
 
     median_ms: float
@@ -56,7 +60,9 @@ class _Sampler:
         self._thread.join()
         if not self._samples:
             return None, None, None
-        clock, power, temperature = (statistics.mean(column) for column in zip(*self._samples, strict=True))
+        clock, power, temperature = (
+            statistics.mean(column) for column in zip(*self._samples, strict=True)
+        )
         return clock, power, temperature
 
     def _sample(self) -> None:
@@ -91,7 +97,9 @@ def sustained(operation: Callable[[], Any], device: torch.device, duration_s: fl
 def _sampler(device: torch.device) -> _Sampler | None:
     try:
         sampler = _Sampler(device)
-    except Exception:  # no such package, no such library, no such device there: the times are still worth having
+    except (
+        Exception
+    ):  # no such package, no such library, no such device there: the times are still worth having
         return None
     sampler.start()
     return sampler

@@ -27,7 +27,8 @@ PRESETS = {
     "7b": Preset(32, 4096, 32, 51200, 2048, 4, 128),
     "13b": Preset(40, 5120, 40, 51200, 2048, 4, 128),
     "30b": Preset(48, 7168, 56, 51200, 4096, 2, 32),
-    # One of the eight pipeline stages that the paper's 175B model is cut into (Table 2), with embedding and head.
+    # One of the eight pipeline stages that the paper's 175B model is cut into (Table 2), with
+    # embedding and head.
     "175b-stage": Preset(12, 12288, 96, 51200, 2048, 4, 32),
 }
 OVERLAPS = ("tp", "pp", "dp")
@@ -39,11 +40,13 @@ class Refused(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """One configuration, in the words of the command line. 0 takes the preset's value (``dp``: the ranks that remain).
+    """One configuration, in the words of the command line. 0 takes the preset's value (``dp``: the
+    ranks that remain).
 
-    ``steps`` includes the warm-up. ``data`` is the prefix of a tokenised corpus; without one the tokens are random and
-    the same in every step. ``initial`` "device" draws initial values quickly, the same for the same layout; "exact"
-    draws the trainer's own, which are the same for all layouts.
+    ``steps`` includes the warm-up. ``data`` is the prefix of a tokenised corpus; without one the
+    tokens are random and the same in every step. ``initial`` "device" draws initial values quickly,
+    the same for the same layout; "exact" draws the trainer's own, which are the same for all
+    layouts.
     """
 
     preset: str = "tiny"
@@ -97,7 +100,9 @@ def job(run: Run, world_size: int, *, cuda: bool) -> JobConfig:
     preset = PRESETS[run.preset]
     dp = run.dp or max(1, world_size // (run.tp * run.pp))
     if run.tp * run.pp * dp != world_size:
-        raise Refused(f"tp {run.tp} * pp {run.pp} * dp {dp} is not the {world_size} ranks that there are")
+        raise Refused(
+            f"tp {run.tp} * pp {run.pp} * dp {dp} is not the {world_size} ranks that there are"
+        )
     config = from_dict(
         {
             "name": f"throughput-{run.preset}",
@@ -138,7 +143,9 @@ def job(run: Run, world_size: int, *, cuda: bool) -> JobConfig:
             },
         }
     )
-    problems = [problem for problem in validate(config) if run.data or problem.field != "data.sources"]
+    problems = [
+        problem for problem in validate(config) if run.data or problem.field != "data.sources"
+    ]
     if problems:
         raise Refused("; ".join(map(str, problems)))
     return config

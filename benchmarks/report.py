@@ -36,12 +36,21 @@ def text(line: _Line) -> str:
 
 def table(rows: Sequence[_Line], columns: Mapping[str, Sequence[str]]) -> str:
     """A markdown table of ``rows`` of one ladder; ``columns`` holds further cells by heading."""
-    head = ["row", "tokens/s/GPU", "MFU causal / full", "gain over the row before", "gain over the first", *columns]
+    head = [
+        "row",
+        "tokens/s/GPU",
+        "MFU causal / full",
+        "gain over the row before",
+        "gain over the first",
+        *columns,
+    ]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for number, row in enumerate(rows):
         cells = [row["label"], f"{row['tokens_per_s_per_device']:,.0f}", _mfu(row)]
         cells += [_gain(row.get("gain_over_previous")), _gain(row.get("gain_over_first"))]
-        lines.append("| " + " | ".join([*cells, *(column[number] for column in columns.values())]) + " |")
+        lines.append(
+            "| " + " | ".join([*cells, *(column[number] for column in columns.values())]) + " |"
+        )
     return "\n".join(lines)
 
 
@@ -83,7 +92,12 @@ def _profile(found: _Line) -> list[str]:
     rows = [f"a step of {found['step_ms']:.1f} ms, as one kind at a time / as busy time:"]
     for kind, time_ms in found["exclusive_ms"].items():
         busy = found["busy_ms"].get(kind)
-        rows.append(f"  {kind:>13} {time_ms:9.2f} ms" + (f" / {busy:9.2f} ms" if busy is not None else ""))
+        rows.append(
+            f"  {kind:>13} {time_ms:9.2f} ms" + (f" / {busy:9.2f} ms" if busy is not None else "")
+        )
     rows.append(f"  communication under computation {found['communication_hidden_ms']:.2f} ms")
-    rows += [f"  {entry['ms']:9.2f} ms  {entry['kind']}: {entry['kernel'][:100]}" for entry in found["largest"]]
+    rows += [
+        f"  {entry['ms']:9.2f} ms  {entry['kind']}: {entry['kernel'][:100]}"
+        for entry in found["largest"]
+    ]
     return rows

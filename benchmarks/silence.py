@@ -1,8 +1,9 @@
-"""Communication left out: groups whose operations return at once, so that a step's time without them can be measured.
+"""Communication left out: groups whose operations return at once, so that a step's time without
+them can be measured.
 
-Shapes are right, values are finite and of ordinary size (matrix units draw less power and clock higher on zeros or
-NaN), and mean nothing. A rank takes its own part for those of the others. What that costs in local copies is counted,
-because it is time that "without communication" still holds.
+Shapes are right, values are finite and of ordinary size (matrix units draw less power and clock
+higher on zeros or NaN), and mean nothing. A rank takes its own part for those of the others. What
+that costs in local copies is counted, because it is time that "without communication" still holds.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ _MESSAGE_STD = 0.02  # of what "arrives" from another pipeline stage
 
 
 class SilentProcessGroup(dist.ProcessGroup):
-    """A process group without peers. ``copied_bytes`` counts what it has read and written in their stead."""
+    """A process group without peers. ``copied_bytes`` counts what it has read and written in their
+    stead.
+    """
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -35,14 +38,22 @@ class SilentProcessGroup(dist.ProcessGroup):
         """As if the other ranks had brought nothing."""
         return _done()
 
-    def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, options: Any = None) -> dist.Work:
-        """Every rank's part is this rank's; an operation in place keeps what the other parts held before."""
+    def all_gather_single(
+        self, output: torch.Tensor, source: torch.Tensor, options: Any = None
+    ) -> dist.Work:
+        """Every rank's part is this rank's; an operation in place keeps what the other parts held
+        before.
+        """
         if not _shares_memory(output, source):
-            output.view(-1, *source.shape).copy_(source.expand(output.numel() // source.numel(), *source.shape))
+            output.view(-1, *source.shape).copy_(
+                source.expand(output.numel() // source.numel(), *source.shape)
+            )
             self.copied_bytes += _bytes(source) + _bytes(output)
         return _done()
 
-    def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, options: Any = None) -> dist.Work:
+    def reduce_scatter_single(
+        self, output: torch.Tensor, source: torch.Tensor, options: Any = None
+    ) -> dist.Work:
         """The sum is the first part of this rank's ``source``."""
         if not _shares_memory(output, source):
             output.copy_(source.view(-1, *output.shape)[0])
@@ -73,19 +84,25 @@ class SilentProcessGroup(dist.ProcessGroup):
 
 
 def create_silent_group(world_size: int) -> SilentProcessGroup:
-    """A silent group of all ranks, which can stand in for any group of them; every rank calls it together.
+    """A silent group of all ranks, which can stand in for any group of them; every rank calls it
+    together.
 
-    torch.distributed must be initialised; :func:`megascale_trainer.parallel.groups.destroy_groups` undoes both.
+    torch.distributed must be initialised; :func:`megascale_trainer.parallel.groups.destroy_groups`
+    undoes both.
     """
     if not hasattr(dist.Backend, _BACKEND.upper()):
         dist.Backend.register_backend(_BACKEND, _create, devices=["cpu", "cuda"])
-    group = dist.new_group(list(range(world_size)), backend=_BACKEND, use_local_synchronization=True)
+    group = dist.new_group(
+        list(range(world_size)), backend=_BACKEND, use_local_synchronization=True
+    )
     assert isinstance(group, SilentProcessGroup)
     return group
 
 
 @contextlib.contextmanager
-def silence(groups: Groups, silent: SilentProcessGroup | None, dimensions: Collection[str]) -> Iterator[None]:
+def silence(
+    groups: Groups, silent: SilentProcessGroup | None, dimensions: Collection[str]
+) -> Iterator[None]:
     """Leave out the communication of ``dimensions`` (tp, pp, dp, or all) while the body runs.
 
     It looks inside :class:`Group` so that the code which trains knows nothing of this.
@@ -103,7 +120,9 @@ def silence(groups: Groups, silent: SilentProcessGroup | None, dimensions: Colle
 
 
 def _named(groups: Groups) -> Iterator[tuple[str, Group]]:
-    """Every group with its dimension; those of one dimension share the beginning of their field's name."""
+    """Every group with its dimension; those of one dimension share the beginning of their field's
+    name.
+    """
     for field in fields(groups):
         value = getattr(groups, field.name)
         if isinstance(value, Edges):

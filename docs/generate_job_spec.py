@@ -1,4 +1,5 @@
-"""Write docs/job-spec.md from the protos' comments and the defaults in the code; --check only compares.
+"""Write docs/job-spec.md from the protos' comments and the defaults in the code; --check only
+compares.
 
 python docs/generate_job_spec.py [--check]
 """
@@ -45,7 +46,11 @@ def _message(message: MessageFields, path: str) -> Iterator[str]:
             yield f"Values of `{field.name}`:"
             yield ""
             for choice in field.choices:
-                yield f"- `{choice.name}`: {choice.comment}" if choice.comment else f"- `{choice.name}`"
+                yield (
+                    f"- `{choice.name}`: {choice.comment}"
+                    if choice.comment
+                    else f"- `{choice.name}`"
+                )
             yield ""
     for field in message.fields:
         if field.message is not None:

@@ -11,9 +11,10 @@ from hypothesis import settings
 settings.register_profile("megascale", deadline=None, print_blob=True)
 settings.load_profile("megascale")
 
-# Tests that start many processes run one after the other in lanes, so that no more clusters run at once than a small
-# machine has cores; everything else fills the rest, file by file. Each lane is the work of one process of pytest-xdist.
-# Lanes are of about the same length: on two idle cores 240 s each for the clusters, 290 s for the ranks.
+# Tests that start many processes run one after the other in lanes, so that no more clusters run at
+# once than a small machine has cores; everything else fills the rest, file by file. Each lane is
+# the work of one process of pytest-xdist. Lanes are of about the same length: on two idle cores 240
+# s each for the clusters, 290 s for the ranks.
 LANES = {
     "clusters": (
         "chaos/test_control_plane_loss.py",

@@ -1,7 +1,9 @@
-"""What the bar scripts share: the words of their command lines, how a step is timed, and the line of a result.
+"""What the bar scripts share: the words of their command lines, how a step is timed, and the line
+of a result.
 
-A peer is measured as `throughput.py` measures the trainer: the same models and batches, three steps that warm up, CUDA
-events at the ends of the others, of each step the slowest rank, of those the median; FLOP counted by the same formula.
+A peer is measured as `throughput.py` measures the trainer: the same models and batches, three steps
+that warm up, CUDA events at the ends of the others, of each step the slowest rank, of those the
+median; FLOP counted by the same formula.
 """
 
 from __future__ import annotations
@@ -32,17 +34,27 @@ SHAPE = ("preset", "layers", "tp", "pp", "vpp", "seq", "micro_batch", "global_ba
 def parser(description: str | None) -> argparse.ArgumentParser:
     """The options that every bar has: those of `throughput.py` of the same names."""
     found = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     found.add_argument("--preset", choices=PRESETS, default="7b")
     for name in ("layers", "seq", "micro-batch", "global-batch"):
         found.add_argument(f"--{name}", type=int, default=0, help="default: the preset's")
     for name in ("tp", "pp", "vpp"):
         found.add_argument(f"--{name}", type=int, default=1)
-    found.add_argument("--attention", choices=["cudnn", "flash"], default="cudnn", help="torch's backend")
+    found.add_argument(
+        "--attention", choices=["cudnn", "flash"], default="cudnn", help="torch's backend"
+    )
     found.add_argument("--steps", type=int, default=10, help=f"the first {WARMUP_STEPS} warm up")
     found.add_argument("--results", type=Path, help="add the result to this file, as a JSON line")
-    found.add_argument("--dry-run", type=int, default=0, metavar="RANKS", help="print what this many ranks would run")
+    found.add_argument(
+        "--dry-run",
+        type=int,
+        default=0,
+        metavar="RANKS",
+        help="print what this many ranks would run",
+    )
     return found
 
 
@@ -85,7 +97,9 @@ def own_device() -> torch.device:
 
 
 def take_times(step: Callable[[], Any], steps: int, device: torch.device) -> list[float]:
-    """Seconds of each step after those that warm up, on this rank; the host launches ahead if ``step`` lets it."""
+    """Seconds of each step after those that warm up, on this rank; the host launches ahead if
+    ``step`` lets it.
+    """
     gc.collect()
     gc.disable()
     clock = timing.StepClock(device)
@@ -96,8 +110,12 @@ def take_times(step: Callable[[], Any], steps: int, device: torch.device) -> lis
     return clock.times_s()[WARMUP_STEPS:]
 
 
-def result(config: JobConfig, times_s: list[float], device: torch.device, loss: float | None) -> dict[str, Any]:
-    """Figures over all ranks, from this rank's times and, where it has one, its loss; every rank calls it."""
+def result(
+    config: JobConfig, times_s: list[float], device: torch.device, loss: float | None
+) -> dict[str, Any]:
+    """Figures over all ranks, from this rank's times and, where it has one, its loss; every rank
+    calls it.
+    """
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     values = [*times_s, float(peak), -1.0 if loss is None else loss]
     slowest = torch.tensor(values, dtype=torch.float64, device=device)

@@ -2,17 +2,20 @@
 
     torchrun --standalone --nproc-per-node 8 benchmarks/peers/megatron_core.py --preset 7b --tp 2 --pp 2 --vpp 2
 
-Versions, and how to get them, stand in README.md. Quote it as "Megatron-core without Transformer Engine": its weakest
-honest form. What stock Megatron-core lacks without those two, and what stands in its place so that it is not slowed:
+Versions, and how to get them, stand in README.md. Quote it as "Megatron-core without Transformer
+Engine": its weakest honest form. What stock Megatron-core lacks without those two, and what stands
+in its place so that it is not slowed:
 
 - core attention: the stock one is not fused and keeps [s, s]; here torch's, on cuDNN.
-- norm: the stock torch norm refuses sequence parallelism; here one whose weights carry the mark that makes Megatron sum
-  their gradients over tensor parallel ranks.
-- gradient accumulation in the weight-gradient GEMM: Apex's two functions, by ``torch.addmm`` into float32.
+- norm: the stock torch norm refuses sequence parallelism; here one whose weights carry the mark
+  that makes Megatron sum their gradients over tensor parallel ranks.
+- gradient accumulation in the weight-gradient GEMM: Apex's two functions, by ``torch.addmm`` into
+  float32.
 - AdamW: torch's fused one in place of its foreach one.
 
-Overlap of data parallel gradients and parameters, of interleaved pipeline transfers and of tensor parallel backward is
-on, as Megatron's own training loop wires it; the last of them wants ``CUDA_DEVICE_MAX_CONNECTIONS=1``.
+Overlap of data parallel gradients and parameters, of interleaved pipeline transfers and of tensor
+parallel backward is on, as Megatron's own training loop wires it; the last of them wants
+``CUDA_DEVICE_MAX_CONNECTIONS=1``.
 """
 
 from __future__ import annotations
@@ -71,7 +74,9 @@ def main() -> None:
 def _stand_in_for_apex() -> None:
     """Apex's fused_weight_gradient_mlp_cuda: main_grad += grad_output^T input, summed in float32."""
 
-    def accumulate(source: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
+    def accumulate(
+        source: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor
+    ) -> None:
         torch.addmm(main_grad, grad_output.t(), source, out_dtype=main_grad.dtype, out=main_grad)
 
     module: Any = types.ModuleType("fused_weight_gradient_mlp_cuda")
@@ -85,7 +90,9 @@ def _stand_in_for_apex() -> None:
     torch.optim.AdamW = FusedAdamW  # type: ignore[misc]
 
 
-def _prepare(config: JobConfig, options: argparse.Namespace, device: torch.device) -> Callable[[], Any]:
+def _prepare(
+    config: JobConfig, options: argparse.Namespace, device: torch.device
+) -> Callable[[], Any]:
     """A training step of ``config``, which returns its loss on ranks of the last stage."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -94,7 +101,9 @@ def _prepare(config: JobConfig, options: argparse.Namespace, device: torch.devic
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tp,
         pipeline_model_parallel_size=sizes.pp,
-        virtual_pipeline_model_parallel_size=sizes.virtual_stages if sizes.virtual_stages > 1 else None,
+        virtual_pipeline_model_parallel_size=sizes.virtual_stages
+        if sizes.virtual_stages > 1
+        else None,
         create_gloo_process_groups=False,
     )
     model_parallel_cuda_manual_seed(1234)
@@ -146,7 +155,10 @@ def _model(config: JobConfig, transformer: Any, attention: str, device: torch.de
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+    from megatron.core.transformer.transformer_block import (
+        TransformerBlockSubmodules,
+        get_num_layers_to_build,
+    )
 
     layer, norm = _layer(attention, device)
     data_parallel = DistributedDataParallelConfig(
@@ -178,7 +190,10 @@ def _model(config: JobConfig, transformer: Any, attention: str, device: torch.de
         ).to(device=device, dtype=torch.bfloat16)
         chunks.append(
             DistributedDataParallel(
-                config=transformer, ddp_config=data_parallel, module=chunk, disable_bucketing=number > 0
+                config=transformer,
+                ddp_config=data_parallel,
+                module=chunk,
+                disable_bucketing=number > 0,
             )
         )
     return chunks
@@ -193,19 +208,25 @@ def _layer(attention: str, device: torch.device) -> tuple[Any, Any]:
     class Attention(MegatronModule):  # type: ignore[misc]
         """Causal attention over [s, b, heads, size]."""
 
-        def __init__(self, config: Any, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
+        def __init__(
+            self, config: Any, *_: Any, softmax_scale: float | None = None, **__: Any
+        ) -> None:
             super().__init__(config=config)
             self.softmax_scale = softmax_scale
 
         def forward(self, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> torch.Tensor:
             q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
             with sdpa_kernel(BACKENDS[attention], set_priority=True):
-                out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale)
+                out = F.scaled_dot_product_attention(
+                    q, k, v, is_causal=True, scale=self.softmax_scale
+                )
             return out.permute(2, 0, 1, 3).flatten(2)
 
     class Norm:
         def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
-            norm = torch.nn.LayerNorm(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
+            norm = torch.nn.LayerNorm(
+                hidden_size, eps=eps, dtype=config.params_dtype, device=device
+            )
             for parameter in norm.parameters():
                 parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
             return norm
@@ -254,14 +275,19 @@ def _step(
     samples, length = config.training.micro_batch_size, config.model.sequence_length
     generator = torch.Generator().manual_seed(17 + parallel_state.get_data_parallel_rank())
     size = (samples, length + 1)
-    pool = [torch.randint(0, config.model.vocab_size, size, generator=generator).to(device) for _ in range(4)]
+    pool = [
+        torch.randint(0, config.model.vocab_size, size, generator=generator).to(device)
+        for _ in range(4)
+    ]
     position = torch.arange(length, device=device).expand(samples, -1).contiguous()
 
     def batches() -> Iterator[torch.Tensor]:
         while True:
             yield from pool
 
-    def forward(data: Iterator[torch.Tensor], chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+    def forward(
+        data: Iterator[torch.Tensor], chunk: Any
+    ) -> tuple[torch.Tensor, Callable[..., Any]]:
         tokens = next(data)
         labels = tokens[:, 1:].contiguous()
         return chunk(tokens[:, :-1].contiguous(), position, None, labels=labels), _mean

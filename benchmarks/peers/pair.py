@@ -1,13 +1,15 @@
-"""A row's bar and the trainer, one after the other on the same devices, in turn: A B A B. Prints the ratio.
+"""A row's bar and the trainer, one after the other on the same devices, in turn: A B A B. Prints
+the ratio.
 
     python benchmarks/peers/pair.py --rows benchmarks/peers/rows-8.json --packages .peers --budget-s 540
     python benchmarks/peers/pair.py --rows benchmarks/peers/rows-8.json --only "7b DP8" --rounds 3 --results pairs.jsonl
     python benchmarks/peers/pair.py --rows benchmarks/peers/rows-4.json --dry-run
 
-A row is a JSON object: its name, ``bar`` (a script here), ``shape`` (what all get), ``bar_options``, and ``ours``: the
-options of each of our configurations by its name. A round is a start of the bar and one of ours, which measures its
-configurations one after the other. Lines are written as the turns end; what fails has a line that says why. The ratio
-is that of tokens per second, ours over the bar's of the same round: median and range.
+A row is a JSON object: its name, ``bar`` (a script here), ``shape`` (what all get),
+``bar_options``, and ``ours``: the options of each of our configurations by its name. A round is a
+start of the bar and one of ours, which measures its configurations one after the other. Lines are
+written as the turns end; what fails has a line that says why. The ratio is that of tokens per
+second, ours over the bar's of the same round: median and range.
 """
 
 from __future__ import annotations
@@ -58,33 +60,58 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def command(row: Row, side: str, steps: int, results: Path) -> list[str]:
-    """What a rank of the bar runs, or the starter of our ranks, which finds :func:`sweep` beside its results."""
+    """What a rank of the bar runs, or the starter of our ranks, which finds :func:`sweep` beside
+    its results.
+    """
     if side == BAR:
-        options = [*to_arguments({**row["shape"], "steps": steps}), *to_arguments(row["bar_options"])]
-        return [sys.executable, f"benchmarks/peers/{row['bar']}.py", *options, "--results", str(results)]
+        options = [
+            *to_arguments({**row["shape"], "steps": steps}),
+            *to_arguments(row["bar_options"]),
+        ]
+        return [
+            sys.executable,
+            f"benchmarks/peers/{row['bar']}.py",
+            *options,
+            "--results",
+            str(results),
+        ]
     ours = ["--sweep", str(results.with_suffix(".sweep")), "--results", str(results), "--json"]
     return [sys.executable, "benchmarks/throughput.py", "--ranks", str(row["devices"]), *ours]
 
 
 def sweep(row: Row, steps: int) -> list[dict[str, Any]]:
     """Our configurations of a row, as a sweep whose entries bear their names."""
-    return [{"name": name, **row["shape"], "steps": steps, **options} for name, options in row["ours"].items()]
+    return [
+        {"name": name, **row["shape"], "steps": steps, **options}
+        for name, options in row["ours"].items()
+    ]
 
 
 def table(lines: Sequence[Mapping[str, Any]]) -> str:
     """A markdown table: each of our configurations beside the bar of its rounds."""
-    text = ["| row | bar, tokens/s/GPU | ours, tokens/s/GPU | MFU causal: bar, ours | ours / bar |", "|---" * 5 + "|"]
+    text = [
+        "| row | bar, tokens/s/GPU | ours, tokens/s/GPU | MFU causal: bar, ours | ours / bar |",
+        "|---" * 5 + "|",
+    ]
     measured = [line for line in lines if "tokens_per_s_per_device" in line]
     bars = {(line["row"], line["round"]): line for line in measured if line["side"] == BAR}
-    for name, side in dict.fromkeys((line["row"], line["side"]) for line in lines if line["side"] != BAR):
+    for name, side in dict.fromkeys(
+        (line["row"], line["side"]) for line in lines if line["side"] != BAR
+    ):
         ours = [line for line in measured if (line["row"], line["side"]) == (name, side)]
-        pairs = [(bars[name, line["round"]], line) for line in ours if (name, line["round"]) in bars]
+        pairs = [
+            (bars[name, line["round"]], line) for line in ours if (name, line["round"]) in bars
+        ]
         if not pairs:
             text.append(f"| {name}: {side} | no pair | | | |")
             continue
-        speeds = [[line["tokens_per_s_per_device"] for line in one] for one in zip(*pairs, strict=True)]
+        speeds = [
+            [line["tokens_per_s_per_device"] for line in one] for one in zip(*pairs, strict=True)
+        ]
         ratios = [our / bar for bar, our in zip(*speeds, strict=True)]
-        mfu = ", ".join(_percent([line["mfu_causal"] for line in one]) for one in zip(*pairs, strict=True))
+        mfu = ", ".join(
+            _percent([line["mfu_causal"] for line in one]) for one in zip(*pairs, strict=True)
+        )
         cells = " | ".join(f"{statistics.median(speed):,.0f}" for speed in speeds)
         ratio = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}, {len(pairs)} pairs)"
         text.append(f"| {name}: {side} | {cells} | {mfu} | {ratio} |")
@@ -107,7 +134,13 @@ def _measure(row: Row, options: argparse.Namespace, end: float) -> list[dict[str
         for side in (BAR, OURS):
             found = _turn(row, side, options, min(time.monotonic() + options.limit_s, end))
             for name, figures in found.items():
-                line = {"row": row["name"], "side": name, "round": number, "devices": row["devices"], **figures}
+                line = {
+                    "row": row["name"],
+                    "side": name,
+                    "round": number,
+                    "devices": row["devices"],
+                    **figures,
+                }
                 print(json.dumps(line), flush=True)
                 if options.results:
                     with options.results.open("a") as file:
@@ -119,16 +152,32 @@ def _measure(row: Row, options: argparse.Namespace, end: float) -> list[dict[str
     return lines
 
 
-def _turn(row: Row, side: str, options: argparse.Namespace, deadline: float) -> dict[str, dict[str, Any]]:
-    """What one start brings: the bar's figures, or those of each of our configurations, or why there are none."""
+def _turn(
+    row: Row, side: str, options: argparse.Namespace, deadline: float
+) -> dict[str, dict[str, Any]]:
+    """What one start brings: the bar's figures, or those of each of our configurations, or why
+    there are none.
+    """
     names = [BAR] if side == BAR else list(row["ours"])
     with tempfile.TemporaryDirectory(prefix="megascale-pair-") as folder:
         results, log = Path(folder) / "results.jsonl", Path(folder) / "log"
         results.with_suffix(".sweep").write_text(json.dumps(sweep(row, options.steps)))
-        problem = _wait(_start(row, side, command(row, side, options.steps, results), options.packages, log), deadline)
-        lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+        problem = _wait(
+            _start(row, side, command(row, side, options.steps, results), options.packages, log),
+            deadline,
+        )
+        lines = (
+            [json.loads(line) for line in results.read_text().splitlines()]
+            if results.exists()
+            else []
+        )
         found = {BAR if side == BAR else line["name"]: line for line in lines}
-        account = "\n".join([problem or "no figure", *log.read_text(errors="replace").splitlines()[-_ACCOUNT_LINES:]])
+        account = "\n".join(
+            [
+                problem or "no figure",
+                *log.read_text(errors="replace").splitlines()[-_ACCOUNT_LINES:],
+            ]
+        )
     for name in names:
         line = found.setdefault(name, {"failed": account})
         if "tokens_per_s_per_device" not in line:
@@ -136,13 +185,19 @@ def _turn(row: Row, side: str, options: argparse.Namespace, deadline: float) -> 
     return found
 
 
-def _start(row: Row, side: str, words: list[str], packages: Path, log: Path) -> list[subprocess.Popen[bytes]]:
+def _start(
+    row: Row, side: str, words: list[str], packages: Path, log: Path
+) -> list[subprocess.Popen[bytes]]:
     """One process per rank of the bar, or the one that starts our ranks."""
     count = row["devices"] if side == BAR else 1
     environment: dict[str, str] = {}
     if side == BAR:
         path = os.pathsep.join([str(packages), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {"PYTHONPATH": path, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        environment = {
+            "PYTHONPATH": path,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+        }
         environment["WORLD_SIZE"] = str(count)
     with log.open("w") as out:
         return [
@@ -161,7 +216,9 @@ def _start(row: Row, side: str, words: list[str], packages: Path, log: Path) -> 
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> str:
-    """Until all have ended, one has failed or the time is up; then none is left. Says what went wrong."""
+    """Until all have ended, one has failed or the time is up; then none is left. Says what went
+    wrong.
+    """
     problem = ""
     try:
         while not problem and any(process.poll() is None for process in processes):
@@ -188,16 +245,24 @@ def _free_port() -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--only", default="", help="the rows whose names hold this")
-    parser.add_argument("--packages", type=Path, default=REPOSITORY / ".peers", help="where the peers are installed")
+    parser.add_argument(
+        "--packages", type=Path, default=REPOSITORY / ".peers", help="where the peers are installed"
+    )
     parser.add_argument("--rounds", type=int, default=2, help="of a row")
     parser.add_argument("--steps", type=int, default=10, help="of a turn; the first 3 warm up")
     parser.add_argument("--results", type=Path, help="add the lines to this file")
-    parser.add_argument("--budget-s", type=float, default=0.0, help="end after this time, whatever is left")
-    parser.add_argument("--limit-s", type=float, default=240.0, help="end a start that takes longer")
+    parser.add_argument(
+        "--budget-s", type=float, default=0.0, help="end after this time, whatever is left"
+    )
+    parser.add_argument(
+        "--limit-s", type=float, default=240.0, help="end a start that takes longer"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the commands")
     return parser
 

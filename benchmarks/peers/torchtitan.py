@@ -1,10 +1,12 @@
-"""The bar: torchtitan's llama3 code with FSDP2, tensor parallelism and torch.compile, on this machine.
+"""The bar: torchtitan's llama3 code with FSDP2, tensor parallelism and torch.compile, on this
+machine.
 
     torchrun --nproc-per-node 8 benchmarks/peers/torchtitan.py --preset 7b --micro-batch 8 --global-batch 64 --compile
     torchrun --nproc-per-node 8 benchmarks/peers/torchtitan.py --preset 13b --tp 2 --global-batch 16 --async-tp
 
-Versions, and how to get them, stand in README.md. The models are llama's: SwiGLU whose width gives a layer (nearly) the
-weights of our GELU layer, RMSNorm, no biases, untied. Tokens are random, and nothing is read or written.
+Versions, and how to get them, stand in README.md. The models are llama's: SwiGLU whose width gives
+a layer (nearly) the weights of our GELU layer, RMSNorm, no biases, untied. Tokens are random, and
+nothing is read or written.
 """
 
 from __future__ import annotations
@@ -46,12 +48,16 @@ def main() -> None:
     """Measure one configuration; rank 0 prints the line."""
     parser = bar.parser(__doc__)
     parser.add_argument("--compile", action="store_true", help="torch.compile of each block")
-    parser.add_argument("--async-tp", action="store_true", help="tensor parallel collectives fused; compiles too")
+    parser.add_argument(
+        "--async-tp", action="store_true", help="tensor parallel collectives fused; compiles too"
+    )
     options = parser.parse_args()
     options.compile |= options.async_tp
     if options.pp > 1:
         parser.error("this bar measures models without a pipeline")
-    config = bar.swiglu(bar.job_of(options, options.dry_run or int(os.environ["WORLD_SIZE"])), _WIDTH_MULTIPLE)
+    config = bar.swiglu(
+        bar.job_of(options, options.dry_run or int(os.environ["WORLD_SIZE"])), _WIDTH_MULTIPLE
+    )
     more = {"compile": options.compile, "async_tp": options.async_tp, "block": "serial"}
     line = bar.describe(config, options, system="torchtitan", version=VERSION, **more)
     if options.dry_run:
@@ -109,7 +115,10 @@ def _trainer(config: JobConfig, options: argparse.Namespace, folder: str) -> Any
     sizes = {"dim": model.hidden_size, "n_layers": model.layers, "n_heads": model.heads}
     # torchtitan rounds 2/3 of 4 h up itself
     shape = TransformerModelArgs(
-        **sizes, vocab_size=model.vocab_size, multiple_of=_WIDTH_MULTIPLE, rope_theta=model.rope_theta
+        **sizes,
+        vocab_size=model.vocab_size,
+        multiple_of=_WIDTH_MULTIPLE,
+        rope_theta=model.rope_theta,
     )
     spec = get_train_spec()
     spec.model_args = {options.preset: shape}
@@ -121,10 +130,15 @@ def _trainer(config: JobConfig, options: argparse.Namespace, folder: str) -> Any
     settings.job.dump_folder = folder
     settings.model.name, settings.model.flavor = "bar", options.preset
     training, sharding = settings.training, settings.parallelism
-    training.seq_len, training.local_batch_size = model.sequence_length, config.training.micro_batch_size
+    training.seq_len, training.local_batch_size = (
+        model.sequence_length,
+        config.training.micro_batch_size,
+    )
     training.global_batch_size, training.steps = config.training.global_batch_size, options.steps
     settings.lr_scheduler.warmup_steps = 2
-    settings.metrics.log_freq = options.steps  # it waits for the device to log: at the first step and at the last
+    settings.metrics.log_freq = (
+        options.steps
+    )  # it waits for the device to log: at the first step and at the last
     settings.metrics.disable_color_printing = True
     sharding.tensor_parallel_degree = options.tp
     sharding.enable_async_tensor_parallel = options.async_tp
@@ -143,7 +157,9 @@ class _RandomTokens:
     def __init__(self, config: JobConfig, dp_rank: int) -> None:
         generator = torch.Generator().manual_seed(17 + dp_rank)
         size = (config.training.micro_batch_size, config.model.sequence_length + 1)
-        self._pool = [torch.randint(0, config.model.vocab_size, size, generator=generator) for _ in range(4)]
+        self._pool = [
+            torch.randint(0, config.model.vocab_size, size, generator=generator) for _ in range(4)
+        ]
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         while True:

@@ -1,4 +1,5 @@
-"""One AdamW update of a run of parameters (Loshchilov and Hutter, arXiv 1711.05101), in place and without host sync.
+"""One AdamW update of a run of parameters (Loshchilov and Hutter, arXiv 1711.05101), in place and
+without host sync.
 
 The plain version; :mod:`megascale_kernels.fused.adamw` does the same in one pass over memory.
 """
@@ -13,7 +14,9 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class AdamWUpdate:
-    """The numbers of update ``number`` (from 1). Bias correction counts all updates, skipped ones included."""
+    """The numbers of update ``number`` (from 1). Bias correction counts all updates, skipped ones
+    included.
+    """
 
     learning_rate: float
     beta1: float
@@ -29,7 +32,9 @@ class AdamWUpdate:
 
 
 # what adamw is, plain or fused
-AdamWKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, AdamWUpdate], None]
+AdamWKernel = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, AdamWUpdate], None
+]
 
 
 def adamw(
@@ -40,7 +45,8 @@ def adamw(
     apply: torch.Tensor,
     update: AdamWUpdate,
 ) -> None:
-    """Update ``states`` and round the new master into ``parameters``; where ``apply`` is 0 no bit of either changes.
+    """Update ``states`` and round the new master into ``parameters``; where ``apply`` is 0 no bit
+    of either changes.
 
     Args:
         states: float32 [3, n], rows contiguous: master, first moment, second moment.

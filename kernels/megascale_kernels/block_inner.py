@@ -1,6 +1,8 @@
-"""What lies between a block's input and output GEMMs: attention, and beside it in the parallel block the activation.
+"""What lies between a block's input and output GEMMs: attention, and beside it in the parallel
+block the activation.
 
-MegaScale section 3.1: with one merged GEMM in and one out, attention and feed-forward meet as columns of one matrix.
+MegaScale section 3.1: with one merged GEMM in and one out, attention and feed-forward meet as
+columns of one matrix.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ def core(
     rotary: RotaryTable | None,
     mask: AttentionMask,
 ) -> torch.Tensor:
-    """Attention of the first columns beside the activation of the others; without ``activation`` attention alone.
+    """Attention of the first columns beside the activation of the others; without ``activation``
+    attention alone.
 
     Args:
-        inputs: the input GEMM's result [S, B, heads.width + ffn columns]: q, k, v, then what ``activation`` takes.
+        inputs: the input GEMM's result [S, B, heads.width + ffn columns]: q, k, v, then what
+            ``activation`` takes.
         bias: of the input GEMM, not yet added; as wide as ``inputs``.
         rotary: None with learned positions.
 
@@ -36,9 +40,13 @@ def core(
     if activation is None:
         return _attend(inputs, heads, rotary, mask)
     columns, ffn = inputs.tensor_split((heads.width,), dim=-1)
-    return torch.cat((_attend(columns, heads, rotary, mask), activate(ffn, None, activation)), dim=-1)
+    return torch.cat(
+        (_attend(columns, heads, rotary, mask), activate(ffn, None, activation)), dim=-1
+    )
 
 
-def _attend(inputs: torch.Tensor, heads: Heads, rotary: RotaryTable | None, mask: AttentionMask) -> torch.Tensor:
+def _attend(
+    inputs: torch.Tensor, heads: Heads, rotary: RotaryTable | None, mask: AttentionMask
+) -> torch.Tensor:
     attended = attention(*split_heads(inputs, heads, rotary), mask)
     return attended.permute(2, 0, 1, 3).flatten(2)

@@ -1,11 +1,13 @@
-"""The cuBLASLt that torch has loaded, called directly: one matrix product with scales, accumulation and a choice.
+"""The cuBLASLt that torch has loaded, called directly: one matrix product with scales, accumulation
+and a choice.
 
-torch's own operators cannot add an FP8 product to a float32 gradient in place, and let nobody choose the algorithm.
-Here a :class:`Problem` describes a product, a :class:`Plan` keeps its descriptors, lists the library's algorithms for
-it and runs one. Numbers of enumerations are those of cublasLt.h (cuBLAS 12 and 13).
+torch's own operators cannot add an FP8 product to a float32 gradient in place, and let nobody
+choose the algorithm. Here a :class:`Problem` describes a product, a :class:`Plan` keeps its
+descriptors, lists the library's algorithms for it and runs one. Numbers of enumerations are those
+of cublasLt.h (cuBLAS 12 and 13).
 
-Rows and columns are those of row-major matrices, as torch has them. cuBLAS counts columns first, so it is given
-out^T = right @ left^T: its A is ``right``, its B ``left``.
+Rows and columns are those of row-major matrices, as torch has them. cuBLAS counts columns first, so
+it is given out^T = right @ left^T: its A is ``right``, its B ``left``.
 """
 
 from __future__ import annotations
@@ -61,18 +63,22 @@ class _Result(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One way of the library to compute a problem; ``code`` is its own 64 bytes, good for its version alone."""
+    """One way of the library to compute a problem; ``code`` is its own 64 bytes, good for its
+    version alone.
+    """
 
     code: bytes
     workspace_bytes: int
 
 
 class Problem(NamedTuple):
-    """out [rows, columns] = left [rows, depth] @ right [columns, depth]^T, or that added to ``out``.
+    """out [rows, columns] = left [rows, depth] @ right [columns, depth]^T, or that added to
+    ``out``.
 
-    ``left_stride`` and its like are elements from row to row; where a factor is ``upright`` it is contiguous down its
-    rows instead (a transposed view), and the stride is from column to column. ``fast``: FP8 products are summed with
-    fewer bits inside the tensor cores, which is quicker. ``alignment``: all addresses are multiples of it, in bytes.
+    ``left_stride`` and its like are elements from row to row; where a factor is ``upright`` it is
+    contiguous down its rows instead (a transposed view), and the stride is from column to column.
+    ``fast``: FP8 products are summed with fewer bits inside the tensor cores, which is quicker.
+    ``alignment``: all addresses are multiples of it, in bytes.
     """
 
     rows: int
@@ -94,7 +100,10 @@ class Problem(NamedTuple):
     @property
     def key(self) -> str:
         """All of the above in one line, for a file."""
-        names = [str(t).removeprefix("torch.") for t in (self.left_dtype, self.right_dtype, self.out_dtype)]
+        names = [
+            str(t).removeprefix("torch.")
+            for t in (self.left_dtype, self.right_dtype, self.out_dtype)
+        ]
         flags = f"{'T' if self.left_upright else 'N'}{'T' if self.right_upright else 'N'}"
         strides = f"{self.left_stride},{self.right_stride},{self.out_stride}"
         shape = f"{self.rows}x{self.columns}x{self.depth}"
@@ -102,7 +111,9 @@ class Problem(NamedTuple):
         return f"{shape} {' '.join(names)} {flags} {strides} {modes}"
 
 
-def problem_of(left: Factor, right: Factor, out: torch.Tensor, *, accumulate: bool, fast: bool) -> Problem:
+def problem_of(
+    left: Factor, right: Factor, out: torch.Tensor, *, accumulate: bool, fast: bool
+) -> Problem:
     """The problem of these tensors.
 
     Raises:
@@ -110,7 +121,9 @@ def problem_of(left: Factor, right: Factor, out: torch.Tensor, *, accumulate: bo
     """
     (rows, depth), (columns, other) = left.data.shape, right.data.shape
     if depth != other or tuple(out.shape) != (rows, columns):
-        raise ValueError(f"out {tuple(out.shape)} is not {(rows, depth)} times {(columns, other)} transposed")
+        raise ValueError(
+            f"out {tuple(out.shape)} is not {(rows, depth)} times {(columns, other)} transposed"
+        )
     if out.stride(1) != 1:
         raise ValueError("the result is written row by row: its columns must be contiguous")
     left_stride, left_upright = _layout(left.data)
@@ -123,7 +136,9 @@ def problem_of(left: Factor, right: Factor, out: torch.Tensor, *, accumulate: bo
 
 
 def _alignment(*tensors: torch.Tensor) -> int:
-    addresses = functools.reduce(operator.or_, (tensor.data_ptr() for tensor in tensors), _ALIGNMENT_BYTES)
+    addresses = functools.reduce(
+        operator.or_, (tensor.data_ptr() for tensor in tensors), _ALIGNMENT_BYTES
+    )
     return addresses & -addresses
 
 
@@ -133,7 +148,9 @@ def _layout(x: torch.Tensor) -> tuple[int, bool]:
         return x.stride(0), False
     if x.stride(0) == 1:
         return x.stride(1), True
-    raise ValueError(f"a factor must be contiguous along one dimension, its strides are {x.stride()}")
+    raise ValueError(
+        f"a factor must be contiguous along one dimension, its strides are {x.stride()}"
+    )
 
 
 def _scaling(left: Factor, right: Factor) -> Scaling:
@@ -145,7 +162,9 @@ def _scaling(left: Factor, right: Factor) -> Scaling:
 
 
 class Library:
-    """The loaded library; one handle for each device. ``version`` is its number, such as 130100 for 13.1.0."""
+    """The loaded library; one handle for each device. ``version`` is its number, such as 130100 for
+    13.1.0.
+    """
 
     def __init__(self, path: Path) -> None:
         self._functions = ctypes.CDLL(str(path))
@@ -205,16 +224,25 @@ def loaded_library() -> Library:
 
 
 class Plan:
-    """The descriptors of ``problem`` on ``device``; they live as long as the process. One thread at a time."""
+    """The descriptors of ``problem`` on ``device``; they live as long as the process. One thread at
+    a time.
+    """
 
     def __init__(self, library: Library, problem: Problem, device: torch.device) -> None:
         if problem.scaling == "row" and library.version < ROW_SCALES_SINCE:
             raise CublasLtError(f"cuBLASLt {library.version} has no scales for each row")
         self.problem, self._library, self._handle = problem, library, library.handle(device)
-        self._one, self._beta = (ctypes.byref(ctypes.c_float(value)) for value in (1.0, float(problem.accumulate)))
+        self._one, self._beta = (
+            ctypes.byref(ctypes.c_float(value)) for value in (1.0, float(problem.accumulate))
+        )
         self._scale_a, self._scale_b = ctypes.c_void_p(), ctypes.c_void_p()
         self._operation = ctypes.c_void_p()
-        library.call("MatmulDescCreate", ctypes.byref(self._operation), _COMPUTE_FLOAT32, _TYPES[torch.float32])
+        library.call(
+            "MatmulDescCreate",
+            ctypes.byref(self._operation),
+            _COMPUTE_FLOAT32,
+            _TYPES[torch.float32],
+        )
         self._set(_TRANS_A, ctypes.c_int32(not problem.right_upright))
         self._set(_TRANS_B, ctypes.c_int32(problem.left_upright))
         if problem.scaling != "none":
@@ -222,15 +250,21 @@ class Plan:
         if problem.scaling == "row":
             for mode, scale in ((_A_SCALE_MODE, _A_SCALE), (_B_SCALE_MODE, _B_SCALE)):
                 self._set(mode, ctypes.c_int32(_OUTER_VECTOR))
-                # Asked for algorithms, the library wants to see scales of this mode; it reads them in a product alone.
+                # Asked for algorithms, the library wants to see scales of this mode; it reads them
+                # in a product alone.
                 self._set(scale, ctypes.c_void_p(_ALIGNMENT_BYTES))
         rows, columns, depth = problem.rows, problem.columns, problem.depth
-        self._a = self._matrix(problem.right_dtype, columns, depth, problem.right_stride, problem.right_upright)
-        self._b = self._matrix(problem.left_dtype, rows, depth, problem.left_stride, problem.left_upright)
+        self._a = self._matrix(
+            problem.right_dtype, columns, depth, problem.right_stride, problem.right_upright
+        )
+        self._b = self._matrix(
+            problem.left_dtype, rows, depth, problem.left_stride, problem.left_upright
+        )
         self._d = self._matrix(problem.out_dtype, rows, columns, problem.out_stride, upright=False)
 
     def algorithms(self, limit: int) -> list[Algorithm]:
-        """Up to ``limit`` ways to compute the problem, first the one that the library expects to be the fastest.
+        """Up to ``limit`` ways to compute the problem, first the one that the library expects to be
+        the fastest.
 
         Raises:
             CublasLtError: there is none.
@@ -276,7 +310,12 @@ class Plan:
         return int(result.workspace_bytes) <= WORKSPACE_BYTES
 
     def run(
-        self, algorithm: Algorithm, left: Factor, right: Factor, out: torch.Tensor, workspace: torch.Tensor
+        self,
+        algorithm: Algorithm,
+        left: Factor,
+        right: Factor,
+        out: torch.Tensor,
+        workspace: torch.Tensor,
     ) -> None:
         """Compute on the current stream; ``workspace`` belongs to it and has WORKSPACE_BYTES.
 
@@ -284,27 +323,49 @@ class Plan:
             CublasLtError: the library refused; nothing was computed.
         """
         if left.scale is not None and right.scale is not None:
-            for holder, name, scale in ((self._scale_a, _A_SCALE, right.scale), (self._scale_b, _B_SCALE, left.scale)):
+            for holder, name, scale in (
+                (self._scale_a, _A_SCALE, right.scale),
+                (self._scale_b, _B_SCALE, left.scale),
+            ):
                 if holder.value != scale.data_ptr():
                     holder.value = scale.data_ptr()
                     self._set(name, holder)
         result, stream = out.data_ptr(), torch.cuda.current_stream(out.device).cuda_stream
         self._library.matmul(
-            *(self._handle, self._operation, self._one, right.data.data_ptr(), self._a, left.data.data_ptr(), self._b),
+            *(
+                self._handle,
+                self._operation,
+                self._one,
+                right.data.data_ptr(),
+                self._a,
+                left.data.data_ptr(),
+                self._b,
+            ),
             *(self._beta, result, self._d, result, self._d, algorithm.code),
             *(workspace.data_ptr(), WORKSPACE_BYTES, stream),
         )
 
     def _set(self, name: int, value: Any) -> None:
         size = ctypes.c_size_t(ctypes.sizeof(value))
-        self._library.call("MatmulDescSetAttribute", self._operation, name, ctypes.byref(value), size)
+        self._library.call(
+            "MatmulDescSetAttribute", self._operation, name, ctypes.byref(value), size
+        )
 
-    def _matrix(self, dtype: torch.dtype, rows: int, columns: int, stride: int, upright: bool) -> ctypes.c_void_p:
-        """The layout of a row-major matrix: to cuBLAS [columns, rows]; an upright one is [rows, columns] to it."""
+    def _matrix(
+        self, dtype: torch.dtype, rows: int, columns: int, stride: int, upright: bool
+    ) -> ctypes.c_void_p:
+        """The layout of a row-major matrix: to cuBLAS [columns, rows]; an upright one is [rows,
+        columns] to it.
+        """
         layout = ctypes.c_void_p()
         sizes = (rows, columns) if upright else (columns, rows)
         self._library.call(
             "MatrixLayoutCreate",
-            *(ctypes.byref(layout), _TYPES[dtype], *map(ctypes.c_uint64, sizes), ctypes.c_int64(stride)),
+            *(
+                ctypes.byref(layout),
+                _TYPES[dtype],
+                *map(ctypes.c_uint64, sizes),
+                ctypes.c_int64(stride),
+            ),
         )
         return layout

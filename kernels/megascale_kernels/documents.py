@@ -1,4 +1,6 @@
-"""Documents packed into sequences, described as variable-length attention takes them: by where they begin."""
+"""Documents packed into sequences, described as variable-length attention takes them: by where they
+begin.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,13 @@ import torch
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of B sequences of S tokens, laid one sequence after the other; none reaches over two sequences.
+    """The documents of B sequences of S tokens, laid one sequence after the other; none reaches
+    over two sequences.
 
-    ``offsets`` is int32 [B * S + 1]: the first token of each of the ``number`` documents, then B * S up to its end. It
-    is as long for any documents, so that one tensor can be refilled with those of another micro-batch. ``number`` and
-    ``longest`` (tokens) size a kernel's grid and its working memory, so the host must know them without asking.
+    ``offsets`` is int32 [B * S + 1]: the first token of each of the ``number`` documents, then B *
+    S up to its end. It is as long for any documents, so that one tensor can be refilled with those
+    of another micro-batch. ``number`` and ``longest`` (tokens) size a kernel's grid and its working
+    memory, so the host must know them without asking.
     """
 
     offsets: torch.Tensor
@@ -32,7 +36,9 @@ class Documents:
         return replace(self, offsets=function(self.offsets))
 
     def starts(self) -> torch.Tensor:
-        """int32 [B, S] on the device of ``offsets``: where in its sequence the token's document starts."""
+        """int32 [B, S] on the device of ``offsets``: where in its sequence the token's document
+        starts.
+        """
         batch, sequence = self.shape
         token = torch.arange(batch * sequence, dtype=torch.int32, device=self.offsets.device)
         first = self.offsets[torch.searchsorted(self.offsets, token, right=True) - 1]

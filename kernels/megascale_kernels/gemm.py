@@ -1,18 +1,23 @@
-"""Matrix products in FP8, bf16 or float32 by the fastest algorithm that was measured for their shape.
+"""Matrix products in FP8, bf16 or float32 by the fastest algorithm that was measured for their
+shape.
 
-What every product of a linear layer needs is ``left @ right^T``, written or added to a float32 gradient in place:
+What every product of a linear layer needs is ``left @ right^T``, written or added to a float32
+gradient in place:
 
     forward            y  = x  @ w^T      x over columns, w over columns
     input gradient     dx = dy @ w        dy over columns, w over rows
     weight gradient    dw += dy^T @ x     dy over rows, x over rows
 
-The library (:mod:`megascale_kernels.cublas_lt`) proposes algorithms; the first time a problem comes, each is timed on
-its own tensors and the fastest kept, in memory and in a file. They are run for long enough that the clock falls to what
-the power limit allows: in a short burst others look fastest than in training, where the fewest joules win.
+The library (:mod:`megascale_kernels.cublas_lt`) proposes algorithms; the first time a problem
+comes, each is timed on its own tensors and the fastest kept, in memory and in a file. They are run
+for long enough that the clock falls to what the power limit allows: in a short burst others look
+fastest than in training, where the fewest joules win.
 
-Where the library cannot be used, or has nothing for a problem, torch's own operators compute it, and the log says why,
-once. Sums have a fixed order: the same algorithm repeats bit for bit, but another one rounds otherwise, so a job that
-must repeat keeps its file, or takes ``timed`` False, which is the library's first proposal.
+Where the library cannot be used, or has nothing for a problem, torch's own operators compute it,
+and the log says why,
+once. Sums have a fixed order: the same algorithm repeats bit for bit, but another one rounds
+otherwise, so a job that must repeat keeps its file, or takes ``timed`` False, which is the
+library's first proposal.
 """
 
 from __future__ import annotations
@@ -41,11 +46,14 @@ from megascale_kernels.quantize import Factor, dequantize
 PROPOSALS = 8  # algorithms that are timed for a problem
 DURATION_S = 0.2  # of each; half of it lets the clock settle
 _ROUNDS = 5
-_MARGIN = 0.98  # a proposal is taken for an earlier one where it is faster by more than times repeat to
+_MARGIN = (
+    0.98  # a proposal is taken for an earlier one where it is faster by more than times repeat to
+)
 
 
 class Gemm:
-    """Products on CUDA devices, the current one; a CPU computes them in float32, for tests and dry runs.
+    """Products on CUDA devices, the current one; a CPU computes them in float32, for tests and dry
+    runs.
 
     Args:
         file: choices of earlier runs, read and written; None: kept in memory alone.
@@ -53,17 +61,28 @@ class Gemm:
         duration_s: for how long each of the PROPOSALS algorithms of a problem is run.
     """
 
-    def __init__(self, file: Path | None = None, *, timed: bool = True, duration_s: float = DURATION_S) -> None:
+    def __init__(
+        self, file: Path | None = None, *, timed: bool = True, duration_s: float = DURATION_S
+    ) -> None:
         self._timed, self._duration_s = timed, duration_s
         self._choices = Choices(file if timed else None)
         self._plans: dict[tuple[Problem, torch.device], tuple[Plan, Algorithm] | None] = {}
         self._workspaces: dict[tuple[torch.device, int], torch.Tensor] = {}
-        self._lock = threading.Lock()  # backward runs on a thread of its own, and a plan serves one at a time
+        self._lock = (
+            threading.Lock()
+        )  # backward runs on a thread of its own, and a plan serves one at a time
 
     def multiply(
-        self, left: Factor, right: Factor, out: torch.Tensor, *, accumulate: bool = False, fast: bool = True
+        self,
+        left: Factor,
+        right: Factor,
+        out: torch.Tensor,
+        *,
+        accumulate: bool = False,
+        fast: bool = True,
     ) -> None:
-        """out = left @ right^T, or ``out`` += that; on the current stream, without waiting once the choice is made.
+        """out = left @ right^T, or ``out`` += that; on the current stream, without waiting once the
+        choice is made.
 
         Args:
             left: [rows, depth].
@@ -92,7 +111,9 @@ class Gemm:
                     plan.run(algorithm, left, right, out, self._workspace(out.device))
                     return
                 except CublasLtError as obstacle:
-                    _log_once(f"{obstacle} for {problem.key}: torch's own operators compute such products")
+                    _log_once(
+                        f"{obstacle} for {problem.key}: torch's own operators compute such products"
+                    )
                     self._plans[key] = None
         multiply_by_torch(left, right, out, accumulate=accumulate, fast=fast)
 
@@ -108,7 +129,9 @@ class Gemm:
             _log_once(f"{obstacle}: torch's own operators compute such products")
             return None
 
-    def _choose(self, library: Library, plan: Plan, left: Factor, right: Factor, out: torch.Tensor) -> Algorithm:
+    def _choose(
+        self, library: Library, plan: Plan, left: Factor, right: Factor, out: torch.Tensor
+    ) -> Algorithm:
         key = f"{torch.cuda.get_device_name(out.device)}, cuBLASLt {library.version}, {plan.problem.key}"
         known = self._choices.get(key)
         if known is not None and plan.accepts(known):
@@ -118,7 +141,8 @@ class Gemm:
             return proposed[0]
         scratch, workspace = torch.zeros_like(out), self._workspace(out.device)
         times_ms = [
-            time_algorithm(plan, one, left, right, scratch, workspace, duration_s=self._duration_s) for one in proposed
+            time_algorithm(plan, one, left, right, scratch, workspace, duration_s=self._duration_s)
+            for one in proposed
         ]
         best = 0
         for number, time_ms in enumerate(times_ms):
@@ -145,9 +169,11 @@ def time_algorithm(
     *,
     duration_s: float,
 ) -> float:
-    """Milliseconds of one run in ``duration_s`` of them, infinite where the library refuses; waits for the device.
+    """Milliseconds of one run in ``duration_s`` of them, infinite where the library refuses; waits
+    for the device.
 
-    ``scratch`` is like the result and is overwritten: what is added to must not be added to by a measurement.
+    ``scratch`` is like the result and is overwritten: what is added to must not be added to by a
+    measurement.
     """
 
     def run(number: int) -> float:
@@ -175,7 +201,8 @@ def _event() -> torch.cuda.Event:
 def multiply_by_torch(
     left: Factor, right: Factor, out: torch.Tensor, *, accumulate: bool = False, fast: bool = True
 ) -> None:
-    """:meth:`Gemm.multiply` by torch's own operators; an FP8 product that is added is written apart first.
+    """:meth:`Gemm.multiply` by torch's own operators; an FP8 product that is added is written apart
+    first.
 
     A CPU multiplies what the FP8 numbers stand for in float32.
     """
@@ -195,7 +222,9 @@ def multiply_by_torch(
     if left.scale.numel() + right.scale.numel() > 2:  # one for each row
         wanted = torch.bfloat16
         scales = _row_scale(left).view(-1, 1), _row_scale(right).view(1, -1)
-    product = torch._scaled_mm(left.data, right.data.t(), *scales, out_dtype=wanted, use_fast_accum=fast)
+    product = torch._scaled_mm(
+        left.data, right.data.t(), *scales, out_dtype=wanted, use_fast_accum=fast
+    )
     if accumulate:
         out.add_(product)
     else:

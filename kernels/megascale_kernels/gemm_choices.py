@@ -16,8 +16,9 @@ from megascale_kernels.cublas_lt import CODE_BYTES, Algorithm
 class Choices:
     """Algorithms by device, library version and problem, in a JSON file.
 
-    Several processes may write it: each adds its own entries to those that it finds, and replaces the file at once. A
-    file that cannot be read is as none, and one that cannot be written is left: the next run measures again.
+    Several processes may write it: each adds its own entries to those that it finds, and replaces
+    the file at once. A file that cannot be read is as none, and one that cannot be written is left:
+    the next run measures again.
     """
 
     def __init__(self, file: Path | None) -> None:

@@ -1,4 +1,6 @@
-"""The operators that a model computes with: torch's own, or fused Triton kernels; equal but for rounding."""
+"""The operators that a model computes with: torch's own, or fused Triton kernels; equal but for
+rounding.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class Norm(Protocol):
 class Add(Protocol):
     """:func:`megascale_kernels.residual.add`."""
 
-    def __call__(self, stream: torch.Tensor, x: torch.Tensor, biases: Sequence[Parameter]) -> torch.Tensor: ...
+    def __call__(
+        self, stream: torch.Tensor, x: torch.Tensor, biases: Sequence[Parameter]
+    ) -> torch.Tensor: ...
 
 
 class Core(Protocol):
@@ -62,7 +66,9 @@ class Core(Protocol):
 class Activate(Protocol):
     """:func:`megascale_kernels.activation.activate`."""
 
-    def __call__(self, x: torch.Tensor, bias: Parameter | None, activation: Activation) -> torch.Tensor: ...
+    def __call__(
+        self, x: torch.Tensor, bias: Parameter | None, activation: Activation
+    ) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,9 @@ def torch_operators() -> Operators:
 
 
 def triton_operators() -> Operators:
-    """The fused operators; needs Triton (an ImportError without), and CUDA tensors or Triton's interpreter."""
+    """The fused operators; needs Triton (an ImportError without), and CUDA tensors or Triton's
+    interpreter.
+    """
     from megascale_kernels.fused import activation as fused_activation
     from megascale_kernels.fused import adamw as fused_adamw
     from megascale_kernels.fused import block_inner as fused_core
@@ -125,7 +133,9 @@ def triton_operators() -> Operators:
 
 
 def _obstacle(device: torch.device) -> str | None:
-    """Why Triton cannot run on ``device``; its interpreter (TRITON_INTERPRET=1, for tests) runs on any."""
+    """Why Triton cannot run on ``device``; its interpreter (TRITON_INTERPRET=1, for tests) runs on
+    any.
+    """
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -138,7 +148,9 @@ def _obstacle(device: torch.device) -> str | None:
 
 
 def _driver_obstacle() -> str | None:
-    """Why Triton's driver cannot be had; Triton builds it, as it builds kernels' launchers, with a C compiler."""
+    """Why Triton's driver cannot be had; Triton builds it, as it builds kernels' launchers, with a
+    C compiler.
+    """
     from triton.runtime import driver
 
     try:

@@ -1,4 +1,6 @@
-"""What an output projection adds to the residual stream: its result, and its biases in the same pass."""
+"""What an output projection adds to the residual stream: its result, and its biases in the same
+pass.
+"""
 
 from __future__ import annotations
 

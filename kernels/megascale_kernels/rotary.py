@@ -1,6 +1,7 @@
 """From the input GEMM's columns to the heads of attention, with rotary position embedding.
 
-Rotary embedding stands in its half-split form (Su et al., arXiv 2104.09864): pair i is (x[i], x[i + d/2]).
+Rotary embedding stands in its half-split form (Su et al., arXiv 2104.09864): pair i is (x[i], x[i +
+d/2]).
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import torch
 
 @dataclass(frozen=True)
 class Heads:
-    """How many heads one rank has: ``query`` of them and ``key_value`` of each kind, all ``size`` (d) wide."""
+    """How many heads one rank has: ``query`` of them and ``key_value`` of each kind, all ``size``
+    (d) wide.
+    """
 
     query: int
     key_value: int
@@ -33,16 +36,21 @@ class RotaryTable:
 
 
 def rotary_table(position: torch.Tensor, head_size: int, theta: float) -> RotaryTable:
-    """Angles position * theta^(-2i/d) for i below d/2; ``position`` is integer [B, S], ``head_size`` d is even.
+    """Angles position * theta^(-2i/d) for i below d/2; ``position`` is integer [B, S],
+    ``head_size`` d is even.
 
     Raises:
         ValueError: ``head_size`` is odd.
     """
     if head_size % 2:
-        raise ValueError(f"rotary embedding needs an even head size, got {head_size}: change hidden_size or heads")
+        raise ValueError(
+            f"rotary embedding needs an even head size, got {head_size}: change hidden_size or heads"
+        )
     pair = torch.arange(head_size // 2, device=position.device, dtype=torch.float64)
     # float64: at position 100,000 a float32 angle is already off by 0.004 rad
-    angle = position.t().contiguous()[:, :, None, None].double() * theta ** (-2.0 * pair / head_size)
+    angle = position.t().contiguous()[:, :, None, None].double() * theta ** (
+        -2.0 * pair / head_size
+    )
     return RotaryTable(angle.cos().float(), angle.sin().float())
 
 

@@ -1,4 +1,6 @@
-"""The driver, then etcd, lost under a running job: training does not notice, and control comes back."""
+"""The driver, then etcd, lost under a running job: training does not notice, and control comes
+back.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ async def etcd(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EtcdSe
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(etcd: EtcdServer, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ChaosCluster]:
+async def cluster(
+    etcd: EtcdServer, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[ChaosCluster]:
     options = ("--nodes", "2", "--etcd-endpoints", etcd.endpoint)
     with chaos_cluster(tmp_path_factory.mktemp("control"), *options) as running:
         yield running
@@ -43,7 +47,9 @@ async def cluster(etcd: EtcdServer, tmp_path_factory: pytest.TempPathFactory) ->
 async def test_a_driver_that_is_killed_costs_no_step(cluster: ChaosCluster) -> None:
     steps = 300
     async with cluster.client() as client:
-        async with cluster.follow(client, cluster.job("driverless", steps=steps, interval_steps=20)) as run:
+        async with cluster.follow(
+            client, cluster.job("driverless", steps=steps, interval_steps=20)
+        ) as run:
             await run.until_step(40)
             workers = cluster.worker_pids(run.job)
             before, driver = run.step, cluster.up.state["driver"]["pid"]
@@ -57,17 +63,25 @@ async def test_a_driver_that_is_killed_costs_no_step(cluster: ChaosCluster) -> N
     assert job.phase == types_pb2.JOB_PHASE_SUCCEEDED, run.story()
     assert (job.attempt, job.restarts) == (1, 0), run.story()
     assert list(run.losses) == [1]
-    # Records that the driver had taken and not yet handed on die with it; every step was still made, and once.
+    # Records that the driver had taken and not yet handed on die with it; every step was still
+    # made, and once.
     missing = sorted(set(range(1, steps + 1)) - set(run.losses[1]))
-    assert not missing or (before < missing[0] and missing[-1] - missing[0] < len(missing)), (before, missing)
+    assert not missing or (before < missing[0] and missing[-1] - missing[0] < len(missing)), (
+        before,
+        missing,
+    )
     assert list(run.losses[1]) == sorted(run.losses[1])
     assert f"finished: step {steps}" in cluster.rank_log(job, 1)
     measured("driver killed", watch_resumed_s=resumed_s, killed_after_step=before)
 
 
-async def test_training_goes_on_without_etcd_and_control_returns(cluster: ChaosCluster, etcd: EtcdServer) -> None:
+async def test_training_goes_on_without_etcd_and_control_returns(
+    cluster: ChaosCluster, etcd: EtcdServer
+) -> None:
     async with cluster.client() as client:
-        async with cluster.follow(client, cluster.job("etcdless", steps=ENDLESS_STEPS, interval_steps=20)) as run:
+        async with cluster.follow(
+            client, cluster.job("etcdless", steps=ENDLESS_STEPS, interval_steps=20)
+        ) as run:
             await run.until_step(20)
             job, workers = run.job, cluster.worker_pids(run.job)
             logged = len((cluster.up.folder / "driver.log").read_text())
@@ -81,11 +95,15 @@ async def test_training_goes_on_without_etcd_and_control_returns(cluster: ChaosC
             await etcd.start()
 
             # Control is back: a job is taken in, and both are cancelled.
-            async with cluster.follow(client, cluster.job("next", steps=ENDLESS_STEPS, interval_steps=20)) as other:
+            async with cluster.follow(
+                client, cluster.job("next", steps=ENDLESS_STEPS, interval_steps=20)
+            ) as other:
                 control_s = time.monotonic() - back_s
                 await run.until_step(steps[-1] + 20)
                 assert cluster.worker_pids(run.job) == workers
-                assert (run.job.phase, run.job.attempt) == (types_pb2.JOB_PHASE_RUNNING, 1), run.story()
+                assert (run.job.phase, run.job.attempt) == (types_pb2.JOB_PHASE_RUNNING, 1), (
+                    run.story()
+                )
                 assert list(run.losses[1]) == list(range(1, run.step + 1))
                 cancelled_s = time.monotonic()
                 await client.cancel(run.name, reason=END_REASON)
@@ -95,9 +113,16 @@ async def test_training_goes_on_without_etcd_and_control_returns(cluster: ChaosC
                 await other.until_step(1)
                 await client.cancel(other.name, reason=END_REASON)
                 await other.until_ended()
-    assert (ended.phase, ended.attempt, ended.restarts) == (types_pb2.JOB_PHASE_CANCELLED, 1, 0), run.story()
+    assert (ended.phase, ended.attempt, ended.restarts) == (types_pb2.JOB_PHASE_CANCELLED, 1, 0), (
+        run.story()
+    )
     assert run.first_event("NODE_DEAD") is None
-    measured("etcd killed", steps_in_outage=steps[-1] - steps[0], control_back_s=control_s, cancel_to_gone_s=gone_s)
+    measured(
+        "etcd killed",
+        steps_in_outage=steps[-1] - steps[0],
+        control_back_s=control_s,
+        cancel_to_gone_s=gone_s,
+    )
     assert KEY_REMOVED in (cluster.up.folder / "driver.log").read_text()[logged:]
 
 

@@ -1,4 +1,6 @@
-"""The demo is believed only because it can fail: it succeeds as it stands, and fails when it is sabotaged."""
+"""The demo is believed only because it can fail: it succeeds as it stands, and fails when it is
+sabotaged.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,20 @@ import pytest
 from tests.harness.local_cluster import megascale
 
 # Two ranks on two nodes instead of eight: the same path in a fraction of the time.
-SMALL = ("--device", "cpu", "--tp", "1", "--pp", "1", "--dp", "2", "--devices-per-node", "1", "--steps", "14")
+SMALL = (
+    "--device",
+    "cpu",
+    "--tp",
+    "1",
+    "--pp",
+    "1",
+    "--dp",
+    "2",
+    "--devices-per-node",
+    "1",
+    "--steps",
+    "14",
+)
 SUSPECT_S = 8.0  # of silence; a broken link says it sooner, on however slow a machine
 
 
@@ -19,7 +34,11 @@ def run_demo(folder: Path, *options: str) -> tuple[int, str, dict[str, Any]]:
     """Exit status, all output, and the report (empty if there is none)."""
     done = megascale("demo", "--run-folder", str(folder), *options)
     report = folder / "report.json"
-    return done.returncode, done.stdout + done.stderr, json.loads(report.read_text()) if report.exists() else {}
+    return (
+        done.returncode,
+        done.stdout + done.stderr,
+        json.loads(report.read_text()) if report.exists() else {},
+    )
 
 
 def processes_of(folder: Path) -> list[str]:
@@ -49,7 +68,10 @@ def test_the_demo_shows_a_node_lost_and_a_run_that_goes_on(tmp_path: Path) -> No
     assert report["final_loss"] < report["first_loss"]
     assert len(report["evicted_nodes"]) == 1
     assert 0 <= report["fault_to_detected_s"] < SUSPECT_S
-    assert report["fault_to_first_new_step_s"] >= report["fault_to_detected_s"] + report["detected_to_restarted_s"]
+    assert (
+        report["fault_to_first_new_step_s"]
+        >= report["fault_to_detected_s"] + report["detected_to_restarted_s"]
+    )
     assert (tmp_path / "demo" / "loss.png").exists()
     assert "SIGKILL" in output
     assert processes_of(tmp_path) == []

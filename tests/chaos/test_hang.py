@@ -1,4 +1,6 @@
-"""A worker that stands still with its process alive, in a real cluster: the job is restarted, and no node is left."""
+"""A worker that stands still with its process alive, in a real cluster: the job is restarted, and
+no node is left.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from tests.harness.job_follower import JobFollower, seconds
 from megascale.v1 import types_pb2
 from megascale_common.node.status_page import read_status_page
 
-# Below the floor no pause counts as a hang: a busy machine may keep two ranks from running for seconds.
+# Below the floor no pause counts as a hang: a busy machine may keep two ranks from running for
+# seconds.
 FLOOR_S, DEFAULT_FLOOR_S = 8.0, 60.0
 STEPS = 150
 STOPPED_RANK = 1
@@ -36,8 +39,16 @@ async def test_a_stopped_worker_is_named_and_the_job_finishes(tmp_path: Path) ->
                 job = await run.until_ended()
                 story = run.story()
     assert job.phase == types_pb2.JOB_PHASE_SUCCEEDED, story
-    assert (job.attempt, job.restarts, list(job.nodes), list(job.evicted_nodes)) == (2, 1, nodes, []), story
-    assert f"rank {STOPPED_RANK} on node {nodes[STOPPED_RANK]}" in hang.message and "rank 0 " not in hang.message, story
+    assert (job.attempt, job.restarts, list(job.nodes), list(job.evicted_nodes)) == (
+        2,
+        1,
+        nodes,
+        [],
+    ), story
+    assert (
+        f"rank {STOPPED_RANK} on node {nodes[STOPPED_RANK]}" in hang.message
+        and "rank 0 " not in hang.message
+    ), story
     assert "most recent call first" in log.read_text(), "where rank 0 waited is not told"
     suspects = [item.source for item in hang.evidence if item.digest.startswith("suspect")]
     assert suspects == [f"nodes/{nodes[STOPPED_RANK]}/ranks/{STOPPED_RANK}"], story
@@ -48,8 +59,13 @@ async def test_a_stopped_worker_is_named_and_the_job_finishes(tmp_path: Path) ->
 
 
 def stop_outside_operations(cluster: ChaosCluster, run: JobFollower) -> float:
-    """Stop the worker where it is in its own code, inside no operation, so that it alone is to blame; when."""
-    pid, page = cluster.worker_pids(run.job)[STOPPED_RANK], cluster.status_page(run.job, STOPPED_RANK)
+    """Stop the worker where it is in its own code, inside no operation, so that it alone is to
+    blame; when.
+    """
+    pid, page = (
+        cluster.worker_pids(run.job)[STOPPED_RANK],
+        cluster.status_page(run.job, STOPPED_RANK),
+    )
     for _ in range(200):
         os.kill(pid, signal.SIGSTOP)
         stopped_at_s = time.time()

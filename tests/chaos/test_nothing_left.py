@@ -1,4 +1,6 @@
-"""Agent, daemon and `megascale up` killed in turn under a running job: no process stays, and shared memory goes too."""
+"""Agent, daemon and `megascale up` killed in turn under a running job: no process stays, and shared
+memory goes too.
+"""
 
 from __future__ import annotations
 
@@ -50,14 +52,18 @@ async def test_nothing_is_left_by_what_is_killed(cluster: ChaosCluster) -> None:
 
             # `megascale up`, while the job runs.
             running = cluster.up.processes()
-            assert {*cluster.worker_pids(run.job).values(), cluster.up.state["etcd"]["pid"]} <= set(running)
+            assert {*cluster.worker_pids(run.job).values(), cluster.up.state["etcd"]["pid"]} <= set(
+                running
+            )
             cluster.up.process.kill()
             cluster.up.process.wait()
             up_s = until_gone(running, "processes of the cluster gone")
             assert cluster.up.processes() == []
 
     memory, sockets = cluster.shared_memory(), cluster.socket_folders()
-    assert {folder.split("/")[0] for folder in memory} == {"n1", "n2", "n3"}, "killed daemons clean nothing up"
+    assert {folder.split("/")[0] for folder in memory} == {"n1", "n2", "n3"}, (
+        "killed daemons clean nothing up"
+    )
     with cluster.start_again() as up:
         assert len(cluster.shared_memory()) == 3
         assert memory.isdisjoint(cluster.shared_memory())

@@ -1,4 +1,6 @@
-"""Waits that follow progress still fail: what stands still is reported within the limit, and there is no cascade."""
+"""Waits that follow progress still fail: what stands still is reported within the limit, and there
+is no cascade.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from tests.harness.waiting import Standstill, until
 from megascale_client import TERMINAL_PHASES
 
 LIMIT_S = 3.0
-SLACK_S = 30.0  # for the machine: what is shown is that a wait ends with its limit, not with the cap on a test
+# for the machine: what is shown is that a wait ends with its limit, not with the cap on a test
+SLACK_S = 30.0
 ENDLESS_STEPS = 100_000
 
 
@@ -38,13 +41,17 @@ def test_a_wait_goes_on_while_something_moves_and_ends_when_nothing_does() -> No
             moved.append(0.0)
         return len(moved)
 
-    with pytest.raises(Standstill, match=r"the moon: nothing has moved for 0\.4 s; still at \d+\nno cheese"):
+    with pytest.raises(
+        Standstill, match=r"the moon: nothing has moved for 0\.4 s; still at \d+\nno cheese"
+    ):
         until(lambda: False, "the moon", moves, limit_s=0.4, story=lambda: "no cheese")
     assert time.monotonic() - begun_s > 4 * 0.4 - 0.1
     assert until(lambda: len(moved) or None, "what is there already") == len(moved)
 
 
-async def test_a_worker_that_stops_stepping_fails_the_wait_in_its_limit(cluster: ChaosCluster) -> None:
+async def test_a_worker_that_stops_stepping_fails_the_wait_in_its_limit(
+    cluster: ChaosCluster,
+) -> None:
     async with cluster.client() as client:
         spec = cluster.job("sleepy", steps=ENDLESS_STEPS, interval_steps=10)
         async with cluster.follow(client, spec) as run:
@@ -52,20 +59,29 @@ async def test_a_worker_that_stops_stepping_fails_the_wait_in_its_limit(cluster:
             run.limit_s = LIMIT_S
             os.kill(cluster.worker_pids(run.job)[1], signal.SIGSTOP)
             begun_s = time.monotonic()
-            with pytest.raises(Standstill, match=r"step 99999 of attempt 1: nothing has moved for 3 s(.|\n)*RUNNING"):
+            with pytest.raises(
+                Standstill,
+                match=r"step 99999 of attempt 1: nothing has moved for 3 s(.|\n)*RUNNING",
+            ):
                 await run.until_step(ENDLESS_STEPS - 1)
             assert LIMIT_S <= time.monotonic() - begun_s < LIMIT_S + SLACK_S
 
 
-async def test_a_job_that_never_starts_fails_the_wait_and_leaves_none_to_the_next(cluster: ChaosCluster) -> None:
-    """The test before has left its job, with a stopped worker; this one leaves a job that waits for a third node."""
+async def test_a_job_that_never_starts_fails_the_wait_and_leaves_none_to_the_next(
+    cluster: ChaosCluster,
+) -> None:
+    """The test before has left its job, with a stopped worker; this one leaves a job that waits for
+    a third node.
+    """
     async with cluster.client() as client:
         assert all([job.phase in TERMINAL_PHASES async for job in client.jobs()])
         (node, *_) = [node.name async for node in client.nodes()]
         await client.cordon(node, reason="not now")
         spec = cluster.job("patient", steps=ENDLESS_STEPS, interval_steps=10)
         async with cluster.follow(client, spec, limit_s=LIMIT_S) as run:
-            with pytest.raises(Standstill, match=r"step 1 of attempt 1: nothing has moved(.|\n)*waits for nodes"):
+            with pytest.raises(
+                Standstill, match=r"step 1 of attempt 1: nothing has moved(.|\n)*waits for nodes"
+            ):
                 await run.until_step(1)
 
 

@@ -1,4 +1,6 @@
-"""FP8 on Hopper: casts bit for bit, products against float64, accumulation in place, choices, and what falls back."""
+"""FP8 on Hopper: casts bit for bit, products against float64, accumulation in place, choices, and
+what falls back.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9,
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
 
 BURST_S = 0.005  # for which an algorithm is timed
-# Tensor cores align the products of a sum before they add them: relative errors of sums over 1024, both ways.
+# Tensor cores align the products of a sum before they add them: relative errors of sums over 1024,
+# both ways.
 SUM_ERROR = {True: 2e-3, False: 5e-4}
 
 
@@ -53,14 +56,22 @@ def test_casts(shape: tuple[int, int], dtype: torch.dtype) -> None:
     wanted_by_row = plain.quantize(x, dtype, per="row", power_of_two=True, transposed=True)
     for ours, right in ((found, wanted), (by_row, wanted_by_row)):
         assert torch.equal(ours.scale, right.scale)
-        for one, other in ((ours.data, right.data), (ours.over_rows().data, right.over_rows().data)):
+        for one, other in (
+            (ours.data, right.data),
+            (ours.over_rows().data, right.over_rows().data),
+        ):
             assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 @pytest.mark.parametrize("form", ["rows", "given", "amax"])
 @pytest.mark.parametrize("width", [4096, 12288])
 def test_norm(width: int, form: str) -> None:
-    x, residual, shift, bias = _random(300, width), _random(300, width), _random(width), _random(width, scale=0.1)
+    x, residual, shift, bias = (
+        _random(300, width),
+        _random(300, width),
+        _random(width),
+        _random(width, scale=0.1),
+    )
     weight = 1 + _random(width, scale=0.1)
     scale = scale_of(norm_bound(weight, bias), E4M3) if form == "given" else None
     found = norm_operand(
@@ -84,7 +95,11 @@ def test_norm(width: int, form: str) -> None:
 
 
 def test_activation_beside_attention() -> None:
-    x, bias, attended = _random(500, 3072 + 12288)[:, 3072:], _random(12288), _random(500, 3072, scale=0.3)
+    x, bias, attended = (
+        _random(500, 3072 + 12288)[:, 3072:],
+        _random(12288),
+        _random(500, 3072, scale=0.3),
+    )
     exact = torch.cat((attended.double(), gelu(x.double() + bias.double())), dim=-1)
     operand = activation_operand(x, bias, "gelu", attended)
     assert relative_error(dequantize(operand.over_columns()), exact) < 0.03
@@ -119,7 +134,9 @@ def test_products_of_a_linear_layer(
             products.multiply(left, right, out, accumulate=accumulate, fast=fast)
             exact = _exact(left, right)
             bound = SUM_ERROR[fast] + (0.0 if accumulate else 2e-3)
-            assert relative_error(out.double() - start.double() if accumulate else out, exact) < bound
+            assert (
+                relative_error(out.double() - start.double() if accumulate else out, exact) < bound
+            )
             again = start.clone() if accumulate else torch.empty_like(out)
             products.multiply(left, right, again, accumulate=accumulate, fast=fast)
             assert torch.equal(out, again), "does not repeat"
@@ -145,7 +162,9 @@ def test_bf16_in_every_layout(upright: tuple[bool, bool], accumulate: bool) -> N
 
 
 def test_rows_of_larger_matrices() -> None:
-    """As overlapped products take them: rows of an operand and of the result, and a part of the summed dimension."""
+    """As overlapped products take them: rows of an operand and of the result, and a part of the
+    summed dimension.
+    """
     x, w = (_by_tensor(_random(rows, 2048)).over_columns() for rows in (512, 256))
     out = torch.zeros(512, 256, device=CUDA, dtype=torch.bfloat16)
     products = Gemm(duration_s=BURST_S)
@@ -157,7 +176,9 @@ def test_rows_of_larger_matrices() -> None:
     assert relative_error(out, _exact(*part)) < 4e-3
 
 
-def test_a_choice_is_kept_in_a_file_and_taken_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_choice_is_kept_in_a_file_and_taken_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file, out = tmp_path / "choices.json", torch.empty(512, 512, device=CUDA, dtype=torch.bfloat16)
     x, w = (_by_tensor(_random(512, 512)).over_columns() for _ in range(2))
     Gemm(file, duration_s=BURST_S).multiply(x, w, out)
@@ -178,7 +199,10 @@ def test_a_choice_is_kept_in_a_file_and_taken_from_it(tmp_path: Path, monkeypatc
 
 def test_nothing_waits_for_the_device() -> None:
     x, weight = _random(512, 256), _by_tensor(_random(256, 256), transposed=True)
-    out, products = torch.empty(512, 256, device=CUDA, dtype=torch.bfloat16), Gemm(duration_s=BURST_S)
+    out, products = (
+        torch.empty(512, 256, device=CUDA, dtype=torch.bfloat16),
+        Gemm(duration_s=BURST_S),
+    )
     main_grad = torch.zeros(256, 256, device=CUDA)
 
     def step() -> None:

@@ -1,6 +1,8 @@
-"""A local cluster to break things on: its small jobs, its processes by role, its shared memory, and a check at the end.
+"""A local cluster to break things on: its small jobs, its processes by role, its shared memory, and
+a check at the end.
 
-Nodes have one CPU rank each, so that the loss of a process, of a node and of a rank can be told apart.
+Nodes have one CPU rank each, so that the loss of a process, of a node and of a rank can be told
+apart.
 """
 
 from __future__ import annotations
@@ -32,12 +34,16 @@ from megascale_client import AsyncClient, MegascaleError, parse_job
 
 
 class ChaosCluster:
-    """`megascale up` under a name of its own, with a corpus and jobs of two pipeline stages on two nodes."""
+    """`megascale up` under a name of its own, with a corpus and jobs of two pipeline stages on two
+    nodes.
+    """
 
     def __init__(self, folder: Path, name: str, runtime_folder: Path, *options: str) -> None:
         self.folder, self.name, self.runtime_folder = folder, name, runtime_folder
         self.options = ("--cluster", name, "--devices-per-node", "1", "--device", "cpu", *options)
-        self._corpus = write_corpus(folder / "corpus", random_documents(seed=7, count=60, longest=200))
+        self._corpus = write_corpus(
+            folder / "corpus", random_documents(seed=7, count=60, longest=200)
+        )
         self.up = self._new_up()
 
     def start_again(self) -> UpProcess:
@@ -56,11 +62,15 @@ class ChaosCluster:
     def takes_jobs(self) -> bool:
         """End what runs; whether every node could then take the next job."""
         try:
-            return self.up.process.poll() is None and settle(self.up.folder) == set(self.up.state["nodes"])
+            return self.up.process.poll() is None and settle(self.up.folder) == set(
+                self.up.state["nodes"]
+            )
         except (Standstill, MegascaleError):
             return False
 
-    def job(self, name: str, *, steps: int, interval_steps: int, spares: int = 0) -> job_pb2.JobSpec:
+    def job(
+        self, name: str, *, steps: int, interval_steps: int, spares: int = 0
+    ) -> job_pb2.JobSpec:
         """Two ranks on two nodes; eight micro-batches make a step of some 20 ms."""
         return parse_job(
             {
@@ -77,7 +87,10 @@ class ChaosCluster:
                     "training": {"steps": steps, "global_batch_size": 8, "precision": "fp32"},
                     "data": {"sources": [{"prefix": str(self._corpus)}]},
                 },
-                "checkpoint": {"uri": str(self.checkpoints(name)), "interval_steps": interval_steps},
+                "checkpoint": {
+                    "uri": str(self.checkpoints(name)),
+                    "interval_steps": interval_steps,
+                },
                 "recovery": {"spare_nodes": spares, "collective_timeout_s": 60},
             }
         )
@@ -103,7 +116,14 @@ class ChaosCluster:
 
     def status_page(self, job: driver_pb2.Job, rank: int) -> Path:
         """The status page of a rank of the job's present attempt (one rank on each node)."""
-        folder = self.up.folder / "nodes" / job.nodes[rank] / "jobs" / job.spec.name / f"attempt-{job.attempt:06d}"
+        folder = (
+            self.up.folder
+            / "nodes"
+            / job.nodes[rank]
+            / "jobs"
+            / job.spec.name
+            / f"attempt-{job.attempt:06d}"
+        )
         return folder / f"status-{rank:05d}.page"
 
     def rank_log(self, job: driver_pb2.Job, rank: int) -> str:
@@ -135,10 +155,13 @@ class ChaosCluster:
 def chaos_cluster(folder: Path, *options: str) -> Iterator[ChaosCluster]:
     """A cluster that is ready; at the end it must stop in order and leave no process.
 
-    What killed nodes leave in shared memory, the next start of the same node would remove; here nobody starts it again.
+    What killed nodes leave in shared memory, the next start of the same node would remove; here
+    nobody starts it again.
     """
     name = f"chaos-{uuid.uuid4().hex[:8]}"
-    runtime_folder = Path(tempfile.mkdtemp(prefix="ms-", dir="/tmp"))  # short: socket paths are bounded
+    runtime_folder = Path(
+        tempfile.mkdtemp(prefix="ms-", dir="/tmp")
+    )  # short: socket paths are bounded
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("XDG_RUNTIME_DIR", str(runtime_folder))
         cluster = ChaosCluster(folder, name, runtime_folder, *options)
@@ -156,10 +179,14 @@ def chaos_cluster(folder: Path, *options: str) -> Iterator[ChaosCluster]:
 
 
 @contextlib.contextmanager
-def shared_cluster(folder: Callable[[], Path], *options: str) -> Iterator[Callable[[], ChaosCluster]]:
-    """A cluster that tests share one after the other: what each calls for a cluster that is whole and runs nothing.
+def shared_cluster(
+    folder: Callable[[], Path], *options: str
+) -> Iterator[Callable[[], ChaosCluster]]:
+    """A cluster that tests share one after the other: what each calls for a cluster that is whole
+    and runs nothing.
 
-    Jobs that a test has left, because it failed, are ended; a cluster that lacks a node then is replaced by a new one.
+    Jobs that a test has left, because it failed, are ended; a cluster that lacks a node then is
+    replaced by a new one.
 
     Args:
         folder: makes a fresh folder for each cluster.
@@ -170,7 +197,9 @@ def shared_cluster(folder: Callable[[], Path], *options: str) -> Iterator[Callab
         def ready() -> ChaosCluster:
             if held and not held[0].takes_jobs():
                 held.clear()
-                with contextlib.suppress(AssertionError):  # the test that broke it has failed already
+                with contextlib.suppress(
+                    AssertionError
+                ):  # the test that broke it has failed already
                     stack.close()
             if not held:
                 held.append(stack.enter_context(chaos_cluster(folder(), *options)))
@@ -181,5 +210,7 @@ def shared_cluster(folder: Callable[[], Path], *options: str) -> Iterator[Callab
 
 def measured(what: str, **values: Any) -> None:
     """Print what a test has measured."""
-    rounded = {key: round(value, 2) if isinstance(value, float) else value for key, value in values.items()}
+    rounded = {
+        key: round(value, 2) if isinstance(value, float) else value for key, value in values.items()
+    }
     print(f"\n{what}: {json.dumps(rounded)}")

@@ -1,4 +1,6 @@
-"""Checkpoints on storage, written through the real writer without a daemon, for tests of what reads them."""
+"""Checkpoints on storage, written through the real writer without a daemon, for tests of what reads
+them.
+"""
 
 from __future__ import annotations
 
@@ -31,19 +33,27 @@ def slot_bytes(pieces: Iterable[ShardPiece]) -> int:
     return -(-end // 4096) * 4096
 
 
-def registration_of(uri: str, rank: int, world_size: int, layout: ShardLayout, attempt: int = 1) -> Registration:
+def registration_of(
+    uri: str, rank: int, world_size: int, layout: ShardLayout, attempt: int = 1
+) -> Registration:
     """What a worker would have registered."""
     info = {"tp": 1, "cp": 1, "dp": world_size, "pp": 1}
-    return Registration("job", attempt, rank, world_size, uri, "none:0", 2, layout, layout.digest(), info)
+    return Registration(
+        "job", attempt, rank, world_size, uri, "none:0", 2, layout, layout.digest(), info
+    )
 
 
 def image_of(layout: ShardLayout, values: Values) -> Image:
     """A slot image whose pieces are cut from whole parameters, the slow and obvious way."""
     image = bytearray(layout.slot_bytes)
     for piece in layout.pieces:
-        box = values[piece.name][tuple(slice(a, b) for a, b in zip(piece.start, piece.stop, strict=True))]
+        box = values[piece.name][
+            tuple(slice(a, b) for a, b in zip(piece.start, piece.stop, strict=True))
+        ]
         state = STATES.index(piece.state)
-        data = (box.flatten()[piece.flat_start : piece.flat_stop] + np.float32(0.25 * state)).tobytes()
+        data = (
+            box.flatten()[piece.flat_start : piece.flat_stop] + np.float32(0.25 * state)
+        ).tobytes()
         image[piece.slot_offset_bytes : piece.slot_offset_bytes + len(data)] = data
     return image
 
@@ -59,7 +69,9 @@ def write_checkpoint(
 ) -> str:
     """Write and commit one checkpoint of ``values`` below ``root``; the manifest's address."""
     images = [image_of(layout, values) for layout in layouts]
-    return write_images(root, layouts, images, step=step, attempt=attempt, small_states=small_states)
+    return write_images(
+        root, layouts, images, step=step, attempt=attempt, small_states=small_states
+    )
 
 
 def write_images(
@@ -71,12 +83,16 @@ def write_images(
     attempt: int = 1,
     small_states: Sequence[dict[str, Any]] | None = None,
 ) -> str:
-    """Write and commit one checkpoint of every rank's slot image below ``root``; the manifest's address."""
+    """Write and commit one checkpoint of every rank's slot image below ``root``; the manifest's
+    address.
+    """
     files, uri = [], str(root)
     for rank, layout in enumerate(layouts):
         registration = registration_of(uri, rank, len(layouts), layout, attempt)
         image = memoryview(images[rank])
-        seal = Seal(attempt, step, registration.digest, piece_checksums(layout, image), {"rank": rank})
+        seal = Seal(
+            attempt, step, registration.digest, piece_checksums(layout, image), {"rank": rank}
+        )
         (file,) = write_rank_file(registration, seal, image, Cancellation()).request.files
         files.append(File(file.path, file.size_bytes, file.xxh3, rank, registration.digest))
     states = dict(enumerate(small_states or [{"position": step}] * len(layouts)))
@@ -97,5 +113,7 @@ def write_images(
     log = CommitLog(storage)
     log.append_open(attempt, lambda: {"job": "job", "epoch": [1, 1]})
     fields = {"job": "job", "manifest": path, "manifest_xxh3": checksum(data)}
-    log.append_commit(attempt, step, {**fields, "world_size": len(layouts), "size_bytes": manifest.size_bytes})
+    log.append_commit(
+        attempt, step, {**fields, "world_size": len(layouts), "size_bytes": manifest.size_bytes}
+    )
     return f"{uri}/{path}"

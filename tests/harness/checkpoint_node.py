@@ -51,13 +51,35 @@ class DaemonProcess:
             self._address_file.unlink(missing_ok=True)
         elif self._address_file.exists():
             written_before = self._address_file.stat().st_mtime_ns
-        command = [sys.executable, "-m", "megascale_checkpoint", "--cluster", CLUSTER, "--node", node]
-        command += ["--incarnation", incarnation, "--run-folder", str(self.run_folder), "--socket", str(self.socket)]
-        command += ["--token-file", str(self.run_folder / "token"), "--address-file", str(self._address_file)]
+        command = [
+            sys.executable,
+            "-m",
+            "megascale_checkpoint",
+            "--cluster",
+            CLUSTER,
+            "--node",
+            node,
+        ]
+        command += [
+            "--incarnation",
+            incarnation,
+            "--run-folder",
+            str(self.run_folder),
+            "--socket",
+            str(self.socket),
+        ]
+        command += [
+            "--token-file",
+            str(self.run_folder / "token"),
+            "--address-file",
+            str(self._address_file),
+        ]
         command += ["--staging-folder", str(self.base), *arguments]
         self.log = self.run_folder / "daemon.log"
         with self.log.open("a") as log:
-            self.process = subprocess.Popen(command, env=child_environment(), stdout=log, stderr=log)
+            self.process = subprocess.Popen(
+                command, env=child_environment(), stdout=log, stderr=log
+            )
         self.address = self._wait(written_before)
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
@@ -69,7 +91,10 @@ class DaemonProcess:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self.process.poll() is None:
             self.stop(signal.SIGKILL)
@@ -77,7 +102,10 @@ class DaemonProcess:
     def _wait(self, written_before: int) -> str:
         def address() -> str:
             assert self.process.poll() is None, f"the daemon ended: {self.log.read_text()}"
-            if self._address_file.exists() and self._address_file.stat().st_mtime_ns > written_before:
+            if (
+                self._address_file.exists()
+                and self._address_file.stat().st_mtime_ns > written_before
+            ):
                 return self._address_file.read_text().strip()
             return ""
 
@@ -93,16 +121,36 @@ def layout_of(rank: int, world_size: int) -> ShardLayout:
     first, last = ROWS * rank // world_size, ROWS * (rank + 1) // world_size
     rows = (last - first) * COLUMNS
     matrix = ShardPiece(
-        "matrix", "master", "float32", (ROWS, COLUMNS), (first, 0), (last, COLUMNS), 0, rows, 0, primary=True
+        "matrix",
+        "master",
+        "float32",
+        (ROWS, COLUMNS),
+        (first, 0),
+        (last, COLUMNS),
+        0,
+        rows,
+        0,
+        primary=True,
     )
     bias = ShardPiece(
-        "bias", "master", "float32", (COLUMNS,), (0,), (COLUMNS,), 0, COLUMNS, rows * 4, primary=rank == 0
+        "bias",
+        "master",
+        "float32",
+        (COLUMNS,),
+        (0,),
+        (COLUMNS,),
+        0,
+        COLUMNS,
+        rows * 4,
+        primary=rank == 0,
     )
     return ShardLayout((matrix, bias), slot_bytes((matrix, bias)))
 
 
 def state_of(rank: int, world_size: int, step: int) -> Float32:
-    """The values of a rank's pieces after ``step``: the matrix counts up from 1000 * step, the bias is step."""
+    """The values of a rank's pieces after ``step``: the matrix counts up from 1000 * step, the bias
+    is step.
+    """
     matrix = np.arange(ROWS * COLUMNS, dtype=np.float32).reshape(ROWS, COLUMNS) + 1000 * step
     first, last = ROWS * rank // world_size, ROWS * (rank + 1) // world_size
     return np.concatenate([matrix[first:last].reshape(-1), np.full(COLUMNS, step, np.float32)])
@@ -170,15 +218,24 @@ class WorkerClient:
         values = state_of(self.rank, self.world_size, step)
         self.slots[answer["slot"]][: len(values)] = values
         small_state = {"position": step, "random": self.rank}
-        return self.ask("seal", slot=answer["slot"], step=step, small_state=small_state, finite=finite)
+        return self.ask(
+            "seal", slot=answer["slot"], step=step, small_state=small_state, finite=finite
+        )
 
     def drain(self, step: int, timeout_s: float = CALL_TIMEOUT_S / 2) -> dict[str, Any]:
         """Wait for the commit of ``step``."""
         return self.ask("drain", step=step, timeout_s=timeout_s)
 
-    def restore(self, source: str, step: int, attempt: int, manifest_uri: str = "") -> dict[str, Any]:
+    def restore(
+        self, source: str, step: int, attempt: int, manifest_uri: str = ""
+    ) -> dict[str, Any]:
         """Ask for a state."""
-        plan = {"source": source, "step": step, "written_by_attempt": attempt, "manifest_uri": manifest_uri}
+        plan = {
+            "source": source,
+            "step": step,
+            "written_by_attempt": attempt,
+            "manifest_uri": manifest_uri,
+        }
         return self.ask("restore", plan=plan)
 
     def holds(self, slot: int, step: int) -> bool:
@@ -194,6 +251,9 @@ class WorkerClient:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()

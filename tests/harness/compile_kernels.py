@@ -1,9 +1,11 @@
-"""Compile the fused kernels for Hopper on a machine without a GPU: ``python -m tests.harness.compile_kernels``.
+"""Compile the fused kernels for Hopper on a machine without a GPU: ``python -m
+tests.harness.compile_kernels``.
 
-The interpreter runs a kernel as Python and lets pass what the compiler refuses. Here the operators are called as the
-trainer calls them, at the widths of real models but few rows, and each launch compiles the kernel and does no more:
-so types, alignments and block sizes are those of training. A program of its own, because a process whose kernels run
-in the interpreter cannot compile them. It prints JSON: for each kernel its PTX, registers and spilled bytes.
+The interpreter runs a kernel as Python and lets pass what the compiler refuses. Here the operators
+are called as the trainer calls them, at the widths of real models but few rows, and each launch
+compiles the kernel and does no more: so types, alignments and block sizes are those of training. A
+program of its own, because a process whose kernels run in the interpreter cannot compile them. It
+prints JSON: for each kernel its PTX, registers and spilled bytes.
 """
 
 from __future__ import annotations
@@ -57,12 +59,16 @@ class _Hopper:
 
 
 def compiled_by(calls: dict[str, Callable[[], None]]) -> dict[str, dict[str, Any]]:
-    """What the launches of each call compile, by "call: kernel"; further kernels of one name are numbered."""
+    """What the launches of each call compile, by "call: kernel"; further kernels of one name are
+    numbered.
+    """
     run = JITFunction.run
     launched: list[Any] = []
 
     def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        launched.append((self.fn.__name__, run(self, *arguments, grid=grid, warmup=True, **options)))
+        launched.append(
+            (self.fn.__name__, run(self, *arguments, grid=grid, warmup=True, **options))
+        )
         return launched[-1][1]
 
     triton.runtime.driver.set_active(_Hopper())
@@ -102,7 +108,9 @@ def _norm(width: int, kind: Kind, *, added: bool) -> None:
     x, other = (_random(SEQUENCE, BATCH, width).requires_grad_() for _ in range(2))
     bias = weight(_random(width)) if kind == "layernorm" else None
     biases = [weight(_random(width))] if added else []
-    outputs = norm.norm(x.clone(), other if added else None, weight(_random(width)), bias, kind, 1e-5, biases)
+    outputs = norm.norm(
+        x.clone(), other if added else None, weight(_random(width)), bias, kind, 1e-5, biases
+    )
     torch.autograd.backward(outputs, [torch.zeros_like(out) for out in outputs])
 
 
@@ -115,7 +123,9 @@ def _add() -> None:
 def _core(heads: Heads, ffn: int, kind: Activation, *, bias: bool, table: bool = True) -> None:
     """The pieces of the core without the attention itself."""
     wide = heads.width + ffn * (2 if kind == "swiglu" else 1)
-    inputs, joined = (_random(SEQUENCE, BATCH, width) for width in (wide, heads.query * heads.size + ffn))
+    inputs, joined = (
+        _random(SEQUENCE, BATCH, width) for width in (wide, heads.query * heads.size + ffn)
+    )
     angles = torch.zeros(SEQUENCE, BATCH, 1, heads.size // 2)
     turned = RotaryTable(angles, angles) if table else None
     shift, sums = (_random(wide), torch.zeros(wide)) if bias else (None, None)
@@ -125,13 +135,20 @@ def _core(heads: Heads, ffn: int, kind: Activation, *, bias: bool, table: bool =
     rotary.write_plain(joined, found[0].transpose(1, 2).contiguous().transpose(1, 2))
     rotary.write_head_gradients(inputs, sums, found, heads, turned)
     x, y = inputs[..., heads.width :], joined[..., heads.query * heads.size :]
-    own = (shift[heads.width :], sums[heads.width :]) if shift is not None and sums is not None else (None, None)
+    own = (
+        (shift[heads.width :], sums[heads.width :])
+        if shift is not None and sums is not None
+        else (None, None)
+    )
     activation.write_activation(y, x, own[0], kind)
     activation.write_gradients(x, own[1], y, x, own[0], kind)
 
 
 def _loss() -> None:
-    logits, target = _random(SEQUENCE * BATCH, 25600), torch.zeros(SEQUENCE * BATCH, dtype=torch.int64)
+    logits, target = (
+        _random(SEQUENCE * BATCH, 25600),
+        torch.zeros(SEQUENCE * BATCH, dtype=torch.int64),
+    )
     maximum, sums = cross_entropy._statistics(logits, target, 25599)
     cross_entropy._gradient(logits, target, 25599, maximum, sums[0], maximum, maximum)
 
@@ -156,7 +173,9 @@ def _operands(width: int, ffn: int, kind: Activation) -> None:
     rows = SEQUENCE * BATCH
     x, vector = _random(rows, width), _random(width)
     for form, scale in (("rows", None), ("given", torch.ones(1)), ("amax", None)):
-        norm_operand.norm_operand(x, x, vector, vector, vector, "layernorm", 1e-5, form, scale=scale)
+        norm_operand.norm_operand(
+            x, x, vector, vector, vector, "layernorm", 1e-5, form, scale=scale
+        )
     wide = ffn * (2 if kind == "swiglu" else 1)
     inputs, bias = _random(rows, width + wide)[:, width:], _random(wide)
     activation_operand.activation_operand(inputs, bias, kind, _random(rows, ffn // 4))
@@ -167,16 +186,29 @@ def _small(dtype: torch.dtype) -> None:
     """A layer's kernels at widths that are no powers of two, or few."""
     x, other, vector = (_random(*shape, dtype=dtype) for shape in ((8, 2, 72), (8, 2, 72), (72,)))
     outputs = norm.norm(
-        x.clone().requires_grad_(), other, weight(vector), weight(vector), "layernorm", 1e-5, [weight(vector)]
+        x.clone().requires_grad_(),
+        other,
+        weight(vector),
+        weight(vector),
+        "layernorm",
+        1e-5,
+        [weight(vector)],
     )
     total = residual.add(*outputs, [weight(vector)])
     total.backward(torch.zeros_like(total))
     heads, wide = Heads(4, 1, 18), 6 * 18 + 200
-    inputs, joined, shift = (_random(*shape, dtype=dtype) for shape in ((8, 2, wide), (8, 2, 172), (wide,)))
+    inputs, joined, shift = (
+        _random(*shape, dtype=dtype) for shape in ((8, 2, wide), (8, 2, 172), (wide,))
+    )
     angles, sums = torch.zeros(8, 2, 1, 9), torch.zeros(wide)
     found = rotary.read_heads(inputs, shift, heads, RotaryTable(angles, angles), by_position=False)
     rotary.write_head_gradients(inputs, sums, found, heads, RotaryTable(angles, angles))
-    columns = inputs[..., heads.width :], joined[..., 72:], shift[heads.width :], sums[heads.width :]
+    columns = (
+        inputs[..., heads.width :],
+        joined[..., 72:],
+        shift[heads.width :],
+        sums[heads.width :],
+    )
     activation.write_activation(columns[1], columns[0], columns[2], "swiglu")
     activation.write_gradients(columns[0], columns[3], columns[1], columns[0], columns[2], "swiglu")
     target, logits = torch.zeros(16, dtype=torch.int64), _random(16, 300, dtype=dtype)
@@ -195,7 +227,9 @@ CALLS: dict[str, Callable[[], None]] = {
     "7b tp2": lambda: _core(Heads(16, 16, 128), 8192, "gelu", bias=True),
     "30b tp8": lambda: _core(Heads(7, 7, 128), 3584, "gelu", bias=False),
     "grouped swiglu": lambda: _core(Heads(32, 1, 128), 10928, "swiglu", bias=False),
-    "swiglu bias learned positions": lambda: _core(Heads(8, 2, 64), 4096, "swiglu", bias=True, table=False),
+    "swiglu bias learned positions": lambda: _core(
+        Heads(8, 2, 64), 4096, "swiglu", bias=True, table=False
+    ),
     "casts 4096": lambda: _casts(4096),
     "casts 12288": lambda: _casts(12288),
     "operands 175b tp4": lambda: _operands(12288, 12288, "gelu"),

@@ -30,7 +30,10 @@ def write_corpus(prefix: Path, documents: Sequence[Sequence[int]], vocab_size: i
 def random_documents(seed: int, count: int, longest: int, vocab_size: int = 257) -> list[list[int]]:
     """``count`` documents of 1 to ``longest`` random tokens."""
     generator = np.random.default_rng(seed)
-    return [generator.integers(0, vocab_size, generator.integers(1, longest + 1)).tolist() for _ in range(count)]
+    return [
+        generator.integers(0, vocab_size, generator.integers(1, longest + 1)).tolist()
+        for _ in range(count)
+    ]
 
 
 def data_job(
@@ -47,8 +50,12 @@ def data_job(
     """A job that differs from others only in what the data path looks at."""
     return JobConfig(
         name="data-test",
-        model=ModelConfig(layers=1, hidden_size=8, heads=1, vocab_size=vocab_size, sequence_length=sequence_length),
-        training=TrainingConfig(steps=1, global_batch_size=global_batch_size, micro_batch_size=micro_batch_size),
+        model=ModelConfig(
+            layers=1, hidden_size=8, heads=1, vocab_size=vocab_size, sequence_length=sequence_length
+        ),
+        training=TrainingConfig(
+            steps=1, global_batch_size=global_batch_size, micro_batch_size=micro_batch_size
+        ),
         parallelism=ParallelismConfig(dp=dp),
         data=DataConfig(sources=tuple(sources), seed=seed, document_attention=document_attention),
     )

@@ -69,7 +69,12 @@ class Desk:
         if phase is not AttemptPhase.IDLE and "job" not in details:
             wanted = self.state.holder_of(name)
             assert wanted is not None
-            details = {"job": wanted.name, "attempt": wanted.attempt, "store_endpoint": "h:9", **details}
+            details = {
+                "job": wanted.name,
+                "attempt": wanted.attempt,
+                "store_endpoint": "h:9",
+                **details,
+            }
         report = Report(desired_version=node.desired_version, phase=phase, **details)
         self.feed(NodeReport(self.now_s, name, node.identity.incarnation, report))
 
@@ -110,5 +115,7 @@ class Desk:
         return [line.reason for line in self.audit if line.log == "a"]
 
 
-def exited(rank: int, at_s: float, status: int = 1, kind: str = "", error: str = "") -> WorkerReport:
+def exited(
+    rank: int, at_s: float, status: int = 1, kind: str = "", error: str = ""
+) -> WorkerReport:
     return WorkerReport(rank, True, status, error, kind, at_s)

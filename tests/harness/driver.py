@@ -19,14 +19,17 @@ from megascale.v1 import driver_pb2, driver_pb2_grpc, job_pb2, types_pb2
 from megascale_common.node.process import child_environment
 from megascale_common.service import server as rpc
 
-# A driver logs this when it takes over from a leader that is gone, instead of waiting for the lease.
+# A driver logs this when it takes over from a leader that is gone, instead of waiting for the
+# lease.
 KEY_REMOVED = "the leader key of a term that is over is removed"
 
 
 class DriverProcess:
     """One ``python -m megascale_driver``; several on the same ``prefix`` are leader and standbys."""
 
-    def __init__(self, folder: Path, etcd_endpoint: str, prefix: str | None = None, name: str = "driver") -> None:
+    def __init__(
+        self, folder: Path, etcd_endpoint: str, prefix: str | None = None, name: str = "driver"
+    ) -> None:
         self.folder = folder
         self.prefix = prefix or f"/test/{uuid.uuid4().hex}/v1"
         self.token_file = folder / "token"
@@ -61,8 +64,10 @@ class DriverProcess:
             "--metrics-bind", "127.0.0.1:0", "--metrics-address-file", str(self.metrics_file),
         ]  # fmt: skip
         with self._log.open("ab") as log:
-            # Blocking, from the main thread: the parent-death signal fires when the starting thread ends.
-            self._process = subprocess.Popen(command, env=child_environment(), stdout=log, stderr=log)  # noqa: ASYNC220
+            # Blocking, from the main thread: the parent-death signal fires when the starting thread
+            # ends.
+            environment = child_environment()
+            self._process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)  # noqa: ASYNC220
         await eventually(self._serves, "the driver's address", self._starts, story=self.log)
         await self._close_channel()
         self._channel = rpc.open_channel(self.address(), self.token)
@@ -80,7 +85,9 @@ class DriverProcess:
     async def leads(self) -> bool:
         """Whether it says that it leads."""
         try:
-            info = await self.stub.GetClusterInfo(driver_pb2.GetClusterInfoRequest(), timeout=CALL_TIMEOUT_S)
+            info = await self.stub.GetClusterInfo(
+                driver_pb2.GetClusterInfoRequest(), timeout=CALL_TIMEOUT_S
+            )
         except grpc.aio.AioRpcError:
             return False
         return bool(info.leader)
@@ -121,7 +128,9 @@ class DriverProcess:
 
     async def job(self, name: str) -> driver_pb2.Job:
         """A job now."""
-        return (await self.stub.GetJob(driver_pb2.GetJobRequest(name=name), timeout=CALL_TIMEOUT_S)).job
+        return (
+            await self.stub.GetJob(driver_pb2.GetJobRequest(name=name), timeout=CALL_TIMEOUT_S)
+        ).job
 
     async def events(self, subject: str) -> list[types_pb2.Event]:
         """Audit log of a subject."""
@@ -148,7 +157,9 @@ class DriverProcess:
         """Wait until so many nodes are alive and have sent a heartbeat."""
 
         async def there() -> bool:
-            nodes = (await self.stub.ListNodes(driver_pb2.ListNodesRequest(), timeout=CALL_TIMEOUT_S)).nodes
+            nodes = (
+                await self.stub.ListNodes(driver_pb2.ListNodesRequest(), timeout=CALL_TIMEOUT_S)
+            ).nodes
             return sum(node.liveness == types_pb2.NODE_LIVENESS_ALIVE for node in nodes) >= count
 
         await eventually(there, f"{count} nodes alive", lambda: len(self.log()), story=self.log)

@@ -1,7 +1,8 @@
-"""An executor without workers: it speaks the real link to a real driver and does as it is told, or as a test wants.
+"""An executor without workers: it speaks the real link to a real driver and does as it is told, or
+as a test wants.
 
-Use it in the test's process (:class:`FakeExecutor`), or as a process of its own that can be killed and stopped:
-``python -m tests.harness.fake_executor --node n1 --driver-file F --token-file F``.
+Use it in the test's process (:class:`FakeExecutor`), or as a process of its own that can be killed
+and stopped: ``python -m tests.harness.fake_executor --node n1 --driver-file F --token-file F``.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class _Checkpoints(checkpoint_pb2_grpc.CheckpointServiceServicer):
         self.opened.append(request)
         return checkpoint_pb2.OpenAttemptResponse(restore=self.restore, log_seq=len(self.opened))
 
-    async def ReportPrepared(self, request: checkpoint_pb2.ReportPreparedRequest, context: Any) -> Any:
+    async def ReportPrepared(
+        self, request: checkpoint_pb2.ReportPreparedRequest, context: Any
+    ) -> Any:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this executor has no workers")
 
     async def WatchProgress(
@@ -92,7 +95,9 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         self.gives_way = False
         self.steps, self._step_s, self._interval_s = steps, step_s, interval_s
         self._token, self._find_driver = token, find_driver
-        self._devices = [types_pb2.Device(index=i, kind=kind, uuid=f"{node}-{i}") for i in range(devices)]
+        self._devices = [
+            types_pb2.Device(index=i, kind=kind, uuid=f"{node}-{i}") for i in range(devices)
+        ]
         self._switch = switch
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -104,7 +109,9 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
     async def __aenter__(self) -> FakeExecutor:
         self._server = rpc.RpcServer(self._token)
         executor_pb2_grpc.add_ExecutorServiceServicer_to_server(self, self._server.server)
-        checkpoint_pb2_grpc.add_CheckpointServiceServicer_to_server(self.checkpoints, self._server.server)
+        checkpoint_pb2_grpc.add_CheckpointServiceServicer_to_server(
+            self.checkpoints, self._server.server
+        )
         self._endpoint = await self._server.start("127.0.0.1:0", ["megascale.v1.ExecutorService"])
         self._tasks.append(asyncio.create_task(self._dial()))
         return self
@@ -178,7 +185,9 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
     async def GetNodeStatus(self, request: executor_pb2.GetNodeStatusRequest, context: Any) -> Any:
         return executor_pb2.GetNodeStatusResponse(hello=self.hello())
 
-    async def RunNodeDiagnostics(self, request: executor_pb2.RunNodeDiagnosticsRequest, context: Any) -> Any:
+    async def RunNodeDiagnostics(
+        self, request: executor_pb2.RunNodeDiagnosticsRequest, context: Any
+    ) -> Any:
         if self.gives_way:
             await context.abort(grpc.StatusCode.ABORTED, "the node was given work")
         checks = [
@@ -269,7 +278,9 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
             with contextlib.suppress(grpc.aio.AioRpcError, OSError):
                 channel = rpc.open_channel(self._find_driver(), self._token)
                 try:
-                    await link_pb2_grpc.ExecutorLinkServiceStub(channel).ReportSteps(records(), timeout=2.0)
+                    await link_pb2_grpc.ExecutorLinkServiceStub(channel).ReportSteps(
+                        records(), timeout=2.0
+                    )
                     return
                 finally:
                     await channel.close()

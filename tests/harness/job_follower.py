@@ -15,9 +15,11 @@ from megascale_client import TERMINAL_PHASES, AsyncClient
 
 
 class JobFollower:
-    """Submits a job and follows it: ``losses`` by attempt and step, ``events`` in their order, ``job`` as last seen.
+    """Submits a job and follows it: ``losses`` by attempt and step, ``events`` in their order,
+    ``job`` as last seen.
 
-    Its waits go on while the job moves: a step, an event, a phase or its reason, a commit, a line in a rank's log.
+    Its waits go on while the job moves: a step, an event, a phase or its reason, a commit, a line
+    in a rank's log.
 
     Use as an asynchronous context manager.
 
@@ -27,7 +29,12 @@ class JobFollower:
     """
 
     def __init__(
-        self, client: AsyncClient, spec: job_pb2.JobSpec, folder: Path, *, limit_s: float = STANDSTILL_S
+        self,
+        client: AsyncClient,
+        spec: job_pb2.JobSpec,
+        folder: Path,
+        *,
+        limit_s: float = STANDSTILL_S,
     ) -> None:
         self.name = spec.name
         self.job = driver_pb2.Job()
@@ -43,7 +50,10 @@ class JobFollower:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         assert self._task is not None
         self._task.cancel()
@@ -67,11 +77,19 @@ class JobFollower:
     @property
     def newest_losses(self) -> dict[int, float]:
         """Loss of each step, of the newest attempt that completed it."""
-        return {step: loss for attempt in sorted(self.losses) for step, loss in self.losses[attempt].items()}
+        return {
+            step: loss
+            for attempt in sorted(self.losses)
+            for step, loss in self.losses[attempt].items()
+        }
 
     def first_event(self, reason: str, subject: str = "") -> types_pb2.Event | None:
         """The first event with this reason (and subject)."""
-        found = (event for event in self.events if event.reason == reason and subject in ("", event.subject))
+        found = (
+            event
+            for event in self.events
+            if event.reason == reason and subject in ("", event.subject)
+        )
         return next(found, None)
 
     async def until(self, condition: Callable[[], object], what: str) -> None:
@@ -83,7 +101,11 @@ class JobFollower:
 
         def holds() -> object:
             assert self._task is not None
-            if self._task.done() and not self._task.cancelled() and (error := self._task.exception()) is not None:
+            if (
+                self._task.done()
+                and not self._task.cancelled()
+                and (error := self._task.exception()) is not None
+            ):
                 raise error
             return condition()
 
@@ -99,7 +121,8 @@ class JobFollower:
     async def until_step(self, step: int, *, attempt: int = 1) -> None:
         """Wait until the attempt has completed the step."""
         await self.until(
-            lambda: max(self.losses.get(attempt, {}), default=0) >= step, f"step {step} of attempt {attempt}"
+            lambda: max(self.losses.get(attempt, {}), default=0) >= step,
+            f"step {step} of attempt {attempt}",
         )
 
     async def until_ended(self) -> driver_pb2.Job:
@@ -114,15 +137,26 @@ class JobFollower:
         """What has been seen, for failures."""
         steps = {attempt: (min(losses), max(losses)) for attempt, losses in self.losses.items()}
         lines = [
-            f"{e.time.ToJsonString()} attempt {e.attempt} {e.reason} {e.subject}: {e.message}" for e in self.events
+            f"{e.time.ToJsonString()} attempt {e.attempt} {e.reason} {e.subject}: {e.message}"
+            for e in self.events
         ]
         phase = types_pb2.JobPhase.Name(self.job.phase)
-        return "\n".join([f"{self.name} is {phase}: {self.job.phase_reason}; steps {steps}", *lines])
+        return "\n".join(
+            [f"{self.name} is {phase}: {self.job.phase_reason}; steps {steps}", *lines]
+        )
 
     def _moves(self) -> tuple[object, ...]:
         job, steps = self.job, sum(map(len, self.losses.values()))
         logs = log_bytes(self._folder, f"nodes/*/jobs/{self.name}/*/*.log")
-        return steps, len(self.events), job.phase, job.phase_reason, job.attempt, job.committed_step, logs
+        return (
+            steps,
+            len(self.events),
+            job.phase,
+            job.phase_reason,
+            job.attempt,
+            job.committed_step,
+            logs,
+        )
 
 
 def seconds(event: types_pb2.Event) -> float:

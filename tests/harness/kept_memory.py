@@ -1,6 +1,7 @@
 """What a forward of the model keeps for backward, measured: for tests of the memory estimate.
 
-Of a tensor-parallel group there is one rank here, which takes itself for the others: values are wrong, sizes right.
+Of a tensor-parallel group there is one rank here, which takes itself for the others: values are
+wrong, sizes right.
 """
 
 from __future__ import annotations
@@ -34,14 +35,18 @@ def layers_job(layers: int, model: dict[str, Any], **parallelism: Any) -> dict[s
     )
 
 
-def kept_bytes(job: dict[str, Any], operators: Operators, device: torch.device | None = None) -> int:
+def kept_bytes(
+    job: dict[str, Any], operators: Operators, device: torch.device | None = None
+) -> int:
     """Bytes of distinct storages that a forward of the layers keeps for backward, weights aside."""
     device = device or torch.device("cpu")
     config = from_dict(job)
     table, alone = parameter_table(config, 0), single_process_groups().world
     buffers = FlatBuffers(table, torch.bfloat16, device, alone, alone)
     weights = bind_weights(table, buffers.parameters, buffers.gradients)
-    stage = Stage(config, table.chunks[0], weights, _tensor_parallel(config, device), buffers, operators)
+    stage = Stage(
+        config, table.chunks[0], weights, _tensor_parallel(config, device), buffers, operators
+    )
     flat = [*buffers.parameters.values(), *buffers.gradients.values()]
     stored = {tensor.untyped_storage().data_ptr() for tensor in flat}
     kept: dict[int, torch.UntypedStorage] = {}
@@ -79,7 +84,9 @@ class OwnMemory:
         self.rank, self.size, self.size_bytes, self.device = 0, size, size_bytes, device
         self._own = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
 
-    def tensor_of(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:
+    def tensor_of(
+        self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0
+    ) -> torch.Tensor:
         length = torch.Size(shape).numel() * dtype.itemsize
         return self._own[offset_bytes : offset_bytes + length].view(dtype).view(tuple(shape))
 

@@ -1,4 +1,6 @@
-"""Inputs of kernel tests: where they run, weights with their gradients, and the error against float64."""
+"""Inputs of kernel tests: where they run, weights with their gradients, and the error against
+float64.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,28 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def weight(value: torch.Tensor) -> Weight:
-    """``value`` as a weight of its own whose gradient starts at zero, float32 (float64 for a float64 value)."""
+    """``value`` as a weight of its own whose gradient starts at zero, float32 (float64 for a
+    float64 value).
+    """
     wide = torch.promote_types(value.dtype, torch.float32)
-    return Weight(value.detach().clone().requires_grad_(), torch.zeros(value.shape, dtype=wide, device=value.device))
+    return Weight(
+        value.detach().clone().requires_grad_(),
+        torch.zeros(value.shape, dtype=wide, device=value.device),
+    )
 
 
 def gradients_of(
-    run: Callable[[Sequence[torch.Tensor], Sequence[Weight]], torch.Tensor | tuple[torch.Tensor, ...]],
+    run: Callable[
+        [Sequence[torch.Tensor], Sequence[Weight]], torch.Tensor | tuple[torch.Tensor, ...]
+    ],
     inputs: Sequence[torch.Tensor],
     weights: Sequence[torch.Tensor],
     out_gradients: Sequence[torch.Tensor],
     dtype: torch.dtype,
 ) -> list[torch.Tensor]:
-    """Results, gradients of the inputs and gradients of the weights of ``run``, computed in ``dtype``."""
+    """Results, gradients of the inputs and gradients of the weights of ``run``, computed in
+    ``dtype``.
+    """
     leaves = [x.to(dtype).clone().requires_grad_() for x in inputs]
     bound = [weight(value.to(dtype)) for value in weights]
     out = run(leaves, bound)

@@ -36,18 +36,33 @@ def megascale(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedP
 
 
 class UpProcess:
-    """`megascale up` with ``options``, in ``folder``; use as a context manager: on the way out everything is ended."""
+    """`megascale up` with ``options``, in ``folder``; use as a context manager: on the way out
+    everything is ended.
+    """
 
     def __init__(self, folder: Path, *options: str) -> None:
         self.folder = folder
         self._mark = uuid.uuid4().hex
         self._output = folder.with_name(folder.name + ".up.jsonl")
         self._errors = folder.with_name(folder.name + ".up.log")
-        command = [sys.executable, "-m", "megascale_cli", "up", "--json", "--run-folder", str(folder), *options]
+        command = [
+            sys.executable,
+            "-m",
+            "megascale_cli",
+            "up",
+            "--json",
+            "--run-folder",
+            str(folder),
+            *options,
+        ]
         with self._output.open("wb") as output, self._errors.open("wb") as errors:
             self.process = subprocess.Popen(
                 command,
-                env={**os.environ, MARK_VARIABLE: self._mark, "MEGASCALE_PARENT_PID": str(os.getpid())},
+                env={
+                    **os.environ,
+                    MARK_VARIABLE: self._mark,
+                    "MEGASCALE_PARENT_PID": str(os.getpid()),
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=errors,
@@ -56,7 +71,11 @@ class UpProcess:
 
     def __enter__(self) -> Self:
         try:
-            until(lambda: self.seen("ready") or self.process.poll() is not None, "cluster ready", self._starts)
+            until(
+                lambda: self.seen("ready") or self.process.poll() is not None,
+                "cluster ready",
+                self._starts,
+            )
             assert self.seen("ready"), self._errors.read_text()
         except BaseException:
             self._end()
@@ -64,7 +83,10 @@ class UpProcess:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._end()
 
@@ -77,11 +99,17 @@ class UpProcess:
 
     def seen(self, event: str) -> list[dict[str, Any]]:
         """What `up` has reported under this name."""
-        lines = [json.loads(line) for line in self._output.read_text().splitlines(keepends=True) if line[-1] == "\n"]
+        lines = [
+            json.loads(line)
+            for line in self._output.read_text().splitlines(keepends=True)
+            if line[-1] == "\n"
+        ]
         return [line for line in lines if line["event"] == event]
 
     def _starts(self) -> tuple[object, ...]:
-        """What moves while a cluster starts: reports, logs, and the CPU time of processes that import."""
+        """What moves while a cluster starts: reports, logs, and the CPU time of processes that
+        import.
+        """
         return self._output.stat().st_size, log_bytes(self.folder), cpu_ticks(self.processes())
 
     def stop(self, signal_number: int = signal.SIGTERM) -> int:
@@ -98,7 +126,9 @@ class UpProcess:
 
     def node_pids(self, node: str) -> dict[str, int]:
         """Process ids of a node by role, as its agent wrote them."""
-        values: dict[str, int] = json.loads((self.folder / "nodes" / node / "pids.json").read_text())
+        values: dict[str, int] = json.loads(
+            (self.folder / "nodes" / node / "pids.json").read_text()
+        )
         return values
 
     def kill_node(self, node: str) -> float:
@@ -114,7 +144,9 @@ class UpProcess:
         found = []
         for entry in Path("/proc").iterdir():
             try:
-                belongs = entry.name.isdecimal() and needle in (entry / "environ").read_bytes().split(b"\0")
+                belongs = entry.name.isdecimal() and needle in (
+                    entry / "environ"
+                ).read_bytes().split(b"\0")
             except OSError:
                 continue
             if belongs and not ended(int(entry.name)):

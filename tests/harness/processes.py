@@ -30,16 +30,24 @@ def living_processes_of_group(group: int) -> list[int]:
     """Processes of a process group that run."""
     numbers = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
     found = {number: _stat(number) for number in numbers}
-    return [number for number, fields in found.items() if fields and int(fields[2]) == group and fields[0] not in "ZX"]
+    return [
+        number
+        for number, fields in found.items()
+        if fields and int(fields[2]) == group and fields[0] not in "ZX"
+    ]
 
 
 def cpu_ticks(pids: Iterable[int]) -> int:
-    """CPU time that the processes and their reaped children have used, in ticks of the system's clock (10 ms)."""
+    """CPU time that the processes and their reaped children have used, in ticks of the system's
+    clock (10 ms).
+    """
     return sum(sum(map(int, _stat(pid)[11:15])) for pid in pids)
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat behind the command's name, from the state on; empty for no process."""
+    """The fields of /proc/PID/stat behind the command's name, from the state on; empty for no
+    process.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,6 @@
-"""A program of one rank that trains under the step profiler, with the agent's end of the socket in the same process."""
+"""A program of one rank that trains under the step profiler, with the agent's end of the socket in
+the same process.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ def train_under_profiler(
     patient: bool = True,
     file_limit_bytes: int = 0,
 ) -> dict[str, Any]:
-    """Train ``steps`` steps; before step N comes the command ``commands[str(N)]`` (fields of ProfileSteps).
+    """Train ``steps`` steps; before step N comes the command ``commands[str(N)]`` (fields of
+    ProfileSteps).
 
     Each rank writes ``trace-ID-RANK.json.gz``. ``patient``: a trace is waited for after every step.
     ``file_limit_bytes``: no file may grow larger, as on a full disk.
@@ -50,7 +53,12 @@ def train_under_profiler(
             given = commands.get(str(number))
             if given is not None:
                 path = str(folder / f"trace-{given['id']}-{rank}.json.gz")
-                command = {"kind": "profile", "path": path, "not_after_s": time.time() + 60.0, **given}
+                command = {
+                    "kind": "profile",
+                    "path": path,
+                    "not_after_s": time.time() + 60.0,
+                    **given,
+                }
                 framing.send(agent, command)
             profiler.before(number)
             losses.append(step(trainer, rank).read().loss)

@@ -1,11 +1,14 @@
-"""Ranks of a job as real processes, cheaply: forks of one single-threaded template process that imported torch once.
+"""Ranks of a job as real processes, cheaply: forks of one single-threaded template process that
+imported torch once.
 
-``RankPool.run`` starts one process per rank, calls a function of an importable module in each, and returns what they
-return. Importing torch in eight fresh processes on two cores takes seconds; forking the template takes milliseconds.
+``RankPool.run`` starts one process per rank, calls a function of an importable module in each, and
+returns what they return. Importing torch in eight fresh processes on two cores takes seconds;
+forking the template takes milliseconds.
 
-On GPUs the start of a CUDA context and its libraries takes seconds again. A *resident* pool therefore keeps the ranks
-of each world size between runs. What they share is the context, never a process group: that is torn down after each
-run. A rank that fails takes its world with it, and the next run starts a new one.
+On GPUs the start of a CUDA context and its libraries takes seconds again. A *resident* pool
+therefore keeps the ranks of each world size between runs. What they share is the context, never a
+process group: that is torn down after each run. A rank that fails takes its world with it, and the
+next run starts a new one.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ from tests.harness.waiting import STANDSTILL_S, Standstill, Watch
 from megascale_common.node.process import arm_parent_death, child_environment
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-_GRACE_S = 3.0  # after one rank failed, how long its peers may take to notice before they are killed
+_GRACE_S = (
+    3.0  # after one rank failed, how long its peers may take to notice before they are killed
+)
 
 
 class RankFailed(AssertionError):
@@ -40,7 +45,8 @@ class RankFailed(AssertionError):
 
 
 class RankPool:
-    """A template process. Use as a context manager; leaving it ends the template and whatever still runs.
+    """A template process. Use as a context manager; leaving it ends the template and whatever still
+    runs.
 
     ``resident``: ranks stay between runs of one world size, for devices whose start is slow.
     """
@@ -50,12 +56,18 @@ class RankPool:
         self._process = self._start()
 
     def run(
-        self, program: str, world_size: int, folder: Path, limit_s: float = STANDSTILL_S, **arguments: Any
+        self,
+        program: str,
+        world_size: int,
+        folder: Path,
+        limit_s: float = STANDSTILL_S,
+        **arguments: Any,
     ) -> list[Any]:
-        """Call ``module:function`` as ``function(rank, world_size, folder, **arguments)`` in ``world_size`` processes.
+        """Call ``module:function`` as ``function(rank, world_size, folder, **arguments)`` in
+        ``world_size`` processes.
 
-        Arguments and results travel as JSON. ``folder`` must be fresh: rendezvous files and results go there. Ranks
-        that use no CPU time for ``limit_s`` stand still and are killed.
+        Arguments and results travel as JSON. ``folder`` must be fresh: rendezvous files and results
+        go there. Ranks that use no CPU time for ``limit_s`` stand still and are killed.
 
         Raises:
             RankFailed: a rank did not return.
@@ -71,12 +83,17 @@ class RankPool:
         }
         try:
             failed = self._ask(request)
-        except BaseException:  # dead, or interrupted by a test's own timeout: its answer must not meet the next run
+        except (
+            BaseException
+        ):  # dead, or interrupted by a test's own timeout: its answer must not meet the next run
             self.close()
             self._process = self._start()
             raise
         if failed:
-            accounts = [f"rank {rank}: {_read(folder / f'{rank}.error') or how}" for rank, how in failed.items()]
+            accounts = [
+                f"rank {rank}: {_read(folder / f'{rank}.error') or how}"
+                for rank, how in failed.items()
+            ]
             raise RankFailed("\n".join(accounts))
         return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
 
@@ -84,7 +101,9 @@ class RankPool:
         return subprocess.Popen(
             [sys.executable, "-m", "tests.harness.ranks"],
             cwd=REPOSITORY,
-            env=child_environment({"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}),
+            env=child_environment(
+                {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+            ),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -142,7 +161,9 @@ class World:
         os.close(answers)
 
     def run(self, request: dict[str, Any]) -> dict[str, str]:
-        """Have all ranks do ``request``; returns those that failed and how, after which the world is to be ended."""
+        """Have all ranks do ``request``; returns those that failed and how, after which the world
+        is to be ended.
+        """
         line = (json.dumps(request) + "\n").encode()
         for pipe in self._requests:
             with contextlib.suppress(BrokenPipeError):  # it died since: seen below
@@ -152,7 +173,9 @@ class World:
         deadline = math.inf
         while waiting:
             if select.select([self._answers], [], [], 0.005)[0]:
-                for answer in os.read(self._answers, 4096).split():  # a rank writes its answer at once
+                for answer in os.read(
+                    self._answers, 4096
+                ).split():  # a rank writes its answer at once
                     rank, good = int(answer[1:]), answer[:1] == b"+"
                     waiting.discard(rank)
                     if not good:
@@ -190,7 +213,9 @@ class World:
 
 
 def _live(rank: int, template: int, requests: int, answers: int) -> None:
-    """The life of a rank; never returns. ``os._exit`` spares the interpreter's teardown: seconds after torch."""
+    """The life of a rank; never returns. ``os._exit`` spares the interpreter's teardown: seconds
+    after torch.
+    """
     arm_parent_death(expected_parent_pid=template)
     with os.fdopen(requests) as lines:
         for line in lines:
@@ -228,7 +253,9 @@ def _leave_groups() -> None:
 
 
 def _serve(request: dict[str, Any], worlds: dict[int, World]) -> dict[str, str]:
-    """Have ``request`` done by the ranks that there are, or by new ones; returns the ranks that failed and how."""
+    """Have ``request`` done by the ranks that there are, or by new ones; returns the ranks that
+    failed and how.
+    """
     importlib.import_module(request["program"].split(":")[0])
     size = request["world_size"]
     world = worlds.pop(size, None) or World(size)

@@ -1,4 +1,6 @@
-"""Programs of ranks that write a training state, and that go on from one which another layout wrote."""
+"""Programs of ranks that write a training state, and that go on from one which another layout
+wrote.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,12 @@ from megascale_trainer.parallel.groups import destroy_groups
 FURTHER_STEPS = 2
 
 
-def train_and_keep(rank: int, world_size: int, folder: Path, *, job: dict[str, Any], kept_step: int) -> dict[str, Any]:
-    """Program of one rank: leaves its slot image of ``kept_step`` in a file; returns the losses of some more steps."""
+def train_and_keep(
+    rank: int, world_size: int, folder: Path, *, job: dict[str, Any], kept_step: int
+) -> dict[str, Any]:
+    """Program of one rank: leaves its slot image of ``kept_step`` in a file; returns the losses of
+    some more steps.
+    """
     trainer = start(from_dict(job), rank, world_size, folder)
     for _ in range(kept_step):
         step(trainer, rank)
@@ -29,9 +35,17 @@ def train_and_keep(rank: int, world_size: int, folder: Path, *, job: dict[str, A
 
 
 def load_and_train(
-    rank: int, world_size: int, folder: Path, *, job: dict[str, Any], manifests: dict[str, str], kept_step: int
+    rank: int,
+    world_size: int,
+    folder: Path,
+    *,
+    job: dict[str, Any],
+    manifests: dict[str, str],
+    kept_step: int,
 ) -> dict[str, list[float]]:
-    """Program of one rank: for each named checkpoint of any layout, load it and return the losses of as many steps."""
+    """Program of one rank: for each named checkpoint of any layout, load it and return the losses
+    of as many steps.
+    """
     trainer = start(from_dict(job), rank, world_size, folder)
     layout = trainer.shard_layout()
     losses = {}

@@ -1,9 +1,11 @@
-"""A training side that does as its job's labels say: the template's contract with the agent, without torch.
+"""A training side that does as its job's labels say: the template's contract with the agent,
+without torch.
 
-Run by an agent through ``--template-command``. Its workers speak :mod:`megascale_common.node.messages`, keep a status
-page and write a log; instead of training they sleep. Labels of the job: ``steps`` and ``interval_s``; ``fail_rank``
-with ``fail`` = exit | vanish | watchdog (of NCCL) | a kind of error | finish_early (status 0 without Finished) |
-peer_absent (OTHER, after the timeout in an operation), and ``fail_step``.
+Run by an agent through ``--template-command``. Its workers speak
+:mod:`megascale_common.node.messages`, keep a status page and write a log; instead of training they
+sleep. Labels of the job: ``steps`` and ``interval_s``; ``fail_rank`` with ``fail`` = exit | vanish
+| watchdog (of NCCL) | a kind of error | finish_early (status 0 without Finished) | peer_absent
+(OTHER, after the timeout in an operation), and ``fail_step``.
 """
 
 from __future__ import annotations
@@ -35,7 +37,14 @@ def serve(agent: socket.socket, verdict: str) -> None:
                 _, status = os.waitpid(key.data, 0)
                 selector.unregister(children[key.data])
                 os.close(children.pop(key.data))
-                framing.send(agent, {"kind": "exited", "pid": key.data, "status": os.waitstatus_to_exitcode(status)})
+                framing.send(
+                    agent,
+                    {
+                        "kind": "exited",
+                        "pid": key.data,
+                        "status": os.waitstatus_to_exitcode(status),
+                    },
+                )
                 continue
             request = framing.receive(agent)
             if request is None:
@@ -77,14 +86,22 @@ def _self_check(agent: socket.socket, message: framing.Message, verdict: str) ->
     if verdict == "HANG":
         time.sleep(60)
     target = f"{message['device_kind']}:{message['device_index']}"
-    result = {"name": "compute", "target": target, "verdict": verdict, "detail": "scripted", "elapsed_s": 0.0}
+    result = {
+        "name": "compute",
+        "target": target,
+        "verdict": verdict,
+        "detail": "scripted",
+        "elapsed_s": 0.0,
+    }
     framing.send(agent, {"kind": "self_checked", "rank": message["rank"], "results": [result]})
 
 
 def _work(agent: socket.socket, assignment: framing.Message, descriptors: list[int]) -> int:
     labels: dict[str, str] = assignment["config"]["labels"]
     rank, done = assignment["rank"], assignment["restore"]["step"]
-    page = StatusPageWriter(Path(assignment["status_page"]), rank=rank, attempt=assignment["attempt"])
+    page = StatusPageWriter(
+        Path(assignment["status_page"]), rank=rank, attempt=assignment["attempt"]
+    )
     _say(f"rank {rank} of attempt {assignment['attempt']} has {len(descriptors)} descriptors")
     framing.send(agent, {"kind": "running", "step": done})
     for step in range(done + 1, int(labels.get("steps", "1000000")) + 1):
@@ -108,7 +125,9 @@ def _fail(agent: socket.socket, how: str) -> int:
     if how == "vanish":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "watchdog":
-        _say("[rank1]:[E] [PG ID 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7) ran for 600000 ms")
+        _say(
+            "[rank1]:[E] [PG ID 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7) ran for 600000 ms"
+        )
         os.abort()
     if how == "exit":
         return 3
@@ -116,7 +135,9 @@ def _fail(agent: socket.socket, how: str) -> int:
         return 0
     detail = "/checkpoints/rank-00001.safetensors" if how == "CHECKPOINT_CORRUPT" else ""
     how = "OTHER" if how == "peer_absent" else how
-    framing.send(agent, {"kind": "failed", "error_kind": how, "error": f"scripted {how}", "detail": detail})
+    framing.send(
+        agent, {"kind": "failed", "error_kind": how, "error": f"scripted {how}", "detail": detail}
+    )
     return 1
 
 

@@ -1,7 +1,8 @@
-"""A simulated cluster under a virtual clock: nodes that crash, stall, lie and come back, round the real driver core.
+"""A simulated cluster under a virtual clock: nodes that crash, stall, lie and come back, round the
+real driver core.
 
-Every choice comes from one seeded generator, so a seed replays a history exactly. The driver's state goes through its
-codec at each failover, as it does through etcd.
+Every choice comes from one seeded generator, so a seed replays a history exactly. The driver's
+state goes through its codec at each failover, as it does through etcd.
 """
 
 from __future__ import annotations
@@ -99,11 +100,16 @@ class SimulatedNode:
         return self.attempt <= self.stalled_until_attempt
 
     def statuses(self, ranks: tuple[int, ...], now_s: float) -> tuple[RankStatus, ...]:
-        """Status pages of the ranks: those of other nodes wait in an operation that a stalled node has not entered."""
+        """Status pages of the ranks: those of other nodes wait in an operation that a stalled node
+        has not entered.
+        """
         entered = self.step if self.stalled else self.step + 1
         world = OperationCount("world", entered, self.step)
         phase = "STEP" if self.step else "WARMUP"
-        return tuple(RankStatus(rank, self.step, phase, now_s - self.written_at_s, (world,)) for rank in ranks)
+        return tuple(
+            RankStatus(rank, self.step, phase, now_s - self.written_at_s, (world,))
+            for rank in ranks
+        )
 
     def identity(self) -> Identity:
         devices = tuple(Device(i, "cpu") for i in range(self.devices))
@@ -115,7 +121,9 @@ class SimulatedNode:
 class SimulatedCluster:
     """The world: advance it with :meth:`run`; ``state`` and ``audit`` are the driver's."""
 
-    def __init__(self, seed: int, nodes: int, switches: int = 2, policy: Policy | None = None) -> None:
+    def __init__(
+        self, seed: int, nodes: int, switches: int = 2, policy: Policy | None = None
+    ) -> None:
         self.random = random.Random(seed)
         self.clock = VirtualClock()
         self.policy = policy or Policy()
@@ -169,7 +177,9 @@ class SimulatedCluster:
         self.nodes[name].paused_until_s = self.now_s + seconds
 
     def partition(self, name: str, seconds: float) -> None:
-        """The network is cut: the stream breaks, probes time out, the workers fail for want of their peers."""
+        """The network is cut: the stream breaks, probes time out, the workers fail for want of
+        their peers.
+        """
         node = self.nodes[name]
         node.partitioned_until_s = self.now_s + seconds
         self._disconnect(node)
@@ -222,25 +232,40 @@ class SimulatedCluster:
         elif wanted.phase is DesiredPhase.PREPARE and not mine:
             node.job, node.attempt, node.workers = wanted.job, wanted.attempt, ()
             self._enter(node, AttemptPhase.PREPARING)
-        elif node.phase is AttemptPhase.PREPARING and self._for(node) > self.random.uniform(0.2, 2.0):
+        elif node.phase is AttemptPhase.PREPARING and self._for(node) > self.random.uniform(
+            0.2, 2.0
+        ):
             self._enter(node, AttemptPhase.PREPARED)
         elif wanted.phase is DesiredPhase.START and mine and node.phase is AttemptPhase.PREPARED:
             self._enter(node, AttemptPhase.STARTING)
-        elif node.phase is AttemptPhase.STARTING and self._for(node) > self.random.uniform(0.5, 3.0):
+        elif node.phase is AttemptPhase.STARTING and self._for(node) > self.random.uniform(
+            0.5, 3.0
+        ):
             self._enter(node, AttemptPhase.RUNNING)
 
     def _train(self, node: SimulatedNode) -> None:
-        """Rank 0's node drives the steps, if all nodes of the attempt really run; peers of a lost node fail."""
+        """Rank 0's node drives the steps, if all nodes of the attempt really run; peers of a lost
+        node fail.
+        """
         job = self.state.jobs.get(node.job)
         if job is None or node.phase is not AttemptPhase.RUNNING or job.attempt != node.attempt:
             return
         peers = [self.nodes[slot.node] for slot in job.slots]
-        gone = [p for p in peers if not p.up or p.attempt != node.attempt or p.phase is AttemptPhase.FAILED]
-        if gone and self._for(node) > 1.0 and all(p.phase is not AttemptPhase.STARTING for p in peers):
+        gone = [
+            p
+            for p in peers
+            if not p.up or p.attempt != node.attempt or p.phase is AttemptPhase.FAILED
+        ]
+        if (
+            gone
+            and self._for(node) > 1.0
+            and all(p.phase is not AttemptPhase.STARTING for p in peers)
+        ):
             self._fail(node, WorkerReport(0, True, 1, "peer closed", "COLLECTIVE", self.now_s))
             return
         running = all(
-            p.phase is AttemptPhase.RUNNING and self.now_s >= p.paused_until_s and not p.stalled for p in peers
+            p.phase is AttemptPhase.RUNNING and self.now_s >= p.paused_until_s and not p.stalled
+            for p in peers
         )
         if node.name != job.slots[0].node or not running:
             return
@@ -255,9 +280,13 @@ class SimulatedCluster:
             peer.step, peer.written_at_s = step, self.now_s
         if step % SNAPSHOT_STEPS == 0:
             for slot in job.slots:
-                self.nodes[slot.node].sealed.update({rank: (step, job.attempt) for rank in slot.ranks})
+                self.nodes[slot.node].sealed.update(
+                    {rank: (step, job.attempt) for rank in slot.ranks}
+                )
         if step % SNAPSHOT_STEPS == COMMIT_DELAY_STEPS and step > SNAPSHOT_STEPS:
-            self.committed[job.name] = max(self.committed.get(job.name, 0), step - COMMIT_DELAY_STEPS)
+            self.committed[job.name] = max(
+                self.committed.get(job.name, 0), step - COMMIT_DELAY_STEPS
+            )
         if step >= job.config.training.steps:
             for peer in peers:
                 self._enter(peer, AttemptPhase.FINISHED)
@@ -272,7 +301,10 @@ class SimulatedCluster:
         progress = tuple(
             Progress(
                 name,
-                tuple(Sealed(rank, attempt, step, "d") for rank, (step, attempt) in node.sealed.items()),
+                tuple(
+                    Sealed(rank, attempt, step, "d")
+                    for rank, (step, attempt) in node.sealed.items()
+                ),
                 self.committed.get(name, 0),
                 job.attempt,
             )
@@ -280,7 +312,11 @@ class SimulatedCluster:
         )
         store = "127.0.0.1:9" if node.phase is not AttemptPhase.IDLE else ""
         job = self.state.jobs.get(node.job)
-        slot = job.slot_of(node.name) if job is not None and node.phase is AttemptPhase.RUNNING else None
+        slot = (
+            job.slot_of(node.name)
+            if job is not None and node.phase is AttemptPhase.RUNNING
+            else None
+        )
         statuses = node.statuses(slot.ranks, self.now_s) if slot is not None else ()
         return Report(node.desired_version, node.job, node.attempt, node.phase, "", node.workers, statuses,
                       node.checks, store, progress)  # fmt: skip
@@ -289,7 +325,9 @@ class SimulatedCluster:
         node = self.nodes[name]
         if node.connected:
             believed = self.state.nodes[name]
-            assert believed.desired_version > node.desired_version or believed.desired == node.desired
+            assert (
+                believed.desired_version > node.desired_version or believed.desired == node.desired
+            )
             node.desired, node.desired_version = believed.desired, believed.desired_version
             node.next_beat_s = self.now_s
 
@@ -298,7 +336,9 @@ class SimulatedCluster:
         silent = self.now_s < max(node.paused_until_s, node.partitioned_until_s)
         if isinstance(effect, Probe):
             gone = not node.up or node.incarnation != effect.incarnation
-            outcome, delay_s = ("timeout", 2.0) if silent else ("refused", 0.5) if gone else ("alive", 0.01)
+            outcome, delay_s = (
+                ("timeout", 2.0) if silent else ("refused", 0.5) if gone else ("alive", 0.01)
+            )
             result = ProbeResult(self.now_s + delay_s, effect.node, effect.incarnation, outcome)
             self._pending.append((self.now_s + delay_s, result))
         elif silent or not node.up or self.random.random() < 0.1:
@@ -315,7 +355,9 @@ class SimulatedCluster:
         elif committed:
             restore = Restore("STORAGE", committed, 1, "m")
         self.opened.append((wanted.job, wanted.attempt, restore))
-        answer = AttemptOpened(self.now_s + 0.2, wanted.job, wanted.attempt, restore, wanted.endpoint)
+        answer = AttemptOpened(
+            self.now_s + 0.2, wanted.job, wanted.attempt, restore, wanted.endpoint
+        )
         self._pending.append((self.now_s + 0.2, answer))
 
     def _disconnect(self, node: SimulatedNode) -> None:
@@ -338,19 +380,34 @@ class SimulatedCluster:
 
 def digest(audit: list[Audit]) -> str:
     """A history as text, for comparing two runs."""
-    return json.dumps([(line.log, line.seq, round(line.at_s, 3), line.reason, line.subject) for line in audit])
+    return json.dumps(
+        [(line.log, line.seq, round(line.at_s, 3), line.reason, line.subject) for line in audit]
+    )
 
 
-def demo_job(name: str, *, steps: int = 100_000, dp: int = 2, spares: int = 1, **recovery: int) -> JobConfig:
+def demo_job(
+    name: str, *, steps: int = 100_000, dp: int = 2, spares: int = 1, **recovery: int
+) -> JobConfig:
     """TP2 x PP2 x ``dp``, with checkpoints."""
     return job_config.from_dict(
         {
             "name": name,
-            "model": {"layers": 4, "hidden_size": 64, "heads": 4, "vocab_size": 257, "sequence_length": 64},
+            "model": {
+                "layers": 4,
+                "hidden_size": 64,
+                "heads": 4,
+                "vocab_size": 257,
+                "sequence_length": 64,
+            },
             "training": {"steps": steps, "global_batch_size": 8 * dp},
             "parallelism": {"tp": 2, "pp": 2, "dp": dp},
             "data": {"sources": [{"prefix": "/data/corpus"}]},
             "checkpoint": {"uri": "/checkpoints", "interval_steps": SNAPSHOT_STEPS},
-            "recovery": {"spare_nodes": spares, "max_restarts": 1000, "max_restarts_without_progress": 50, **recovery},
+            "recovery": {
+                "spare_nodes": spares,
+                "max_restarts": 1000,
+                "max_restarts_without_progress": 50,
+                **recovery,
+            },
         }
     )

@@ -1,4 +1,6 @@
-"""A node whose ranks train with overlapped tensor parallelism until one stands still, with its process alive."""
+"""A node whose ranks train with overlapped tensor parallelism until one stands still, with its
+process alive.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,12 @@ TIMEOUT_S = 4.0
 _STALLED_RANK = 1
 
 
-async def end_of_a_stall(folder: Path, device: Literal["cpu", "cuda"]) -> tuple[link_pb2.Heartbeat, str]:
-    """Rank 1 of two is stopped after some steps: the heartbeat that tells the attempt's end, and rank 0's log."""
+async def end_of_a_stall(
+    folder: Path, device: Literal["cpu", "cuda"]
+) -> tuple[link_pb2.Heartbeat, str]:
+    """Rank 1 of two is stopped after some steps: the heartbeat that tells the attempt's end, and
+    rank 0's log.
+    """
     write_corpus(folder / "corpus", random_documents(seed=1, count=50, longest=60))
     driver = RecordingDriver("test", TOKEN)
     await driver.start(folder / "driver.address")

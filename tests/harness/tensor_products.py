@@ -1,4 +1,6 @@
-"""Programs of ranks that make overlapped products and compare them with plain ones, on CPUs and on GPUs."""
+"""Programs of ranks that make overlapped products and compare them with plain ones, on CPUs and on
+GPUs.
+"""
 
 from __future__ import annotations
 
@@ -40,16 +42,22 @@ def compare(
     part_bytes: int,
     delay_s: float,
 ) -> dict[str, Any]:
-    """Program of one rank: random operations, overlapped with random delays, overlapped without, and plain.
+    """Program of one rank: random operations, overlapped with random delays, overlapped without,
+    and plain.
 
-    All numbers are small whole ones, whose sums are exact in any order: every comparison is for equality.
+    All numbers are small whole ones, whose sums are exact in any order: every comparison is for
+    equality.
 
     Returns:
-        Per chunk number, how many operations of the two overlapped runs gave other bits than the plain one.
+        Per chunk number, how many operations of the two overlapped runs gave other bits than the
+        plain one.
     """
     tp, device = tp_group(rank, world_size, folder), device_of(rank)
     shared, own = random.Random(7), random.Random(rank)
-    program = [_operation(shared, rank, world_size, part_bytes, DTYPES[dtype], device) for _ in range(operations)]
+    program = [
+        _operation(shared, rank, world_size, part_bytes, DTYPES[dtype], device)
+        for _ in range(operations)
+    ]
     expected = [operation(PlainProducts(tp)) for operation in program]
     wrong = {}
     for number in chunks:
@@ -67,7 +75,9 @@ def compare(
 
 
 def memory_is_shared(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
-    """Program of one rank: write into every rank's memory, read one's own; and ask for more than there is."""
+    """Program of one rank: write into every rank's memory, read one's own; and ask for more than
+    there is.
+    """
     tp, device = tp_group(rank, world_size, folder), device_of(rank)
     assert tp.handle is not None
     reason = why_unreachable(tp.handle, device)
@@ -87,12 +97,16 @@ def memory_is_shared(rank: int, world_size: int, folder: Path) -> dict[str, Any]
 
 
 def sum_is_wide(rank: int, world_size: int, folder: Path) -> float:
-    """Program of one rank: ranks contribute 256, 1, 1, ... in bf16, whose running sum in bf16 would stay 256."""
+    """Program of one rank: ranks contribute 256, 1, 1, ... in bf16, whose running sum in bf16 would
+    stay 256.
+    """
     tp, device = tp_group(rank, world_size, folder), device_of(rank)
     products = OverlappedProducts(_open(tp, region_bytes(2 * world_size * 64), device), 1)
     x = torch.zeros(world_size, 1, 8, dtype=torch.bfloat16, device=device)
     x[..., 0] = 1.0 if rank else 256.0
-    total = products.multiply_scatter(x, torch.eye(8, dtype=torch.bfloat16, device=device))[0, 0, 0].item()
+    total = products.multiply_scatter(x, torch.eye(8, dtype=torch.bfloat16, device=device))[
+        0, 0, 0
+    ].item()
     destroy_groups()
     return total
 
@@ -103,14 +117,18 @@ def too_much(rank: int, world_size: int, folder: Path) -> str:
     products = OverlappedProducts(_open(tp, region_bytes(1024), device), 1)
     error = ""
     try:
-        products.gather_multiply(torch.zeros(65, 1, 4, device=device), torch.zeros(4, 4, device=device))
+        products.gather_multiply(
+            torch.zeros(65, 1, 4, device=device), torch.zeros(4, 4, device=device)
+        )
     except RuntimeError as refusal:
         error = str(refusal)
     destroy_groups()
     return error
 
 
-def choice(rank: int, world_size: int, folder: Path, *, overlap: bool, one_host: bool) -> dict[str, str]:
+def choice(
+    rank: int, world_size: int, folder: Path, *, overlap: bool, one_host: bool
+) -> dict[str, str]:
     """Program of one rank: which products a job gets, and what the log says of it."""
     if not one_host:
         peer_memory._host_key = lambda: rank
@@ -131,13 +149,22 @@ def tp_group(rank: int, world_size: int, folder: Path) -> Group:
 
 
 class Delayed:
-    """Peer memory each of whose uses is put off, on the stream that it is for, by a random time up to ``delay_s``."""
+    """Peer memory each of whose uses is put off, on the stream that it is for, by a random time up
+    to ``delay_s``.
+    """
 
     def __init__(self, memory: PeerMemory, dice: random.Random, delay_s: float) -> None:
-        self.rank, self.size, self.size_bytes, self.device = memory.rank, memory.size, memory.size_bytes, memory.device
+        self.rank, self.size, self.size_bytes, self.device = (
+            memory.rank,
+            memory.size,
+            memory.size_bytes,
+            memory.device,
+        )
         self._memory, self._random, self._delay_s = memory, dice, delay_s
 
-    def tensor_of(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:
+    def tensor_of(
+        self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0
+    ) -> torch.Tensor:
         self._sleep()
         return self._memory.tensor_of(rank, shape, dtype, offset_bytes)
 
@@ -160,16 +187,27 @@ def _open(tp: Group, size_bytes: int, device: torch.device) -> PeerMemory:
 
 
 def _operation(
-    shared: random.Random, rank: int, size: int, part_bytes: int, dtype: torch.dtype, device: torch.device
+    shared: random.Random,
+    rank: int,
+    size: int,
+    part_bytes: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Operation:
-    """A random operation of the same kind and shape on all ranks, whose communicated part has up to ``part_bytes``."""
+    """A random operation of the same kind and shape on all ranks, whose communicated part has up to
+    ``part_bytes``.
+    """
     gathers, batch = shared.random() < 0.5, shared.choice((1, 2, 3))
     travelling, other = (shared.choice((8, 16, 24, 64)) for _ in range(2))
     most = part_bytes // (batch * travelling * dtype.itemsize)
     rows = shared.randint(max(most // 2, 1), most)
     generator = torch.Generator().manual_seed(1000 * shared.randrange(1000) + rank)
     width, out = (travelling, other) if gathers else (other, travelling)
-    x = _whole_numbers((rows * (1 if gathers else size), batch, width), generator).to(dtype).to(device)
+    x = (
+        _whole_numbers((rows * (1 if gathers else size), batch, width), generator)
+        .to(dtype)
+        .to(device)
+    )
     factor = _whole_numbers((out, width), generator).to(dtype).to(device)
     factor = factor.t() if shared.random() < 0.5 else factor.t().contiguous()
     if gathers:
@@ -177,13 +215,17 @@ def _operation(
     return lambda products: _scatter_beside_work(products, x, factor)
 
 
-def _scatter_beside_work(products: Products, x: torch.Tensor, factor: torch.Tensor) -> Sequence[torch.Tensor]:
+def _scatter_beside_work(
+    products: Products, x: torch.Tensor, factor: torch.Tensor
+) -> Sequence[torch.Tensor]:
     work: list[torch.Tensor] = []
     part = products.multiply_scatter(x, factor, lambda: work.append(x.sum(0)))
     return part, *work
 
 
 def _whole_numbers(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """-1, 0 and 1, mostly 0: sums over 64 columns and 8 ranks stay far below 256, up to where bf16 counts exactly."""
+    """-1, 0 and 1, mostly 0: sums over 64 columns and 8 ranks stay far below 256, up to where bf16
+    counts exactly.
+    """
     values = torch.randint(-1, 2, shape, generator=generator)
     return values * (torch.rand(shape, generator=generator) < 0.3)

@@ -1,8 +1,9 @@
 """Waits that end when nothing moves any more, not when the clock says so.
 
-A wait names what it waits for and, where there is any, what shows that this is still on its way: steps, events, lines
-of a log, CPU time of a process. While that changes the wait goes on, on however slow a machine; once nothing has moved
-for the limit it fails. What moves for ever without getting there is ended by the cap on every test (pyproject.toml).
+A wait names what it waits for and, where there is any, what shows that this is still on its way:
+steps, events, lines of a log, CPU time of a process. While that changes the wait goes on, on
+however slow a machine; once nothing has moved for the limit it fails. What moves for ever without
+getting there is ended by the cap on every test (pyproject.toml).
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from typing import Any, TypeVar
 
 Found = TypeVar("Found")
 
-# Of anything: a machine that gives a healthy process nothing to run on for so long is of no use for tests.
+# Of anything: a machine that gives a healthy process nothing to run on for so long is of no use for
+# tests.
 STANDSTILL_S = 60.0
-# For a single call (an RPC, the end of a process, a socket's answer), which has no progress to look at.
+# For a single call (an RPC, the end of a process, a socket's answer), which has no progress to look
+# at.
 CALL_TIMEOUT_S = 120.0
 POLL_INTERVAL_S = 0.02
 LOOK_INTERVAL_S = 0.5  # at what moves, which may be many files
@@ -66,7 +69,8 @@ class Watch:
             still = "" if self._moves is None else f"; still at {self._last}"
             story = self._story()
             raise Standstill(
-                f"{self._what}: nothing has moved for {self._limit_s:g} s{still}" + (f"\n{story}" if story else "")
+                f"{self._what}: nothing has moved for {self._limit_s:g} s{still}"
+                + (f"\n{story}" if story else "")
             )
 
 
@@ -78,7 +82,9 @@ def until(
     limit_s: float = STANDSTILL_S,
     story: Callable[[], str] = str,
 ) -> Found:
-    """Wait until ``condition()`` is something true and return it; arguments and errors are those of :class:`Watch`."""
+    """Wait until ``condition()`` is something true and return it; arguments and errors are those of
+    :class:`Watch`.
+    """
     watch = Watch(what, moves, limit_s, story)
     while not (found := condition()):
         watch.check()

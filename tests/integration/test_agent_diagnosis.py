@@ -1,4 +1,6 @@
-"""A real agent checks itself on demand, gives way to attempts, and shows its metrics and its daemon's."""
+"""A real agent checks itself on demand, gives way to attempts, and shows its metrics and its
+daemon's.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ async def driver(tmp_path: Path) -> AsyncIterator[RecordingDriver]:
 
 
 @pytest_asyncio.fixture(params=["PASS"])
-async def agent(driver: RecordingDriver, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[AgentProcess]:
+async def agent(
+    driver: RecordingDriver, tmp_path: Path, request: pytest.FixtureRequest
+) -> AsyncIterator[AgentProcess]:
     """An idle agent of two CPU slots, whose probes answer with the verdict given."""
     template = f"{sys.executable} {SCRIPT} --verdict {request.param}"
     started = start_agent(tmp_path, template=template, options=("--metrics-bind", "127.0.0.1:0"))
@@ -61,7 +65,13 @@ async def refused(agent: AgentProcess, *checks: str) -> tuple[grpc.StatusCode, s
 def assignment(tmp_path: Path) -> link_pb2.AttemptAssignment:
     values: dict[str, Any] = {
         "name": "demo",
-        "model": {"layers": 2, "hidden_size": 32, "heads": 2, "vocab_size": 257, "sequence_length": 16},
+        "model": {
+            "layers": 2,
+            "hidden_size": 32,
+            "heads": 2,
+            "vocab_size": 257,
+            "sequence_length": 16,
+        },
         "training": {"steps": 5, "global_batch_size": 4, "precision": "fp32"},
         "parallelism": {"dp": 2},
         "data": {"sources": [{"prefix": str(tmp_path / "corpus")}]},
@@ -80,7 +90,10 @@ async def test_an_idle_node_checks_itself_and_a_held_one_refuses(
     assert {check.verdict for check in found} == {types_pb2.CHECK_VERDICT_PASS}
     assert {check.name for check in await diagnose(agent, "disk_room")} == {"disk_room"}
     code, message = await refused(agent, "disk_room", "gpu_burn")
-    assert code == grpc.StatusCode.INVALID_ARGUMENT and "no check gpu_burn; this node knows device_present" in message
+    assert (
+        code == grpc.StatusCode.INVALID_ARGUMENT
+        and "no check gpu_burn; this node knows device_present" in message
+    )
     driver.want(PREPARE, assignment(tmp_path))
     await driver.until_phase(link_pb2.ATTEMPT_PHASE_PREPARED)
     code, message = await refused(agent)
@@ -127,4 +140,7 @@ async def test_agent_and_daemon_show_metrics(agent: AgentProcess) -> None:
     ):  # fmt: skip
         assert line in of_agent, line
     of_daemon = await asyncio.to_thread(page, "checkpoint.metrics.address")
-    assert "megascale_checkpoint_staging_used_bytes 0.0" in of_daemon and 'service="checkpoint"' in of_daemon
+    assert (
+        "megascale_checkpoint_staging_used_bytes 0.0" in of_daemon
+        and 'service="checkpoint"' in of_daemon
+    )

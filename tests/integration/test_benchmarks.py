@@ -1,4 +1,6 @@
-"""Benchmarks on CPU ranks: communication can be left out, a sweep survives what fails in it, figures are there."""
+"""Benchmarks on CPU ranks: communication can be left out, a sweep survives what fails in it,
+figures are there.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,22 @@ from benchmarks.compare_losses import compare, read_losses
 from benchmarks.peers import pair
 from tests.harness.ranks import REPOSITORY, RankPool, rank_pool
 
-LAYOUT = ["--tp", "2", "--pp", "2", "--vpp", "2", "--dp", "2", "--seq", "32", "--global-batch", "8", "--steps", "4"]
+LAYOUT = [
+    "--tp",
+    "2",
+    "--pp",
+    "2",
+    "--vpp",
+    "2",
+    "--dp",
+    "2",
+    "--seq",
+    "32",
+    "--global-batch",
+    "8",
+    "--steps",
+    "4",
+]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +65,16 @@ def test_a_measurement_says_what_it_saw(pool: RankPool, tmp_path: Path) -> None:
         "--layers",
         "2",
     ]
-    options += ["--against", "block=serial", "--exposed", "all,tp", "--repeats", "2", "--profile", "trace.json"]
+    options += [
+        "--against",
+        "block=serial",
+        "--exposed",
+        "all,tp",
+        "--repeats",
+        "2",
+        "--profile",
+        "trace.json",
+    ]
     results = pool.run("tests.harness.benchmarking:measured", 4, tmp_path, arguments=options)
     found = results[0]
     assert found["step_time_s"]["steps"] == 4, "two timed steps in each of two rounds"
@@ -58,14 +84,20 @@ def test_a_measurement_says_what_it_saw(pool: RankPool, tmp_path: Path) -> None:
     assert found["variants"][1]["gain_over_previous"]["pairs"] == 2
     whole = found["exposed"]["all"]
     bubble_s = whole["of_which_ideal_bubble"] * whole["step_time_s"]
-    assert bubble_s == pytest.approx(whole["step_time_without_s"] / 4), "two stages, four micro-batches"
-    assert "of_which_ideal_bubble" not in found["exposed"]["tp"], "the other stage is still waited for"
+    assert bubble_s == pytest.approx(whole["step_time_without_s"] / 4), (
+        "two stages, four micro-batches"
+    )
+    assert "of_which_ideal_bubble" not in found["exposed"]["tp"], (
+        "the other stage is still waited for"
+    )
     for shares in found["exposed"].values():
         assert shares["min"] <= shares["share"] <= shares["max"] < 1.0
     assert found["repeats"]["losses_bitwise_equal"], "a CPU repeats itself bit for bit"
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     for other in results[1:]:
-        assert other["step_time_s"] == found["step_time_s"], "all ranks tell the time of the slowest"
+        assert other["step_time_s"] == found["step_time_s"], (
+            "all ranks tell the time of the slowest"
+        )
 
 
 @pytest.mark.slow
@@ -76,11 +108,31 @@ def test_a_sweep_goes_on_after_a_failure(tmp_path: Path) -> None:
         {"name": "tp again", **small, "tp": 2, "losses": "again.jsonl"},
         {"name": "lost", **small, "data": str(tmp_path / "nowhere")},
         {"name": "large", "tp": 4},
-        {"name": "dp", **small, "losses": "dp.jsonl", "environment": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}},
+        {
+            "name": "dp",
+            **small,
+            "losses": "dp.jsonl",
+            "environment": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        },
     ]
     (tmp_path / "sweep.json").write_text(json.dumps(sweep))
-    command = [sys.executable, "benchmarks/throughput.py", "--device", "cpu", "--ranks", "2", "--json"]
-    command += ["--sweep", str(tmp_path / "sweep.json"), "--folder", str(tmp_path), "--results", "results.jsonl"]
+    command = [
+        sys.executable,
+        "benchmarks/throughput.py",
+        "--device",
+        "cpu",
+        "--ranks",
+        "2",
+        "--json",
+    ]
+    command += [
+        "--sweep",
+        str(tmp_path / "sweep.json"),
+        "--folder",
+        str(tmp_path),
+        "--results",
+        "results.jsonl",
+    ]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr[-2000:]
     lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
@@ -90,7 +142,9 @@ def test_a_sweep_goes_on_after_a_failure(tmp_path: Path) -> None:
     assert "is not the 2 ranks" in found["large"]["failed"]
     assert found["dp"]["environment"] == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     assert {line["name"] for line in map(json.loads, done.stdout.splitlines())} == set(found)
-    first, again, *others = (read_losses(tmp_path / f"{name}.jsonl") for name in ("tp", "again", "dp"))
+    first, again, *others = (
+        read_losses(tmp_path / f"{name}.jsonl") for name in ("tp", "again", "dp")
+    )
     assert len(first) == 4
     assert again == first, "whole, though less had to warm up"
     curves = [first, *others]
@@ -99,9 +153,20 @@ def test_a_sweep_goes_on_after_a_failure(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_hang_are_ended(tmp_path: Path) -> None:
-    entries = [{"name": "stuck", "seq": 4096, "global_batch": 512}, {"name": "next", "seq": 32, "steps": 4}]
+    entries = [
+        {"name": "stuck", "seq": 4096, "global_batch": 512},
+        {"name": "next", "seq": 32, "steps": 4},
+    ]
     (tmp_path / "sweep.json").write_text(json.dumps(entries))
-    command = [sys.executable, "benchmarks/throughput.py", "--device", "cpu", "--limit-s", "2", "--json"]
+    command = [
+        sys.executable,
+        "benchmarks/throughput.py",
+        "--device",
+        "cpu",
+        "--limit-s",
+        "2",
+        "--json",
+    ]
     command += ["--sweep", str(tmp_path / "sweep.json"), "--folder", str(tmp_path)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     first, second = map(json.loads, done.stdout.splitlines())
@@ -114,9 +179,20 @@ def test_ranks_that_hang_are_ended(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.slow
 def test_a_command_does_not_outlast_its_budget(tmp_path: Path) -> None:
-    entries = [{"name": "long", "seq": 4096, "global_batch": 512}, {"name": "next", "seq": 32, "steps": 4}]
+    entries = [
+        {"name": "long", "seq": 4096, "global_batch": 512},
+        {"name": "next", "seq": 32, "steps": 4},
+    ]
     (tmp_path / "sweep.json").write_text(json.dumps(entries))
-    command = [sys.executable, "benchmarks/throughput.py", "--device", "cpu", "--budget-s", "3", "--json"]
+    command = [
+        sys.executable,
+        "benchmarks/throughput.py",
+        "--device",
+        "cpu",
+        "--budget-s",
+        "3",
+        "--json",
+    ]
     command += ["--sweep", str(tmp_path / "sweep.json"), "--folder", str(tmp_path)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     found = {line["name"]: line["skipped"] for line in map(json.loads, done.stdout.splitlines())}
@@ -128,7 +204,15 @@ def test_nothing_new_starts_when_the_time_is_up(pool: RankPool, tmp_path: Path) 
     program = "tests.harness.benchmarking:measured"
     for result in pool.run(program, 2, tmp_path / "ranks", arguments=options, deadline=1.0):
         assert result["rounds"] == 1, "a round that has begun is brought to its end"
-    command = [sys.executable, "benchmarks/throughput.py", "--device", "cpu", "--budget-s", "1e-9", "--json"]
+    command = [
+        sys.executable,
+        "benchmarks/throughput.py",
+        "--device",
+        "cpu",
+        "--budget-s",
+        "1e-9",
+        "--json",
+    ]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert "the time is up" in json.loads(done.stdout)["skipped"]
 
@@ -143,16 +227,36 @@ def test_a_row_is_measured_beside_its_bar(tmp_path: Path, monkeypatch: pytest.Mo
     command = pair.command
 
     def bar_of_our_own(row: pair.Row, side: str, steps: int, results: Path) -> list[str]:
-        return [sys.executable, "-c", told, str(results)] if side == pair.BAR else command(row, side, steps, results)
+        return (
+            [sys.executable, "-c", told, str(results)]
+            if side == pair.BAR
+            else command(row, side, steps, results)
+        )
 
     monkeypatch.setattr(pair, "command", bar_of_our_own)
     shape = {"preset": "tiny", "layers": 2, "tp": 2, "seq": 32, "global_batch": 8}
-    ours = {"plain": {}, "overlapped": {"overlap": "tp"}, "lost": {"data": str(tmp_path / "nowhere")}}
-    rows = [{"name": "small", "devices": 2, "bar": "none", "shape": shape, "bar_options": {}, "ours": ours}]
+    ours = {
+        "plain": {},
+        "overlapped": {"overlap": "tp"},
+        "lost": {"data": str(tmp_path / "nowhere")},
+    }
+    rows = [
+        {
+            "name": "small",
+            "devices": 2,
+            "bar": "none",
+            "shape": shape,
+            "bar_options": {},
+            "ours": ours,
+        }
+    ]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     arguments = ["--rows", str(tmp_path / "rows.json"), "--rounds", "1", "--steps", "4"]
     assert pair.main([*arguments, "--results", str(tmp_path / "pairs.jsonl")]) == 1
-    lines = {line["side"]: line for line in map(json.loads, (tmp_path / "pairs.jsonl").read_text().splitlines())}
+    lines = {
+        line["side"]: line
+        for line in map(json.loads, (tmp_path / "pairs.jsonl").read_text().splitlines())
+    }
     assert list(lines) == ["bar", *ours]
     assert lines["bar"]["rank"] in ("0", "1")
     assert "cannot be read" in lines["lost"]["failed"]

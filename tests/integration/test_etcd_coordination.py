@@ -1,4 +1,6 @@
-"""Leases, watches and elections against a real etcd that is killed, restarted, cut off and compacted."""
+"""Leases, watches and elections against a real etcd that is killed, restarted, cut off and
+compacted.
+"""
 
 import asyncio
 import contextlib
@@ -31,7 +33,8 @@ from megascale_common.etcd.watch import Position, Watch
 
 __all__ = ["etcd", "etcd_prefix", "etcd_server"]  # fixtures
 
-# --- leases -----------------------------------------------------------------------------------------
+# --- leases
+# -----------------------------------------------------------------------------------------
 
 
 async def test_a_kept_lease_outlives_its_ttl_and_close_revokes(etcd: EtcdClient) -> None:
@@ -82,7 +85,8 @@ async def test_a_blocked_event_loop_does_not_prolong_a_lease(etcd: EtcdClient) -
         assert lease.remaining_s() == 0.0
 
 
-# --- watches ----------------------------------------------------------------------------------------
+# --- watches
+# ----------------------------------------------------------------------------------------
 
 
 async def test_a_watch_over_a_killed_server_has_no_gap_and_no_duplicate(
@@ -118,7 +122,9 @@ async def test_a_large_history_arrives_in_fragments(etcd: EtcdClient) -> None:
     async with Watch(etcd, "f/", start, queue_events=2) as watch:
         await asyncio.sleep(0.2)  # a slow consumer
         seen = await take(watch, 16)
-        assert [event.kv.key for event in seen] == [f"f/{i}/{part}" for i in range(8) for part in "ab"]
+        assert [event.kv.key for event in seen] == [
+            f"f/{i}/{part}" for i in range(8) for part in "ab"
+        ]
     await etcd.delete_prefix("f/")
 
 
@@ -154,7 +160,9 @@ async def test_compaction_under_a_watch_is_an_error(etcd: EtcdClient) -> None:
         await etcd.compact(start)
 
 
-async def test_progress_moves_a_quiet_watch_past_compaction(etcd: EtcdClient, etcd_server: EtcdServer) -> None:
+async def test_progress_moves_a_quiet_watch_past_compaction(
+    etcd: EtcdClient, etcd_server: EtcdServer
+) -> None:
     async with Watch(etcd, "quiet/", await revision_of(etcd) + 1) as watch:
         last = [await etcd.put("busy", b"") for _ in range(5)][-1]
 
@@ -198,7 +206,8 @@ def test_positions_survive_a_cut_anywhere(sizes: list[int], cuts: list[tuple[int
     assert delivered == history
 
 
-# --- election ---------------------------------------------------------------------------------------
+# --- election
+# ---------------------------------------------------------------------------------------
 
 
 async def test_candidates_lead_one_after_another(etcd_server: EtcdServer, etcd_prefix: str) -> None:
@@ -220,13 +229,17 @@ async def test_candidates_lead_one_after_another(etcd_server: EtcdServer, etcd_p
     assert len(tokens) == 3 and tokens == sorted(set(tokens))
 
 
-async def test_a_paused_former_leader_cannot_write(etcd: EtcdClient, etcd_server: EtcdServer, etcd_prefix: str) -> None:
+async def test_a_paused_former_leader_cannot_write(
+    etcd: EtcdClient, etcd_server: EtcdServer, etcd_prefix: str
+) -> None:
     async with CuttableProxy(etcd_server.endpoint) as proxy:
         async with EtcdClient([proxy.endpoint], prefix=etcd_prefix) as client:
             former = await campaign(client, "leader", b"a", ttl_s=1)
             assert (await write_fenced(former, "before")) is not None
             proxy.swallow_requests = True
-            async with await asyncio.wait_for(campaign(etcd, "leader", b"b", ttl_s=1), CALL_TIMEOUT_S) as present:
+            async with await asyncio.wait_for(
+                campaign(etcd, "leader", b"b", ttl_s=1), CALL_TIMEOUT_S
+            ) as present:
                 assert former.lease.lost.is_set()
                 assert present.create_revision > former.create_revision
                 proxy.reset()

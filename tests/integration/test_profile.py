@@ -1,4 +1,6 @@
-"""Traces of real ranks: the steps named and no others, the same losses as without, and failures that end nothing."""
+"""Traces of real ranks: the steps named and no others, the same losses as without, and failures
+that end nothing.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,12 @@ def pool() -> Iterator[RankPool]:
 
 
 def profiled(
-    pool: RankPool, folder: Path, commands: dict[str, dict[str, Any]], *, pp: int = 1, **options: Any
+    pool: RankPool,
+    folder: Path,
+    commands: dict[str, dict[str, Any]],
+    *,
+    pp: int = 1,
+    **options: Any,
 ) -> list[dict[str, Any]]:
     folder.mkdir()
     job = tiny_job(parallelism={"pp": pp})
@@ -42,7 +49,9 @@ def spans(path: Path) -> list[str]:
     return [name for _, name in found if not name.startswith("gloo:")]
 
 
-def test_every_rank_traces_the_steps_named_and_trains_as_without(pool: RankPool, tmp_path: Path) -> None:
+def test_every_rank_traces_the_steps_named_and_trains_as_without(
+    pool: RankPool, tmp_path: Path
+) -> None:
     commands = {"2": command("one", 3, 4), "5": command("two", 6, 6)}
     with_traces = profiled(pool, tmp_path / "with", commands, pp=2)
     without = profiled(pool, tmp_path / "without", {}, pp=2)
@@ -55,7 +64,11 @@ def test_every_rank_traces_the_steps_named_and_trains_as_without(pool: RankPool,
         names = spans(path)
         assert [name for name in names if name.startswith("step ")] == ["step 3", "step 4"]
         kinds = [name.split()[0] for name in names[: names.index("step 4")]]
-        assert (kinds.count("forward"), kinds.count("backward"), kinds.count("optimizer")) == (8, 8, 1)
+        assert (kinds.count("forward"), kinds.count("backward"), kinds.count("optimizer")) == (
+            8,
+            8,
+            1,
+        )
         sends, receives = ("send_activation", "wait_gradient") if rank == 0 else (
             "send_gradient", "wait_activation",
         )  # fmt: skip
@@ -71,7 +84,9 @@ def test_every_rank_traces_the_steps_named_and_trains_as_without(pool: RankPool,
     assert left == []
 
 
-def test_what_comes_too_late_or_in_between_is_skipped_and_said(pool: RankPool, tmp_path: Path) -> None:
+def test_what_comes_too_late_or_in_between_is_skipped_and_said(
+    pool: RankPool, tmp_path: Path
+) -> None:
     commands = {
         "2": command("late", 1, 2),
         "3": command("stale", 4, 5, not_after_s=1.0),
@@ -93,7 +108,10 @@ def test_one_profile_at_a_time(pool: RankPool, tmp_path: Path) -> None:
     (found,) = profiled(pool, tmp_path / "run", commands)
     answers = {answer["id"]: (answer["state"], answer["detail"]) for answer in found["answers"]}
     assert answers["first"] == ("written", "")
-    assert answers["second"][0] == "failed" and "before is still being recorded" in answers["second"][1]
+    assert (
+        answers["second"][0] == "failed"
+        and "before is still being recorded" in answers["second"][1]
+    )
 
 
 @pytest.mark.parametrize(

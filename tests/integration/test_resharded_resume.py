@@ -1,4 +1,6 @@
-"""A run goes on in another layout: parameters, optimizer states and data position move: 12 pairs of layouts."""
+"""A run goes on in another layout: parameters, optimizer states and data position move: 12 pairs of
+layouts.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2vpp2dp2-full-recompute": {"pp": 2, "virtual_stages": 2, "dp": 2, "recompute": "full"},
 }
 # An FFN of 101 is padded, to other widths at another tp.
-MODEL = {"layers": 6, "hidden_size": 32, "kv_heads": 2, "ffn_size": 101, "mlp": "swiglu", "positions": "learned"}
+MODEL = {
+    "layers": 6,
+    "hidden_size": 32,
+    "kv_heads": 2,
+    "ffn_size": 101,
+    "mlp": "swiglu",
+    "positions": "learned",
+}
 
 
 def test_every_layout_goes_on_from_every_other(tmp_path: Path) -> None:
@@ -37,10 +46,16 @@ def test_every_layout_goes_on_from_every_other(tmp_path: Path) -> None:
             config, folder = from_dict(job), tmp_path / f"write-{name}"
             world_size = config.layout.world_size
             program = "tests.harness.resharding:train_and_keep"
-            uninterrupted[name] = pool.run(program, world_size, folder, job=job, kept_step=KEPT_STEP)[0]["losses"]
+            uninterrupted[name] = pool.run(
+                program, world_size, folder, job=job, kept_step=KEPT_STEP
+            )[0]["losses"]
             layouts = [shard_layout(parameter_table(config, rank)) for rank in range(world_size)]
-            images = [bytearray((folder / f"image-{rank}").read_bytes()) for rank in range(world_size)]
-            uris[name] = write_images(tmp_path / f"checkpoint-{name}", layouts, images, step=KEPT_STEP)
+            images = [
+                bytearray((folder / f"image-{rank}").read_bytes()) for rank in range(world_size)
+            ]
+            uris[name] = write_images(
+                tmp_path / f"checkpoint-{name}", layouts, images, step=KEPT_STEP
+            )
         for name, job in jobs.items():
             others = {other: uri for other, uri in uris.items() if other != name}
             results = pool.run(
@@ -54,6 +69,10 @@ def test_every_layout_goes_on_from_every_other(tmp_path: Path) -> None:
             resumed |= {(other, name): losses for other, losses in results[0].items()}
     assert len(resumed) == 12
     for (writer, reader), losses in resumed.items():
-        assert losses == pytest.approx(uninterrupted[writer], abs=LOSS_TOLERANCE), f"{writer} to {reader}"
+        assert losses == pytest.approx(uninterrupted[writer], abs=LOSS_TOLERANCE), (
+            f"{writer} to {reader}"
+        )
     first, last = uninterrupted["pp3"][0], uninterrupted["pp3"][-1]
-    assert abs(first - last) > 100 * LOSS_TOLERANCE, "the model stands still: the comparison proves little"
+    assert abs(first - last) > 100 * LOSS_TOLERANCE, (
+        "the model stands still: the comparison proves little"
+    )

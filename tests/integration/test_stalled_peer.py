@@ -1,4 +1,6 @@
-"""A rank that waits in vain for its tensor-parallel peer ends as a victim: nobody takes it for the culprit."""
+"""A rank that waits in vain for its tensor-parallel peer ends as a victim: nobody takes it for the
+culprit.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Overlapped products over real shared memory give the plain products' bits, whatever the timing, and fall back."""
+"""Overlapped products over real shared memory give the plain products' bits, whatever the timing,
+and fall back.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,19 @@ def pool() -> Iterator[RankPool]:
 
 
 @pytest.mark.parametrize(
-    ("size", "dtype", "chunks"), [(2, "fp32", [1, 2, 5]), (3, "bf16", [1, 4]), (4, "fp32", [1, 2, 3, 7])]
+    ("size", "dtype", "chunks"),
+    [(2, "fp32", [1, 2, 5]), (3, "bf16", [1, 4]), (4, "fp32", [1, 2, 3, 7])],
 )
-def test_products_are_the_plain_ones(size: int, dtype: str, chunks: list[int], pool: RankPool, tmp_path: Path) -> None:
-    arguments = {"dtype": dtype, "chunks": chunks, "operations": 24, "part_bytes": 4096, "delay_s": 1e-3}
+def test_products_are_the_plain_ones(
+    size: int, dtype: str, chunks: list[int], pool: RankPool, tmp_path: Path
+) -> None:
+    arguments = {
+        "dtype": dtype,
+        "chunks": chunks,
+        "operations": 24,
+        "part_bytes": 4096,
+        "delay_s": 1e-3,
+    }
     for wrong in pool.run(f"{PROGRAMS}:compare", size, tmp_path, **arguments):
         assert len(wrong) == 2 * len(chunks)
         assert set(wrong.values()) == {0}, wrong
@@ -57,9 +68,17 @@ def test_an_operation_larger_than_its_slot_is_refused(pool: RankPool, tmp_path: 
     ids=["overlapped", "not asked for", "two hosts", "one rank"],
 )
 def test_the_plain_products_are_the_fallback_and_the_log_says_why(
-    ranks: int, overlap: bool, one_host: bool, products: str, said: str, pool: RankPool, tmp_path: Path
+    ranks: int,
+    overlap: bool,
+    one_host: bool,
+    products: str,
+    said: str,
+    pool: RankPool,
+    tmp_path: Path,
 ) -> None:
-    for result in pool.run(f"{PROGRAMS}:choice", ranks, tmp_path, overlap=overlap, one_host=one_host):
+    for result in pool.run(
+        f"{PROGRAMS}:choice", ranks, tmp_path, overlap=overlap, one_host=one_host
+    ):
         assert result["products"] == products
         assert result["log"].count("\n") == (1 if said else 0)
         assert said in result["log"]
@@ -67,11 +86,17 @@ def test_the_plain_products_are_the_fallback_and_the_log_says_why(
 
 @pytest.mark.slow
 def test_bf16_trains_as_the_plain_version(pool: RankPool, tmp_path: Path) -> None:
-    """Activations keep 8 bits and are rounded at other places, which a loss of 5.7 over 256 tokens mostly averages."""
+    """Activations keep 8 bits and are rounded at other places, which a loss of 5.7 over 256 tokens
+    mostly averages.
+    """
     losses = []
     for overlap in (False, True):
-        job = tiny_job(parallelism={"tp": 2, "overlap": {"tp": overlap}}, training={"precision": "bf16"})
-        [first, second] = pool.run("tests.harness.training:train", 2, tmp_path / str(overlap), job=job, steps=6)
+        job = tiny_job(
+            parallelism={"tp": 2, "overlap": {"tp": overlap}}, training={"precision": "bf16"}
+        )
+        [first, second] = pool.run(
+            "tests.harness.training:train", 2, tmp_path / str(overlap), job=job, steps=6
+        )
         assert first["records"] == second["records"]
         losses.append([record["loss"] for record in first["records"]])
     assert losses[1] == pytest.approx(losses[0], abs=1e-2)
@@ -89,7 +114,9 @@ def test_bf16_trains_as_the_plain_version(pool: RankPool, tmp_path: Path) -> Non
 def test_a_layer_gathers_and_scatters_no_more_than_it_must(
     block: str, recompute: str, overlap: bool, per_layer: int, pool: RankPool, tmp_path: Path
 ) -> None:
-    """Once each for a pair of projections and a direction; full recompute repeats all but the layer's last scatter."""
+    """Once each for a pair of projections and a direction; full recompute repeats all but the
+    layer's last scatter.
+    """
     counts = []
     for layers in (1, 2):
         job = tiny_job(

@@ -1,4 +1,6 @@
-"""One process: the trainer against an independent float64 model, its skipping, its snapshots, its determinism."""
+"""One process: the trainer against an independent float64 model, its skipping, its snapshots, its
+determinism.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,25 @@ from megascale_trainer.trainer import StepRecord, Trainer
 
 MODELS: dict[str, dict[str, Any]] = {
     "parallel gelu layernorm bias rope": {},
-    "parallel swiglu rmsnorm": {"mlp": "swiglu", "norm": "rmsnorm", "bias": False, "ffn_size": 100, "kv_heads": 2},
-    "serial gelu learned window": {"block": "serial", "positions": "learned", "window": 7, "norm_bias": False},
-    "serial swiglu rmsnorm bias": {"block": "serial", "mlp": "swiglu", "norm": "rmsnorm", "kv_heads": 1},
+    "parallel swiglu rmsnorm": {
+        "mlp": "swiglu",
+        "norm": "rmsnorm",
+        "bias": False,
+        "ffn_size": 100,
+        "kv_heads": 2,
+    },
+    "serial gelu learned window": {
+        "block": "serial",
+        "positions": "learned",
+        "window": 7,
+        "norm_bias": False,
+    },
+    "serial swiglu rmsnorm bias": {
+        "block": "serial",
+        "mlp": "swiglu",
+        "norm": "rmsnorm",
+        "kv_heads": 1,
+    },
 }
 
 
@@ -70,7 +88,9 @@ def test_attention_by_documents_trains_as_under_a_matrix(
 
 @pytest.mark.parametrize("name", MODELS)
 def test_trainer_follows_an_independent_model_in_float64(name: str) -> None:
-    config = from_dict(tiny_job(model={**MODELS[name], "layers": 2}, training={"global_batch_size": 2}))
+    config = from_dict(
+        tiny_job(model={**MODELS[name], "layers": 2}, training={"global_batch_size": 2})
+    )
     trainer = _started(config)
     whole = {key.split("|")[0]: value for key, value in pieces_of(trainer).items()}
     model = ReferenceModel(config, whole)
@@ -78,7 +98,10 @@ def test_trainer_follows_an_independent_model_in_float64(name: str) -> None:
     others = [p for p in model.parameters.values() if p.dim() == 1]
     settings = config.optimizer
     optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}],
+        [
+            {"params": decayed, "weight_decay": settings.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ],
         betas=(settings.beta1, settings.beta2),
         eps=settings.epsilon,
     )
@@ -94,7 +117,9 @@ def test_trainer_follows_an_independent_model_in_float64(name: str) -> None:
         assert record.loss == pytest.approx(entropy.item(), abs=1e-5)
         assert record.z_loss == pytest.approx(z_loss.item(), rel=1e-5)
         assert record.gradient_norm == pytest.approx(norm.item(), rel=1e-4)
-        assert record.clip_factor == pytest.approx(min(1.0, settings.clip_norm / norm.item()), rel=1e-4)
+        assert record.clip_factor == pytest.approx(
+            min(1.0, settings.clip_norm / norm.item()), rel=1e-4
+        )
         assert record.learning_rate == learning_rate(config, step)
         assert (record.step, record.consumed_samples) == (step + 1, 2 * step + 2)
         assert record.consumed_tokens == 32 * record.consumed_samples
@@ -104,7 +129,11 @@ def test_trainer_follows_an_independent_model_in_float64(name: str) -> None:
 @pytest.mark.parametrize("block", ["parallel", "serial"])
 def test_recomputation_changes_no_bit(recompute: str, block: str) -> None:
     plain = _run(_started(from_dict(tiny_job(model={"block": block}))), 0, 3)
-    again = _run(_started(from_dict(tiny_job(model={"block": block}, parallelism={"recompute": recompute}))), 0, 3)
+    again = _run(
+        _started(from_dict(tiny_job(model={"block": block}, parallelism={"recompute": recompute}))),
+        0,
+        3,
+    )
     assert again == plain
 
 

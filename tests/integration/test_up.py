@@ -30,7 +30,11 @@ async def alive_nodes(folder: Path) -> dict[str, str]:
     """Names and switches of the nodes that the driver finds alive."""
     async with AsyncClient.from_run_folder(folder) as client:
         alive = types_pb2.NODE_LIVENESS_ALIVE
-        return {node.name: node.topology["switch"] async for node in client.nodes() if node.liveness == alive}
+        return {
+            node.name: node.topology["switch"]
+            async for node in client.nodes()
+            if node.liveness == alive
+        }
 
 
 async def test_life_of_a_cluster(up: UpProcess) -> None:
@@ -40,7 +44,9 @@ async def test_life_of_a_cluster(up: UpProcess) -> None:
     assert (up.folder.parent / "current").resolve() == up.folder.resolve()
     assert (up.folder / "token").stat().st_mode & 0o777 == 0o600
     # Each node is a process group of its own, with all its processes in it.
-    groups = {name: {os.getpgid(pid) for pid in up.node_pids(name).values()} for name in ("n1", "n2")}
+    groups = {
+        name: {os.getpgid(pid) for pid in up.node_pids(name).values()} for name in ("n1", "n2")
+    }
     assert groups == {"n1": {state["nodes"]["n1"]["pid"]}, "n2": {state["nodes"]["n2"]["pid"]}}
 
     # The folder is taken.
@@ -50,7 +56,9 @@ async def test_life_of_a_cluster(up: UpProcess) -> None:
 
     # A driver that dies is started again, and the nodes find it.
     os.kill(state["driver"]["pid"], signal.SIGKILL)
-    until(lambda: up.seen("driver_exited") and len(up.seen("driver_ready")) == 2, "driver restarted")
+    until(
+        lambda: up.seen("driver_exited") and len(up.seen("driver_ready")) == 2, "driver restarted"
+    )
     assert up.state["driver"]["pid"] != state["driver"]["pid"]
     async with AsyncClient.from_run_folder(up.folder) as client:
         assert (await client.cluster_info()).cluster == "local"
@@ -77,7 +85,12 @@ async def test_life_of_a_cluster(up: UpProcess) -> None:
 
 @pytest.mark.parametrize(
     ("wanted", "visible", "needed", "found"),
-    [("auto", None, 3, "cuda"), ("auto", None, 4, "cpu"), ("auto", "0,2", 3, "cpu"), ("cpu", None, 1, "cpu")],
+    [
+        ("auto", None, 3, "cuda"),
+        ("auto", None, 4, "cpu"),
+        ("auto", "0,2", 3, "cpu"),
+        ("cpu", None, 1, "cpu"),
+    ],
 )
 def test_gpus_are_counted_without_torch(
     tmp_path: Path,
@@ -88,7 +101,9 @@ def test_gpus_are_counted_without_torch(
     found: str,
 ) -> None:
     tool = tmp_path / "nvidia-smi"
-    tool.write_text('#!/bin/sh\nfor i in 0 1 2; do echo "GPU $i: Some Model (UUID: GPU-$i)"; done\n')
+    tool.write_text(
+        '#!/bin/sh\nfor i in 0 1 2; do echo "GPU $i: Some Model (UUID: GPU-$i)"; done\n'
+    )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -115,8 +130,12 @@ if "megascale_checkpoint" in sys.orig_argv:
 """
 
 
-async def test_ready_means_that_the_daemons_of_all_nodes_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent that waits in vain for its daemon (5 s) dials without it: the node is alive, and not yet of use."""
+async def test_ready_means_that_the_daemons_of_all_nodes_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent that waits in vain for its daemon (5 s) dials without it: the node is alive, and not
+    yet of use.
+    """
     (tmp_path / "slow").mkdir()
     (tmp_path / "slow" / "sitecustomize.py").write_text(SLOW_DAEMON)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "slow"), prepend=os.pathsep)
@@ -126,7 +145,9 @@ async def test_ready_means_that_the_daemons_of_all_nodes_serve(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_cluster_in_the_background_of_a_script_ends_on_a_signal(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_cluster_in_the_background_of_a_script_ends_on_a_signal(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     """A shell without job control starts background commands with SIGINT ignored."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -1,11 +1,18 @@
-"""The driver's core against a simulated cluster: seeded faults, invariants after every event, liveness afterwards."""
+"""The driver's core against a simulated cluster: seeded faults, invariants after every event,
+liveness afterwards.
+"""
 
 from __future__ import annotations
 
 import pytest
 from tests.harness.simulated_cluster import SimulatedCluster, demo_job, digest
 
-from megascale_driver.core.events import CordonRequested, EvictRequested, JobSubmitted, UncordonRequested
+from megascale_driver.core.events import (
+    CordonRequested,
+    EvictRequested,
+    JobSubmitted,
+    UncordonRequested,
+)
 from megascale_driver.core.state import Cluster, Disposition, JobPhase
 
 FAULT_ROUNDS = 25
@@ -33,9 +40,13 @@ class Invariants:
             ranks = [rank for slot in job.slots for rank in slot.ranks]
             assert not job.slots or ranks == list(range(job.config.layout.world_size))
             for slot in job.slots:
-                assert len(slot.ranks) % job.config.parallelism.tp == 0, "tensor parallelism stays inside a node"
+                assert len(slot.ranks) % job.config.parallelism.tp == 0, (
+                    "tensor parallelism stays inside a node"
+                )
             assert job.reason
-            assert job.committed_step <= self._world.committed.get(job.name, 0), "nobody believes a liar"
+            assert job.committed_step <= self._world.committed.get(job.name, 0), (
+                "nobody believes a liar"
+            )
         self._no_two_attempts_run()
         self._log_is_gapless()
 
@@ -48,9 +59,18 @@ class Invariants:
         """Nodes that the driver has not given up never run an older attempt beside the present one."""
         for node in self._world.nodes.values():
             job = self._world.state.jobs.get(node.job)
-            if job is None or not node.up or node.lies or job.phase is JobPhase.QUEUED or node.attempt >= job.attempt:
+            if (
+                job is None
+                or not node.up
+                or node.lies
+                or job.phase is JobPhase.QUEUED
+                or node.attempt >= job.attempt
+            ):
                 continue
-            assert node.name in job.evicted or not node.connected or not node.workers_run(), (node, job)
+            assert node.name in job.evicted or not node.connected or not node.workers_run(), (
+                node,
+                job,
+            )
 
     def _log_is_gapless(self) -> None:
         for line in self._world.audit[self._audited :]:
@@ -62,7 +82,9 @@ class Invariants:
 def hurt(world: SimulatedCluster) -> None:
     """One random fault."""
     name = world.random.choice(list(world.nodes))
-    kind = world.random.choice(["crash", "pause", "partition", "kill", "kill", "failover", "none", "none"])
+    kind = world.random.choice(
+        ["crash", "pause", "partition", "kill", "kill", "failover", "none", "none"]
+    )
     if kind == "crash":
         world.crash(name, world.random.uniform(0.5, 40.0))
     elif kind == "pause":
@@ -97,7 +119,9 @@ def history(seed: int) -> SimulatedCluster:
 def meddle(world: SimulatedCluster) -> None:
     """One random word of an operator, who is not always right."""
     name = world.random.choice(list(world.nodes))
-    kind = world.random.choice([CordonRequested, CordonRequested, EvictRequested, UncordonRequested, UncordonRequested])
+    kind = world.random.choice(
+        [CordonRequested, CordonRequested, EvictRequested, UncordonRequested, UncordonRequested]
+    )
     world.feed(kind(world.now_s, name, "thinks it best", "ada"))
 
 

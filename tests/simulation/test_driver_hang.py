@@ -9,7 +9,9 @@ from megascale_driver.core.explain import explain
 from megascale_driver.core.state import Disposition, Job, JobPhase
 
 
-def running(nodes: int, *, step_s: float = 0.5, run_s: float = 20.0, **recovery: int) -> SimulatedCluster:
+def running(
+    nodes: int, *, step_s: float = 0.5, run_s: float = 20.0, **recovery: int
+) -> SimulatedCluster:
     """A world in which job ``a`` has run for a while."""
     world = SimulatedCluster(1, nodes=nodes, switches=1)
     world.step_s = step_s
@@ -36,11 +38,17 @@ def test_a_job_that_stands_still_is_restarted_and_no_node_is_evicted() -> None:
     world.run(50.0)
     assert not times_of(world, "HANG_SUSPECTED")
     text = explain(world.state, "a", world.now_s, world.policy)
-    assert "no rank has completed a step for 50 s (limit 60 s); rank 4 on node" in text and "in phase STEP" in text
+    assert (
+        "no rank has completed a step for 50 s (limit 60 s); rank 4 on node" in text
+        and "in phase STEP" in text
+    )
     world.run(40.0)
     (line,) = [line for line in world.audit if line.reason == "HANG_SUSPECTED"]
     assert 60.0 <= line.at_s - stalled_at_s <= 60.0 + 2 * world.policy.heartbeat_interval_s
-    assert f"rank 4 on node {nodes[1]} stands in phase STEP" in line.message and "rank 0" not in line.message
+    assert (
+        f"rank 4 on node {nodes[1]} stands in phase STEP" in line.message
+        and "rank 0" not in line.message
+    )
     assert line.evidence[0].source == f"nodes/{nodes[1]}/ranks/4" and len(line.evidence) == 8
     job = job_of(world)
     assert (job.phase, job.attempt, job.restarts) == (JobPhase.RUNNING, 2, 1)
@@ -60,7 +68,9 @@ def test_a_node_that_holds_the_job_up_twice_in_a_row_is_left_by_it() -> None:
     assert len(times_of(world, "HANG_SUSPECTED")) == 2
     assert job.evicted == (nodes[1],) and nodes[1] not in [slot.node for slot in job.slots]
     assert (job.phase, job.attempt) == (JobPhase.RUNNING, 3)
-    assert world.state.nodes[nodes[1]].disposition is Disposition.SCHEDULABLE, "other jobs may still use it"
+    assert world.state.nodes[nodes[1]].disposition is Disposition.SCHEDULABLE, (
+        "other jobs may still use it"
+    )
 
 
 def test_budgets_end_a_job_that_hangs_again_and_again() -> None:

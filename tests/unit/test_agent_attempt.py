@@ -1,4 +1,6 @@
-"""The node's state machine: fencing, idempotence, and that it always comes to what the newest desired state wants."""
+"""The node's state machine: fencing, idempotence, and that it always comes to what the newest
+desired state wants.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,13 @@ from hypothesis import strategies as st
 
 from megascale.v1 import link_pb2, types_pb2
 from megascale_executor.agent import attempt
-from megascale_executor.agent.attempt import NO_ATTEMPT, Action, AttemptKey, AttemptState, StaleDesiredState
+from megascale_executor.agent.attempt import (
+    NO_ATTEMPT,
+    Action,
+    AttemptKey,
+    AttemptState,
+    StaleDesiredState,
+)
 
 PHASES = {
     "IDLE": link_pb2.DESIRED_PHASE_IDLE,
@@ -17,9 +25,13 @@ PHASES = {
 }
 
 
-def desired(phase: str, number: int = 1, *, version: int = 1, revision: int = 1) -> link_pb2.DesiredState:
+def desired(
+    phase: str, number: int = 1, *, version: int = 1, revision: int = 1
+) -> link_pb2.DesiredState:
     made = link_pb2.DesiredState(
-        epoch=types_pb2.Epoch(cluster_generation=1, create_revision=revision), version=version, phase=PHASES[phase]
+        epoch=types_pb2.Epoch(cluster_generation=1, create_revision=revision),
+        version=version,
+        phase=PHASES[phase],
     )
     if phase != "IDLE":
         made.assignment.job, made.assignment.attempt = "job", number
@@ -116,13 +128,17 @@ def test_a_new_epoch_counts_versions_anew() -> None:
     assert state.wanted == NO_ATTEMPT
 
 
-@pytest.mark.parametrize("phase", [link_pb2.DESIRED_PHASE_UNSPECIFIED, link_pb2.DESIRED_PHASE_PREPARE])
+@pytest.mark.parametrize(
+    "phase", [link_pb2.DESIRED_PHASE_UNSPECIFIED, link_pb2.DESIRED_PHASE_PREPARE]
+)
 def test_senseless_desired_states_are_refused(phase: link_pb2.DesiredPhase.ValueType) -> None:
     with pytest.raises(ValueError, match="desired state"):
         AttemptState().accept(link_pb2.DesiredState(version=1, phase=phase))
 
 
-wishes = st.tuples(st.sampled_from(sorted(PHASES)), st.integers(1, 3), st.integers(1, 3), st.integers(1, 6))
+wishes = st.tuples(
+    st.sampled_from(sorted(PHASES)), st.integers(1, 3), st.integers(1, 3), st.integers(1, 6)
+)
 
 
 @given(st.lists(st.tuples(wishes, st.booleans(), st.booleans()), max_size=12))

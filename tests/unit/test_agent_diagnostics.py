@@ -30,9 +30,15 @@ def test_gpus_as_nvidia_smi_lists_them() -> None:
 def test_device_that_is_gone_or_exchanged_fails() -> None:
     registered = parse_gpus(_SMI)
     exchanged = DeviceFacts(1, "cuda", "GPU-cc", "NVIDIA H200", 1)
-    verdicts = [finding.verdict for finding in device_present.compare(registered, [registered[0], exchanged], 0.0)]
+    verdicts = [
+        finding.verdict
+        for finding in device_present.compare(registered, [registered[0], exchanged], 0.0)
+    ]
     assert verdicts == ["PASS", "FAIL"]
-    assert [f.verdict for f in device_present.compare(registered, registered[:1], 0.0)] == ["PASS", "FAIL"]
+    assert [f.verdict for f in device_present.compare(registered, registered[:1], 0.0)] == [
+        "PASS",
+        "FAIL",
+    ]
 
 
 def test_disk_room(tmp_path: Path) -> None:
@@ -62,15 +68,20 @@ def test_memory_need_counts_every_parameter() -> None:
     # 2 layers of 12 h^2 weights, embedding and head; tp cuts them, dp does not; norms come on top.
     weights = 2 * 12 * 64**2 + 2 * 256 * 64
     wanted = memory_room.need(_config("/c"), [0, 1, 2, 3])
-    # Each dp replica: 4 bytes weight + 4 gradient; once over both: 12 bytes of states, twice in staging.
-    assert 2 * 8 * weights + 12 * weights < wanted.state_bytes < 1.1 * (2 * 8 * weights + 12 * weights)
+    # Each dp replica: 4 bytes weight + 4 gradient; once over both: 12 bytes of states, twice in
+    # staging.
+    assert (
+        2 * 8 * weights + 12 * weights < wanted.state_bytes < 1.1 * (2 * 8 * weights + 12 * weights)
+    )
     assert 24 * weights < wanted.staging_bytes < 1.1 * 24 * weights
     assert memory_room.need(_config(""), [0]).staging_bytes == 0
 
 
 def test_memory_room_verdicts() -> None:
     wanted = memory_room.MemoryNeed(state_bytes=600, staging_bytes=200)
-    assert [memory_room.check_host(wanted, size, on_cpu=True).verdict for size in (700, 900, 2000)] == [
+    assert [
+        memory_room.check_host(wanted, size, on_cpu=True).verdict for size in (700, 900, 2000)
+    ] == [
         "FAIL",
         "DEGRADED",
         "PASS",
@@ -86,10 +97,21 @@ def test_missing_answer_fails_and_one_rank_is_skipped_not_passed() -> None:
     answer: SelfChecked = {
         "kind": "self_checked",
         "rank": 0,
-        "results": [{"name": "compute", "target": "cpu:0", "verdict": "PASS", "detail": "", "elapsed_s": 0.1}],
+        "results": [
+            {
+                "name": "compute",
+                "target": "cpu:0",
+                "verdict": "PASS",
+                "detail": "",
+                "elapsed_s": 0.1,
+            }
+        ],
     }
     alone = rank_checks.judge(["cpu:0"], {0: answer}, 0.0)
-    assert [(finding.name, finding.verdict) for finding in alone] == [("compute", "PASS"), ("all_reduce", "SKIPPED")]
+    assert [(finding.name, finding.verdict) for finding in alone] == [
+        ("compute", "PASS"),
+        ("all_reduce", "SKIPPED"),
+    ]
     both = rank_checks.judge(["cpu:0", "cpu:1"], {0: answer, 1: "no answer within 15 s"}, 0.0)
     assert [finding.target for finding in failures(both)] == ["cpu:1"]
     assert verdict_of("SPLENDID") == "FAIL"
@@ -120,5 +142,8 @@ def test_compute_check_sees_one_wrong_element(monkeypatch: pytest.MonkeyPatch) -
 
 def test_known_product_equals_an_independent_one() -> None:
     left, right, tile = self_check._known_product(64)
-    exact = [[sum(int(a) * int(b) for a, b in zip(row, column, strict=True)) for column in right.T] for row in left]
+    exact = [
+        [sum(int(a) * int(b) for a, b in zip(row, column, strict=True)) for column in right.T]
+        for row in left
+    ]
     assert np.array_equal(np.array(exact), np.tile(tile, (4, 4)))

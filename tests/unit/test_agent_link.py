@@ -1,4 +1,6 @@
-"""The node's link against a real gRPC peer: what goes wrong while a message is built ends neither link nor agent."""
+"""The node's link against a real gRPC peer: what goes wrong while a message is built ends neither
+link nor agent.
+"""
 
 from __future__ import annotations
 

@@ -50,10 +50,14 @@ class Desk:
         self.profiles.take(rank, {**message, "detail": detail})
 
     def reports(self) -> list[tuple[str, int, str]]:
-        return [(r.profile, r.rank, types_pb2.TraceState.Name(r.state)) for r in self.profiles.reports]
+        return [
+            (r.profile, r.rank, types_pb2.TraceState.Name(r.state)) for r in self.profiles.reports
+        ]
 
 
-def test_a_command_goes_once_to_the_workers_of_its_ranks_and_their_answers_are_kept(tmp_path: Path) -> None:
+def test_a_command_goes_once_to_the_workers_of_its_ranks_and_their_answers_are_kept(
+    tmp_path: Path,
+) -> None:
     desk = Desk(tmp_path)
     for _ in range(3):  # the desired state comes again and again
         desk.want("p1", 5, 9)
@@ -75,11 +79,16 @@ def test_a_command_goes_once_to_the_workers_of_its_ranks_and_their_answers_are_k
         desk.answer(4, "p2", "nonsense")
 
 
-def test_a_worker_that_is_gone_has_failed_and_an_ended_attempt_leaves_no_half_file(tmp_path: Path) -> None:
+def test_a_worker_that_is_gone_has_failed_and_an_ended_attempt_leaves_no_half_file(
+    tmp_path: Path,
+) -> None:
     desk = Desk(tmp_path)
     desk.ends[5].close()
     desk.want("p1", 5)
-    assert desk.reports() == [("p1", 5, "TRACE_STATE_FAILED")] and "the peer is gone" in desk.profiles.reports[0].detail
+    assert (
+        desk.reports() == [("p1", 5, "TRACE_STATE_FAILED")]
+        and "the peer is gone" in desk.profiles.reports[0].detail
+    )
     (tmp_path / ".trace-steps-7-8-rank-00005.json.gz.raw").touch()
     (tmp_path / "trace-steps-1-2-rank-00005.json.gz").touch()
     desk.profiles.forget(tmp_path)

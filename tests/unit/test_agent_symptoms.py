@@ -28,7 +28,9 @@ def status(*rows: GroupRow) -> Status:
     st.lists(st.sampled_from([0, 5, 40, 60, 61, 90]), max_size=4),
     st.sampled_from([1.0, 30.0, 100.0]),
 )
-def test_an_operation_is_overdue_when_it_is_under_way_for_the_timeout(began_s: list[int], timeout_s: float) -> None:
+def test_an_operation_is_overdue_when_it_is_under_way_for_the_timeout(
+    began_s: list[int], timeout_s: float
+) -> None:
     """Of all rows the oldest counts; 0: nothing is under way."""
     rows = [GroupRow(f"g{n}", 8, 8 - (at_s > 0), at_s * 10**9) for n, at_s in enumerate(began_s)]
     said = overdue(status(*rows), timeout_s, 100 * 10**9)
@@ -36,7 +38,9 @@ def test_an_operation_is_overdue_when_it_is_under_way_for_the_timeout(began_s: l
     assert bool(said) == (oldest_s is not None and 100 - oldest_s >= timeout_s)
     if said and oldest_s:
         group = f"g{began_s.index(oldest_s)}"
-        assert said.startswith(f"its operation 8 in group {group} was under way for {100 - oldest_s}.0 s")
+        assert said.startswith(
+            f"its operation 8 in group {group} was under way for {100 - oldest_s}.0 s"
+        )
 
 
 def test_without_a_page_nothing_is_overdue() -> None:
@@ -85,13 +89,27 @@ def test_who_ends_inside_an_overdue_operation_is_a_victim(
     [
         ([CAUGHT], CAUGHT),
         ([WARNED, CAUGHT, f"{FOUND} [Rank 1] Watchdog caught collective operation timeout"], FOUND),
-        ([f"{FOUND} NCCL error: remote process exited", "frame #3: c10d::ProcessGroupNCCL::WorkNCCL"], FOUND),
-        ([f"{FOUND} CUDA error: an illegal memory access", "frame #3: c10d::ProcessGroupNCCL::WorkNCCL"], ""),
+        (
+            [
+                f"{FOUND} NCCL error: remote process exited",
+                "frame #3: c10d::ProcessGroupNCCL::WorkNCCL",
+            ],
+            FOUND,
+        ),
+        (
+            [
+                f"{FOUND} CUDA error: an illegal memory access",
+                "frame #3: c10d::ProcessGroupNCCL::WorkNCCL",
+            ],
+            "",
+        ),
         ([WARNED, "free(): invalid pointer"], ""),
     ],
     ids=["timeout", "timeout and end", "a peer is gone", "its own device", "its own fault"],
 )
-def test_an_abort_by_the_watchdog_is_told_by_the_log(lines: list[str], why: str, tmp_path: Path) -> None:
+def test_an_abort_by_the_watchdog_is_told_by_the_log(
+    lines: list[str], why: str, tmp_path: Path
+) -> None:
     (tmp_path / "log").write_text("\n".join(lines))
     said = waited_in_vain(ABORTED, "", tmp_path / "log", tmp_path / "page", 60.0)
     assert said.startswith(why) and bool(said) == bool(why)

@@ -1,4 +1,6 @@
-"""What benchmarks ask for and what they make of times: options, sweeps, presets, gains, loss curves."""
+"""What benchmarks ask for and what they make of times: options, sweeps, presets, gains, loss
+curves.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,16 @@ def test_presets_are_the_models_of_the_peers_rows() -> None:
 
 
 def test_a_comparison_has_the_measured_configuration_last() -> None:
-    options = ["--tp", "2", "--overlap", "dp,tp", "--against", "overlap=none", "--against", "deterministic=true"]
+    options = [
+        "--tp",
+        "2",
+        "--overlap",
+        "dp,tp",
+        "--against",
+        "overlap=none",
+        "--against",
+        "deterministic=true",
+    ]
     entry = entry_of(options)
     assert [variant.run.overlap for variant in entry.variants] == [(), ("tp", "dp")]
     assert [variant.run.deterministic for variant in entry.variants] == [True, False]
@@ -60,7 +71,12 @@ def test_a_ladder_adds_one_thing_after_the_other() -> None:
         "+ DP overlap",
         "+ larger batch",
     ], "no row for a pipeline that is not there"
-    assert [variant.run.overlap for variant in entry.variants][2:] == [(), ("tp",), ("tp", "dp"), ("tp", "dp")]
+    assert [variant.run.overlap for variant in entry.variants][2:] == [
+        (),
+        ("tp",),
+        ("tp", "dp"),
+        ("tp", "dp"),
+    ]
     assert [variant.run.kernels for variant in entry.variants] == ["torch"] * 2 + ["triton"] * 4
     assert entry.run.global_batch == 384
 
@@ -75,7 +91,9 @@ def test_a_ladder_adds_one_thing_after_the_other() -> None:
         ({"rows": [{"row": "x"}], "against": {"block": "serial"}}, "either rows or"),
     ],
 )
-def test_a_mistake_in_a_sweep_is_refused_with_its_place(values: dict[str, object], names: str, tmp_path: Path) -> None:
+def test_a_mistake_in_a_sweep_is_refused_with_its_place(
+    values: dict[str, object], names: str, tmp_path: Path
+) -> None:
     path = tmp_path / "sweep.json"
     path.write_text(json.dumps([{"name": "good"}, {"name": "bad", **values}]))
     with pytest.raises(Refused, match=r"entry 1 \(bad\)") as refusal:
@@ -133,7 +151,9 @@ def test_losses_that_lie_on_each_other() -> None:
 def test_compare_losses_fails_on_a_difference_and_on_a_shorter_run(tmp_path: Path) -> None:
     files = {"a": [3.0, 2.0], "b": [3.0, 2.5], "c": [3.0]}
     for name, losses in files.items():
-        lines = [json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses, start=1)]
+        lines = [
+            json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses, start=1)
+        ]
         (tmp_path / name).write_text("\n".join(reversed(lines)))
     a, b, c = (str(tmp_path / name) for name in files)
     assert compare_losses.main([a, a]) == 0
@@ -155,4 +175,7 @@ def test_results_read_as_text() -> None:
         "| + kernels | 12,346 | 52.3% / 54.1% | +10.0% (-2.0% to +20.0%, 5 pairs) "
         "| +10.0% (-2.0% to +20.0%, 5 pairs) | +1.7 |"
     )
-    assert text({"name": "30b", "failed": "OutOfMemoryError: no room"}) == "30b: failed: OutOfMemoryError: no room"
+    assert (
+        text({"name": "30b", "failed": "OutOfMemoryError: no room"})
+        == "30b: failed: OutOfMemoryError: no room"
+    )

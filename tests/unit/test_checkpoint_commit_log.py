@@ -15,7 +15,9 @@ from megascale_checkpoint.storage import FileStorage
 
 
 class MemoryStorage:
-    """Storage in a dictionary. ``before`` runs before every operation: where another writer may come in between."""
+    """Storage in a dictionary. ``before`` runs before every operation: where another writer may
+    come in between.
+    """
 
     uri = "memory"
 
@@ -50,7 +52,9 @@ class MemoryStorage:
 
     def names(self, folder: str) -> list[str]:
         self._before()
-        return sorted(name.removeprefix(f"{folder}/") for name in self.files if name.startswith(f"{folder}/"))
+        return sorted(
+            name.removeprefix(f"{folder}/") for name in self.files if name.startswith(f"{folder}/")
+        )
 
     def remove_unfinished(self, folder: str) -> int:
         return 0  # files appear whole here
@@ -74,7 +78,8 @@ def read_all(files: dict[str, bytes]) -> list[Record]:
     return log.records
 
 
-# Each entry: operations of the first writer that pass before the second one acts, and what it does then.
+# Each entry: operations of the first writer that pass before the second one acts, and what it does
+# then.
 INTERRUPTIONS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 4)), max_size=8)
 
 

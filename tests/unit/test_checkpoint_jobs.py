@@ -20,7 +20,12 @@ def test_only_the_newest_jobs_that_hold_nothing_are_told_of(tmp_path: Path) -> N
             jobs.job(f"j{number}").note_commit(number + 1, 1, "m")
             jobs.job("first")  # in use all the time
         told = {progress.job: progress.committed_step for progress in jobs.progress()}
-        assert len(told) == KEPT_JOBS and told["first"] == 10 and told["j499"] == 500 and "j0" not in told
+        assert (
+            len(told) == KEPT_JOBS
+            and told["first"] == 10
+            and told["j499"] == 500
+            and "j0" not in told
+        )
     finally:
         pools.close()
         staging.remove()

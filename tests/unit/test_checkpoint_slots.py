@@ -16,7 +16,9 @@ def seal(step: int, attempt: int = 1) -> Seal:
 
 
 class SlotMachine(RuleBasedStateMachine):
-    """Random calls, with a model of what must survive: the newest seal, and all that waits or is read."""
+    """Random calls, with a model of what must survive: the newest seal, and all that waits or is
+    read.
+    """
 
     @initialize(count=st.integers(2, 4))
     def start(self, count: int) -> None:

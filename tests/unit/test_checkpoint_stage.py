@@ -30,7 +30,9 @@ async def stage(tmp_path: Path) -> AsyncIterator[RankStage]:
     pools = Pools()
     staging = StagingFolder(tmp_path / "staging", "c", "n", "i1")
     registration = registration_of("", 0, 1, LAYOUT)
-    made = await RankStage.create(registration, Job("job", Signal()), staging, pools, Reporter("token"))
+    made = await RankStage.create(
+        registration, Job("job", Signal()), staging, pools, Reporter("token")
+    )
     yield made
     await made.stop(0.0)
     staging.free(made.memories)
@@ -38,7 +40,9 @@ async def stage(tmp_path: Path) -> AsyncIterator[RankStage]:
 
 
 class Blocked:
-    """All threads of a pool, busy until released: what is asked of it meanwhile has begun and does not end."""
+    """All threads of a pool, busy until released: what is asked of it meanwhile has begun and does
+    not end.
+    """
 
     def __init__(self, stage: RankStage, name: str) -> None:
         pool = getattr(stage._pools, name)
@@ -59,7 +63,9 @@ async def until_idle(stage: RankStage) -> None:
     assert stage.idle()
 
 
-async def test_a_cancelled_restore_keeps_its_slot_until_its_thread_has_ended(stage: RankStage, tmp_path: Path) -> None:
+async def test_a_cancelled_restore_keeps_its_slot_until_its_thread_has_ended(
+    stage: RankStage, tmp_path: Path
+) -> None:
     uri = write_checkpoint(tmp_path / "checkpoints", [LAYOUT], VALUES)
     blocked = Blocked(stage, "storage")
     first = asyncio.create_task(stage.restore("storage", 10, 1, uri))

@@ -26,7 +26,9 @@ def test_slots_are_allocated_private_files(tmp_path: Path) -> None:
     assert [len(slot.view) for slot in slots] == [3 * PAGE] * 3
     assert staging.used_bytes == 9 * PAGE
     for slot in slots:
-        assert slot.path.stat().st_blocks * 512 >= 3 * PAGE, "a hole would be SIGBUS on a full tmpfs"
+        assert slot.path.stat().st_blocks * 512 >= 3 * PAGE, (
+            "a hole would be SIGBUS on a full tmpfs"
+        )
         assert slot.path.stat().st_mode & 0o777 == 0o600
     assert (tmp_path / "staging").stat().st_mode & 0o777 == 0o700
     slots[0].view[0:4] = b"data"
@@ -41,7 +43,10 @@ def test_three_slots_where_a_full_host_has_room_else_two_else_refused(tmp_path: 
     small = folder(tmp_path, "b", full_host - 1)
     assert len(small.allocate("job", 0, PAGE, 0)) == 2
     assert len(small.allocate("job", 1, PAGE, 4)) == 4
-    with pytest.raises(StagingError, match=r"no room for the snapshot slots of rank 2 of job.*--staging-limit-bytes"):
+    with pytest.raises(
+        StagingError,
+        match=r"no room for the snapshot slots of rank 2 of job.*--staging-limit-bytes",
+    ):
         small.allocate("job", 2, 30 * PAGE, 2)
     assert small.used_bytes == 6 * PAGE
 
@@ -56,7 +61,9 @@ def test_folders_of_dead_owners_go_at_the_next_start(tmp_path: Path) -> None:
     assert (left / "dead" / "job" / "rank-00000" / "slot-0").exists()
     folder(tmp_path, "other-boot").allocate("job", 0, PAGE, 2)
     owner = json.loads((left / "other-boot" / OWNER_FILE).read_text())
-    (left / "other-boot" / OWNER_FILE).write_text(json.dumps({**owner, "boot_id": "an earlier boot"}))
+    (left / "other-boot" / OWNER_FILE).write_text(
+        json.dumps({**owner, "boot_id": "an earlier boot"})
+    )
     living = folder(tmp_path, "living")
     assert sorted(p.name for p in left.iterdir() if p.is_dir()) == ["living"]
     again = folder(tmp_path, "beside")

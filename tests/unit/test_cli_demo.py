@@ -50,7 +50,9 @@ REPORT_FIELDS = [
 
 
 def plan(**changes: Any) -> Plan:
-    values: dict[str, Any] = dict(device="cpu", nodes=3, devices_per_node=4, tp=2, pp=2, dp=2, steps=12)
+    values: dict[str, Any] = dict(
+        device="cpu", nodes=3, devices_per_node=4, tp=2, pp=2, dp=2, steps=12
+    )
     return Plan(**{**values, **changes})
 
 
@@ -60,14 +62,18 @@ def at(offset_s: float) -> Timestamp:
     return stamp
 
 
-def record(recording: Recording, attempt: int, step: int, offset_s: float, loss: float | None = None) -> None:
+def record(
+    recording: Recording, attempt: int, step: int, offset_s: float, loss: float | None = None
+) -> None:
     value = 5.0 / step if loss is None else loss
     made = types_pb2.StepRecord(attempt=attempt, step=step, loss=value, completed_at=at(offset_s))
     recording.add(driver_pb2.WatchJobResponse(step=made))
 
 
 def event(recording: Recording, reason: str, subject: str, offset_s: float) -> None:
-    made = types_pb2.Event(reason=reason, subject=subject, time=at(offset_s), message=reason.lower())
+    made = types_pb2.Event(
+        reason=reason, subject=subject, time=at(offset_s), message=reason.lower()
+    )
     recording.add(driver_pb2.WatchJobResponse(event=made))
 
 
@@ -82,7 +88,9 @@ def interrupted() -> tuple[Recording, Kill]:
     for step in range(1, 8):
         record(run, 1, step, step)
     event(run, "NODE_DEAD", "nodes/n1", 9.0)
-    job(run, attempt=2, nodes=["n3", "n2"], phase=types_pb2.JOB_PHASE_STARTING, evicted_nodes=["n1"])
+    job(
+        run, attempt=2, nodes=["n3", "n2"], phase=types_pb2.JOB_PHASE_STARTING, evicted_nodes=["n1"]
+    )
     event(run, "ATTEMPT_STARTED", "jobs/demo", 11.5)
     for step in range(5, 13):
         record(run, 2, step, 8 + step)
@@ -120,7 +128,11 @@ def test_the_report_has_the_agreed_fields_and_times() -> None:
     assert report["fault_to_detected_s"] == 1.5
     assert report["detected_to_restarted_s"] == 2.5
     assert report["fault_to_first_new_step_s"] == 5.5
-    assert (report["steps_lost"], report["resumed_from_step"], report["restore_source"]) == (3, 4, "storage")
+    assert (report["steps_lost"], report["resumed_from_step"], report["restore_source"]) == (
+        3,
+        4,
+        "storage",
+    )
     assert (report["loss_after_resume_matches"], report["max_loss_abs_diff"]) == (True, 0.0)
     assert (report["nodes"], report["evicted_nodes"]) == (["n1", "n2", "n3"], ["n1"])
     assert (report["first_loss"], report["final_loss"]) == (5.0, 5.0 / 12)
@@ -145,7 +157,9 @@ def test_each_thing_that_is_not_seen_is_told() -> None:
     run, kill = interrupted()
     assert "at least two" in failing(run, Kill(kill.at, "n1", (2,), 8, 0))[0]
     assert failing(run, Kill(kill.at, "n1", (2, 4), 8, 1)) == ["all processes of the node are dead"]
-    assert failing(run, Kill(kill.at + 60, "n1", (2, 4), 8, 0)) == ["the driver finds the node dead"]
+    assert failing(run, Kill(kill.at + 60, "n1", (2, 4), 8, 0)) == [
+        "the driver finds the node dead"
+    ]
     run.job.restore_source = types_pb2.RESTORE_SOURCE_NONE
     assert "from storage" in failing(run, kill)[0]
     run, kill = interrupted()
@@ -170,7 +184,9 @@ def test_the_smallest_change_of_one_loss_is_seen() -> None:
 def test_a_repeated_step_with_another_loss_is_seen() -> None:
     run = interrupted()[0]
     run.records[1, 6].loss += 1e-12
-    failed = [claim.text for claim in judge_twin(plan(), run, uninterrupted(), True) if not claim.holds]
+    failed = [
+        claim.text for claim in judge_twin(plan(), run, uninterrupted(), True) if not claim.holds
+    ]
     assert failed == ["the steps repeated after the restart give the same losses as before it"]
 
 
@@ -189,7 +205,15 @@ def test_comparisons_treat_gaps_and_nan_as_different() -> None:
 
 def choose(**changes: Any) -> Plan:
     values: dict[str, Any] = dict(
-        device="auto", gpus=0, nodes=None, devices_per_node=None, tp=None, pp=None, dp=None, steps=48, sabotage="none"
+        device="auto",
+        gpus=0,
+        nodes=None,
+        devices_per_node=None,
+        tp=None,
+        pp=None,
+        dp=None,
+        steps=48,
+        sabotage="none",
     )
     return choose_plan(**{**values, **changes})
 
@@ -197,7 +221,14 @@ def choose(**changes: Any) -> Plan:
 def test_the_plan_follows_the_machine() -> None:
     cpu, gpu = choose(), choose(gpus=8)
     assert (cpu.device, cpu.nodes, cpu.devices_per_node, cpu.world_size) == ("cpu", 3, 4, 8)
-    assert (gpu.device, gpu.nodes, gpu.devices_per_node, gpu.tp, gpu.pp, gpu.dp) == ("cuda", 3, 2, 2, 2, 1)
+    assert (gpu.device, gpu.nodes, gpu.devices_per_node, gpu.tp, gpu.pp, gpu.dp) == (
+        "cuda",
+        3,
+        2,
+        2,
+        2,
+        1,
+    )
     assert choose(gpus=5).device == "cpu"
     small = choose(device="cuda", gpus=2, devices_per_node=1, tp=1, pp=1, dp=1)
     assert (small.nodes, small.active_nodes) == (2, 1)
@@ -216,12 +247,16 @@ def test_the_plan_follows_the_machine() -> None:
         (dict(device="cuda", gpus=4), "more than the 4 GPUs"),
     ],
 )
-def test_options_that_do_not_fit_are_refused_with_a_remedy(changes: dict[str, Any], said: str) -> None:
+def test_options_that_do_not_fit_are_refused_with_a_remedy(
+    changes: dict[str, Any], said: str
+) -> None:
     with pytest.raises(PlanError, match=said):
         choose(**changes)
 
 
-@pytest.mark.parametrize("chosen", [choose(), choose(gpus=8), choose(tp=1, pp=1, dp=1, devices_per_node=1)])
+@pytest.mark.parametrize(
+    "chosen", [choose(), choose(gpus=8), choose(tp=1, pp=1, dp=1, devices_per_node=1)]
+)
 def test_the_job_is_one_that_the_client_understands(chosen: Plan) -> None:
     spec = parse_job(chosen.job("demo", Path("/corpus"), Path("/checkpoints")))
     model = spec.trainer.model
@@ -234,7 +269,10 @@ def test_the_job_is_one_that_the_client_understands(chosen: Plan) -> None:
 def test_timeline_and_curve_show_the_kill_in_its_place(tmp_path: Path) -> None:
     run, kill = interrupted()
     lines = render.timeline(run, kill)
-    order = [next(i for i, line in enumerate(lines) if word in line) for word in ("SIGKILL", "NODE_DEAD", "STARTED")]
+    order = [
+        next(i for i, line in enumerate(lines) if word in line)
+        for word in ("SIGKILL", "NODE_DEAD", "STARTED")
+    ]
     assert order == sorted(order)
     drawn = render.curve(run.losses(), 7, 4)
     assert sum(line.count("x") for line in drawn[:-1]) == 1

@@ -1,4 +1,6 @@
-"""What users get wrong: each mistake is told in a sentence with the remedy, has its exit status, and no traceback."""
+"""What users get wrong: each mistake is told in a sentence with the remedy, has its exit status,
+and no traceback.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ from megascale_cli.exits import REFUSED, UNAVAILABLE, USAGE
 JOB: dict[str, Any] = {
     "name": "a",
     "trainer": {
-        "model": {"layers": 2, "hidden_size": 16, "heads": 2, "vocab_size": 257, "sequence_length": 16},
+        "model": {
+            "layers": 2,
+            "hidden_size": 16,
+            "heads": 2,
+            "vocab_size": 257,
+            "sequence_length": 16,
+        },
         "training": {"steps": 2, "global_batch_size": 2},
         "data": {"sources": [{"prefix": "corpus"}]},
     },
@@ -105,9 +113,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_a_mistake_is_told(folder: Path, arguments: str, status: int, said: str) -> None:
-    result = CliRunner().invoke(build_app(), arguments.split(), env={"COLUMNS": "200", "TERM": "dumb"})
+    result = CliRunner().invoke(
+        build_app(), arguments.split(), env={"COLUMNS": "200", "TERM": "dumb"}
+    )
     text = result.stdout + result.stderr
-    assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
+    assert result.exception is None or isinstance(result.exception, SystemExit), repr(
+        result.exception
+    )
     assert (result.exit_code, said in text) == (status, True), text
     assert "Traceback" not in text
 

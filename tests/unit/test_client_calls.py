@@ -1,4 +1,6 @@
-"""The client against a scripted driver on a real socket: errors, retries, leader hints, resumed watches."""
+"""The client against a scripted driver on a real socket: errors, retries, leader hints, resumed
+watches.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ async def test_a_status_becomes_its_error_with_reason_and_message(
 
 async def test_refused_fields_become_problems(driver: ScriptedDriver) -> None:
     fields = [("trainer.model.heads", "not a multiple of tp"), ("name", "empty")]
-    driver.errors = [RpcError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_JOB", "bad job", fields=fields)]
+    driver.errors = [
+        RpcError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_JOB", "bad job", fields=fields)
+    ]
     async with AsyncClient(driver.address, TOKEN) as client:
         with pytest.raises(InvalidJob) as caught:
             await client.submit(job_pb2.JobSpec())
@@ -73,7 +77,10 @@ async def test_a_refused_field_of_another_call_is_no_refused_job(driver: Scripte
     async with AsyncClient(driver.address, TOKEN) as client:
         with pytest.raises(InvalidRequest, match="rank: 9 is not one") as caught:
             await anext(client.logs("x", rank=9))
-    assert (type(caught.value), [p.field for p in caught.value.problems]) == (InvalidRequest, ["rank"])
+    assert (type(caught.value), [p.field for p in caught.value.problems]) == (
+        InvalidRequest,
+        ["rank"],
+    )
 
 
 async def test_a_wrong_token_is_not_allowed(driver: ScriptedDriver) -> None:
@@ -104,7 +111,9 @@ async def test_a_standby_names_the_leader_and_the_call_goes_there(driver: Script
 
 async def test_two_standbys_that_name_each_other_end_in_unavailable(driver: ScriptedDriver) -> None:
     hint = {"leader": driver.address}
-    driver.errors = [RpcError(grpc.StatusCode.UNAVAILABLE, "NOT_LEADER", "standby", metadata=hint)] * 1000
+    driver.errors = [
+        RpcError(grpc.StatusCode.UNAVAILABLE, "NOT_LEADER", "standby", metadata=hint)
+    ] * 1000
     async with AsyncClient(driver.address, TOKEN, retry_for_s=0.3) as client:
         with pytest.raises(Unavailable, match="standby"):
             await client.get("x")
@@ -120,9 +129,20 @@ async def test_nobody_there_is_unavailable_within_the_time_allowed() -> None:
 def self_signed(folder: Path) -> Tls:
     """Key and certificate of a driver on 127.0.0.1."""
     key, certificate = folder / "key.pem", folder / "certificate.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+    ]
     command += ["-days", "1", "-subj", "/CN=driver", "-addext", "subjectAltName=IP:127.0.0.1"]
-    subprocess.run([*command, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
+    subprocess.run(
+        [*command, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True
+    )
     return Tls(key, certificate)
 
 
@@ -132,7 +152,9 @@ async def test_a_driver_with_tls_is_reached_by_its_certificate_only(tmp_path: Pa
     server = RpcServer(TOKEN, tls=tls)
     driver_pb2_grpc.add_DriverServiceServicer_to_server(ScriptedDriver(), server.server)  # type: ignore[abstract]
     address = await server.start("127.0.0.1:0", ["megascale.v1.DriverService"])
-    async with AsyncClient(address, TOKEN, root_certificate=tls.certificate, retry_for_s=5) as client:
+    async with AsyncClient(
+        address, TOKEN, root_certificate=tls.certificate, retry_for_s=5
+    ) as client:
         assert (await client.get("x")).spec.name == "x"
     async with AsyncClient(address, TOKEN, retry_for_s=0.2) as client:
         with pytest.raises(Unavailable):
@@ -145,7 +167,9 @@ async def test_lists_are_fetched_page_by_page(driver: ScriptedDriver) -> None:
         assert [node.name async for node in client.nodes()] == ["n0", "n1", "n2"]
 
 
-async def test_a_watch_resumes_after_the_last_update_at_the_new_address(driver: ScriptedDriver, tmp_path: Path) -> None:
+async def test_a_watch_resumes_after_the_last_update_at_the_new_address(
+    driver: ScriptedDriver, tmp_path: Path
+) -> None:
     successor = await start_driver()
     (tmp_path / "token").write_text(TOKEN)
     (tmp_path / "driver.address").write_text(driver.address)
@@ -158,7 +182,9 @@ async def test_a_watch_resumes_after_the_last_update_at_the_new_address(driver: 
             if len(seen) == 2:
                 (tmp_path / "driver.address").write_text(successor.address)
     assert seen == [1, 2, 3, 4]
-    assert [request.resume_token for request in successor.requests if hasattr(request, "resume_token")] == ["2"]
+    assert [
+        request.resume_token for request in successor.requests if hasattr(request, "resume_token")
+    ] == ["2"]
     await successor.server.stop(0)
 
 
@@ -190,7 +216,9 @@ async def test_a_watch_of_no_job_is_not_found(driver: ScriptedDriver) -> None:
                 pass
 
 
-def test_a_run_folder_without_a_cluster_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_folder_without_a_cluster_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("MEGASCALE_RUN_FOLDER", raising=False)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ClusterNotFound, match="megascale up"):

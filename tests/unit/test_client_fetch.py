@@ -31,7 +31,9 @@ async def driver(stored: Path) -> AsyncIterator[ScriptedDriver]:
     scripted = await start_driver()
     for step, folder in ((8, stored), (4, stored.with_name("gone"))):
         uri = f"{folder}/manifest.json"
-        scripted.checkpoints.append(driver_pb2.Checkpoint(job="a", step=step, attempt=1, manifest_uri=uri))
+        scripted.checkpoints.append(
+            driver_pb2.Checkpoint(job="a", step=step, attempt=1, manifest_uri=uri)
+        )
     yield scripted
     await scripted.server.stop(0)
 
@@ -52,12 +54,20 @@ def stored(tmp_path: Path) -> Path:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
-async def test_the_newest_checkpoint_is_copied_whole(client: AsyncClient, stored: Path, tmp_path: Path) -> None:
+async def test_the_newest_checkpoint_is_copied_whole(
+    client: AsyncClient, stored: Path, tmp_path: Path
+) -> None:
     told: list[tuple[int, int]] = []
-    got = await client.fetch_checkpoint("a", to=tmp_path / "new" / "copy", progress=lambda *size: told.append(size))
+    got = await client.fetch_checkpoint(
+        "a", to=tmp_path / "new" / "copy", progress=lambda *size: told.append(size)
+    )
     assert content(got.folder) == content(stored)
     assert got.folder == tmp_path / "new" / "copy"
     total = sum(map(len, FILES.values()))
@@ -74,7 +84,9 @@ async def test_a_file_uri_is_an_address_too(
 ) -> None:
     driver.checkpoints[0].manifest_uri = (stored / "manifest.json").as_uri()  # its blank is escaped
     (tmp_path / "empty").mkdir()
-    assert content((await client.fetch_checkpoint("a", 8, to=tmp_path / "empty")).folder) == content(stored)
+    assert content(
+        (await client.fetch_checkpoint("a", 8, to=tmp_path / "empty")).folder
+    ) == content(stored)
 
 
 def flip(path: Path) -> None:
@@ -98,7 +110,12 @@ def cut(path: Path) -> None:
     ],
 )
 async def test_damage_is_refused_by_name_and_leaves_nothing(
-    client: AsyncClient, stored: Path, tmp_path: Path, name: str, damage: Callable[[Path], None], said: str
+    client: AsyncClient,
+    stored: Path,
+    tmp_path: Path,
+    name: str,
+    damage: Callable[[Path], None],
+    said: str,
 ) -> None:
     damage(stored / name)
     with pytest.raises(DamagedCheckpoint, match=said) as refused:
@@ -118,7 +135,9 @@ async def test_without_xxhash_sizes_are_compared_and_that_is_said(
         await client.fetch_checkpoint("a", to=tmp_path / "other")
 
 
-async def test_a_manifest_cannot_point_outside_its_folder(client: AsyncClient, stored: Path, tmp_path: Path) -> None:
+async def test_a_manifest_cannot_point_outside_its_folder(
+    client: AsyncClient, stored: Path, tmp_path: Path
+) -> None:
     file = manifests.File("../secret", 1, checksum(b"x"), 0, "digest")
     manifest = manifests.Manifest("a", 1, 8, 1, {}, (file,), {}, {}, manifests.now())
     (stored / "manifest.json").write_bytes(manifests.encode(manifest))
@@ -126,7 +145,9 @@ async def test_a_manifest_cannot_point_outside_its_folder(client: AsyncClient, s
         await client.fetch_checkpoint("a", to=tmp_path / "copy")
 
 
-async def test_what_cannot_be_fetched_says_why(client: AsyncClient, driver: ScriptedDriver, tmp_path: Path) -> None:
+async def test_what_cannot_be_fetched_says_why(
+    client: AsyncClient, driver: ScriptedDriver, tmp_path: Path
+) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()
     cases: list[tuple[int | None, Path, type[MegascaleError], str]] = [
@@ -156,7 +177,9 @@ async def test_a_cancelled_fetch_stops_and_leaves_nothing(
     def progress(done_bytes: int, total_bytes: int) -> None:
         loop.call_soon_threadsafe(started.set)
 
-    fetch = asyncio.create_task(client.fetch_checkpoint("a", to=tmp_path / "out" / "copy", progress=progress))
+    fetch = asyncio.create_task(
+        client.fetch_checkpoint("a", to=tmp_path / "out" / "copy", progress=progress)
+    )
     await started.wait()
     fetch.cancel()
     with pytest.raises(asyncio.CancelledError):

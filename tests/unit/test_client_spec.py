@@ -31,9 +31,17 @@ def good() -> dict[str, Any]:
                 "mlp": "swiglu",
             },
             "parallelism": {"tp": 2, "stage_layers": [3, 1], "recompute": "none"},
-            "training": {"steps": 10, "global_batch_size": 4, "precision": "bf16", "deterministic": True},
+            "training": {
+                "steps": 10,
+                "global_batch_size": 4,
+                "precision": "bf16",
+                "deterministic": True,
+            },
             "optimizer": {"learning_rate": 3e-4, "clip_norm": 0},
-            "data": {"sources": [{"prefix": "corpus", "weight": 2}], "tokenizer": {"kind": "bytes"}},
+            "data": {
+                "sources": [{"prefix": "corpus", "weight": 2}],
+                "tokenizer": {"kind": "bytes"},
+            },
         },
         "checkpoint": {"uri": "checkpoints", "interval_steps": 5},
         "recovery": {"spare_nodes": 1},
@@ -42,7 +50,11 @@ def good() -> dict[str, Any]:
 
 def test_every_kind_of_field_is_understood() -> None:
     spec = parse_job(good())
-    assert (spec.name, spec.priority, dict(spec.labels)) == ("a-job", 3, {"team": "red", "run": "7"})
+    assert (spec.name, spec.priority, dict(spec.labels)) == (
+        "a-job",
+        3,
+        {"team": "red", "run": "7"},
+    )
     assert spec.trainer.model.mlp == job_pb2.MLP_SWIGLU
     assert list(spec.trainer.parallelism.stage_layers) == [3, 1]
     assert spec.trainer.training.precision == job_pb2.PRECISION_BF16
@@ -66,32 +78,84 @@ def test_short_names_leave_out_the_unspecified_value() -> None:
     ("path", "value", "field", "said"),
     [
         (["nmae"], "x", "nmae", "did you mean 'name'?"),
-        (["trainer", "model", "hiden_size"], 64, "trainer.model.hiden_size", "did you mean 'hidden_size'?"),
+        (
+            ["trainer", "model", "hiden_size"],
+            64,
+            "trainer.model.hiden_size",
+            "did you mean 'hidden_size'?",
+        ),
         (["trainer", "zzz"], 1, "trainer.zzz", "known here: model, parallelism"),
         (["trainer", "model", "layers"], "four", "trainer.model.layers", "expected a whole number"),
         (["trainer", "model", "layers"], 2.5, "trainer.model.layers", "expected a whole number"),
         (["trainer", "model", "layers"], True, "trainer.model.layers", "expected a whole number"),
-        (["trainer", "model", "layers"], 2**31, "trainer.model.layers", "from -2147483648 to 2147483647"),
-        (["trainer", "training", "precision"], "fp16", "trainer.training.precision", "not one of bf16, fp32"),
-        (["trainer", "training", "precision"], "PRECISION_BF16", "trainer.training.precision", "did you mean 'bf16'?"),
-        (["trainer", "training", "deterministic"], "yes", "trainer.training.deterministic", "expected true or false"),
+        (
+            ["trainer", "model", "layers"],
+            2**31,
+            "trainer.model.layers",
+            "from -2147483648 to 2147483647",
+        ),
+        (
+            ["trainer", "training", "precision"],
+            "fp16",
+            "trainer.training.precision",
+            "not one of bf16, fp32",
+        ),
+        (
+            ["trainer", "training", "precision"],
+            "PRECISION_BF16",
+            "trainer.training.precision",
+            "did you mean 'bf16'?",
+        ),
+        (
+            ["trainer", "training", "deterministic"],
+            "yes",
+            "trainer.training.deterministic",
+            "expected true or false",
+        ),
         (
             ["trainer", "optimizer", "learning_rate"],
             "fast",
             "trainer.optimizer.learning_rate",
             "expected a finite number",
         ),
-        (["trainer", "optimizer", "learning_rate"], float("nan"), "trainer.optimizer.learning_rate", "finite"),
-        (["trainer", "parallelism", "stage_layers"], 4, "trainer.parallelism.stage_layers", "expected a list"),
-        (["trainer", "parallelism", "stage_layers"], [2, "x"], "trainer.parallelism.stage_layers[1]", "whole number"),
-        (["trainer", "data", "sources"], ["corpus"], "trainer.data.sources[0]", "expected a mapping of prefix, weight"),
-        (["trainer", "data", "sources"], [{"perfix": "c"}], "trainer.data.sources[0].perfix", "did you mean 'prefix'?"),
+        (
+            ["trainer", "optimizer", "learning_rate"],
+            float("nan"),
+            "trainer.optimizer.learning_rate",
+            "finite",
+        ),
+        (
+            ["trainer", "parallelism", "stage_layers"],
+            4,
+            "trainer.parallelism.stage_layers",
+            "expected a list",
+        ),
+        (
+            ["trainer", "parallelism", "stage_layers"],
+            [2, "x"],
+            "trainer.parallelism.stage_layers[1]",
+            "whole number",
+        ),
+        (
+            ["trainer", "data", "sources"],
+            ["corpus"],
+            "trainer.data.sources[0]",
+            "expected a mapping of prefix, weight",
+        ),
+        (
+            ["trainer", "data", "sources"],
+            [{"perfix": "c"}],
+            "trainer.data.sources[0].perfix",
+            "did you mean 'prefix'?",
+        ),
         (["labels"], ["a"], "labels", "expected a mapping"),
         (["name"], 7, "name", "put it in quotes"),
         (["checkpoint"], "here", "checkpoint", "expected a mapping of uri"),
     ],
 )
-def test_a_mistake_is_told_by_its_dotted_path(path: list[str], value: Any, field: str, said: str) -> None:
+def test_a_mistake_is_told_by_its_dotted_path(
+    path: list[str], value: Any, field: str, said: str
+) -> None:
     values = good()
     place = values
     for key in path[:-1]:
@@ -127,8 +191,13 @@ def test_paths_start_at_the_folder_of_the_file_and_uris_stay(tmp_path: Path) -> 
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(values))
     spec = load_job(file)
-    assert [source.prefix for source in spec.trainer.data.sources] == [str(tmp_path / "corpus"), "/absolute/corpus"]
-    assert [source.prefix for source in spec.trainer.evaluation.sources] == [str(tmp_path / "held-out")]
+    assert [source.prefix for source in spec.trainer.data.sources] == [
+        str(tmp_path / "corpus"),
+        "/absolute/corpus",
+    ]
+    assert [source.prefix for source in spec.trainer.evaluation.sources] == [
+        str(tmp_path / "held-out")
+    ]
     assert spec.checkpoint.uri == str(tmp_path / "checkpoints")
     assert Path(spec.checkpoint.load_uri).resolve() == tmp_path.parent / "other" / "checkpoints"
     values["checkpoint"]["uri"] = "file:///somewhere"

@@ -1,4 +1,6 @@
-"""The synchronous client: the same methods as the asynchronous one, on a private thread that always ends."""
+"""The synchronous client: the same methods as the asynchronous one, on a private thread that always
+ends.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,30 @@ Result = TypeVar("Result")
 EXPORTED = {
     *("AsyncClient", "Client", "TERMINAL_PHASES", "FetchedCheckpoint", "FieldProblem"),
     *("find_run_folder", "load_job", "parse_job"),
-    *("MegascaleError", "InvalidJob", "InvalidRequest", "NotFound", "AlreadyExists", "NotPossible", "NotAllowed"),
+    *(
+        "MegascaleError",
+        "InvalidJob",
+        "InvalidRequest",
+        "NotFound",
+        "AlreadyExists",
+        "NotPossible",
+        "NotAllowed",
+    ),
     *("DamagedCheckpoint", "LimitReached", "Unavailable", "ClusterNotFound", "ServiceFailure"),
 }
 METHODS = {
     *("from_run_folder", "close", "cluster_info"),
-    *("submit", "get", "jobs", "watch", "cancel", "explain", "logs", "checkpoints", "fetch_checkpoint"),
+    *(
+        "submit",
+        "get",
+        "jobs",
+        "watch",
+        "cancel",
+        "explain",
+        "logs",
+        "checkpoints",
+        "fetch_checkpoint",
+    ),
     *("profile", "profiled"),
     *("nodes", "evict", "cordon", "uncordon", "diagnose", "events", "watch_events"),
 }
@@ -76,10 +96,15 @@ def test_the_exported_names_are_frozen() -> None:
 @pytest.mark.parametrize("name", ["__init__", *sorted(METHODS - {"from_run_folder"})])
 def test_a_method_takes_and_gives_the_same_in_both_clients(name: str) -> None:
     ours, theirs = getattr(Client, name), getattr(AsyncClient, name)
-    assert list(inspect.signature(ours).parameters.values()) == list(inspect.signature(theirs).parameters.values())
+    assert list(inspect.signature(ours).parameters.values()) == list(
+        inspect.signature(theirs).parameters.values()
+    )
     gives, given = typing.get_type_hints(ours)["return"], typing.get_type_hints(theirs)["return"]
     if typing.get_origin(given) is AsyncIterator:
-        assert (typing.get_origin(gives), typing.get_args(gives)) == (Iterator, typing.get_args(given))
+        assert (typing.get_origin(gives), typing.get_args(gives)) == (
+            Iterator,
+            typing.get_args(given),
+        )
     else:
         assert gives == given
 
@@ -89,13 +114,20 @@ async def test_calls_and_iterators_give_what_the_driver_says(driver: ScriptedDri
     driver.verdicts = {"matrix_product": types_pb2.CHECK_VERDICT_FAIL}
 
     def use(client: Client) -> None:
-        assert client.submit(job_pb2.JobSpec(name="a")).spec.name == client.get("a").spec.name == "a"
+        assert (
+            client.submit(job_pb2.JobSpec(name="a")).spec.name == client.get("a").spec.name == "a"
+        )
         assert [node.name for node in client.nodes()] == ["n0", "n1", "n2"]
         assert [update.step.step for update in client.watch("a")] == [1, 2, 3]
         assert list(client.logs("a", rank=0, lines=2)) == ["line 0", "line 1"]
         assert client.cordon("n1", reason="fan").node.disposition_reason == "fan"
-        assert client.uncordon("n1", reason="fixed").node.disposition == types_pb2.NODE_DISPOSITION_SCHEDULABLE
-        verdicts = {check.name: check.verdict for check in client.diagnose("n1", checks=["matrix_product"])}
+        assert (
+            client.uncordon("n1", reason="fixed").node.disposition
+            == types_pb2.NODE_DISPOSITION_SCHEDULABLE
+        )
+        verdicts = {
+            check.name: check.verdict for check in client.diagnose("n1", checks=["matrix_product"])
+        }
         assert verdicts == {"matrix_product": types_pb2.CHECK_VERDICT_FAIL}
         assert [event.seq for event in client.events()] == [1, 2, 3]
 
@@ -124,7 +156,9 @@ async def test_events_go_on_after_the_last_one_seen(driver: ScriptedDriver) -> N
         return [next(found).event.seq for _ in range(4)]
 
     assert await in_thread(driver, use) == [5, 6, 7, 8]
-    tokens = [request.resume_token for request in driver.requests if hasattr(request, "resume_token")]
+    tokens = [
+        request.resume_token for request in driver.requests if hasattr(request, "resume_token")
+    ]
     assert tokens == ["", "2"]
 
 
@@ -142,7 +176,9 @@ async def test_an_iterator_left_early_ends_its_stream(driver: ScriptedDriver) ->
     await until(lambda: driver.open_streams == 0)
 
 
-async def test_closing_ends_a_call_of_another_thread_and_leaves_no_thread(driver: ScriptedDriver) -> None:
+async def test_closing_ends_a_call_of_another_thread_and_leaves_no_thread(
+    driver: ScriptedDriver,
+) -> None:
     client = Client(driver.address, TOKEN)
     lines = client.logs("x", rank=0, lines=1, follow=True)
     assert await asyncio.to_thread(next, lines) == "line 0"
@@ -154,11 +190,15 @@ async def test_closing_ends_a_call_of_another_thread_and_leaves_no_thread(driver
     await asyncio.to_thread(client.close)
     with pytest.raises(RuntimeError, match="closed"):
         client.get("x")
-    await until(lambda: not any(thread.name == "megascale-client" for thread in threading.enumerate()))
+    await until(
+        lambda: not any(thread.name == "megascale-client" for thread in threading.enumerate())
+    )
 
 
 async def test_it_works_where_the_callers_thread_runs_a_loop(driver: ScriptedDriver) -> None:
-    """As in a notebook: the driver stands in another process's place only because this loop is blocked meanwhile."""
+    """As in a notebook: the driver stands in another process's place only because this loop is
+    blocked meanwhile.
+    """
     second = threading.Thread(target=lambda: asyncio.run(serve_until(started, done)))
     started: list[str] = []
     done = threading.Event()
@@ -196,7 +236,9 @@ except KeyboardInterrupt:
 
 async def test_ctrl_c_ends_the_stream_and_the_client_goes_on(driver: ScriptedDriver) -> None:
     command = [sys.executable, "-c", PROGRAM, driver.address, TOKEN]
-    process = await asyncio.to_thread(subprocess.Popen, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = await asyncio.to_thread(
+        subprocess.Popen, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
 
     def finish() -> tuple[Any, Any]:
         assert process.stdout is not None
@@ -205,7 +247,8 @@ async def test_ctrl_c_ends_the_stream_and_the_client_goes_on(driver: ScriptedDri
         os.kill(process.pid, signal.SIGINT)
         return process.communicate(timeout=CALL_TIMEOUT_S)
 
-    # The client is never closed, and one iterator is still there when the interpreter ends: nothing hangs.
+    # The client is never closed, and one iterator is still there when the interpreter ends: nothing
+    # hangs.
     output, errors = await asyncio.to_thread(finish)
     assert (output, errors, process.returncode) == (b"interrupted x\n", b"", 0)
     await until(lambda: driver.open_streams == 0)

@@ -1,4 +1,6 @@
-"""What operators do to nodes, in the core; the audit log with its tokens; the driver's figures for Prometheus."""
+"""What operators do to nodes, in the core; the audit log with its tokens; the driver's figures for
+Prometheus.
+"""
 
 from __future__ import annotations
 
@@ -67,12 +69,21 @@ def test_a_cordoned_node_keeps_its_ranks_and_gets_no_new_ones() -> None:
     world.run(5.0)
     assert (world.state.jobs["a"].attempt, used(world)[0]) == (1, busy), "what runs there goes on"
     line = next(line for line in world.audit if line.reason == "NODE_CORDONED")
-    assert (line.log, line.subject, line.actor, line.mode) == ("a", f"nodes/{busy}", "ada", "ENFORCE")
+    assert (line.log, line.subject, line.actor, line.mode) == (
+        "a",
+        f"nodes/{busy}",
+        "ada",
+        "ENFORCE",
+    )
     assert line.outcome == "attempt 1 of job a goes on there"
     world.kill_worker(used(world)[1])
     world.run(15.0)
     job = world.state.jobs["a"]
-    assert (job.phase, job.attempt) == (JobPhase.RUNNING, 2) and busy not in used(world) and spare in used(world)
+    assert (
+        (job.phase, job.attempt) == (JobPhase.RUNNING, 2)
+        and busy not in used(world)
+        and spare in used(world)
+    )
 
 
 def test_a_cordoned_spare_is_a_spare_no_longer_until_it_is_put_back() -> None:
@@ -108,12 +119,18 @@ def test_a_quarantined_node_that_is_put_back_serves_the_job_that_left_it() -> No
 def test_asking_for_what_is_so_changes_nothing_and_unknown_nodes_are_refused() -> None:
     world = running()
     before, lines = world.state.nodes["n0"], len(world.audit)
-    assert ask(world, "uncordon", "n0") == "" and world.state.nodes["n0"] is before and len(world.audit) == lines
+    assert (
+        ask(world, "uncordon", "n0") == ""
+        and world.state.nodes["n0"] is before
+        and len(world.audit) == lines
+    )
     ask(world, "cordon", "n0", RequestKey("r1", "d1"))
     assert [line.reason for line in world.audit[lines:]] == ["NODE_CORDONED"]
     ask(world, "uncordon", "n0")
     ask(world, "cordon", "n0", RequestKey("r1", "d1"))
-    assert world.state.nodes["n0"].disposition is Disposition.SCHEDULABLE, "a repeated request was carried out before"
+    assert world.state.nodes["n0"].disposition is Disposition.SCHEDULABLE, (
+        "a repeated request was carried out before"
+    )
     assert ask(world, "cordon", "n1", RequestKey("r1", "d2")) == "REQUEST_ID_REUSED"
     assert ask(world, "cordon", "n9") == ask(world, "uncordon", "n9") == "NODE_NOT_FOUND"
 
@@ -143,7 +160,9 @@ async def taken(stream: AsyncIterator[Audit], count: int) -> list[tuple[str, int
 
 
 @given(st.lists(st.sampled_from(["", "a", "b"]), max_size=40), st.integers(0, 40))
-def test_a_token_continues_at_every_driver_that_loads_the_same_log(logs: list[str], cut: int) -> None:
+def test_a_token_continues_at_every_driver_that_loads_the_same_log(
+    logs: list[str], cut: int
+) -> None:
     seqs: dict[str, int] = {}
     keys = []
     for log in logs:
@@ -155,13 +174,22 @@ def test_a_token_continues_at_every_driver_that_loads_the_same_log(logs: list[st
         first.extend([line])
     second.load(lines)
     for index, line in enumerate(lines):
-        assert list(first.behind(token_of(line))) == list(second.behind(token_of(line))) == lines[index + 1 :]
+        assert (
+            list(first.behind(token_of(line)))
+            == list(second.behind(token_of(line)))
+            == lines[index + 1 :]
+        )
     assert first.behind("") == lines
 
 
 def test_lines_of_one_commit_have_one_order() -> None:
     lines = lines_of(("b", 1), ("", 7), ("a", 3), ("a", 2))
-    assert [(line.log, line.seq) for line in canonical(lines)] == [("", 7), ("a", 2), ("a", 3), ("b", 1)]
+    assert [(line.log, line.seq) for line in canonical(lines)] == [
+        ("", 7),
+        ("a", 2),
+        ("a", 3),
+        ("b", 1),
+    ]
 
 
 async def test_followers_see_what_comes_across_a_reload_and_only_what_they_want() -> None:
@@ -174,11 +202,15 @@ async def test_followers_see_what_comes_across_a_reload_and_only_what_they_want(
     assert await taken(only_b, 2) == [("b", 1), ("b", 2)]
     waiting = asyncio.create_task(taken(everything, 1))
     await asyncio.sleep(0)
-    log.load(lines_of(("a", 1), ("b", 1), ("a", 2), ("b", 2), ("", 1)))  # a new term of the same process
+    log.load(
+        lines_of(("a", 1), ("b", 1), ("a", 2), ("b", 2), ("", 1))
+    )  # a new term of the same process
     assert await waiting == [("", 1)]
 
 
-@pytest.mark.parametrize("token", ["x", "1", "a.1", "-1.a", "9.a", "1.nobody", "0.a", "999999999999999999999.a"])
+@pytest.mark.parametrize(
+    "token", ["x", "1", "a.1", "-1.a", "9.a", "1.nobody", "0.a", "999999999999999999999.a"]
+)
 def test_foreign_tokens_are_refused(token: str) -> None:
     log = AuditLog()
     log.load(lines_of(("a", 1)))
@@ -215,7 +247,9 @@ async def test_a_stream_ends_when_its_event_is_set() -> None:
 
 def figures(registry: CollectorRegistry, name: str) -> dict[tuple[str, ...], float]:
     """Samples of one name, by their labels' values (but for a histogram's bounds)."""
-    samples = [sample for metric in registry.collect() for sample in metric.samples if sample.name == name]
+    samples = [
+        sample for metric in registry.collect() for sample in metric.samples if sample.name == name
+    ]
     return {tuple(sample.labels.values()): sample.value for sample in samples}
 
 
@@ -227,8 +261,12 @@ def record(attempt: int, step: int, mfu: float | None = None) -> types_pb2.StepR
     return made
 
 
-def observe(world: SimulatedCluster, engine: Engine, metrics: DriverMetrics, seconds: float) -> None:
-    """Let time pass in small rounds and show the observer each change, as the engine does after its commits."""
+def observe(
+    world: SimulatedCluster, engine: Engine, metrics: DriverMetrics, seconds: float
+) -> None:
+    """Let time pass in small rounds and show the observer each change, as the engine does after its
+    commits.
+    """
     for _ in range(int(seconds / 0.25)):
         old, lines = world.state, len(world.audit)
         world.run(0.25)
@@ -249,13 +287,16 @@ def test_steps_recoveries_and_events_are_counted() -> None:
     assert figures(registry, "megascale_tokens_total") == {("a",): 500}
     assert figures(registry, "megascale_mfu_ratio") == {("a", "causal"): 0.4, ("a", "full"): 0.4}
     assert figures(registry, "megascale_leader") == {(): 0}
-    assert figures(registry, "megascale_jobs") == {}, "a standby does not tell what it does not know"
+    assert figures(registry, "megascale_jobs") == {}, (
+        "a standby does not tell what it does not know"
+    )
     world.kill_worker(used(world)[0])
     observe(world, engine, metrics, 20.0)
     assert world.state.jobs["a"].attempt == 2
     metrics.step("a", record(2, 3))
     metrics.step("a", record(2, 4))
-    # Placement follows in the very event that ends the stop: nothing was waited for, so there is no "schedule".
+    # Placement follows in the very event that ends the stop: nothing was waited for, so there is no
+    # "schedule".
     counts = figures(registry, "megascale_recovery_duration_seconds_count")
     assert counts == {(part,): 1 for part in ("stop", "prepare", "start", "first_step", "total")}
     sums = figures(registry, "megascale_recovery_duration_seconds_sum")

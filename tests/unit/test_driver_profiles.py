@@ -1,4 +1,6 @@
-"""Profiles in the driver's core: which steps are named, who is told, what is refused, how each trace is settled."""
+"""Profiles in the driver's core: which steps are named, who is told, what is refused, how each
+trace is settled.
+"""
 
 from __future__ import annotations
 
@@ -64,13 +66,20 @@ def test_the_nodes_of_the_ranks_are_told_and_each_trace_is_settled_once() -> Non
     desk = running()
     assert desk.feed(asked(desk)) == ""
     found = profile(desk)
-    assert (found.first_step, found.last_step) == (10 + STEPS_UNDER_WAY + 4, 10 + STEPS_UNDER_WAY + 5)
+    assert (found.first_step, found.last_step) == (
+        10 + STEPS_UNDER_WAY + 4,
+        10 + STEPS_UNDER_WAY + 5,
+    )
     assert [(trace.rank, trace.node) for trace in found.traces] == [(1, "n1"), (6, "n2")]
     assert PurePosixPath(found.traces[1].path).name == "trace-steps-16-17-rank-00006.json.gz"
     first, second = command(desk, "n1"), command(desk, "n2")
     assert first is not None and second is not None
     assert (first.ranks, second.ranks) == ((1,), (6,))
-    assert (first.id, first.first_step, first.last_step) == (second.id, second.first_step, second.last_step)
+    assert (first.id, first.first_step, first.last_step) == (
+        second.id,
+        second.first_step,
+        second.last_step,
+    )
 
     written = TraceReport(found.id, 1, TraceState.WRITTEN, 1234)
     for _ in range(3):  # heartbeats repeat it
@@ -83,8 +92,13 @@ def test_the_nodes_of_the_ranks_are_told_and_each_trace_is_settled_once() -> Non
         ("PROFILE_REQUESTED", "ada"), ("PROFILE_WRITTEN", "nodes/n1"), ("PROFILE_MISSED", "nodes/n2"),
     ]  # fmt: skip
     assert "steps 16 to 17 on ranks 1, 6: slow" in lines[0].message
-    assert "node n1" in lines[1].message and f"{found.traces[0].path} (1234 bytes)" in lines[1].message
-    assert lines[1].evidence[0].uri == found.traces[0].path and "the word came late" in lines[2].message
+    assert (
+        "node n1" in lines[1].message and f"{found.traces[0].path} (1234 bytes)" in lines[1].message
+    )
+    assert (
+        lines[1].evidence[0].uri == found.traces[0].path
+        and "the word came late" in lines[2].message
+    )
     assert desk.feed(asked(desk, newest_step=20)) == "", "the next one may come now"
 
 
@@ -112,7 +126,9 @@ def test_what_is_not_this_nodes_to_say_changes_nothing() -> None:
         ("STEPS_TOO_FAR", "within 60", {"first_step": 9000}),
     ],
 )  # fmt: skip
-def test_what_cannot_be_profiled_is_refused_with_the_numbers(refusal: str, words: str, changes: dict[str, Any]) -> None:
+def test_what_cannot_be_profiled_is_refused_with_the_numbers(
+    refusal: str, words: str, changes: dict[str, Any]
+) -> None:
     desk = running()
     lines = len(desk.audit)
     _, outcome = desk.ask(asked(desk, **changes))
@@ -172,7 +188,10 @@ def test_a_profile_outlives_the_leader() -> None:
 
 
 @given(
-    newest=st.integers(1, 10**6), step_s=st.floats(1e-4, 120.0), steps=st.integers(1, 20), later=st.integers(-5, 2000)
+    newest=st.integers(1, 10**6),
+    step_s=st.floats(1e-4, 120.0),
+    steps=st.integers(1, 20),
+    later=st.integers(-5, 2000),
 )
 def test_the_steps_named_are_ahead_of_what_any_rank_may_do_before_it_hears(
     newest: int, step_s: float, steps: int, later: int

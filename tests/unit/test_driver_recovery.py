@@ -1,4 +1,6 @@
-"""The core, event by event: attempts, blame, budgets, deadlines, requests, and what it says about itself."""
+"""The core, event by event: attempts, blame, budgets, deadlines, requests, and what it says about
+itself.
+"""
 
 from __future__ import annotations
 
@@ -66,9 +68,17 @@ def test_the_way_to_running_is_prepare_then_start() -> None:
 
 
 def test_the_earliest_explicit_failure_is_the_culprit_and_peers_show_symptoms(desk: Desk) -> None:
-    desk.fail("n1", exited(0, 1001.2, kind="COLLECTIVE", error="peer closed"), exited(1, 1001.3, -9, "STOPPED"))
+    desk.fail(
+        "n1",
+        exited(0, 1001.2, kind="COLLECTIVE", error="peer closed"),
+        exited(1, 1001.3, -9, "STOPPED"),
+    )
     assert desk.job().phase is JobPhase.STOPPING and not desk.job().evicted
-    desk.fail("n2", exited(5, 1001.5, error="Traceback\nValueError: bad shape"), exited(4, 1001.6, -9, "STOPPED"))
+    desk.fail(
+        "n2",
+        exited(5, 1001.5, error="Traceback\nValueError: bad shape"),
+        exited(4, 1001.6, -9, "STOPPED"),
+    )
     desk.stop()
     assert desk.job().attempt == 2 and desk.job().node_failures == {"n2": 1}
     stopped = next(line for line in desk.audit if line.reason == "ATTEMPT_STOPPED")
@@ -120,7 +130,9 @@ def test_a_failed_self_check_quarantines_its_node() -> None:
     assert desk.reasons().count("NODE_EVICTED") == 1
 
 
-ROOM = Check("memory_room", "FAIL", "host", "needs 9000.0 MiB of 4000.0 MiB: give the node fewer ranks")
+ROOM = Check(
+    "memory_room", "FAIL", "host", "needs 9000.0 MiB of 4000.0 MiB: give the node fewer ranks"
+)
 
 
 def test_a_job_that_fits_on_no_node_ends_and_costs_no_node() -> None:
@@ -129,7 +141,10 @@ def test_a_job_that_fits_on_no_node_ends_and_costs_no_node() -> None:
     desk.report("n1", AttemptPhase.FAILED, checks=(ROOM,))
     desk.report("n2", AttemptPhase.FAILED, checks=(ROOM,))
     desk.stop()
-    assert desk.job().phase is JobPhase.FAILED and "needs 9000.0 MiB of 4000.0 MiB" in desk.job().reason
+    assert (
+        desk.job().phase is JobPhase.FAILED
+        and "needs 9000.0 MiB of 4000.0 MiB" in desk.job().reason
+    )
     assert {node.disposition for node in desk.state.nodes.values()} == {Disposition.SCHEDULABLE}
     assert not desk.state.breaker.evictions
 
@@ -162,25 +177,45 @@ def test_self_checks_that_fail_everywhere_do_not_quarantine_the_fleet() -> None:
     for _ in range(8):
         if desk.job().active:
             for slot in desk.job().slots:
-                desk.report(slot.node, AttemptPhase.FAILED, checks=(Check("compute", "FAIL", "cpu0", "wrong"),))
+                desk.report(
+                    slot.node,
+                    AttemptPhase.FAILED,
+                    checks=(Check("compute", "FAIL", "cpu0", "wrong"),),
+                )
             desk.stop()
     gone = [n.name for n in desk.state.nodes.values() if n.disposition is Disposition.QUARANTINED]
     assert len(gone) == POLICY.breaker_nodes
 
 
 @pytest.mark.parametrize(("status", "kind"), [(-11, ""), (0, "OTHER")])
-def test_a_rank_that_only_lost_its_peer_is_not_the_culprit_of_its_node(desk: Desk, status: int, kind: str) -> None:
+def test_a_rank_that_only_lost_its_peer_is_not_the_culprit_of_its_node(
+    desk: Desk, status: int, kind: str
+) -> None:
     stopped = exited(6, 1000.9, -9, "STOPPED")
-    desk.fail("n2", exited(4, 1001.0, kind="COLLECTIVE", error="peer"), exited(5, 1001.1, status, kind), stopped)
+    desk.fail(
+        "n2",
+        exited(4, 1001.0, kind="COLLECTIVE", error="peer"),
+        exited(5, 1001.1, status, kind),
+        stopped,
+    )
     desk.stop()
     assert desk.job().node_failures == {"n2": 1}
-    assert any(line.reason == "ATTEMPT_STOPPED" and "rank 5 on node n2" in line.message for line in desk.audit)
+    assert any(
+        line.reason == "ATTEMPT_STOPPED" and "rank 5 on node n2" in line.message
+        for line in desk.audit
+    )
 
 
 def test_a_damaged_checkpoint_is_refused_and_blames_no_node(desk: Desk) -> None:
     job = desk.job()
-    desk.state = replace(desk.state, jobs={"a": replace(job, restore=Restore("STORAGE", 30, 1, "m"))})
-    desk.fail("n2", exited(5, 1001.0, -9), exited(4, 1002.0, kind="CHECKPOINT_CORRUPT", error="shard-4 damaged"))
+    desk.state = replace(
+        desk.state, jobs={"a": replace(job, restore=Restore("STORAGE", 30, 1, "m"))}
+    )
+    desk.fail(
+        "n2",
+        exited(5, 1001.0, -9),
+        exited(4, 1002.0, kind="CHECKPOINT_CORRUPT", error="shard-4 damaged"),
+    )
     desk.stop()
     job = desk.job()
     assert (job.refused_steps, job.node_failures, job.evicted, job.restarts) == ((30,), {}, (), 1)
@@ -194,7 +229,9 @@ def test_a_node_that_fails_again_and_again_is_left_and_the_budget_ends_the_job(d
         assert desk.job().attempt == attempt + 1
         if attempt < 3:
             desk.run()
-    assert [slot.node for slot in desk.job().slots] == ["n1", "n3"] and desk.job().evicted == ("n2",)
+    assert [slot.node for slot in desk.job().slots] == ["n1", "n3"] and desk.job().evicted == (
+        "n2",
+    )
     assert desk.state.nodes["n2"].disposition is Disposition.SCHEDULABLE
     limit = desk.job().config.recovery.max_restarts_without_progress
     state = desk.state
@@ -203,7 +240,9 @@ def test_a_node_that_fails_again_and_again_is_left_and_the_budget_ends_the_job(d
     desk.fail("n1", exited(0, 1001.0, error="ValueError: the job's own mistake"))
     desk.stop()
     assert desk.job().phase is JobPhase.FAILED
-    assert "max_restarts_without_progress" in desk.job().reason and "own mistake" in desk.job().reason
+    assert (
+        "max_restarts_without_progress" in desk.job().reason and "own mistake" in desk.job().reason
+    )
 
 
 def test_progress_clears_what_was_counted_in_a_row(desk: Desk) -> None:
@@ -212,10 +251,16 @@ def test_progress_clears_what_was_counted_in_a_row(desk: Desk) -> None:
         desk.fail("n2", exited(5, 1001.0, -11))
         desk.stop()
         desk.run()
-    assert (desk.job().restarts, desk.job().restarts_without_progress, desk.job().node_failures) == (3, 0, {"n2": 1})
+    assert (
+        desk.job().restarts,
+        desk.job().restarts_without_progress,
+        desk.job().node_failures,
+    ) == (3, 0, {"n2": 1})
 
 
-@pytest.mark.parametrize(("phase", "limit_s"), [(JobPhase.PREPARING, 300.0), (JobPhase.STARTING, 900.0)])
+@pytest.mark.parametrize(
+    ("phase", "limit_s"), [(JobPhase.PREPARING, 300.0), (JobPhase.STARTING, 900.0)]
+)
 def test_a_phase_that_takes_too_long_names_who_is_late(phase: JobPhase, limit_s: float) -> None:
     desk = Desk("n1", "n2", "n3")
     desk.submit()
@@ -226,7 +271,9 @@ def test_a_phase_that_takes_too_long_names_who_is_late(phase: JobPhase, limit_s:
     waited_s = 0.0
     while waited_s < limit_s - 5.0:
         desk.report("n1", ready)
-        desk.report("n2", AttemptPhase.PREPARING if phase is JobPhase.PREPARING else AttemptPhase.STARTING)
+        desk.report(
+            "n2", AttemptPhase.PREPARING if phase is JobPhase.PREPARING else AttemptPhase.STARTING
+        )
         desk.wait(5.0)
         waited_s += 5.0
     assert desk.job().phase is phase
@@ -283,11 +330,15 @@ def test_a_refused_probe_proves_nothing_while_the_link_stands(desk: Desk) -> Non
     assert desk.state.nodes["n2"].liveness is Liveness.ALIVE
     desk.feed(StreamReset(desk.now_s, "n2", "an older incarnation"))
     desk.feed(ProbeResult(desk.now_s, "n2", "an older incarnation", "refused"))
-    assert desk.state.nodes["n2"].liveness is Liveness.ALIVE and desk.job().phase is JobPhase.RUNNING
+    assert (
+        desk.state.nodes["n2"].liveness is Liveness.ALIVE and desk.job().phase is JobPhase.RUNNING
+    )
 
 
 def test_commits_are_believed_only_of_attempts_that_were_issued(desk: Desk) -> None:
-    desk.report("n1", AttemptPhase.RUNNING, progress=(Progress("a", (), 40, 7), Progress("ghost", (), 9, 1)))
+    desk.report(
+        "n1", AttemptPhase.RUNNING, progress=(Progress("a", (), 40, 7), Progress("ghost", (), 9, 1))
+    )
     assert desk.job().committed_step == 0
     desk.report("n1", AttemptPhase.RUNNING, progress=(Progress("a", (), 40, 1, "file:///m"),))
     desk.report("n1", AttemptPhase.RUNNING, progress=(Progress("a", (), 30, 1),))
@@ -332,7 +383,9 @@ def test_only_a_snapshot_that_every_rank_still_holds_counts_as_sealed(desk: Desk
     job = replace(desk.job(), attempt=2)
 
     def hold(node: str, ranks: range, *steps: tuple[int, int], digest: str = "d") -> None:
-        sealed = tuple(Sealed(rank, attempt, step, digest) for rank in ranks for step, attempt in steps)
+        sealed = tuple(
+            Sealed(rank, attempt, step, digest) for rank in ranks for step, attempt in steps
+        )
         desk.report(node, AttemptPhase.RUNNING, progress=(Progress("a", sealed),))
 
     hold("n1", range(4), (10, 1), (20, 1))
@@ -341,7 +394,9 @@ def test_only_a_snapshot_that_every_rank_still_holds_counts_as_sealed(desk: Desk
     assert sealed_everywhere(job, desk.state.nodes) == (20, 1)
     assert sealed_everywhere(replace(job, refused_steps=(20,)), desk.state.nodes) == (10, 1)
     hold("n2", range(4, 8), (10, 1), (20, 2))
-    assert sealed_everywhere(job, desk.state.nodes) == (10, 1), "another attempt's snapshot is not the same state"
+    assert sealed_everywhere(job, desk.state.nodes) == (10, 1), (
+        "another attempt's snapshot is not the same state"
+    )
     hold("n2", range(4, 7), (10, 1))
     assert sealed_everywhere(job, desk.state.nodes) == (0, 0)
     hold("n2", range(4, 8), (10, 1), digest="")
@@ -354,7 +409,10 @@ def test_a_request_is_carried_out_once(desk: Desk) -> None:
     key = RequestKey("r1", "digest")
     event = JobSubmitted(desk.now_s, demo_job("b"), "me", key)
     assert desk.feed(event) == "" and desk.feed(event) == ""
-    assert desk.feed(JobSubmitted(desk.now_s, demo_job("c"), "me", RequestKey("r1", "other"))) == "REQUEST_ID_REUSED"
+    assert (
+        desk.feed(JobSubmitted(desk.now_s, demo_job("c"), "me", RequestKey("r1", "other")))
+        == "REQUEST_ID_REUSED"
+    )
     assert desk.feed(JobSubmitted(desk.now_s, demo_job("b"), "me")) == "JOB_EXISTS"
     assert desk.feed(EvictRequested(desk.now_s, "nobody", "x", "me")) == "NODE_NOT_FOUND"
     assert "c" not in desk.state.jobs
@@ -379,13 +437,18 @@ def test_a_waiting_job_says_what_it_waits_for(desk: Desk) -> None:
         "job b waits: needs 2 nodes with 4 cpu devices, 0 schedulable nodes are idle; "
         "n1 runs job a; n2 runs job a; n3 is quarantined (bad fan)"
     )
-    assert explain(desk.state, "a", desk.now_s, POLICY) == "job a runs attempt 1 on n1, n2; its last known step is 0"
+    assert (
+        explain(desk.state, "a", desk.now_s, POLICY)
+        == "job a runs attempt 1 on n1, n2; its last known step is 0"
+    )
 
 
 def test_higher_priority_goes_first() -> None:
     desk = Desk()
     for name, priority in (("low", 0), ("high", 5)):
-        desk.feed(JobSubmitted(desk.now_s, replace(demo_job(name, spares=0), priority=priority), "me"))
+        desk.feed(
+            JobSubmitted(desk.now_s, replace(demo_job(name, spares=0), priority=priority), "me")
+        )
     desk.hello("n1")
     desk.hello("n2")
     desk.report("n1", AttemptPhase.IDLE)
@@ -412,7 +475,9 @@ def test_a_new_leader_places_nothing_before_the_known_nodes_had_time_to_return()
 
 
 def test_a_step_that_was_refused_counts_again_when_a_later_attempt_commits_it(desk: Desk) -> None:
-    job = replace(desk.job(), refused_steps=(30, 40), committed_step=40, committed_by_attempt=1, attempt=2)
+    job = replace(
+        desk.job(), refused_steps=(30, 40), committed_step=40, committed_by_attempt=1, attempt=2
+    )
     desk.state = replace(desk.state, jobs={**desk.state.jobs, "a": job})
     desk.report("n1", AttemptPhase.RUNNING, progress=(Progress("a", (), 40, 1, "file:///old"),))
     assert desk.job().refused_steps == (30, 40)

@@ -1,4 +1,6 @@
-"""The driver's shell in parts: codec, feeds with resume tokens, errors on the wire, clocks, dead predecessors."""
+"""The driver's shell in parts: codec, feeds with resume tokens, errors on the wire, clocks, dead
+predecessors.
+"""
 
 from __future__ import annotations
 
@@ -58,8 +60,13 @@ def test_any_audit_line_is_read_back_equal(line: Audit) -> None:
 
 def test_a_damaged_value_is_refused_by_field() -> None:
     good = json.loads(codec.dump(Slot("n1", (0, 1), (0, 1))))
-    assert codec.load(Slot, json.dumps({**good, "from_a_later_build": 1}).encode()) == Slot("n1", (0, 1), (0, 1))
-    for change, named in (({"ranks": [0, "x"]}, r"Slot\.ranks\[1\]"), ({"ranks": 3}, r"Slot\.ranks")):
+    assert codec.load(Slot, json.dumps({**good, "from_a_later_build": 1}).encode()) == Slot(
+        "n1", (0, 1), (0, 1)
+    )
+    for change, named in (
+        ({"ranks": [0, "x"]}, r"Slot\.ranks\[1\]"),
+        ({"ranks": 3}, r"Slot\.ranks"),
+    ):
         with pytest.raises(codec.CodecError, match=named):
             codec.load(Slot, json.dumps({**good, **change}).encode())
     with pytest.raises(codec.CodecError, match="JSON"):
@@ -77,7 +84,13 @@ async def collect(feeds: Feeds, token: str) -> list[driver_pb2.WatchJobResponse]
 async def test_watchers_resume_behind_their_token_without_gap_or_repetition() -> None:
     feeds = Feeds()
     feed = feeds.of("a")
-    assert [feed.add_step(record(1, s)) for s in (1, 2, 2, 1, 3)] == [True, True, False, False, True]
+    assert [feed.add_step(record(1, s)) for s in (1, 2, 2, 1, 3)] == [
+        True,
+        True,
+        False,
+        False,
+        True,
+    ]
     assert feed.add_step(record(2, 1)), "a new attempt counts anew"
     first = asyncio.create_task(collect(feeds, ""))
     await asyncio.sleep(0)
@@ -128,9 +141,16 @@ async def test_numbers_of_tokens_are_plain_and_short(number: str) -> None:
         await anext(feeds.of("a").follow(f"{ring}-{number}"))
 
 
-@given(st.lists(st.integers(0, MAX_BYTES_PER_TXN + 10), max_size=6).flatmap(st.permutations), st.integers(0, 250))
-def test_a_commit_is_cut_into_transactions_that_etcd_takes(sizes_bytes: list[int], small: int) -> None:
-    changes: list[tuple[str, bytes | None]] = [(f"k{i}", bytes(size)) for i, size in enumerate(sizes_bytes)]
+@given(
+    st.lists(st.integers(0, MAX_BYTES_PER_TXN + 10), max_size=6).flatmap(st.permutations),
+    st.integers(0, 250),
+)
+def test_a_commit_is_cut_into_transactions_that_etcd_takes(
+    sizes_bytes: list[int], small: int
+) -> None:
+    changes: list[tuple[str, bytes | None]] = [
+        (f"k{i}", bytes(size)) for i, size in enumerate(sizes_bytes)
+    ]
     changes += [(f"s{i}", None) for i in range(small)]
     parts = list(chunks(changes))
     assert [change for part in parts for change in part] == changes
@@ -162,14 +182,22 @@ async def test_a_token_that_fell_off_the_ring_is_refused() -> None:
 
 def test_an_error_carries_its_reason_metadata_and_fields() -> None:
     error = rpc_errors.RpcError(
-        grpc.StatusCode.INVALID_ARGUMENT, "BAD", "no", metadata={"leader": "h:1"}, fields=[("a.b", "is wrong")]
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "BAD",
+        "no",
+        metadata={"leader": "h:1"},
+        fields=[("a.b", "is wrong")],
     )
     trailing = grpc.aio.Metadata(("grpc-status-details-bin", error.to_status().SerializeToString()))
-    received = grpc.aio.AioRpcError(grpc.StatusCode.INVALID_ARGUMENT, grpc.aio.Metadata(), trailing, "no")
+    received = grpc.aio.AioRpcError(
+        grpc.StatusCode.INVALID_ARGUMENT, grpc.aio.Metadata(), trailing, "no"
+    )
     again = rpc_errors.read(received)
     assert (again.code, again.reason, again.message) == (error.code, "BAD", "no")
     assert (again.metadata, again.fields) == ({"leader": "h:1"}, (("a.b", "is wrong"),))
-    bare = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "gone")
+    bare = grpc.aio.AioRpcError(
+        grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "gone"
+    )
     assert rpc_errors.read(bare).reason == "UNKNOWN"
 
 
@@ -192,14 +220,22 @@ def test_the_ladder_of_timeouts_holds() -> None:
 def test_the_value_of_the_leader_key_tells_whether_its_process_is_there() -> None:
     mine = predecessor.self_description("127.0.0.1:1")
     assert predecessor.is_gone(json.dumps(mine).encode()) is False
-    assert predecessor.is_gone(json.dumps({**mine, "started": "1"}).encode()) is True, "the process id was taken anew"
+    assert predecessor.is_gone(json.dumps({**mine, "started": "1"}).encode()) is True, (
+        "the process id was taken anew"
+    )
     child = os.fork()
     if not child:
         os._exit(0)
     os.waitpid(child, 0)
     assert predecessor.is_gone(json.dumps({**mine, "pid": child}).encode()) is True
     foreign: object
-    for foreign in ({**mine, "boot_id": "another host"}, {**mine, "pid_namespace": "pid:[1]"}, {}, [], "x"):
+    for foreign in (
+        {**mine, "boot_id": "another host"},
+        {**mine, "pid_namespace": "pid:[1]"},
+        {},
+        [],
+        "x",
+    ):
         assert predecessor.is_gone(json.dumps(foreign).encode()) is False, "no evidence, no verdict"
     assert predecessor.is_gone(b"not json") is False
 
@@ -217,4 +253,6 @@ def test_an_etcd_that_is_away_is_given_up_in_time_every_time() -> None:
         finally:
             await cluster.close()
 
-    uvloop.run(give_up())  # the services' loop, whose timers of less than a millisecond fire together
+    uvloop.run(
+        give_up()
+    )  # the services' loop, whose timers of less than a millisecond fire together

@@ -1,4 +1,6 @@
-"""What keeps the control plane up when its parts refuse or fail: campaigns, restarts of `megascale up`, tokens."""
+"""What keeps the control plane up when its parts refuse or fail: campaigns, restarts of `megascale
+up`, tokens.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class FullEtcd:
         return refuse
 
 
-async def test_a_driver_waits_while_etcd_refuses_its_campaign(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_driver_waits_while_etcd_refuses_its_campaign(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(leadership, "RETRY_S", 0.01)
     etcd: Any = FullEtcd()
     leader = Leader(etcd, Engine(Policy(), SystemClock(), "t", "127.0.0.1:1"))
@@ -66,10 +70,14 @@ async def test_a_cancellation_is_obeyed_at_every_moment_of_a_wait() -> None:
         assert waiting.cancelled() == accepted, moment
 
 
-async def test_up_goes_on_without_a_driver_that_cannot_stand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_up_goes_on_without_a_driver_that_cannot_stand(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(local, "RESTART_DELAYS_S", (0.0,))
     said: list[str] = []
-    cluster = LocalCluster(LocalOptions(run_folder=tmp_path), lambda event, fields: said.append(event))
+    cluster = LocalCluster(
+        LocalOptions(run_folder=tmp_path), lambda event, fields: said.append(event)
+    )
     starts = 0
 
     async def start() -> None:
@@ -86,7 +94,10 @@ async def test_up_goes_on_without_a_driver_that_cannot_stand(monkeypatch: pytest
 def test_the_token_is_made_once_whole_and_never_empty(tmp_path: Path) -> None:
     path = tmp_path / "token"
     found: list[str] = []
-    threads = [threading.Thread(target=lambda: found.append(rpc.read_or_create_token(path))) for _ in range(8)]
+    threads = [
+        threading.Thread(target=lambda: found.append(rpc.read_or_create_token(path)))
+        for _ in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

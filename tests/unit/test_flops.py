@@ -27,7 +27,14 @@ def test_seven_billion_parameters_cost_what_they_should() -> None:
 
 def test_grouped_heads_and_gates_change_the_gemms() -> None:
     model = ModelConfig(
-        layers=1, hidden_size=64, heads=4, kv_heads=2, ffn_size=96, mlp="swiglu", vocab_size=100, sequence_length=8
+        layers=1,
+        hidden_size=64,
+        heads=4,
+        kv_heads=2,
+        ffn_size=96,
+        mlp="swiglu",
+        vocab_size=100,
+        sequence_length=8,
     )
     q = 64 * 64
     kv = 2 * 64 * 32

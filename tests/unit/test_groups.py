@@ -37,7 +37,9 @@ class _Device:
         return Event()
 
 
-def test_each_operation_is_counted_when_the_device_has_done_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_operation_is_counted_when_the_device_has_done_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device = _Device()
     monkeypatch.setattr(groups.torch.cuda, "Event", device.event)
     page = StatusPageWriter(tmp_path / "page", rank=0, attempt=1)
@@ -71,7 +73,9 @@ def test_each_operation_is_counted_when_the_device_has_done_it(tmp_path: Path, m
 def test_a_rank_that_fails_leaves_on_the_page_what_its_device_was_doing(
     lost: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host looked away: what has ended since is struck off, unless the device does not answer any more."""
+    """The host looked away: what has ended since is struck off, unless the device does not answer
+    any more.
+    """
     device = _Device()
     monkeypatch.setattr(groups.torch.cuda, "Event", device.event)
     page = StatusPageWriter(tmp_path / "page", rank=0, attempt=1)

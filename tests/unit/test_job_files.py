@@ -1,4 +1,6 @@
-"""A job for people: fields with true comments and defaults, files that `init` writes, and what `plan` works out."""
+"""A job for people: fields with true comments and defaults, files that `init` writes, and what
+`plan` works out.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,13 @@ from megascale_cli.jobfile import init
 from megascale_client import load_job, parse_job
 from megascale_common.job import validation as job_validation
 from megascale_common.job.wire import spec as job_spec
-from megascale_common.job.wire.fields import REQUIRED, Field, MessageFields, job_fields, proto_comments
+from megascale_common.job.wire.fields import (
+    REQUIRED,
+    Field,
+    MessageFields,
+    job_fields,
+    proto_comments,
+)
 from megascale_driver.commands.plan import plan_job
 from megascale_driver.commands.template import PRESETS, job_template
 
@@ -88,13 +96,17 @@ def test_the_cli_offers_the_presets_that_there_are() -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_what_init_writes_is_acceptable_and_shows_every_field_at_its_default(preset: str, tmp_path: Path) -> None:
+def test_what_init_writes_is_acceptable_and_shows_every_field_at_its_default(
+    preset: str, tmp_path: Path
+) -> None:
     text = job_template(preset, "a-job")
     (tmp_path / "job.yaml").write_text(text)
     config = job_spec.from_proto(load_job(tmp_path / "job.yaml"))
     assert job_validation.validate(config) == []
     for where in FIELDS:
-        if not where.startswith("trainer.evaluation.sources."):  # no item there: its fields stand in the comment
+        if not where.startswith(
+            "trainer.evaluation.sources."
+        ):  # no item there: its fields stand in the comment
             assert re.search(rf"^ *(- |#)?{where.rpartition('.')[2]}:", text, re.M), where
     # With every default line taken at its word, the job is the same.
     (tmp_path / "all.yaml").write_text(re.sub(r"^( *)#(\w+: )", r"\1\2", text, flags=re.M))
@@ -112,7 +124,9 @@ def test_the_size_in_a_presets_summary_is_what_plan_finds(preset: str) -> None:
     text = job_template(preset, "x")
     told = re.search(r"A job: ([\d.]+) (million|billion) parameters on (\d+)", text)
     assert told is not None
-    plan = plan_job(parse_job(yaml.safe_load(text.replace("prefix: corpus", "prefix: /corpus"))), 8, 0)
+    plan = plan_job(
+        parse_job(yaml.safe_load(text.replace("prefix: corpus", "prefix: /corpus"))), 8, 0
+    )
     digits = len(told[1].partition(".")[2])
     assert f"{plan['parameters'] / {'million': 1e6, 'billion': 1e9}[told[2]]:.{digits}f}" == told[1]
     assert plan["world_size"] == int(told[3])
@@ -130,7 +144,12 @@ def spec(**changes: Any) -> Any:
             "norm_bias": False,
         },
         "parallelism": {"tp": 2, "pp": 2, "dp": 3},
-        "training": {"steps": 10, "global_batch_size": 24, "micro_batch_size": 2, "precision": "fp32"},
+        "training": {
+            "steps": 10,
+            "global_batch_size": 24,
+            "micro_batch_size": 2,
+            "precision": "fp32",
+        },
         "data": {"sources": [{"prefix": "/corpus"}]},
     }
     trainer["model"]["norm_bias"] = False
@@ -142,23 +161,41 @@ def spec(**changes: Any) -> Any:
 def test_the_plan_of_a_job_that_can_be_reckoned_by_hand() -> None:
     plan = plan_job(spec(), 5, 0)
     assert plan["refused"] == []
-    # Per layer: attention 4 h h, feed-forward 2 h 4h, one norm (the parallel block); outside: both tables, a norm.
+    # Per layer: attention 4 h h, feed-forward 2 h 4h, one norm (the parallel block); outside: both
+    # tables, a norm.
     assert plan["parameters"] == 4 * (4 * 64 + 8 * 64 + 8) + 2 * 80 + 8
     assert plan["parameters_outside_layers"] == 168
     assert plan["checkpoint_bytes"] == plan["parameters"] * 12
-    assert (plan["tokens_per_step"], plan["micro_batches"], plan["tokens_of_the_run"]) == (384, 4, 3840)
-    assert plan["pipeline_bubble"] == pytest.approx(1 / 5)  # 4 micro-batches and one more slot of time
+    assert (plan["tokens_per_step"], plan["micro_batches"], plan["tokens_of_the_run"]) == (
+        384,
+        4,
+        3840,
+    )
+    assert plan["pipeline_bubble"] == pytest.approx(
+        1 / 5
+    )  # 4 micro-batches and one more slot of time
     # Five devices hold two tensor-parallel groups: four ranks.
-    assert (plan["world_size"], plan["nodes"], plan["spare_nodes"], plan["nodes_wanted"]) == (12, 3, 1, 4)
+    assert (plan["world_size"], plan["nodes"], plan["spare_nodes"], plan["nodes_wanted"]) == (
+        12,
+        3,
+        1,
+        4,
+    )
     assert len(plan["memory_of_a_rank"]) == 2
     for need in plan["memory_of_a_rank"]:
-        assert need["total_bytes"] == sum(size for name, size in need.items() if name != "total_bytes")
+        assert need["total_bytes"] == sum(
+            size for name, size in need.items() if name != "total_bytes"
+        )
         assert need["peer_memory_bytes"] == 0
     assert plan["staging_bytes_of_a_rank"] == 0
     overlapped = plan_job(spec(parallelism={"overlap": {"tp": True}}), 5, 0)
     # Two slots of 16 tokens, 2 sequences, 8 columns, 4 bytes; the rest stays.
     for need, plain in zip(overlapped["memory_of_a_rank"], plan["memory_of_a_rank"], strict=True):
-        assert need == {**plain, "peer_memory_bytes": 2048, "total_bytes": plain["total_bytes"] + 2048}
+        assert need == {
+            **plain,
+            "peer_memory_bytes": 2048,
+            "total_bytes": plain["total_bytes"] + 2048,
+        }
 
 
 @pytest.mark.parametrize(
@@ -168,7 +205,13 @@ def test_the_plan_of_a_job_that_can_be_reckoned_by_hand() -> None:
         ({}, 8, 1000, "parallelism", "of the device's"),
         ({"model": {"heads": 3}}, 8, 0, "model.hidden_size", "not a multiple of model.heads = 3"),
         ({"parallelism": {"pp": 0}}, 8, 0, "parallelism.pp", "0 is not positive"),
-        ({"training": {"global_batch_size": 1}}, 8, 0, "training.global_batch_size", "not a multiple"),
+        (
+            {"training": {"global_batch_size": 1}},
+            8,
+            0,
+            "training.global_batch_size",
+            "not a multiple",
+        ),
     ],
 )
 def test_what_is_refused_is_said_with_field_and_remedy(
@@ -187,11 +230,15 @@ def test_a_job_without_a_workload_is_refused_too() -> None:
 
 def test_the_page_of_the_job_specification_is_fresh(tmp_path: Path) -> None:
     script = REPOSITORY / "docs" / "generate_job_spec.py"
-    done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(script), "--check"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     # Beside a stale page, the check says what to do.
     copy = tmp_path / script.name
     copy.write_text(script.read_text())
     (tmp_path / "job-spec.md").write_text("# old\n")
-    done = subprocess.run([sys.executable, str(copy), "--check"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(copy), "--check"], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, "make docs" in done.stderr) == (1, True)

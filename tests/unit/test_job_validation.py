@@ -17,7 +17,13 @@ from megascale_common.job.wire import spec as job_spec
 
 GOOD: dict[str, Any] = {
     "name": "demo",
-    "model": {"layers": 4, "hidden_size": 64, "heads": 4, "vocab_size": 257, "sequence_length": 128},
+    "model": {
+        "layers": 4,
+        "hidden_size": 64,
+        "heads": 4,
+        "vocab_size": 257,
+        "sequence_length": 128,
+    },
     "parallelism": {"tp": 2, "pp": 2, "dp": 2},
     "training": {"steps": 60, "global_batch_size": 16, "micro_batch_size": 2},
     "data": {"sources": [{"prefix": "/data/corpus", "weight": 1.0}]},
@@ -49,10 +55,22 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("parallelism.tp", {"parallelism__tp": 0}, "at least 1"),
     ("parallelism.pp", {"parallelism__pp": 5}, "fewer stages"),
     ("parallelism.virtual_stages", {"parallelism__virtual_stages": 3}, "fewer stages"),
-    ("parallelism.virtual_stages", {"parallelism__virtual_stages": 2, "parallelism__pp": 1}, "use 1"),
+    (
+        "parallelism.virtual_stages",
+        {"parallelism__virtual_stages": 2, "parallelism__pp": 1},
+        "use 1",
+    ),
     ("parallelism.stage_layers", {"parallelism__stage_layers": [4]}, "one per virtual stage"),
-    ("parallelism.stage_layers", {"parallelism__virtual_stages": 2, "parallelism__stage_layers": [2, 2]}, "one per"),
-    ("training.global_batch_size", {"parallelism__virtual_stages": 2, "training__global_batch_size": 12}, "use 16"),
+    (
+        "parallelism.stage_layers",
+        {"parallelism__virtual_stages": 2, "parallelism__stage_layers": [2, 2]},
+        "one per",
+    ),
+    (
+        "training.global_batch_size",
+        {"parallelism__virtual_stages": 2, "training__global_batch_size": 12},
+        "use 16",
+    ),
     ("parallelism.stage_layers", {"parallelism__stage_layers": [1, 2]}, "add up"),
     ("parallelism.stage_layers", {"parallelism__stage_layers": [4, 0]}, "positive"),
     ("training.global_batch_size", {"training__global_batch_size": 15}, "16"),
@@ -100,8 +118,12 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("field", "changes", "remedy"), BAD, ids=[f"{f}-{i}" for i, (f, _, _) in enumerate(BAD)])
-def test_a_bad_job_is_refused_by_field_with_a_remedy(field: str, changes: dict[str, Any], remedy: str) -> None:
+@pytest.mark.parametrize(
+    ("field", "changes", "remedy"), BAD, ids=[f"{f}-{i}" for i, (f, _, _) in enumerate(BAD)]
+)
+def test_a_bad_job_is_refused_by_field_with_a_remedy(
+    field: str, changes: dict[str, Any], remedy: str
+) -> None:
     problems = validate(job(**changes))
     named = [problem for problem in problems if problem.field == field]
     assert named, [str(problem) for problem in problems]
@@ -110,19 +132,45 @@ def test_a_bad_job_is_refused_by_field_with_a_remedy(field: str, changes: dict[s
 
 def test_a_good_job_has_no_problem() -> None:
     assert validate(job()) == []
-    assert validate(job(parallelism__stage_layers=[1, 3], model__positions="learned", model__kv_heads=2)) == []
-    assert validate(job(parallelism__pp=3, parallelism__recompute="full", checkpoint__load_uri="/other")) == []
+    assert (
+        validate(
+            job(parallelism__stage_layers=[1, 3], model__positions="learned", model__kv_heads=2)
+        )
+        == []
+    )
+    assert (
+        validate(
+            job(parallelism__pp=3, parallelism__recompute="full", checkpoint__load_uri="/other")
+        )
+        == []
+    )
     held_out = {"sources": [{"prefix": "/data/held-out"}], "interval_steps": 5, "batches": 2}
-    assert validate(job(parallelism__virtual_stages=2, evaluation=held_out, telemetry__tensorboard=True)) == []
+    assert (
+        validate(
+            job(parallelism__virtual_stages=2, evaluation=held_out, telemetry__tensorboard=True)
+        )
+        == []
+    )
 
 
 def test_every_problem_is_named_at_once() -> None:
     problems = validate(job(name="?", parallelism__cp=2, data__sources=[], optimizer__beta1=2.0))
-    assert [p.field for p in problems] == ["name", "parallelism.cp", "optimizer.beta1", "data.sources"]
+    assert [p.field for p in problems] == [
+        "name",
+        "parallelism.cp",
+        "optimizer.beta1",
+        "data.sources",
+    ]
 
 
 def test_the_wire_form_of_a_config_is_read_back_equal() -> None:
-    config = job(labels={"team": "a"}, parallelism__stage_layers=[1, 3], owner="me", priority=-3, model__bias=True)
+    config = job(
+        labels={"team": "a"},
+        parallelism__stage_layers=[1, 3],
+        owner="me",
+        priority=-3,
+        model__bias=True,
+    )
     assert job_spec.from_proto(job_spec.to_proto(config)) == config
 
 
@@ -157,7 +205,11 @@ def test_unset_fields_take_the_defaults_of_the_tree() -> None:
     spec.trainer.training.MergeFrom(job_pb2.TrainingSpec(steps=1, global_batch_size=1))
     config = job_spec.from_proto(spec)
     assert config == JobConfig(name="demo", model=config.model, training=config.training)
-    assert (config.training.precision, config.recovery.max_restarts, config.model.norm_bias) == ("bf16", 20, True)
+    assert (config.training.precision, config.recovery.max_restarts, config.model.norm_bias) == (
+        "bf16",
+        20,
+        True,
+    )
 
 
 def test_an_explicit_zero_is_not_the_default() -> None:
@@ -194,5 +246,7 @@ def test_an_unknown_enum_value_is_named_with_the_known_ones() -> None:
 def test_the_wire_form_has_a_place_for_every_field_of_the_tree() -> None:
     spec = job_spec.to_proto(job())
     sections = {field.name for field in dataclasses.fields(JobConfig)}
-    wire = {f.name for f in spec.DESCRIPTOR.fields} | {f.name for f in spec.trainer.DESCRIPTOR.fields}
+    wire = {f.name for f in spec.DESCRIPTOR.fields} | {
+        f.name for f in spec.trainer.DESCRIPTOR.fields
+    }
     assert sections <= wire

@@ -29,7 +29,9 @@ from megascale_trainer.parallel.tensor import overlapped_matmul as overlapped
     [{}, {"block": "serial"}, {"mlp": "swiglu", "norm": "rmsnorm", "bias": False, "kv_heads": 2}],
     ids=["parallel", "serial", "swiglu"],
 )
-def test_activations_of_a_layer(model: dict[str, Any], recompute: str, parallelism: dict[str, Any]) -> None:
+def test_activations_of_a_layer(
+    model: dict[str, Any], recompute: str, parallelism: dict[str, Any]
+) -> None:
     few, many = (layers_job(layers, model, recompute=recompute, **parallelism) for layers in (2, 6))
     measured = kept_bytes(many, torch_operators()) - kept_bytes(few, torch_operators())
     estimate = [rank_memory(from_dict(job), 0).activations_bytes for job in (few, many)]
@@ -67,7 +69,9 @@ def test_peer_memory_is_what_the_trainer_takes(
     )
     taken = [0]
 
-    def take(handle: object, size_bytes: int, device: torch.device, *, timeout_s: float) -> OwnMemory:
+    def take(
+        handle: object, size_bytes: int, device: torch.device, *, timeout_s: float
+    ) -> OwnMemory:
         taken.append(size_bytes)
         return OwnMemory(tp, size_bytes, device)
 
@@ -76,14 +80,18 @@ def test_peer_memory_is_what_the_trainer_takes(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(overlapped, "why_unreachable", lambda *_: "")
         patch.setattr(overlapped, "open_peer_memory", take)
-        overlapped.tensor_parallel(config, Group("tp", tuple(range(tp)), 0, handle, None), dtype, torch.device("cpu"))
+        overlapped.tensor_parallel(
+            config, Group("tp", tuple(range(tp)), 0, handle, None), dtype, torch.device("cpu")
+        )
     assert rank_memory(config, 0).peer_memory_bytes == taken[-1]
     assert (taken[-1] > 0) == (overlap and tp > 1)
 
 
 @pytest.mark.parametrize(("pp", "virtual_stages"), [(4, 1), (2, 2), (4, 2), (2, 4)])
 def test_as_many_layers_are_alive_as_the_schedule_says(pp: int, virtual_stages: int) -> None:
-    few, many = (rank_memory(from_dict(layers_job(layers, {})), 0).activations_bytes for layers in (2, 6))
+    few, many = (
+        rank_memory(from_dict(layers_job(layers, {})), 0).activations_bytes for layers in (2, 6)
+    )
     layer_bytes = (many - few) // 4
     head_bytes = few - 2 * layer_bytes
     config = from_dict(layers_job(8, {}, pp=pp, virtual_stages=virtual_stages))
@@ -103,17 +111,23 @@ def test_earlier_stages_keep_more_micro_batches() -> None:
     stages = [rank_memory(config, rank).activations_bytes for rank in range(4)]
     assert stages[0] == 4 * (stages[2] // 2)
     assert stages[0] > stages[1] > stages[2]
-    assert largest_rank_memory(config).total_bytes == max(rank_memory(config, r).total_bytes for r in range(4))
+    assert largest_rank_memory(config).total_bytes == max(
+        rank_memory(config, r).total_bytes for r in range(4)
+    )
 
 
 @pytest.mark.parametrize("model", [{}, {"mlp": "swiglu", "norm": "rmsnorm"}])
 def test_fused_operators_keep_no_intermediates(model: dict[str, Any]) -> None:
     job = layers_job(1, model)
     plain, fused = (
-        rank_memory(from_dict({**job, "training": {**job["training"], "kernels": kernels}}), 0).activations_bytes
+        rank_memory(
+            from_dict({**job, "training": {**job["training"], "kernels": kernels}}), 0
+        ).activations_bytes
         for kernels in ("torch", "triton")
     )
     tokens, hidden = 2 * 64, 64
     logits = 4 * tokens * 304  # 300 columns, padded
-    layer = tokens * (2 * 4 * hidden + 4 * hidden) if model else 0  # silu(gate) in bf16, one norm in float32
+    layer = (
+        tokens * (2 * 4 * hidden + 4 * hidden) if model else 0
+    )  # silu(gate) in bf16, one norm in float32
     assert plain - fused == logits + layer

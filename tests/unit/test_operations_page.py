@@ -41,16 +41,22 @@ def rows(heading: str) -> list[list[str]]:
 
 def test_every_reason_is_explained_and_none_is_made_up() -> None:
     table = rows("Events")
-    assert [cells[0].strip("`") for cells in table] == list(get_args(Reason)), "same list, same order"
+    assert [cells[0].strip("`") for cells in table] == list(get_args(Reason)), (
+        "same list, same order"
+    )
     assert all(len(cells) == 3 and cells[1] and cells[2] for cells in table)
 
 
 @pytest.mark.parametrize("reason", get_args(Reason))
 def test_every_reason_is_emitted_by_the_core(reason: str) -> None:
     uses = 0
-    for path in set(CORE.glob("*.py")) - {CORE / "state.py"}:  # whose enumerations share some of the words
+    for path in set(CORE.glob("*.py")) - {
+        CORE / "state.py"
+    }:  # whose enumerations share some of the words
         tree = ast.parse(path.read_text())
-        declared = {id(n) for a in ast.walk(tree) if isinstance(a, ast.Subscript) for n in ast.walk(a.slice)}
+        declared = {
+            id(n) for a in ast.walk(tree) if isinstance(a, ast.Subscript) for n in ast.walk(a.slice)
+        }
         strings = [n for n in ast.walk(tree) if isinstance(n, ast.Constant) and n.value == reason]
         uses += sum(id(node) not in declared for node in strings)
     assert uses, f"{reason} is declared but nothing writes it"
@@ -107,7 +113,9 @@ def test_every_diagnostic_check_is_named() -> None:
 
 
 def test_every_script_and_file_that_the_page_names_is_there() -> None:
-    scripts = set(re.findall(r"`((?:driver|executor|checkpoint|link)/[a-z_]+\.sh|health\.sh)", PAGE))
+    scripts = set(
+        re.findall(r"`((?:driver|executor|checkpoint|link)/[a-z_]+\.sh|health\.sh)", PAGE)
+    )
     assert len(scripts) >= 8
     for script in scripts:
         assert (REPOSITORY / "clients" / "grpcurl" / script).is_file(), script

@@ -1,8 +1,9 @@
-"""Overlapped data parallelism in one process: when buckets of gradients leave, and what is in them then.
+"""Overlapped data parallelism in one process: when buckets of gradients leave, and what is in them
+then.
 
-A group that writes down what it is given stands in for the communicator. What a plain run hands over after all
-backwards is what an overlapped run must hand over during the last one. What the group gathers arrives as late as it
-may: in the wait for it.
+A group that writes down what it is given stands in for the communicator. What a plain run hands
+over after all backwards is what an overlapped run must hand over during the last one. What the
+group gathers arrives as late as it may: in the wait for it.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class _LateGather:
 
 
 class _Recorder(Group):
-    """A group of one that keeps a copy of each bucket it is given to reduce, as it is at that moment.
+    """A group of one that keeps a copy of each bucket it is given to reduce, as it is at that
+    moment.
 
     ``started`` and ``waited`` are sizes of gathers; ``note`` is called with each bucket to reduce.
     """
@@ -80,7 +82,11 @@ def _backward_passes(config: JobConfig, table: ParameterTable, buffers: FlatBuff
     weights = bind_weights(table, buffers.parameters, buffers.gradients)
     stage = Stage(config, chunk, weights, plain_tensor_parallel(ALONE), buffers, torch_operators())
     buffers.zero_gradients()
-    shape = (config.model.sequence_length, config.training.micro_batch_size, config.model.hidden_size)
+    shape = (
+        config.model.sequence_length,
+        config.training.micro_batch_size,
+        config.model.hidden_size,
+    )
     generator = torch.Generator().manual_seed(3)
     for batch in micro_batches(config, 0, 0):
         received = None if chunk.first else torch.randn(shape, generator=generator).requires_grad_()
@@ -98,7 +104,9 @@ def _reduced(config: JobConfig, rank: int, *, overlapped: bool) -> list[torch.Te
         _backward_passes(config, table, FlatBuffers(*place))
         return recorder.reduced
     _backward_passes(config, table, OverlappedBuffers(*place, micro_batches=config.micro_batches))
-    ends = len(table.buffers[0].buckets)  # of the sharded buffer, which leaves first; each backwards
+    ends = len(
+        table.buffers[0].buckets
+    )  # of the sharded buffer, which leaves first; each backwards
     return recorder.reduced[:ends][::-1] + recorder.reduced[ends:][::-1]
 
 
@@ -120,7 +128,12 @@ def _reduced(config: JobConfig, rank: int, *, overlapped: bool) -> list[torch.Te
     ),
 )
 def test_every_bucket_leaves_once_with_the_gradients_of_the_whole_step(
-    layers: int, stage: str, micro_batch_count: int, bucket_mib: int, recompute: str, model: dict[str, Any]
+    layers: int,
+    stage: str,
+    micro_batch_count: int,
+    bucket_mib: int,
+    recompute: str,
+    model: dict[str, Any],
 ) -> None:
     config = from_dict(
         tiny_job(
@@ -130,7 +143,9 @@ def test_every_bucket_leaves_once_with_the_gradients_of_the_whole_step(
         )
     )
     rank = 1 if stage == "last" else 0
-    plain, overlapped = (_reduced(config, rank, overlapped=overlapped) for overlapped in (False, True))
+    plain, overlapped = (
+        _reduced(config, rank, overlapped=overlapped) for overlapped in (False, True)
+    )
     assert len(plain) == len(overlapped)
     for ours, theirs in zip(overlapped, plain, strict=True):
         assert torch.equal(ours, theirs)
@@ -151,7 +166,9 @@ def test_a_bucket_leaves_before_the_backward_of_earlier_layers(
     table, events = parameter_table(config, 0), list[str]()
 
     def note(kind: str, tensor: torch.Tensor) -> None:
-        [buffer] = [name for name, flat in buffers.gradients.items() if flat.data_ptr() == _base(tensor)]
+        [buffer] = [
+            name for name, flat in buffers.gradients.items() if flat.data_ptr() == _base(tensor)
+        ]
         offset = (tensor.data_ptr() - _base(tensor)) // 4
         [unit] = [
             bucket.units[0]
@@ -191,7 +208,10 @@ def test_forward_waits_for_a_bucket_just_before_its_first_use() -> None:
     buffers = OverlappedBuffers(table, torch.float32, CPU, ALONE, recorder, micro_batches=2)
     units = table.chunks[0].units
     buckets = [bucket for plan in table.buffers for bucket in plan.buckets]
-    sizes = {unit: [bucket.stop - bucket.start for bucket in buckets if unit in bucket.units] for unit in units}
+    sizes = {
+        unit: [bucket.stop - bucket.start for bucket in buckets if unit in bucket.units]
+        for unit in units
+    }
     in_forward_order = [size for unit in units for size in sizes[unit]]
     master = torch.zeros(table.shard_elements)
     buffers.publish(master)

@@ -16,7 +16,9 @@ from megascale_common.node.process import (
 )
 
 
-def run(command: list[str], environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    command: list[str], environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command,
         env=environment or child_environment(),

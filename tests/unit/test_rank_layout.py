@@ -1,4 +1,6 @@
-"""The rank layout is a bijection, its groups partition the ranks, and tensor parallelism is innermost."""
+"""The rank layout is a bijection, its groups partition the ranks, and tensor parallelism is
+innermost.
+"""
 
 from __future__ import annotations
 

@@ -41,7 +41,9 @@ def test_the_lists_of_rooms_agree() -> None:
     assert PROJECT["tool"]["mypy"]["mypy_path"].split(":") == parents
     assert PROJECT["tool"]["ruff"]["src"] == parents
     roots = [Path(package).name for package in PACKAGES if package != "proto/megascale"]
-    assert sorted(PROJECT["tool"]["importlinter"]["root_packages"]) == sorted([*roots, "megascale.v1"])
+    assert sorted(PROJECT["tool"]["importlinter"]["root_packages"]) == sorted(
+        [*roots, "megascale.v1"]
+    )
 
 
 def test_every_room_is_typed() -> None:
@@ -65,25 +67,35 @@ def test_modules_are_small_and_say_what_they_are_for(path: Path) -> None:
 @pytest.mark.parametrize("name", ["common", "executor"])
 def test_package_inits_are_empty(name: str) -> None:
     for path in (REPOSITORY / "services" / name).rglob("__init__.py"):
-        assert path.read_text() == "", f"{path} must stay empty: import-linter does not follow parent packages"
+        assert path.read_text() == "", (
+            f"{path} must stay empty: import-linter does not follow parent packages"
+        )
 
 
 @pytest.mark.parametrize(
     ("module", "blocked"),
     [
-        ("megascale_trainer.process.template", ["grpc", "google", "structlog", "uvloop", "xxhash", "safetensors"]),
+        (
+            "megascale_trainer.process.template",
+            ["grpc", "google", "structlog", "uvloop", "xxhash", "safetensors"],
+        ),
         ("megascale_trainer.data.loader", ["grpc", "google", "structlog", "uvloop", "torch"]),
         ("megascale_executor.agent.__main__", ["torch", "triton"]),
         ("megascale_driver.__main__", ["torch", "triton", "numpy"]),
         ("megascale_checkpoint.__main__", ["torch", "triton"]),
-        ("megascale_cli.__main__", ["torch", "numpy", "megascale_driver", "megascale_executor", "megascale_common"]),
+        (
+            "megascale_cli.__main__",
+            ["torch", "numpy", "megascale_driver", "megascale_executor", "megascale_common"],
+        ),
         ("megascale_client", ["torch", "megascale_common"]),
         ("megascale_common.job.config", ["grpc", "google", "structlog", "torch", "numpy"]),
     ],
 )
 def test_rooms_import_without_what_is_not_theirs(module: str, blocked: list[str]) -> None:
     code = _BLOCK.format(blocked=blocked, module=module)
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stderr[-2000:]
 
 
@@ -94,7 +106,9 @@ def test_rooms_import_without_what_is_not_theirs(module: str, blocked: list[str]
         (("ranks",), ("agent_process", "ranks")),
     ],
 )
-def test_tests_that_start_many_processes_run_in_a_lane(lanes: tuple[str, ...], harness: tuple[str, ...]) -> None:
+def test_tests_that_start_many_processes_run_in_a_lane(
+    lanes: tuple[str, ...], harness: tuple[str, ...]
+) -> None:
     tests = REPOSITORY / "tests"
     starting = {
         str(path.relative_to(tests))

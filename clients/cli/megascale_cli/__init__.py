@@ -1,1 +1,3 @@
-"""The command line of megascale: a thin layer over the client; services add their own commands by entry points."""
+"""The command line of megascale: a thin layer over the client; services add their own commands by
+entry points.
+"""

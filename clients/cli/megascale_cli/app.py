@@ -73,7 +73,15 @@ def build_app() -> typer.Typer:
             profile.profile,
             jobs.cancel,
         ),
-        NODES: (nodes.nodes, nodes.diagnose, nodes.cordon, nodes.uncordon, nodes.evict, nodes.cluster, version),
+        NODES: (
+            nodes.nodes,
+            nodes.diagnose,
+            nodes.cordon,
+            nodes.uncordon,
+            nodes.evict,
+            nodes.cluster,
+            version,
+        ),
     }
     for panel, commands in panels.items():
         for command in commands:

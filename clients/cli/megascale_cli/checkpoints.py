@@ -1,4 +1,6 @@
-"""Commands about a job's checkpoints: list, fetch. (`verify` reads storage and belongs to the checkpoint service.)"""
+"""Commands about a job's checkpoints: list, fetch. (`verify` reads storage and belongs to the
+checkpoint service.)
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from megascale_cli.exits import with_client
 from megascale_cli.options import Cluster, JobName, Json
@@ -66,10 +75,19 @@ def fetch(
 
             got = await client.fetch_checkpoint(name, step, to=to, progress=progress)
         if as_json:
-            facts = {"job": got.job, "step": got.step, "attempt": got.attempt, "folder": str(got.folder)}
+            facts = {
+                "job": got.job,
+                "step": got.step,
+                "attempt": got.attempt,
+                "folder": str(got.folder),
+            }
             print_json({**facts, "size_bytes": got.size_bytes, "verified": got.verified})
             return
-        how = "every checksum is right" if got.verified == "checksums" else "sizes compared; xxhash is not installed"
+        how = (
+            "every checksum is right"
+            if got.verified == "checksums"
+            else "sizes compared; xxhash is not installed"
+        )
         console.print(
             f"step {got.step} of job [bold]{name}[/bold] is in {escape(str(got.folder))}: "
             f"{size_text(got.size_bytes)}, {how}",

@@ -35,10 +35,14 @@ def node_names(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def _complete(
-    context: typer.Context, incomplete: str, listed: Callable[[AsyncClient], Coroutine[Any, Any, list[str]]]
+    context: typer.Context,
+    incomplete: str,
+    listed: Callable[[AsyncClient], Coroutine[Any, Any, list[str]]],
 ) -> list[str]:
     async def ask() -> list[str]:
-        async with AsyncClient.from_run_folder(context.params.get("cluster"), retry_for_s=0) as client:
+        async with AsyncClient.from_run_folder(
+            context.params.get("cluster"), retry_for_s=0
+        ) as client:
             return await asyncio.wait_for(listed(client), TIMEOUT_S)
 
     try:

@@ -57,9 +57,15 @@ def status_of(error: MegascaleError) -> int:
 def fail(error: MegascaleError, as_json: bool = False) -> typer.Exit:
     """Say the error on stderr (one JSON object with --json); raise what comes back."""
     if as_json:
-        details: dict[str, object] = {"error": str(error), "kind": type(error).__name__, "reason": error.reason}
+        details: dict[str, object] = {
+            "error": str(error),
+            "kind": type(error).__name__,
+            "reason": error.reason,
+        }
         if isinstance(error, InvalidRequest):
-            details["problems"] = [{"field": p.field, "problem": p.problem, "remedy": p.remedy} for p in error.problems]
+            details["problems"] = [
+                {"field": p.field, "problem": p.problem, "remedy": p.remedy} for p in error.problems
+            ]
         print(json.dumps(details), file=sys.stderr)
     else:
         print(f"error: {error}", file=sys.stderr)
@@ -73,7 +79,9 @@ def with_client(
     *,
     retry_for_s: float = RETRY_FOR_S,
 ) -> None:
-    """Run ``action`` with a client of the cluster in run folder ``cluster``; its result is the exit status."""
+    """Run ``action`` with a client of the cluster in run folder ``cluster``; its result is the exit
+    status.
+    """
 
     async def run() -> int | None:
         async with AsyncClient.from_run_folder(cluster, retry_for_s=retry_for_s) as client:

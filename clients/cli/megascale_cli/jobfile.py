@@ -1,6 +1,7 @@
 """Commands about a job file, without a cluster: init writes one, plan says what it needs.
 
-The formulas and the fields are the services'; the CLI finds them by name (:mod:`megascale_cli.plugins`).
+The formulas and the fields are the services'; the CLI finds them by name
+(:mod:`megascale_cli.plugins`).
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ _UNITS = ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"))
 
 
 def init(
-    preset: Annotated[Literal["tiny", "1b", "7b"], typer.Option(help="tiny runs on a laptop's CPU.")] = "tiny",
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to; - is stdout.")] = Path(
-        "job.yaml"
-    ),
+    preset: Annotated[
+        Literal["tiny", "1b", "7b"], typer.Option(help="tiny runs on a laptop's CPU.")
+    ] = "tiny",
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="Where to; - is stdout.")
+    ] = Path("job.yaml"),
     name: Annotated[str, typer.Option(help="Name of the job; default: the file's.")] = "",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
     as_json: Json = False,
@@ -50,24 +53,34 @@ def init(
         remedy = "add --overwrite to replace it, or give another --output"
         raise fail(InvalidRequest(f"{output} exists already; {remedy}"), as_json) from None
     except OSError as error:
-        raise fail(InvalidRequest(f"{output} cannot be written: {error.strerror}"), as_json) from None
+        raise fail(
+            InvalidRequest(f"{output} cannot be written: {error.strerror}"), as_json
+        ) from None
     if as_json:
         print_json({"file": str(output), "name": name, "preset": preset})
     else:
-        console.print(f"{output} is written; next: megascale plan {output}", markup=False, soft_wrap=True)
+        console.print(
+            f"{output} is written; next: megascale plan {output}", markup=False, soft_wrap=True
+        )
 
 
 def plan(
     file: Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job.")],
-    devices_per_node: Annotated[int, typer.Option(min=1, help="Devices of one node.")] = DEFAULT_DEVICES_PER_NODE,
+    devices_per_node: Annotated[
+        int, typer.Option(min=1, help="Devices of one node.")
+    ] = DEFAULT_DEVICES_PER_NODE,
     device_memory_gib: Annotated[
-        float, typer.Option(min=0, help="Memory of one device in GiB, to refuse what cannot fit; 0: do not.")
+        float,
+        typer.Option(
+            min=0, help="Memory of one device in GiB, to refuse what cannot fit; 0: do not."
+        ),
     ] = 0,
     as_json: Json = False,
 ) -> None:
     """Say what a job needs, and what would be refused and why; no cluster is asked.
 
-    Parameters, memory of a rank, FLOPs per token, batch arithmetic, nodes. The status is 2 if the job is refused.
+    Parameters, memory of a rank, FLOPs per token, batch arithmetic, nodes. The status is 2 if the
+    job is refused.
 
     Example: [bold]megascale plan job.yaml --devices-per-node 8 --device-memory-gib 80[/bold]
     """
@@ -75,7 +88,9 @@ def plan(
         spec = load_job(file)
     except InvalidJob as error:
         raise fail(error, as_json) from None
-    facts: dict[str, Any] = load_function("plan")(spec, devices_per_node, int(device_memory_gib * 2**30))
+    facts: dict[str, Any] = load_function("plan")(
+        spec, devices_per_node, int(device_memory_gib * 2**30)
+    )
     if as_json:
         print_json(facts)
     else:
@@ -108,7 +123,11 @@ def _lines(facts: dict[str, Any]) -> list[str]:
         )
     for stage, need in enumerate(facts.get("memory_of_a_rank", ())):
         title = "memory" if stage == 0 else ""
-        peers = f", peer memory {size_text(need['peer_memory_bytes'])}" if need["peer_memory_bytes"] else ""
+        peers = (
+            f", peer memory {size_text(need['peer_memory_bytes'])}"
+            if need["peer_memory_bytes"]
+            else ""
+        )
         lines.append(
             f"{title:<12} {size_text(need['total_bytes'])} on a rank of pipeline stage {stage}: parameters "
             f"{size_text(need['parameters_bytes'])}, gradients {size_text(need['gradients_bytes'])}, optimizer "
@@ -116,7 +135,9 @@ def _lines(facts: dict[str, Any]) -> list[str]:
         )
     if "checkpoint_bytes" in facts:
         staging = facts.get("staging_bytes_of_a_rank", 0)
-        in_memory = f"; up to {size_text(staging)} of host memory a rank for staging" if staging else ""
+        in_memory = (
+            f"; up to {size_text(staging)} of host memory a rank for staging" if staging else ""
+        )
         lines.append(f"checkpoint   {size_text(facts['checkpoint_bytes'])}{in_memory}")
     return lines
 

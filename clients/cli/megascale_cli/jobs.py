@@ -30,7 +30,10 @@ from megascale_client import AsyncClient, InvalidJob, load_job
 
 def submit(
     file: Annotated[
-        Path, typer.Argument(metavar="JOB.YAML", help="The job; relative paths in it start at its folder.")
+        Path,
+        typer.Argument(
+            metavar="JOB.YAML", help="The job; relative paths in it start at its folder."
+        ),
     ],
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Then watch it to its end.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Only have the driver judge it.")] = False,
@@ -111,7 +114,8 @@ def job(name: JobName, cluster: Cluster = None, as_json: Json = False) -> None:
 
 
 def watch(name: JobName, cluster: Cluster = None, as_json: Json = False) -> None:
-    """Watch a job to its end: progress, loss, tokens/s, both MFUs, attempt, and events as they happen.
+    """Watch a job to its end: progress, loss, tokens/s, both MFUs, attempt, and events as they
+    happen.
 
     Goes on across a restart of the driver. The status is 0 only if the job succeeded.
 
@@ -135,7 +139,9 @@ def cancel(name: JobName, reason: Reason, cluster: Cluster = None, as_json: Json
         if as_json:
             print_json(changed)
         else:
-            console.print(f"job [bold]{name}[/bold]: {phase_text(changed.phase)} {escape(changed.phase_reason)}")
+            console.print(
+                f"job [bold]{name}[/bold]: {phase_text(changed.phase)} {escape(changed.phase_reason)}"
+            )
 
     with_client(action, cluster, as_json)
 
@@ -160,13 +166,20 @@ def explain(name: JobName, cluster: Cluster = None, as_json: Json = False) -> No
 
 def events(
     name: Annotated[
-        str, typer.Argument(metavar="[NAME]", help="A job's name, or jobs/NAME, or nodes/NAME; nothing: the cluster.")
+        str,
+        typer.Argument(
+            metavar="[NAME]",
+            help="A job's name, or jobs/NAME, or nodes/NAME; nothing: the cluster.",
+        ),
     ] = "",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as events happen, until Ctrl-C.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on as events happen, until Ctrl-C.")
+    ] = False,
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
-    """Print the audit log of a job, a node or the cluster: what happened, who decided, on what evidence.
+    """Print the audit log of a job, a node or the cluster: what happened, who decided, on what
+    evidence.
 
     Example: [bold]megascale events nodes/n2 --follow[/bold]
     """
@@ -186,13 +199,16 @@ def events(
     with_client(action, cluster, as_json, retry_for_s=WATCH_RETRY_FOR_S if follow else RETRY_FOR_S)
 
 
-async def _events(client: AsyncClient, subject: str, follow: bool) -> AsyncIterator[types_pb2.Event]:
+async def _events(
+    client: AsyncClient, subject: str, follow: bool
+) -> AsyncIterator[types_pb2.Event]:
     """Events so far, then, with ``follow``, those that come."""
     if not follow:
         async for event in client.events(subject):
             yield event
         return
-    # The stream begins before the list is read, so that nothing falls between them; what is in both comes once.
+    # The stream begins before the list is read, so that nothing falls between them; what is in both
+    # comes once.
     stream = client.watch_events(subject)
     coming = asyncio.ensure_future(anext(stream))
     try:
@@ -214,8 +230,12 @@ def logs(
     name: JobName,
     rank: Annotated[int, typer.Option(min=0, help="Global rank whose log is wanted.")] = 0,
     attempt: Annotated[int, typer.Option(min=0, help="Attempt; 0: the newest.")] = 0,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=1, max=100_000, help="Last lines to begin with.")] = 100,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the attempt ends.")] = False,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", min=1, max=100_000, help="Last lines to begin with.")
+    ] = 100,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on until the attempt ends.")
+    ] = False,
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:

@@ -30,8 +30,12 @@ _PHASE_STYLES = {
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """A message in the protobuf JSON mapping with snake_case names; fields at their default are there as well."""
-    return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    """A message in the protobuf JSON mapping with snake_case names; fields at their default are
+    there as well.
+    """
+    return MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
 
 
 def print_json(value: Message | dict[str, Any]) -> None:
@@ -65,11 +69,15 @@ def phase_text(phase: types_pb2.JobPhase.ValueType) -> str:
 
 
 def local_time(stamp: Timestamp) -> str:
-    """HH:MM:SS.mmm in the local time zone, the day before it when it is not today; "-" where there is none."""
+    """HH:MM:SS.mmm in the local time zone, the day before it when it is not today; "-" where there
+    is none.
+    """
     if not stamp.seconds:
         return "-"
     moment = datetime.fromtimestamp(stamp.ToMicroseconds() / 1e6, UTC).astimezone()
-    day = "" if moment.date() == datetime.now().astimezone().date() else moment.strftime("%Y-%m-%d ")
+    day = (
+        "" if moment.date() == datetime.now().astimezone().date() else moment.strftime("%Y-%m-%d ")
+    )
     return f"{day}{moment:%H:%M:%S}.{moment.microsecond // 1000:03d}"
 
 
@@ -112,7 +120,11 @@ def step_text(record: types_pb2.StepRecord, steps: int) -> str:
 
 def evaluation_text(record: types_pb2.StepRecord) -> str:
     """The loss on held-out data, where the step was followed by an evaluation."""
-    return f"  held-out loss {record.evaluation_loss:.4f}" if record.HasField("evaluation_loss") else ""
+    return (
+        f"  held-out loss {record.evaluation_loss:.4f}"
+        if record.HasField("evaluation_loss")
+        else ""
+    )
 
 
 def event_text(event: types_pb2.Event) -> str:
@@ -136,7 +148,9 @@ def job_lines(job: driver_pb2.Job) -> list[str]:
         f"layout tp {parallelism.tp or 1}, pp {parallelism.pp or 1}, dp {parallelism.dp or 1}",
         f"nodes {', '.join(job.nodes) or 'none'}; spares {', '.join(job.spare_nodes) or 'none'}; "
         f"evicted {', '.join(job.evicted_nodes) or 'none'}",
-        f"newest complete checkpoint: step {job.committed_step}" if job.committed_step else "no checkpoint yet",
+        f"newest complete checkpoint: step {job.committed_step}"
+        if job.committed_step
+        else "no checkpoint yet",
     ]
     if job.restored_step:
         source = short(types_pb2.RestoreSource, job.restore_source, "RESTORE_SOURCE_")

@@ -1,7 +1,7 @@
 """Commands that installed services add, through the entry-point group ``megascale.commands``.
 
-Nothing is imported before such a command is called: listing them reads package metadata alone, and the CLI itself
-needs no service and no torch. A command that cannot be loaded names what to install.
+Nothing is imported before such a command is called: listing them reads package metadata alone, and
+the CLI itself needs no service and no torch. A command that cannot be loaded names what to install.
 """
 
 from __future__ import annotations
@@ -33,14 +33,23 @@ class Known:
 
 
 KNOWN = {
-    "up": Known("Start a whole cluster on this machine: etcd, driver, nodes.", "megascale_driver.commands.up:app"),
-    "data": Known(
-        "Tokenise your own text and look into tokenised data.", "megascale_trainer.commands.data:app", "executor"
+    "up": Known(
+        "Start a whole cluster on this machine: etcd, driver, nodes.",
+        "megascale_driver.commands.up:app",
     ),
-    "pipeline": Known("Draw a pipeline schedule and its bubble.", "megascale_trainer.commands.pipeline:app"),
+    "data": Known(
+        "Tokenise your own text and look into tokenised data.",
+        "megascale_trainer.commands.data:app",
+        "executor",
+    ),
+    "pipeline": Known(
+        "Draw a pipeline schedule and its bubble.", "megascale_trainer.commands.pipeline:app"
+    ),
 }
 CHECKPOINT = Known(
-    "Check every byte of checkpoints on storage, without a cluster.", "megascale_checkpoint.commands:app", "checkpoint"
+    "Check every byte of checkpoints on storage, without a cluster.",
+    "megascale_checkpoint.commands:app",
+    "checkpoint",
 )
 # Functions behind commands of our own: what to do with a job file needs the services' formulas.
 FUNCTIONS = {
@@ -53,7 +62,9 @@ _FORWARD = {"allow_extra_args": True, "ignore_unknown_options": True, "help_opti
 
 
 def add_plugins(app: typer.Typer, checkpoint: typer.Typer) -> None:
-    """Add the known commands and those of other packages to ``app``, and the checkpoint daemon's to ``checkpoint``."""
+    """Add the known commands and those of other packages to ``app``, and the checkpoint daemon's to
+    ``checkpoint``.
+    """
     found = {entry.name for entry in metadata.entry_points(group=GROUP)}
     for name, known in KNOWN.items():
         _add(app, name, known)
@@ -75,7 +86,9 @@ def _add(app: typer.Typer, name: str, known: Known, plugin: str = "") -> None:
         path = context.command_path if not plugin else context.command_path.rsplit(" ", 1)[0]
         run_plugin(plugin or name, known, arguments, path)
 
-    help_text = f"{known.summary} [dim](megascale\\[{known.extra}])[/dim]" if known.extra else known.summary
+    help_text = (
+        f"{known.summary} [dim](megascale\\[{known.extra}])[/dim]" if known.extra else known.summary
+    )
     app.command(
         name,
         help=help_text,
@@ -108,5 +121,8 @@ def _load(name: str, known: Known) -> Any:
 
 def _absent(name: str, known: Known, cause: str) -> NoReturn:
     package = f"megascale[{known.extra}]" if known.extra else "megascale"
-    print(f"error: the command {name!r} cannot be loaded ({cause}): pip install '{package}'", file=sys.stderr)
+    print(
+        f"error: the command {name!r} cannot be loaded ({cause}): pip install '{package}'",
+        file=sys.stderr,
+    )
     raise SystemExit(USAGE)

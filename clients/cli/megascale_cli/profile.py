@@ -21,30 +21,41 @@ def profile(
     name: JobName,
     steps: Annotated[int, typer.Option(min=1, max=20, help="How many steps.")] = 2,
     ranks: Annotated[str, typer.Option(metavar="R[,R...]", help="Global ranks, at most 64.")] = "0",
-    first_step: Annotated[int, typer.Option(min=0, help="First step; 0: the nearest possible.")] = 0,
+    first_step: Annotated[
+        int, typer.Option(min=0, help="First step; 0: the nearest possible.")
+    ] = 0,
     reason: Annotated[str, typer.Option(help="Why; goes to the audit log.")] = "",
-    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until the traces are written.")] = True,
+    wait: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="Wait until the traces are written.")
+    ] = True,
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
     """Have ranks of a running job write a trace of some steps ahead, the same steps on all of them.
 
-    A trace is gzipped Chrome JSON, written on the rank's node. The status is 0 only if every trace was written.
+    A trace is gzipped Chrome JSON, written on the rank's node. The status is 0 only if every trace
+    was written.
 
     Example: [bold]megascale profile demo --steps 2 --ranks 0,3[/bold]
     """
     wanted = _ranks(ranks)
 
     async def action(client: AsyncClient) -> int:
-        asked = await client.profile(name, steps=steps, first_step=first_step, ranks=wanted, reason=reason)
+        asked = await client.profile(
+            name, steps=steps, first_step=first_step, ranks=wanted, reason=reason
+        )
         if not as_json:
-            console.print(f"job [bold]{name}[/bold]: steps {asked.first_step} to {asked.last_step} will be profiled")
+            console.print(
+                f"job [bold]{name}[/bold]: steps {asked.first_step} to {asked.last_step} will be profiled"
+            )
         found = await client.profiled(name, asked.id) if wait else asked
         if as_json:
             print_json(found)
         else:
             _say(found)
-        missed = wait and any(trace.state != types_pb2.TRACE_STATE_WRITTEN for trace in found.traces)
+        missed = wait and any(
+            trace.state != types_pb2.TRACE_STATE_WRITTEN for trace in found.traces
+        )
         return FAILED if missed else OK
 
     with_client(action, cluster, as_json, retry_for_s=WATCH_RETRY_FOR_S)
@@ -61,11 +72,15 @@ def _say(profile: driver_pb2.Profile) -> None:
     for trace in profile.traces:
         who = f"rank {trace.rank} on node {trace.node}"
         if trace.state == types_pb2.TRACE_STATE_WRITTEN:
-            console.print(f"{who}: {escape(trace.path)} ({size_text(trace.size_bytes)})", soft_wrap=True)
+            console.print(
+                f"{who}: {escape(trace.path)} ({size_text(trace.size_bytes)})", soft_wrap=True
+            )
         elif trace.state == types_pb2.TRACE_STATE_PENDING:
             console.print(f"{who}: will write {escape(trace.path)}", soft_wrap=True)
         else:
             state = short(types_pb2.TraceState, trace.state, "TRACE_STATE_")
-            console.print(f"{who}: [bold red]{state}[/bold red] {escape(trace.detail)}", soft_wrap=True)
+            console.print(
+                f"{who}: [bold red]{state}[/bold red] {escape(trace.detail)}", soft_wrap=True
+            )
     if any(trace.state == types_pb2.TRACE_STATE_WRITTEN for trace in profile.traces):
         console.print(f"open a trace at {VIEWER} (it is read in the browser; nothing is uploaded)")

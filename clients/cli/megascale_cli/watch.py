@@ -1,4 +1,6 @@
-"""A job's run as it happens: on a terminal a progress bar with events above it, else one line for each thing."""
+"""A job's run as it happens: on a terminal a progress bar with events above it, else one line for
+each thing.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,15 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 from megascale.v1 import driver_pb2, types_pb2
 from megascale_cli.exits import FAILED, OK
-from megascale_cli.output import console, evaluation_text, event_text, mfu_text, phase_text, print_json, step_text
+from megascale_cli.output import (
+    console,
+    evaluation_text,
+    event_text,
+    mfu_text,
+    phase_text,
+    print_json,
+    step_text,
+)
 from megascale_client import TERMINAL_PHASES, AsyncClient
 
 # A watch outlives the restart of a driver with room to spare.
@@ -33,7 +43,10 @@ async def watch_job(client: AsyncClient, name: str, as_json: bool) -> int:
             elif kind == "event":
                 view.event(update.event)
     job = await client.get(name)
-    console.print(f"job [bold]{name}[/bold] {phase_text(job.phase)}: {escape(job.phase_reason)}", soft_wrap=True)
+    console.print(
+        f"job [bold]{name}[/bold] {phase_text(job.phase)}: {escape(job.phase_reason)}",
+        soft_wrap=True,
+    )
     return _status(job)
 
 
@@ -44,7 +57,8 @@ async def _watch_json(client: AsyncClient, name: str) -> int:
 
 
 def _status(job: driver_pb2.Job) -> int:
-    # A watch can end before the job only when the driver stays away, which raises: this is a terminal phase.
+    # A watch can end before the job only when the driver stays away, which raises: this is a
+    # terminal phase.
     return OK if job.phase == types_pb2.JOB_PHASE_SUCCEEDED else FAILED
 
 
@@ -65,7 +79,10 @@ class _Lines:
         """Print a change of phase."""
         self._steps = job.spec.trainer.training.steps
         if job.phase != self._phase and job.phase not in TERMINAL_PHASES:
-            self.print(f"job {job.spec.name} {phase_text(job.phase)}: {escape(job.phase_reason)}", one_line=True)
+            self.print(
+                f"job {job.spec.name} {phase_text(job.phase)}: {escape(job.phase_reason)}",
+                one_line=True,
+            )
         self._phase = job.phase
 
     def step(self, record: types_pb2.StepRecord) -> None:

@@ -5,8 +5,9 @@
         async for update in client.watch(job.spec.name):
             ...
 
-Answers are the messages of ``megascale.v1``. Lists are asynchronous iterators that fetch page by page. Every method
-raises :class:`megascale_client.errors.MegascaleError` or one of its children, and retries while no driver answers.
+Answers are the messages of ``megascale.v1``. Lists are asynchronous iterators that fetch page by
+page. Every method raises :class:`megascale_client.errors.MegascaleError` or one of its children,
+and retries while no driver answers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ import grpc.aio
 
 from megascale.v1 import driver_pb2, job_pb2, types_pb2
 from megascale_client.connection import Backoff, Connection
-from megascale_client.errors import ClusterNotFound, InvalidJob, InvalidRequest, NotFound, NotPossible, Unavailable
+from megascale_client.errors import (
+    ClusterNotFound,
+    InvalidJob,
+    InvalidRequest,
+    NotFound,
+    NotPossible,
+    Unavailable,
+)
 from megascale_client.fetch import FetchedCheckpoint, Progress, fetch
 from megascale_client.run_folder import address_reader, find_run_folder, read_token
 
@@ -35,15 +43,20 @@ DIAGNOSE_TIMEOUT_S = 120.0
 PROFILE_POLL_INTERVAL_S = 0.5
 
 TERMINAL_PHASES = frozenset(
-    {job_phase for job_phase in types_pb2.JobPhase.values() if job_phase >= types_pb2.JOB_PHASE_SUCCEEDED}
+    {
+        job_phase
+        for job_phase in types_pb2.JobPhase.values()
+        if job_phase >= types_pb2.JOB_PHASE_SUCCEEDED
+    }
 )
 
 
 class AsyncClient:
     """A connection to one cluster.
 
-    ``address`` is host:port of any driver of the cluster, or a function that returns it. ``timeout_s`` bounds one
-    call, ``retry_for_s`` how long a call is repeated while no driver answers. ``root_certificate``: PEM file, for TLS.
+    ``address`` is host:port of any driver of the cluster, or a function that returns it.
+    ``timeout_s`` bounds one call, ``retry_for_s`` how long a call is repeated while no driver
+    answers. ``root_certificate``: PEM file, for TLS.
     """
 
     def __init__(
@@ -58,14 +71,19 @@ class AsyncClient:
         find = address if callable(address) else lambda: address
         self._retry_for_s = retry_for_s
         self._connection = Connection(
-            find, token, root_certificate=root_certificate, timeout_s=timeout_s, retry_for_s=retry_for_s
+            find,
+            token,
+            root_certificate=root_certificate,
+            timeout_s=timeout_s,
+            retry_for_s=retry_for_s,
         )
 
     @classmethod
     def from_run_folder(
         cls, folder: str | Path | None = None, *, retry_for_s: float = DEFAULT_RETRY_FOR_S
     ) -> AsyncClient:
-        """A client of the cluster in a run folder (default: $MEGASCALE_RUN_FOLDER, then ./runs/current).
+        """A client of the cluster in a run folder (default: $MEGASCALE_RUN_FOLDER, then
+        ./runs/current).
 
         Raises:
             ClusterNotFound: no cluster there.
@@ -78,7 +96,10 @@ class AsyncClient:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self.close()
 
@@ -88,9 +109,13 @@ class AsyncClient:
 
     async def submit(self, spec: job_pb2.JobSpec, *, validate_only: bool = False) -> driver_pb2.Job:
         """Submit a job; ``validate_only`` only judges it. Raises InvalidJob, AlreadyExists."""
-        request = driver_pb2.SubmitJobRequest(spec=spec, request_id=_request_id(), validate_only=validate_only)
+        request = driver_pb2.SubmitJobRequest(
+            spec=spec, request_id=_request_id(), validate_only=validate_only
+        )
         try:
-            return (await self._connection.unary("SubmitJob", request, driver_pb2.SubmitJobResponse)).job
+            return (
+                await self._connection.unary("SubmitJob", request, driver_pb2.SubmitJobResponse)
+            ).job
         except InvalidRequest as error:
             if not error.problems:
                 raise
@@ -112,11 +137,13 @@ class AsyncClient:
             if not (token := page.next_page_token):
                 return
 
-    async def watch(self, name: str, *, resume_token: str = "") -> AsyncIterator[driver_pb2.WatchJobResponse]:
+    async def watch(
+        self, name: str, *, resume_token: str = ""
+    ) -> AsyncIterator[driver_pb2.WatchJobResponse]:
         """The job's state, step records and events as they happen, until the job has ended.
 
-        Goes on after the last update seen when a driver restarts or another takes over; a new driver begins with all
-        that it knows, and what was seen is passed over. Raises NotFound.
+        Goes on after the last update seen when a driver restarts or another takes over; a new
+        driver begins with all that it knows, and what was seen is passed over. Raises NotFound.
         """
         token = resume_token
         seen = _Seen()
@@ -124,7 +151,9 @@ class AsyncClient:
         while True:
             request = driver_pb2.WatchJobRequest(name=name, resume_token=token)
             try:
-                async for update in self._connection.stream("WatchJob", request, driver_pb2.WatchJobResponse):
+                async for update in self._connection.stream(
+                    "WatchJob", request, driver_pb2.WatchJobResponse
+                ):
                     token = update.resume_token or token
                     backoff.reset()
                     if seen.is_new(update):
@@ -132,30 +161,49 @@ class AsyncClient:
             except (grpc.aio.AioRpcError, ClusterNotFound) as error:
                 await self._connection.recover(error, backoff)
             else:
-                # A driver that stops in order closes its streams without an error: only a job's end is the end.
+                # A driver that stops in order closes its streams without an error: only a job's end
+                # is the end.
                 if (await self.get(name)).phase in TERMINAL_PHASES or not await backoff.wait():
                     return
 
     async def cancel(self, name: str, *, reason: str) -> driver_pb2.Job:
         """Stop a job's workers; its committed checkpoints stay. Raises NotFound, NotPossible."""
         request = driver_pb2.CancelJobRequest(name=name, reason=reason, request_id=_request_id())
-        return (await self._connection.unary("CancelJob", request, driver_pb2.CancelJobResponse)).job
+        return (
+            await self._connection.unary("CancelJob", request, driver_pb2.CancelJobResponse)
+        ).job
 
     async def profile(
-        self, name: str, *, steps: int, first_step: int = 0, ranks: Sequence[int] = (), reason: str = ""
+        self,
+        name: str,
+        *,
+        steps: int,
+        first_step: int = 0,
+        ranks: Sequence[int] = (),
+        reason: str = "",
     ) -> driver_pb2.Profile:
-        """Have ranks of a running job (none given: rank 0) write a trace of ``steps`` steps ahead, the same on all.
+        """Have ranks of a running job (none given: rank 0) write a trace of ``steps`` steps ahead,
+        the same on all.
 
-        ``first_step`` 0: the nearest that the word reaches all ranks in time for. Returns at once, with the steps and
-        the places of the traces; :meth:`profiled` waits for them. Raises NotFound, NotPossible, InvalidRequest.
+        ``first_step`` 0: the nearest that the word reaches all ranks in time for. Returns at once,
+        with the steps and the places of the traces; :meth:`profiled` waits for them. Raises
+        NotFound, NotPossible, InvalidRequest.
         """
         request = driver_pb2.ProfileJobRequest(
-            job=name, first_step=first_step, steps=steps, ranks=ranks, request_id=_request_id(), reason=reason
+            job=name,
+            first_step=first_step,
+            steps=steps,
+            ranks=ranks,
+            request_id=_request_id(),
+            reason=reason,
         )
-        return (await self._connection.unary("ProfileJob", request, driver_pb2.ProfileJobResponse)).profile
+        return (
+            await self._connection.unary("ProfileJob", request, driver_pb2.ProfileJobResponse)
+        ).profile
 
     async def profiled(self, name: str, profile_id: str) -> driver_pb2.Profile:
-        """The profile once no trace of it is awaited any more: each is written, or says why there is none.
+        """The profile once no trace of it is awaited any more: each is written, or says why there
+        is none.
 
         Raises NotFound; NotPossible when another profile was asked for since.
         """
@@ -171,7 +219,9 @@ class AsyncClient:
             await asyncio.sleep(PROFILE_POLL_INTERVAL_S)
 
     async def explain(self, name: str) -> driver_pb2.ExplainJobResponse:
-        """Why a job is where it is, in one sentence, with the newest events behind it. Raises NotFound."""
+        """Why a job is where it is, in one sentence, with the newest events behind it. Raises
+        NotFound.
+        """
         request = driver_pb2.ExplainJobRequest(name=name)
         return await self._connection.unary("ExplainJob", request, driver_pb2.ExplainJobResponse)
 
@@ -186,8 +236,11 @@ class AsyncClient:
             if not (token := page.next_page_token):
                 return
 
-    async def evict(self, node: str, *, reason: str, validate_only: bool = False) -> driver_pb2.EvictNodeResponse:
-        """Quarantine a node: its work moves to a spare. ``validate_only`` only says what would happen.
+    async def evict(
+        self, node: str, *, reason: str, validate_only: bool = False
+    ) -> driver_pb2.EvictNodeResponse:
+        """Quarantine a node: its work moves to a spare. ``validate_only`` only says what would
+        happen.
 
         Raises NotFound, NotPossible.
         """
@@ -196,37 +249,56 @@ class AsyncClient:
         )
         return await self._connection.unary("EvictNode", request, driver_pb2.EvictNodeResponse)
 
-    async def cordon(self, node: str, *, reason: str, validate_only: bool = False) -> driver_pb2.CordonNodeResponse:
+    async def cordon(
+        self, node: str, *, reason: str, validate_only: bool = False
+    ) -> driver_pb2.CordonNodeResponse:
         """Keep new work off a node; what runs there goes on. Raises NotFound, NotPossible."""
         request = driver_pb2.CordonNodeRequest(
             name=node, reason=reason, request_id=_request_id(), validate_only=validate_only
         )
         return await self._connection.unary("CordonNode", request, driver_pb2.CordonNodeResponse)
 
-    async def uncordon(self, node: str, *, reason: str, validate_only: bool = False) -> driver_pb2.UncordonNodeResponse:
+    async def uncordon(
+        self, node: str, *, reason: str, validate_only: bool = False
+    ) -> driver_pb2.UncordonNodeResponse:
         """Make a cordoned or quarantined node schedulable again. Raises NotFound, NotPossible."""
         request = driver_pb2.UncordonNodeRequest(
             name=node, reason=reason, request_id=_request_id(), validate_only=validate_only
         )
-        return await self._connection.unary("UncordonNode", request, driver_pb2.UncordonNodeResponse)
+        return await self._connection.unary(
+            "UncordonNode", request, driver_pb2.UncordonNodeResponse
+        )
 
-    async def diagnose(self, node: str, *, checks: Sequence[str] = ()) -> list[types_pb2.CheckResult]:
-        """Run the self-checks of an idle or spare node now; ``checks`` empty: all that the node can run.
+    async def diagnose(
+        self, node: str, *, checks: Sequence[str] = ()
+    ) -> list[types_pb2.CheckResult]:
+        """Run the self-checks of an idle or spare node now; ``checks`` empty: all that the node can
+        run.
 
-        A check changes nothing, so that a lost call is repeated. Raises NotFound, NotPossible (ranks run there).
+        A check changes nothing, so that a lost call is repeated. Raises NotFound, NotPossible
+        (ranks run there).
         """
         request = driver_pb2.RunDiagnosticsRequest(node=node, checks=checks)
         answer = await self._connection.unary(
-            "RunDiagnostics", request, driver_pb2.RunDiagnosticsResponse, timeout_s=DIAGNOSE_TIMEOUT_S
+            "RunDiagnostics",
+            request,
+            driver_pb2.RunDiagnosticsResponse,
+            timeout_s=DIAGNOSE_TIMEOUT_S,
         )
         return list(answer.checks)
 
     async def events(self, subject: str = "") -> AsyncIterator[types_pb2.Event]:
-        """The audit log of ``jobs/NAME`` or ``nodes/NAME``, or of the whole cluster. Raises NotFound."""
+        """The audit log of ``jobs/NAME`` or ``nodes/NAME``, or of the whole cluster. Raises
+        NotFound.
+        """
         token = ""
         while True:
-            request = driver_pb2.ListEventsRequest(subject=subject, page_size=PAGE_SIZE, page_token=token)
-            page = await self._connection.unary("ListEvents", request, driver_pb2.ListEventsResponse)
+            request = driver_pb2.ListEventsRequest(
+                subject=subject, page_size=PAGE_SIZE, page_token=token
+            )
+            page = await self._connection.unary(
+                "ListEvents", request, driver_pb2.ListEventsResponse
+            )
             for event in page.events:
                 yield event
             if not (token := page.next_page_token):
@@ -237,8 +309,8 @@ class AsyncClient:
     ) -> AsyncIterator[driver_pb2.WatchEventsResponse]:
         """The audit log as it grows, without end; ``subject`` as for :meth:`events`.
 
-        Begins with what follows ``resume_token``, or with what comes once the first event is asked for, and goes on
-        after the last event seen when a driver restarts or another takes over.
+        Begins with what follows ``resume_token``, or with what comes once the first event is asked
+        for, and goes on after the last event seen when a driver restarts or another takes over.
 
         Raises NotFound; InvalidRequest for a token that is too old.
         """
@@ -247,7 +319,9 @@ class AsyncClient:
         while True:
             request = driver_pb2.WatchEventsRequest(subject=subject, resume_token=token)
             try:
-                async for update in self._connection.stream("WatchEvents", request, driver_pb2.WatchEventsResponse):
+                async for update in self._connection.stream(
+                    "WatchEvents", request, driver_pb2.WatchEventsResponse
+                ):
                     token = update.resume_token or token
                     backoff.reset()
                     if update.HasField("event"):
@@ -265,15 +339,20 @@ class AsyncClient:
     ) -> AsyncIterator[str]:
         """Lines of one rank's log, the last ``lines`` first; ``attempt`` 0 is the newest.
 
-        ``follow`` goes on until the attempt ends. A lost connection is retried until the first line has come, and
+        ``follow`` goes on until the attempt ends. A lost connection is retried until the first line
+        has come, and
         raised afterwards: log lines have no number to resume from. Raises NotFound.
         """
-        request = driver_pb2.TailLogsRequest(job=job, rank=rank, attempt=attempt, lines=lines, follow=follow)
+        request = driver_pb2.TailLogsRequest(
+            job=job, rank=rank, attempt=attempt, lines=lines, follow=follow
+        )
         backoff = Backoff(self._retry_for_s)
         begun = False
         while True:
             try:
-                async for answer in self._connection.stream("TailLogs", request, driver_pb2.TailLogsResponse):
+                async for answer in self._connection.stream(
+                    "TailLogs", request, driver_pb2.TailLogsResponse
+                ):
                     begun = True
                     yield answer.line
                 return
@@ -284,8 +363,12 @@ class AsyncClient:
         """Complete checkpoints of a job, newest first. Raises NotFound."""
         token = ""
         while True:
-            request = driver_pb2.ListCheckpointsRequest(job=job, page_size=PAGE_SIZE, page_token=token)
-            page = await self._connection.unary("ListCheckpoints", request, driver_pb2.ListCheckpointsResponse)
+            request = driver_pb2.ListCheckpointsRequest(
+                job=job, page_size=PAGE_SIZE, page_token=token
+            )
+            page = await self._connection.unary(
+                "ListCheckpoints", request, driver_pb2.ListCheckpointsResponse
+            )
             for checkpoint in page.checkpoints:
                 yield checkpoint
             if not (token := page.next_page_token):
@@ -294,15 +377,17 @@ class AsyncClient:
     async def fetch_checkpoint(
         self, job: str, step: int | None = None, *, to: str | Path, progress: Progress | None = None
     ) -> FetchedCheckpoint:
-        """Copy a complete checkpoint (the newest, or that of ``step``) from its storage into the new folder ``to``.
+        """Copy a complete checkpoint (the newest, or that of ``step``) from its storage into the
+        new folder ``to``.
 
-        Sizes are compared with the manifest, and checksums too where the package xxhash is there: the result says
-        which. ``progress(done_bytes, total_bytes)`` is called from another thread. All or nothing: a fetch that fails
-        or is cancelled leaves no folder.
+        Sizes are compared with the manifest, and checksums too where the package xxhash is there:
+        the result says which. ``progress(done_bytes, total_bytes)`` is called from another thread.
+        All or nothing: a fetch that fails or is cancelled leaves no folder.
 
         Raises:
             NotFound: no such job, or it has no complete checkpoint (of that step).
-            NotPossible: the storage cannot be read from here, or ``to`` is taken or cannot be written.
+            NotPossible: the storage cannot be read from here, or ``to`` is taken or cannot be
+                written.
             DamagedCheckpoint: a file is not what was committed.
         """
         steps = []
@@ -312,17 +397,23 @@ class AsyncClient:
             steps.append(checkpoint.step)
         if step is None:
             raise NotFound(f"job {job} has no complete checkpoint yet")
-        there = f"it has those of steps {', '.join(map(str, steps))}" if steps else "it has none yet"
+        there = (
+            f"it has those of steps {', '.join(map(str, steps))}" if steps else "it has none yet"
+        )
         raise NotFound(f"job {job} has no complete checkpoint of step {step}: {there}")
 
     async def cluster_info(self) -> driver_pb2.GetClusterInfoResponse:
         """Who leads, since when, and how the cluster stands."""
         request = driver_pb2.GetClusterInfoRequest()
-        return await self._connection.unary("GetClusterInfo", request, driver_pb2.GetClusterInfoResponse)
+        return await self._connection.unary(
+            "GetClusterInfo", request, driver_pb2.GetClusterInfoResponse
+        )
 
 
 class _Seen:
-    """What a watch has handed out: events by their place in the job's log, steps by attempt and number."""
+    """What a watch has handed out: events by their place in the job's log, steps by attempt and
+    number.
+    """
 
     def __init__(self) -> None:
         self._event = 0

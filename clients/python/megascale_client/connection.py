@@ -1,8 +1,9 @@
-"""One logical connection to the leading driver: token, bounded retries, leader hints, new addresses.
+"""One logical connection to the leading driver: token, bounded retries, leader hints, new
+addresses.
 
-Every call of DriverService may be repeated: reads change nothing and mutations carry a request id under which the
-driver gives the same answer again. So UNAVAILABLE is retried until ``retry_for_s`` has passed, each time at the
-address that a standby named, or that the run folder holds by now.
+Every call of DriverService may be repeated: reads change nothing and mutations carry a request id
+under which the driver gives the same answer again. So UNAVAILABLE is retried until ``retry_for_s``
+has passed, each time at the address that a standby named, or that the run folder holds by now.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from megascale.v1 import driver_pb2_grpc
-from megascale_client.errors import ClusterNotFound, MegascaleError, Unavailable, details_of, from_rpc
+from megascale_client.errors import (
+    ClusterNotFound,
+    MegascaleError,
+    Unavailable,
+    details_of,
+    from_rpc,
+)
 
 BACKOFF_FIRST_S = 0.1
 BACKOFF_LAST_S = 2.0
@@ -38,14 +45,17 @@ _OPTIONS: list[tuple[str, Any]] = [
     # Proxies of the environment never stand between a client and its cluster.
     ("grpc.enable_http_proxy", 0),
 ]
-# CANCELLED comes from a driver that stops and ends its streams; our own cancellation is no status but an exception.
+# CANCELLED comes from a driver that stops and ends its streams; our own cancellation is no status
+# but an exception.
 _RETRIED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 Answer = TypeVar("Answer", bound=Message)
 
 
 class Backoff:
-    """Waits that double from BACKOFF_FIRST_S to BACKOFF_LAST_S, with jitter, until ``retry_for_s`` has passed."""
+    """Waits that double from BACKOFF_FIRST_S to BACKOFF_LAST_S, with jitter, until ``retry_for_s``
+    has passed.
+    """
 
     def __init__(self, retry_for_s: float) -> None:
         self._retry_for_s = retry_for_s
@@ -92,7 +102,8 @@ class Connection:
     async def unary(
         self, method: str, request: Message, answer: type[Answer], *, timeout_s: float | None = None
     ) -> Answer:
-        """One call with retries; ``answer`` is the type that comes back, ``timeout_s`` bounds a slow call.
+        """One call with retries; ``answer`` is the type that comes back, ``timeout_s`` bounds a
+        slow call.
 
         Raises:
             MegascaleError: see :mod:`megascale_client.errors`.
@@ -110,7 +121,9 @@ class Connection:
             assert isinstance(result, answer)
             return result
 
-    async def stream(self, method: str, request: Message, answer: type[Answer]) -> AsyncIterator[Answer]:
+    async def stream(
+        self, method: str, request: Message, answer: type[Answer]
+    ) -> AsyncIterator[Answer]:
         """One streaming call, without retries (the caller knows where to resume).
 
         Raises:
@@ -126,7 +139,9 @@ class Connection:
             call.cancel()
 
     async def recover(self, error: grpc.aio.AioRpcError | MegascaleError, backoff: Backoff) -> None:
-        """After a failure: return when the call may be tried again, else raise its error of the tree."""
+        """After a failure: return when the call may be tried again, else raise its error of the
+        tree.
+        """
         if isinstance(error, MegascaleError):
             if not await backoff.wait():
                 raise error

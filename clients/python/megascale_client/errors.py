@@ -54,7 +54,9 @@ class MegascaleError(Exception):
 class InvalidRequest(MegascaleError):
     """An argument is refused; ``problems`` says field by field why, where fields were named."""
 
-    def __init__(self, message: str, *, problems: Iterable[FieldProblem] = (), reason: str = "") -> None:
+    def __init__(
+        self, message: str, *, problems: Iterable[FieldProblem] = (), reason: str = ""
+    ) -> None:
         super().__init__(message, reason=reason)
         self.problems = tuple(problems)
 
@@ -62,10 +64,14 @@ class InvalidRequest(MegascaleError):
 class InvalidJob(InvalidRequest):
     """The job is refused; ``problems`` says field by field why."""
 
-    def __init__(self, problems: Iterable[FieldProblem], *, source: str = "", reason: str = "") -> None:
+    def __init__(
+        self, problems: Iterable[FieldProblem], *, source: str = "", reason: str = ""
+    ) -> None:
         listed = tuple(problems)
         head = f"{source}: the job is refused" if source else "the job is refused"
-        super().__init__("\n  ".join([f"{head}:", *map(str, listed)]), problems=listed, reason=reason)
+        super().__init__(
+            "\n  ".join([f"{head}:", *map(str, listed)]), problems=listed, reason=reason
+        )
         self.source = source
 
 
@@ -122,7 +128,9 @@ _BY_CODE: dict[grpc.StatusCode, type[MegascaleError]] = {
 
 @dataclass(frozen=True, slots=True)
 class RpcDetails:
-    """What a failed call carries beside its code: reason, leader's address (empty: no hint), refused fields."""
+    """What a failed call carries beside its code: reason, leader's address (empty: no hint),
+    refused fields.
+    """
 
     reason: str = ""
     leader: str = ""
@@ -132,7 +140,8 @@ class RpcDetails:
 def details_of(error: grpc.aio.AioRpcError) -> RpcDetails:
     """The google.rpc details of a failed call; empty ones where the server sent none."""
     try:
-        # types-grpcio knows only the synchronous call; an AioRpcError offers the same three methods.
+        # types-grpcio knows only the synchronous call; an AioRpcError offers the same three
+        # methods.
         status = rpc_status.from_call(error)
     except ValueError:  # a status that contradicts the call's own code: trust the code alone
         status = None

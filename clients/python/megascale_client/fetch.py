@@ -1,9 +1,10 @@
 """A complete checkpoint, copied from the storage that holds it into a folder of this machine.
 
-The manifest names every file with its size and its xxh3-128; it carries the checksum of its own canonical form. The
-client stands on the standard library and grpc alone, so checksums are verified where the package ``xxhash`` is
-installed and sizes everywhere; the result says which. The copy has the layout of the original (paths in a manifest are
-relative to its folder) and appears under its name only when it is whole.
+The manifest names every file with its size and its xxh3-128; it carries the checksum of its own
+canonical form. The client stands on the standard library and grpc alone, so checksums are verified
+where the package ``xxhash`` is installed and sizes everywhere; the result says which. The copy has
+the layout of the original (paths in a manifest are relative to its folder) and appears under its
+name only when it is whole.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class FetchedCheckpoint:
-    """What was fetched. ``verified``: checksums of all bytes, or only sizes because xxhash is not installed."""
+    """What was fetched. ``verified``: checksums of all bytes, or only sizes because xxhash is not
+    installed.
+    """
 
     job: str
     step: int
@@ -49,10 +52,14 @@ class _Cancelled(Exception):
     """The caller waits no longer."""
 
 
-async def fetch(checkpoint: driver_pb2.Checkpoint, folder: Path, progress: Progress | None) -> FetchedCheckpoint:
+async def fetch(
+    checkpoint: driver_pb2.Checkpoint, folder: Path, progress: Progress | None
+) -> FetchedCheckpoint:
     """Copy ``checkpoint`` into the new folder ``folder``; see AsyncClient.fetch_checkpoint."""
     cancelled = threading.Event()
-    copying = asyncio.ensure_future(asyncio.to_thread(_fetch, checkpoint, folder, progress, cancelled))
+    copying = asyncio.ensure_future(
+        asyncio.to_thread(_fetch, checkpoint, folder, progress, cancelled)
+    )
     try:
         return await asyncio.shield(copying)
     except asyncio.CancelledError:
@@ -64,12 +71,17 @@ async def fetch(checkpoint: driver_pb2.Checkpoint, folder: Path, progress: Progr
 
 
 def _fetch(
-    checkpoint: driver_pb2.Checkpoint, folder: Path, progress: Progress | None, cancelled: threading.Event
+    checkpoint: driver_pb2.Checkpoint,
+    folder: Path,
+    progress: Progress | None,
+    cancelled: threading.Event,
 ) -> FetchedCheckpoint:
     source = _folder_of(checkpoint.manifest_uri)
     folder = Path(os.path.abspath(folder.expanduser()))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise NotPossible(f"{folder} is taken: give a folder that does not exist yet, or an empty one")
+        raise NotPossible(
+            f"{folder} is taken: give a folder that does not exist yet, or an empty one"
+        )
     hasher = _hasher()
     data = _read_manifest(source / MANIFEST)
     manifest = _decode(data, source / MANIFEST, hasher)
@@ -78,7 +90,9 @@ def _fetch(
         partial = folder.parent / f".{folder.name}.partial-{uuid.uuid4().hex[:8]}"
         partial.mkdir()
     except OSError as error:
-        raise NotPossible(f"{folder.parent}: {error.strerror}: give a folder that you may write to") from None
+        raise NotPossible(
+            f"{folder.parent}: {error.strerror}: give a folder that you may write to"
+        ) from None
     try:
         _Copy(source, partial, manifest, hasher, progress, cancelled).run()
         (partial / MANIFEST).write_bytes(data)
@@ -144,7 +158,9 @@ class _Copy:
                     digest.update(chunk)
                 self._tell(len(chunk))
         if size_bytes != file["size_bytes"]:
-            raise DamagedCheckpoint(f"{path}: has {size_bytes} bytes where {file['size_bytes']} were written")
+            raise DamagedCheckpoint(
+                f"{path}: has {size_bytes} bytes where {file['size_bytes']} were written"
+            )
         if digest is not None and digest.hexdigest() != file["xxh3"]:
             raise DamagedCheckpoint(f"{path}: fails its checksum")
 
@@ -158,7 +174,9 @@ def _folder_of(manifest_uri: str) -> Path:
     """The folder of a manifest's address, an absolute path or file:///path."""
     parts = urlsplit(manifest_uri)
     if parts.scheme not in ("", "file") or parts.netloc not in ("", "localhost"):
-        raise NotPossible(f"{manifest_uri}: only file storage can be fetched from; copy it with the storage's own tool")
+        raise NotPossible(
+            f"{manifest_uri}: only file storage can be fetched from; copy it with the storage's own tool"
+        )
     return Path(unquote(parts.path) if parts.scheme else manifest_uri).parent
 
 
@@ -181,7 +199,9 @@ def _decode(data: bytes, path: Path, hasher: Any) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError):
         raise DamagedCheckpoint(f"{path}: is no manifest") from None
     if version != SCHEMA_VERSION:
-        raise NotPossible(f"{path}: has schema version {version}; this client reads {SCHEMA_VERSION}")
+        raise NotPossible(
+            f"{path}: has schema version {version}; this client reads {SCHEMA_VERSION}"
+        )
     if hasher is not None:
         canonical = json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
         if hasher(canonical).hexdigest() != expected:
@@ -189,7 +209,9 @@ def _decode(data: bytes, path: Path, hasher: Any) -> dict[str, Any]:
     for name, _, _ in files:
         pure = PurePosixPath(name)
         if pure.is_absolute() or ".." in pure.parts or name == MANIFEST:
-            raise DamagedCheckpoint(f"{path}: names the file {name!r}, which is outside the checkpoint")
+            raise DamagedCheckpoint(
+                f"{path}: names the file {name!r}, which is outside the checkpoint"
+            )
     assert isinstance(values, dict)
     return values
 

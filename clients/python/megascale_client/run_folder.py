@@ -1,4 +1,6 @@
-"""Where a cluster of this machine is found: its run folder, with the driver's address and the cluster token in it."""
+"""Where a cluster of this machine is found: its run folder, with the driver's address and the
+cluster token in it.
+"""
 
 from __future__ import annotations
 
@@ -50,11 +52,14 @@ def read_token(folder: Path) -> str:
             f"{folder}`"
         ) from None
     except PermissionError:
-        raise NotAllowed(f"{folder / TOKEN_FILE} is not yours to read: ask the owner of the cluster") from None
+        raise NotAllowed(
+            f"{folder / TOKEN_FILE} is not yours to read: ask the owner of the cluster"
+        ) from None
 
 
 def address_reader(folder: Path) -> Callable[[], str]:
-    """A function that reads the driver's present address; a restarted driver writes a new one to the same file.
+    """A function that reads the driver's present address; a restarted driver writes a new one to
+    the same file.
 
     It raises ClusterNotFound while there is none.
     """

@@ -1,8 +1,9 @@
 """A job from a file or from plain values: a walk along the descriptor of ``megascale.v1.JobSpec``.
 
-The file is the message, in YAML: the same field names, nested the same way, enum values by their short name
-(``bf16`` for PRECISION_BF16). So a field that the proto gains is known here at once. All problems are found in one
-pass, each with its dotted path; whether the values make sense together is the driver's to judge.
+The file is the message, in YAML: the same field names, nested the same way, enum values by their
+short name (``bf16`` for PRECISION_BF16). So a field that the proto gains is known here at once. All
+problems are found in one pass, each with its dotted path; whether the values make sense together is
+the driver's to judge.
 """
 
 from __future__ import annotations
@@ -36,12 +37,16 @@ def load_job(path: str | Path) -> job_pb2.JobSpec:
     """The job in a YAML (or JSON) file; relative paths in it are taken from the file's folder.
 
     Raises:
-        InvalidJob: no such file, not YAML, or fields that are refused; names the file and each dotted path.
+        InvalidJob: no such file, not YAML, or fields that are refused; names the file and each
+            dotted path.
     """
     file = Path(path)
     try:
         if file.stat().st_size > MAX_FILE_BYTES:
-            raise _refused(file, f"larger than {MAX_FILE_BYTES} bytes, which no job is; give the job's own file")
+            raise _refused(
+                file,
+                f"larger than {MAX_FILE_BYTES} bytes, which no job is; give the job's own file",
+            )
         values = yaml.load(file.read_text(), Loader=_UniqueKeyLoader)
     except OSError as error:
         raise _refused(file, f"cannot be read: {error.strerror}") from None
@@ -72,7 +77,9 @@ def parse_job(values: Any) -> job_pb2.JobSpec:
 
 
 def short_names(enum: EnumDescriptor) -> dict[str, int]:
-    """Values of an enum by short name: PRECISION_BF16 of Precision is ``bf16``; UNSPECIFIED is none of them."""
+    """Values of an enum by short name: PRECISION_BF16 of Precision is ``bf16``; UNSPECIFIED is none
+    of them.
+    """
     prefix = re.sub(r"(?<!^)(?=[A-Z])", "_", enum.name).upper() + "_"
     return {v.name.removeprefix(prefix).lower(): v.number for v in enum.values if v.number != 0}
 
@@ -85,7 +92,9 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, Hashable) and key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key!r} is given twice", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key!r} is given twice", key_node.start_mark
+                )
             seen.add(key if isinstance(key, Hashable) else repr(key))
         return super().construct_mapping(node, deep)
 
@@ -97,7 +106,9 @@ def _refused(file: Path, problem: str) -> InvalidJob:
 def _fill(message: Message, values: Any, path: str, problems: list[FieldProblem]) -> None:
     if not isinstance(values, Mapping):
         known = ", ".join(message.DESCRIPTOR.fields_by_name)
-        problems.append(FieldProblem(path or "job", f"expected a mapping of {known}; got {_shown(values)}"))
+        problems.append(
+            FieldProblem(path or "job", f"expected a mapping of {known}; got {_shown(values)}")
+        )
         return
     fields: Mapping[str, Any] = message.DESCRIPTOR.fields_by_name
     for key, value in values.items():
@@ -108,15 +119,21 @@ def _fill(message: Message, values: Any, path: str, problems: list[FieldProblem]
             _set(message, fields[key], value, where, problems)
 
 
-def _set(message: Message, field: FieldDescriptor, value: Any, where: str, problems: list[FieldProblem]) -> None:
+def _set(
+    message: Message, field: FieldDescriptor, value: Any, where: str, problems: list[FieldProblem]
+) -> None:
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         if not isinstance(value, Mapping):
-            problems.append(FieldProblem(where, f"expected a mapping of names to words; got {_shown(value)}"))
+            problems.append(
+                FieldProblem(where, f"expected a mapping of names to words; got {_shown(value)}")
+            )
             return
         target = getattr(message, field.name)
         for key, item in value.items():
             target[str(key)] = str(item)
-    elif hasattr(getattr(message, field.name), "extend"):  # descriptors name repetition differently by release
+    elif hasattr(
+        getattr(message, field.name), "extend"
+    ):  # descriptors name repetition differently by release
         if not isinstance(value, list | tuple):
             problems.append(FieldProblem(where, f"expected a list; got {_shown(value)}"))
             return
@@ -130,7 +147,9 @@ def _set(message: Message, field: FieldDescriptor, value: Any, where: str, probl
         setattr(message, field.name, scalar)
 
 
-def _add(items: Any, field: FieldDescriptor, value: Any, where: str, problems: list[FieldProblem]) -> None:
+def _add(
+    items: Any, field: FieldDescriptor, value: Any, where: str, problems: list[FieldProblem]
+) -> None:
     if field.message_type is not None:
         _fill(items.add(), value, where, problems)
     elif (scalar := _scalar(field, value, where, problems)) is not None:
@@ -144,14 +163,20 @@ def _scalar(field: FieldDescriptor, value: Any, where: str, problems: list[Field
         if isinstance(value, str) and value in names:
             return names[value]
         problem = f"{_shown(value)} is not one of {', '.join(names)}"
-        problems.append(FieldProblem(where, problem, _suggestion(str(value).lower().rsplit("_", 1)[-1], names)))
+        problems.append(
+            FieldProblem(where, problem, _suggestion(str(value).lower().rsplit("_", 1)[-1], names))
+        )
         return None
     if field.cpp_type in _INTEGERS:
         low, high = _INTEGERS[field.cpp_type]
         number = int(value) if isinstance(value, float) and value.is_integer() else value
         if isinstance(number, int) and not isinstance(number, bool) and low <= number <= high:
             return number
-        problems.append(FieldProblem(where, f"expected a whole number from {low} to {high}; got {_shown(value)}"))
+        problems.append(
+            FieldProblem(
+                where, f"expected a whole number from {low} to {high}; got {_shown(value)}"
+            )
+        )
     elif field.cpp_type in _FLOATS:
         number = _float(value)
         if number is not None and math.isfinite(number):
@@ -164,7 +189,9 @@ def _scalar(field: FieldDescriptor, value: Any, where: str, problems: list[Field
     else:
         if isinstance(value, str):
             return value
-        problems.append(FieldProblem(where, f"expected text; got {_shown(value)}", "put it in quotes"))
+        problems.append(
+            FieldProblem(where, f"expected text; got {_shown(value)}", "put it in quotes")
+        )
     return None
 
 
@@ -192,7 +219,9 @@ def _shown(value: Any) -> str:
 
 
 def _anchor_paths(spec: job_pb2.JobSpec, folder: Path) -> None:
-    """Make the job's paths absolute: driver and nodes run in other folders than the one who wrote the file."""
+    """Make the job's paths absolute: driver and nodes run in other folders than the one who wrote
+    the file.
+    """
     for source in (*spec.trainer.data.sources, *spec.trainer.evaluation.sources):
         source.prefix = _anchored(source.prefix, folder)
     if spec.trainer.data.HasField("tokenizer"):

@@ -1,8 +1,9 @@
 """tanh-GeLU and SwiGLU in Triton, with the bias before them, on columns of wider matrices.
 
-The parallel block's core reads its columns of the merged GEMM's result and writes its columns of the next GEMM's input
-through :func:`write_activation` and :func:`write_gradients`; :func:`activate` is the operator by itself. Bias gradients
-are partial sums over fixed runs of rows, added up in order: no atomics, so they repeat bit for bit.
+The parallel block's core reads its columns of the merged GEMM's result and writes its columns of
+the next GEMM's input through :func:`write_activation` and :func:`write_gradients`; :func:`activate`
+is the operator by itself. Bias gradients are partial sums over fixed runs of rows, added up in
+order: no atomics, so they repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ from megascale_kernels.parameter import Parameter
 
 _ROWS = 8
 _COLUMNS = 256
-# Of the backward: narrow tiles, since a thread holds the bias gradient's sums of its columns from tile to tile.
+# Of the backward: narrow tiles, since a thread holds the bias gradient's sums of its columns from
+# tile to tile.
 _TILE_ROWS, _TILE_COLUMNS = 16, 64
 _STEPS = 8  # tiles one below the other that a program sums the bias gradient over
 
 
 def activate(x: torch.Tensor, bias: Parameter | None, activation: Activation) -> torch.Tensor:
-    """Fused :func:`megascale_kernels.activation.activate`, of float32 or bf16; keeps ``x`` alone for backward."""
+    """Fused :func:`megascale_kernels.activation.activate`, of float32 or bf16; keeps ``x`` alone
+    for backward.
+    """
     value, main_grad = (None, None) if bias is None else (bias.value, bias.main_grad)
     y: torch.Tensor = _Activate.apply(x, value, main_grad, activation)  # type: ignore[no-untyped-call]
     return y
@@ -54,7 +58,9 @@ class _Activate(torch.autograd.Function):
         return d_x, None, None, None
 
 
-def write_activation(y: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> None:
+def write_activation(
+    y: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation
+) -> None:
     """Write the activation of ``x`` + ``bias`` into ``y``.
 
     Args:
@@ -89,9 +95,11 @@ def write_gradients(
     bias: torch.Tensor | None,
     activation: Activation,
 ) -> None:
-    """Write the gradient of ``x`` into ``d_x`` and add that of the bias to ``bias_grad`` (float32, None: no bias).
+    """Write the gradient of ``x`` into ``d_x`` and add that of the bias to ``bias_grad`` (float32,
+    None: no bias).
 
-    Shapes and strides are those of :func:`write_activation`; ``d_x`` is like ``x``, ``d_y`` like ``y``.
+    Shapes and strides are those of :func:`write_activation`; ``d_x`` is like ``x``, ``d_y`` like
+    ``y``.
     """
     x_rows, d_x_rows, d_y_rows = _rows(x), _rows(d_x), _rows(d_y)
     rows, width = d_y_rows.shape
@@ -123,21 +131,29 @@ def write_gradients(
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """[..., width] as [rows, width] without a copy: columns of a contiguous matrix keep its row stride."""
+    """[..., width] as [rows, width] without a copy: columns of a contiguous matrix keep its row
+    stride.
+    """
     rows = x.flatten(0, -2) if x.dim() > 2 else x
-    assert rows.stride(-1) == 1 and rows.data_ptr() == x.data_ptr(), "columns of a contiguous matrix are wanted"
+    assert rows.stride(-1) == 1 and rows.data_ptr() == x.data_ptr(), (
+        "columns of a contiguous matrix are wanted"
+    )
     return rows
 
 
 @triton.jit
 def _gelu_gate(x: tl.tensor) -> tl.tensor:
-    """0.5 (1 + tanh(u)) = sigmoid(2 u) = 1 / (1 + 2^(-2 u log2(e))), with u = sqrt(2/pi) (x + 0.044715 x^3)."""
+    """0.5 (1 + tanh(u)) = sigmoid(2 u) = 1 / (1 + 2^(-2 u log2(e))), with u = sqrt(2/pi) (x +
+    0.044715 x^3).
+    """
     return 1.0 / (1.0 + tl.exp2(x * (-2.3022081985 - 0.1029432396 * (x * x))))
 
 
 @triton.jit
 def _sigmoid(x: tl.tensor) -> tl.tensor:
-    """1 / (1 + 2^(-x log2(e))): fewer instructions than tl.sigmoid, which these kernels are near to waiting for."""
+    """1 / (1 + 2^(-x log2(e))): fewer instructions than tl.sigmoid, which these kernels are near to
+    waiting for.
+    """
     return 1.0 / (1.0 + tl.exp2(-1.4426950409 * x))
 
 
@@ -155,7 +171,9 @@ def _forward_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """One tile [ROWS, COLUMNS] of ``y``; with GATED the columns ``width`` further right in ``x`` are up."""
+    """One tile [ROWS, COLUMNS] of ``y``; with GATED the columns ``width`` further right in ``x``
+    are up.
+    """
     program = tl.program_id(0)
     row = (program // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = (program % across) * COLUMNS + tl.arange(0, COLUMNS)
@@ -167,11 +185,15 @@ def _forward_kernel(
     if GATED:
         up = tl.load(source + width, mask=inside, other=0.0).to(tl.float32)
         if bias is not None:
-            up += tl.load(bias + width + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(bias + width + column, mask=column < width, other=0.0).to(tl.float32)[
+                None, :
+            ]
         result = value * _sigmoid(value) * up
     else:
         result = value * _gelu_gate(value)
-    tl.store(y + row[:, None] * y_stride + column[None, :], result.to(y.dtype.element_ty), mask=inside)
+    tl.store(
+        y + row[:, None] * y_stride + column[None, :], result.to(y.dtype.element_ty), mask=inside
+    )
 
 
 @triton.jit
@@ -193,7 +215,9 @@ def _backward_kernel(
     COLUMNS: tl.constexpr,
     STEPS: tl.constexpr,
 ) -> None:
-    """STEPS tiles one below the other; ``partial`` (None: no bias) gets the sum of their gradients down the rows."""
+    """STEPS tiles one below the other; ``partial`` (None: no bias) gets the sum of their gradients
+    down the rows.
+    """
     program = tl.program_id(0)
     below = (program // across).to(tl.int64)
     column = (program % across) * COLUMNS + tl.arange(0, COLUMNS)
@@ -206,7 +230,9 @@ def _backward_kernel(
         inside = (row[:, None] < rows) & real[None, :]
         source = x + row[:, None] * x_stride + column[None, :]
         target = d_x + row[:, None] * d_x_stride + column[None, :]
-        gradient = tl.load(d_y + row[:, None] * d_y_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        gradient = tl.load(
+            d_y + row[:, None] * d_y_stride + column[None, :], mask=inside, other=0.0
+        ).to(tl.float32)
         value = tl.load(source, mask=inside, other=0.0).to(tl.float32)
         if bias is not None:
             value += tl.load(bias + column, mask=real, other=0.0).to(tl.float32)[None, :]
@@ -228,4 +254,6 @@ def _backward_kernel(
     if partial is not None:
         tl.store(partial + below * partial_stride + column, tl.sum(bias_sum, axis=0), mask=real)
         if GATED:
-            tl.store(partial + below * partial_stride + width + column, tl.sum(up_sum, axis=0), mask=real)
+            tl.store(
+                partial + below * partial_stride + width + column, tl.sum(up_sum, axis=0), mask=real
+            )

@@ -1,8 +1,10 @@
-"""tanh-GeLU and SwiGLU whose result leaves the kernel in FP8, beside what attention found where a block has both.
+"""tanh-GeLU and SwiGLU whose result leaves the kernel in FP8, beside what attention found where a
+block has both.
 
-A program makes a whole row of the output projection's input, so it knows the row's largest magnitude before it writes:
-``rows`` writes FP8 with one scale for each row; ``amax`` writes bf16 and finds the tensor's amax for a second pass.
-Backward is that of :mod:`megascale_kernels.fused.activation`, from the input alone.
+A program makes a whole row of the output projection's input, so it knows the row's largest
+magnitude before it writes: ``rows`` writes FP8 with one scale for each row; ``amax`` writes bf16
+and finds the tensor's amax for a second pass. Backward is that of
+:mod:`megascale_kernels.fused.activation`, from the input alone.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ def activation_operand(
     Args:
         x: [rows, width], for swiglu [rows, 2 width], float32 or bf16; rows of a matrix.
         bias: of the last dimension of ``x``, or None.
-        beside: [rows, others], rows of a matrix: attention's result, which comes first in a row; None: nothing.
+        beside: [rows, others], rows of a matrix: attention's result, which comes first in a row;
+            None: nothing.
 
     Returns:
         [rows, others + width].
@@ -45,7 +48,10 @@ def activation_operand(
 
 
 def activation_with_amax(
-    x: torch.Tensor, bias: torch.Tensor | None, activation: Activation, beside: torch.Tensor | None = None
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: Activation,
+    beside: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same in the dtype of ``x``, and its amax, float32 [1]."""
     result, found = _make(x, bias, activation, beside, x.dtype, power_of_two=False)
@@ -69,15 +75,28 @@ def _make(
     block = triton.next_power_of_2(width)
     _activation_kernel[(rows,)](
         *(x, bias, beside, result, found, width, others),
-        *(x.stride(0), 0 if beside is None else beside.stride(0), LARGEST.get(dtype, 1.0), SMALLEST_AMAX),
-        *(power_of_two, dtype in LARGEST, activation == "swiglu", block, triton.next_power_of_2(max(others, 1))),
+        *(
+            x.stride(0),
+            0 if beside is None else beside.stride(0),
+            LARGEST.get(dtype, 1.0),
+            SMALLEST_AMAX,
+        ),
+        *(
+            power_of_two,
+            dtype in LARGEST,
+            activation == "swiglu",
+            block,
+            triton.next_power_of_2(max(others, 1)),
+        ),
         num_warps=_warps(block),
     )
     return result, found
 
 
 def _warps(block: int) -> int:
-    return 32 if block > 8192 else max(4, block // 1024)  # few rows of a wide matrix are at work at once
+    return (
+        32 if block > 8192 else max(4, block // 1024)
+    )  # few rows of a wide matrix are at work at once
 
 
 @triton.jit
@@ -120,7 +139,9 @@ def _activation_kernel(
     target = result + row * (others + width)
     if beside is not None:
         left = tl.arange(0, OTHERS)
-        first = tl.load(beside + row * beside_stride + left, mask=left < others, other=0.0).to(tl.float32)
+        first = tl.load(beside + row * beside_stride + left, mask=left < others, other=0.0).to(
+            tl.float32
+        )
         largest = tl.maximum(largest, tl.max(magnitude(first), axis=0))
     amax = largest.to(tl.float32, bitcast=True)
     if BY_ROW:

@@ -1,4 +1,6 @@
-"""The AdamW update of a run of parameters in one pass: 16 bytes read and 14 written per parameter of a bf16 model."""
+"""The AdamW update of a run of parameters in one pass: 16 bytes read and 14 written per parameter
+of a bf16 model.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,11 @@ def adamw(
     apply: torch.Tensor,
     update: AdamWUpdate,
 ) -> None:
-    """:func:`megascale_kernels.adamw.adamw`; ``gradient`` stays as it is. Every element is computed alone, in float32.
+    """:func:`megascale_kernels.adamw.adamw`; ``gradient`` stays as it is. Every element is computed
+    alone, in float32.
 
-    Against the same formula in float64 an update of a parameter is off by a few float32 roundings of the parameter and
-    of the step taken.
+    Against the same formula in float64 an update of a parameter is off by a few float32 roundings
+    of the parameter and of the step taken.
     """
     size = gradient.numel()
     correction1, correction2 = update.corrections
@@ -66,7 +69,8 @@ def _kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    # A skipped step has no elements: it reads and writes nothing, and nothing non-finite can get through.
+    # A skipped step has no elements: it reads and writes nothing, and nothing non-finite can get
+    # through.
     inside = index < tl.where(tl.load(apply) != 0, size, 0)
     masters = states + index
     means = masters + stride

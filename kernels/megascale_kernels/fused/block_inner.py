@@ -1,11 +1,14 @@
-"""The core of a block without copies: attention and activation meet in one matrix, and their gradients in another.
+"""The core of a block without copies: attention and activation meet in one matrix, and their
+gradients in another.
 
-Two autograd nodes stand round the attention. ``_Open`` reads q, k and v (bias, rotary) from the input GEMM's result
-and makes the output GEMM's input, still empty; attention runs between the two as itself; ``_Close`` fills the columns
-of that matrix: the attention's result is copied once, the activation writes its own. Backward passes the matrix'
-gradient through ``_Close`` whole, and ``_Open`` writes the gradients of q, k, v and of the activation into the columns
-of one gradient. Nothing is concatenated or cut. What backward needs is kept by ``_Open`` and by the attention, so that
-recomputing the core (torch.utils.checkpoint) ends before ``_Close``: neither activation nor copy is done again.
+Two autograd nodes stand round the attention. ``_Open`` reads q, k and v (bias, rotary) from the
+input GEMM's result and makes the output GEMM's input, still empty; attention runs between the two
+as itself; ``_Close`` fills the columns of that matrix: the attention's result is copied once, the
+activation writes its own. Backward passes the matrix' gradient through ``_Close`` whole, and
+``_Open`` writes the gradients of q, k, v and of the activation into the columns of one gradient.
+Nothing is concatenated or cut. What backward needs is kept by ``_Open`` and by the attention, so
+that recomputing the core (torch.utils.checkpoint) ends before ``_Close``: neither activation nor
+copy is done again.
 """
 
 from __future__ import annotations
@@ -97,7 +100,9 @@ class _Close(torch.autograd.Function):
         write_plain(joined, attended)
         if activation is not None:
             own = None if bias is None else bias[heads.width :]
-            write_activation(joined[..., heads.query * heads.size :], inputs[..., heads.width :], own, activation)
+            write_activation(
+                joined[..., heads.query * heads.size :], inputs[..., heads.width :], own, activation
+            )
         ctx.mark_dirty(joined)
         ctx.heads, ctx.by_position = heads, by_position
         return joined

@@ -1,8 +1,8 @@
 """Vocabulary-parallel cross entropy in two kernels, each of which passes once over the logits.
 
-Forward reads a row and keeps its maximum and sum of exponentials as it goes (Milakov and Gimelshein, arXiv
-1805.02867); backward reads the logits and writes their gradient in the same place. No tensor but the logits themselves
-has their size. No atomics: the result is repeatable.
+Forward reads a row and keeps its maximum and sum of exponentials as it goes (Milakov and
+Gimelshein, arXiv 1805.02867); backward reads the logits and writes their gradient in the same
+place. No tensor but the logits themselves has their size. No atomics: the result is repeatable.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from megascale_kernels.cross_entropy import Reduce, joined
 
 _BLOCK = 2048  # columns at a time: 16 per thread of 4 warps, two wide loads of bf16
 _WARPS = 4
-_LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x - m) as 2^(x log2(e) - m log2(e)): one instruction and the power
+_LOG2_E = tl.constexpr(
+    1.4426950408889634
+)  # exp(x - m) as 2^(x log2(e) - m log2(e)): one instruction and the power
 
 
 def cross_entropy(
@@ -26,11 +28,17 @@ def cross_entropy(
     reduce_max: Reduce,
     reduce_sum: Reduce,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`megascale_kernels.cross_entropy.cross_entropy`, computed in float32; rows of ``logits`` are contiguous."""
-    return joined(logits, targets, first_column, columns, reduce_max, reduce_sum, _statistics, _gradient)
+    """:func:`megascale_kernels.cross_entropy.cross_entropy`, computed in float32; rows of
+    ``logits`` are contiguous.
+    """
+    return joined(
+        logits, targets, first_column, columns, reduce_max, reduce_sum, _statistics, _gradient
+    )
 
 
-def _statistics(logits: torch.Tensor, local: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _statistics(
+    logits: torch.Tensor, local: torch.Tensor, columns: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, width = logits.shape
     found = torch.empty((3, tokens), dtype=torch.float32, device=logits.device)
     _statistics_kernel[(tokens,)](
@@ -78,21 +86,24 @@ def _statistics_kernel(
 ) -> None:
     row = tl.program_id(0)
     start = logits + row.to(tl.int64) * stride
-    # Neither -inf nor what log2(e) times more is: of logits of -inf that would make -inf - -inf. A NaN is lost to the
-    # maximum but not to the sum.
+    # Neither -inf nor what log2(e) times more is: of logits of -inf that would make -inf - -inf. A
+    # NaN is lost to the maximum but not to the sum.
     highest = tl.full((), -1e38, tl.float32)
     weight = tl.full((), 0.0, tl.float32)
     for first in range(0, columns, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        # padding is read and thrown away: the width is a multiple of wide loads, the number of real columns need not be
+        # padding is read and thrown away: the width is a multiple of wide loads, the number of real
+        # columns need not be
         x = tl.load(start + column, mask=column < width, other=0.0).to(tl.float32)
         if first + BLOCK > columns:
             x = tl.where(column < columns, x, float("-inf"))
         higher = tl.maximum(highest, tl.max(x, axis=0))
         shift = higher * _LOG2_E
-        # The factor is exactly 1 where the maximum stays. Two products, fused into the subtraction, would differ in
-        # their last bit, and with the same sign at every step.
-        weight = weight * tl.exp2((highest - higher) * _LOG2_E) + tl.sum(tl.exp2(x * _LOG2_E - shift), axis=0)
+        # The factor is exactly 1 where the maximum stays. Two products, fused into the subtraction,
+        # would differ in their last bit, and with the same sign at every step.
+        weight = weight * tl.exp2((highest - higher) * _LOG2_E) + tl.sum(
+            tl.exp2(x * _LOG2_E - shift), axis=0
+        )
         highest = higher
     index = tl.load(local + row)
     logit = tl.load(start + index, mask=(index >= 0) & (index < columns), other=0.0).to(tl.float32)
@@ -120,7 +131,11 @@ def _gradient_kernel(
     x = tl.load(place, mask=column < width, other=0.0).to(tl.float32)
     x = tl.where(column < columns, x, float("-inf"))
     of_loss = tl.load(d_loss + row)
-    share = (of_loss + tl.load(d_log_z + row)) / tl.load(total + row)  # a division per row, not per logit
+    share = (of_loss + tl.load(d_log_z + row)) / tl.load(
+        total + row
+    )  # a division per row, not per logit
     is_target = (column == tl.load(local + row)) & (column < columns)
-    gradient = tl.exp2(x * _LOG2_E - tl.load(maximum + row) * _LOG2_E) * share - tl.where(is_target, of_loss, 0.0)
+    gradient = tl.exp2(x * _LOG2_E - tl.load(maximum + row) * _LOG2_E) * share - tl.where(
+        is_target, of_loss, 0.0
+    )
     tl.store(place, gradient.to(logits.dtype.element_ty), mask=column < width)

@@ -1,8 +1,9 @@
-"""LayerNorm and RMSNorm in Triton, each with the residual addition before it; one pass over the rows either way.
+"""LayerNorm and RMSNorm in Triton, each with the residual addition before it; one pass over the
+rows either way.
 
-Weight and bias gradients are summed without atomics: every program of the backward sums a fixed run of rows, and one
-reduction adds those partial sums in order. So they repeat bit for bit. There are few programs, as many as the device
-runs at once: each writes two float32 rows of partial sums.
+Weight and bias gradients are summed without atomics: every program of the backward sums a fixed run
+of rows, and one reduction adds those partial sums in order. So they repeat bit for bit. There are
+few programs, as many as the device runs at once: each writes two float32 rows of partial sums.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from megascale_kernels.norm import Kind
 from megascale_kernels.parameter import Parameter
 
 _PROCESSORS = 132  # of a Hopper GPU
-_TWO = 8192  # up to this width a multiprocessor runs two programs of the backward: one loads while the other sums
+# up to this width a multiprocessor runs two programs of the backward: one loads while the other
+# sums
+_TWO = 8192
 
 
 def norm(
@@ -38,7 +41,15 @@ def norm(
     value, main_grad = (None, None) if bias is None else (bias.value, bias.main_grad)
     shift = (total_value(added), [one.main_grad for one in added]) if added else (None, ())
     stream, normed = _Norm.apply(  # type: ignore[no-untyped-call]
-        x, residual, weight.value, weight.main_grad, value, main_grad, kind == "layernorm", epsilon, *shift
+        x,
+        residual,
+        weight.value,
+        weight.main_grad,
+        value,
+        main_grad,
+        kind == "layernorm",
+        epsilon,
+        *shift,
     )
     return stream, normed
 
@@ -79,7 +90,9 @@ class _Norm(torch.autograd.Function):
         return stream, normed
 
     @staticmethod
-    def backward(ctx: Any, d_stream: torch.Tensor | None, d_normed: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: Any, d_stream: torch.Tensor | None, d_normed: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         x, weight, mean, scale = ctx.saved_tensors
         weight_grad, bias_grad = ctx.main_grads
         rows, width = scale.numel(), x.shape[-1]
@@ -133,7 +146,9 @@ def _forward_kernel(
     epsilon: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One row: [width] contiguous; ``mean`` None: root mean square; ``residual``, ``shift`` None: no addition."""
+    """One row: [width] contiguous; ``mean`` None: root mean square; ``residual``, ``shift`` None:
+    no addition.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -174,7 +189,9 @@ def _backward_kernel(
     each: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """``each`` rows in turn; their share of the weight's and the bias's gradient is row ``program`` of the partials."""
+    """``each`` rows in turn; their share of the weight's and the bias's gradient is row ``program``
+    of the partials.
+    """
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -190,18 +207,27 @@ def _backward_kernel(
             average = tl.load(mean + row, mask=row < rows, other=0.0)
         if d_stream is not None:  # asked for with the others, not after the sums of the row
             straight = tl.load(d_stream + at, mask=here, other=0.0)
-        value = (tl.load(x + at, mask=here, other=0.0, eviction_policy="evict_last").to(tl.float32) - average) * inverse
-        gradient = tl.load(d_normed + at, mask=here, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        value = (
+            tl.load(x + at, mask=here, other=0.0, eviction_policy="evict_last").to(tl.float32)
+            - average
+        ) * inverse
+        gradient = tl.load(d_normed + at, mask=here, other=0.0, eviction_policy="evict_last").to(
+            tl.float32
+        )
         gradient *= tl.load(weight + column, mask=here, other=0.0).to(tl.float32)
         slope = tl.sum(gradient * value, axis=0) / width
         shift = 0.0
         if mean is not None:
             shift = tl.sum(gradient, axis=0) / width
-        # A row is read again from the cache: registers that hold the sums of a wide row hold little else.
+        # A row is read again from the cache: registers that hold the sums of a wide row hold little
+        # else.
         value = (
-            tl.load(x + at, mask=here, other=0.0, eviction_policy="evict_first").to(tl.float32) - average
+            tl.load(x + at, mask=here, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            - average
         ) * inverse
-        gradient = tl.load(d_normed + at, mask=here, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        gradient = tl.load(d_normed + at, mask=here, other=0.0, eviction_policy="evict_first").to(
+            tl.float32
+        )
         weight_sum += gradient * value
         if d_bias is not None:
             bias_sum += gradient

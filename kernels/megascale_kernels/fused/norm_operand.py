@@ -3,11 +3,13 @@
 A program has a whole row, so it knows the row's largest magnitude before it writes:
 
 - ``rows``: FP8 with one scale for each row, no other pass over the tensor;
-- ``given``: FP8 under one scale that was known before. No row can exceed that of :func:`norm_bound`, since a normalised
-  row of width H has no value above sqrt(H): no pass, and no amax for a tensor-parallel group to agree on;
+- ``given``: FP8 under one scale that was known before. No row can exceed that of
+  :func:`norm_bound`, since a normalised row of width H has no value above sqrt(H): no pass, and no
+  amax for a tensor-parallel group to agree on;
 - ``amax``: bf16 and the tensor's amax, for current scaling of the tensor in a second pass.
 
-Backward needs no FP8: it is that of :mod:`megascale_kernels.fused.norm`, from the stream and the rows' statistics.
+Backward needs no FP8: it is that of :mod:`megascale_kernels.fused.norm`, from the stream and the
+rows' statistics.
 """
 
 from __future__ import annotations
@@ -34,8 +36,10 @@ class Normed:
     Args:
         stream: [rows, H], ``x`` + biases + residual; ``x`` itself without a residual.
         operand: [rows, H] in FP8; None in the form ``amax``.
-        normed, amax: [rows, H] in the dtype of ``x`` and float32 [1], in the form ``amax``; else None.
-        mean, inverse: float32 [rows], what backward needs: the mean (None: root mean square) and 1 / deviation.
+        normed, amax: [rows, H] in the dtype of ``x`` and float32 [1], in the form ``amax``; else
+            None.
+        mean, inverse: float32 [rows], what backward needs: the mean (None: root mean square) and 1
+            / deviation.
     """
 
     stream: torch.Tensor
@@ -47,7 +51,9 @@ class Normed:
 
 
 def norm_bound(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """float32 [1]: no value of a norm with these weights and biases [H] is larger; to be found once a step."""
+    """float32 [1]: no value of a norm with these weights and biases [H] is larger; to be found once
+    a step.
+    """
     largest = weight.detach().abs().amax().float() * math.sqrt(weight.shape[0])
     if bias is not None:
         largest = largest + bias.detach().abs().amax().float()
@@ -74,7 +80,8 @@ def norm_operand(
         x, residual: [rows, H], contiguous, float32 or bf16.
         shift: [H], added with the residual (biases of the projection before); None without.
         weight, bias: [H].
-        scale: float32 [1], of the form ``given`` alone; values beyond it are limited to FP8's largest.
+        scale: float32 [1], of the form ``given`` alone; values beyond it are limited to FP8's
+            largest.
         power_of_two: scales of rows are rounded up to powers of two.
 
     Raises:
@@ -90,10 +97,26 @@ def norm_operand(
     found = None if form == "given" else torch.empty_like(inverse)
     block = triton.next_power_of_2(width)
     _norm_kernel[(rows,)](
-        *(x, residual, shift, weight, bias, stream, result, mean, inverse, found, scale, width, epsilon),
+        *(
+            x,
+            residual,
+            shift,
+            weight,
+            bias,
+            stream,
+            result,
+            mean,
+            inverse,
+            found,
+            scale,
+            width,
+            epsilon,
+        ),
         *(LARGEST[dtype], SMALLEST_AMAX, power_of_two, form == "rows", block),
         num_warps=_warps(block),
-        maxnreg=128 if block > 8192 else None,  # of 65536 for two programs of a wide row: one loads, one computes
+        maxnreg=128
+        if block > 8192
+        else None,  # of 65536 for two programs of a wide row: one loads, one computes
     )
     if form == "amax":
         assert found is not None
@@ -128,7 +151,9 @@ def _norm_kernel(
     BY_ROW: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One row. ``scale``: the tensor's, given; else ``found`` gets the row's scale (BY_ROW) or its amax."""
+    """One row. ``scale``: the tensor's, given; else ``found`` gets the row's scale (BY_ROW) or its
+    amax.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -159,5 +184,8 @@ def _norm_kernel(
         result = to_fp8(result, tl.div_rn(1.0, factor), LARGEST, normed.dtype.element_ty)
     else:
         result = result.to(normed.dtype.element_ty)
-        tl.store(found + row, tl.max(magnitude(result.to(tl.float32)), axis=0).to(tl.float32, bitcast=True))
+        tl.store(
+            found + row,
+            tl.max(magnitude(result.to(tl.float32)), axis=0).to(tl.float32, bitcast=True),
+        )
     tl.store(normed + at, result, mask=inside)

@@ -1,6 +1,8 @@
-"""Gradients of biases and norm weights: partial sums over fixed runs of rows, then one addition into ``main_grad``.
+"""Gradients of biases and norm weights: partial sums over fixed runs of rows, then one addition
+into ``main_grad``.
 
-What the programs of a kernel found is added in a fixed order: no atomics, so a gradient repeats bit for bit.
+What the programs of a kernel found is added in a fixed order: no atomics, so a gradient repeats bit
+for bit.
 """
 
 from __future__ import annotations
@@ -13,7 +15,11 @@ import triton.language as tl
 
 _ROWS = 64
 _COLUMNS = 64
-_TILE_ROWS, _TILE_COLUMNS, _STEPS = 32, 64, 4  # a tile of the first pass, and how many a program adds up
+_TILE_ROWS, _TILE_COLUMNS, _STEPS = (
+    32,
+    64,
+    4,
+)  # a tile of the first pass, and how many a program adds up
 
 
 def add_partial_sums(main_grad: torch.Tensor, partial: torch.Tensor) -> None:
@@ -23,7 +29,9 @@ def add_partial_sums(main_grad: torch.Tensor, partial: torch.Tensor) -> None:
 
 
 def add_column_sums(main_grads: Sequence[torch.Tensor], x: torch.Tensor) -> None:
-    """Each of ``main_grads`` (float32 [width]) += the sum over the rows of ``x`` (contiguous [..., width])."""
+    """Each of ``main_grads`` (float32 [width]) += the sum over the rows of ``x`` (contiguous [...,
+    width]).
+    """
     width = x.shape[-1]
     rows = x.numel() // width
     columns = min(_TILE_COLUMNS, triton.next_power_of_2(width))
@@ -53,7 +61,9 @@ def _column_kernel(
     for step in range(STEPS):
         row = (below * STEPS + step) * ROWS + tl.arange(0, ROWS)
         inside = (row[:, None] < rows) & real[None, :]
-        total += tl.load(x + row[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(x + row[:, None] * width + column[None, :], mask=inside, other=0.0).to(
+            tl.float32
+        )
     tl.store(partial + below * width + column, tl.sum(total, axis=0), mask=real)
 
 

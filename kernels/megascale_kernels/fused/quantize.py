@@ -1,8 +1,9 @@
-"""Casts to FP8 in Triton: the operands of :mod:`megascale_kernels.quantize` in as few passes as there can be.
+"""Casts to FP8 in Triton: the operands of :mod:`megascale_kernels.quantize` in as few passes as
+there can be.
 
-- :func:`amax` reads a tensor; producers that know their result's amax spare that pass (see the fused norm and
-  activation for operands). Largest magnitudes are found as integers, in which a float's order is kept and NaN is
-  largest, per program, and then over programs: no atomics.
+- :func:`amax` reads a tensor; producers that know their result's amax spare that pass (see the
+  fused norm and activation for operands). Largest magnitudes are found as integers, in which a
+  float's order is kept and NaN is largest, per program, and then over programs: no atomics.
 - :func:`quantize` reads bf16 and writes FP8 and its transposed copy in one pass.
 - :func:`quantize_rows` needs no amax: a program has a whole row.
 - :func:`transpose` makes the copy from FP8 alone: two bytes a value instead of three.
@@ -20,13 +21,16 @@ from megascale_kernels.quantize import E4M3, LARGEST, SMALLEST_AMAX, Operand
 
 _ELEMENTS, _STEPS = 4096, 8  # of the amax: a block, and how many a program looks through
 _PARTIALS = 4096
-# Of a cast, and of a transposed copy alone: small tiles, since a tile passes through shared memory once and many fit.
+# Of a cast, and of a transposed copy alone: small tiles, since a tile passes through shared memory
+# once and many fit.
 _TILE, _TILE_FLIPPED = (64, 128), (128, 64)
 _TILE_WARPS = 4
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
-    """float32 [1]: the largest magnitude of ``x`` (float32 or bf16, contiguous), NaN if there is one."""
+    """float32 [1]: the largest magnitude of ``x`` (float32 or bf16, contiguous), NaN if there is
+    one.
+    """
     count = x.numel()
     programs = triton.cdiv(count, _ELEMENTS * _STEPS)
     partial = torch.empty(programs, dtype=torch.float32, device=x.device)
@@ -35,7 +39,9 @@ def amax(x: torch.Tensor) -> torch.Tensor:
 
 
 def largest_of(partial: torch.Tensor) -> torch.Tensor:
-    """float32 [1]: the largest of ``partial`` (float32 magnitudes, contiguous), NaN if there is one."""
+    """float32 [1]: the largest of ``partial`` (float32 magnitudes, contiguous), NaN if there is
+    one.
+    """
     found = torch.empty(1, dtype=torch.float32, device=partial.device)
     block = min(_PARTIALS, triton.next_power_of_2(partial.numel()))
     _largest_kernel[(1,)](partial, found, partial.numel(), block, num_warps=8)
@@ -51,10 +57,12 @@ def quantize(
     straight: bool = True,
     transposed: bool = True,
 ) -> Operand:
-    """``x`` [rows, columns] (float32 or bf16, rows of a matrix) under one scale, that of ``amax`` (float32 [1]).
+    """``x`` [rows, columns] (float32 or bf16, rows of a matrix) under one scale, that of ``amax``
+    (float32 [1]).
 
     Args:
-        straight: with the data itself; where False, the operand's ``data`` is empty, for products over the rows alone.
+        straight: with the data itself; where False, the operand's ``data`` is empty, for products
+            over the rows alone.
         transposed: with a transposed copy, from the same pass.
     """
     rows, columns = x.shape
@@ -66,7 +74,11 @@ def quantize(
 
 
 def quantize_rows(
-    x: torch.Tensor, dtype: torch.dtype = E4M3, *, power_of_two: bool = True, transposed: bool = False
+    x: torch.Tensor,
+    dtype: torch.dtype = E4M3,
+    *,
+    power_of_two: bool = True,
+    transposed: bool = False,
 ) -> Operand:
     """``x`` [rows, columns] (float32 or bf16, rows of a matrix) with one scale for each row."""
     rows, columns = x.shape
@@ -75,7 +87,16 @@ def quantize_rows(
     block = triton.next_power_of_2(columns)
     warps = 16 if block > 16384 else 8
     _rows_kernel[(rows,)](
-        x, data, scale, columns, x.stride(0), LARGEST[dtype], SMALLEST_AMAX, power_of_two, block, num_warps=warps
+        x,
+        data,
+        scale,
+        columns,
+        x.stride(0),
+        LARGEST[dtype],
+        SMALLEST_AMAX,
+        power_of_two,
+        block,
+        num_warps=warps,
     )
     operand = Operand(data, scale)
     return transpose(operand) if transposed else operand
@@ -121,7 +142,9 @@ def magnitude(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def scale_from(amax: tl.tensor, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POWER_OF_TWO: tl.constexpr) -> tl.tensor:
+def scale_from(
+    amax: tl.tensor, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POWER_OF_TWO: tl.constexpr
+) -> tl.tensor:
     """:func:`megascale_kernels.quantize.scale_of`."""
     scale = tl.maximum(amax, SMALLEST) * (1.0 / LARGEST)
     if POWER_OF_TWO:
@@ -131,7 +154,9 @@ def scale_from(amax: tl.tensor, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, P
 
 
 @triton.jit
-def to_fp8(x: tl.tensor, inverse: tl.tensor, LARGEST: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
+def to_fp8(
+    x: tl.tensor, inverse: tl.tensor, LARGEST: tl.constexpr, DTYPE: tl.constexpr
+) -> tl.tensor:
     """``x`` * ``inverse``, limited to the range of DTYPE; NaN stays NaN."""
     return tl.clamp(x * inverse, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL).to(DTYPE)
 
@@ -150,7 +175,9 @@ def _amax_kernel(
 
 
 @triton.jit
-def _largest_kernel(partial: tl.tensor, largest: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr) -> None:
+def _largest_kernel(
+    partial: tl.tensor, largest: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr
+) -> None:
     found = tl.zeros([BLOCK], dtype=tl.int32)
     for first in range(0, count, BLOCK):
         at = first + tl.arange(0, BLOCK)
@@ -178,8 +205,8 @@ def _cast_kernel(
 ) -> None:
     """One tile of ``x``, in FP8 to ``data`` and to ``flipped`` (None: not wanted).
 
-    With ``amax`` the scale follows from it and is written; without, ``scale`` is given: with ``row_scale`` ``x`` is
-    FP8 with scales of rows, else it is FP8 under ``scale`` already.
+    With ``amax`` the scale follows from it and is written; without, ``scale`` is given: with
+    ``row_scale`` ``x`` is FP8 with scales of rows, else it is FP8 under ``scale`` already.
     """
     program = tl.program_id(0)
     row = (program // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -204,7 +231,9 @@ def _cast_kernel(
     if data is not None:
         tl.store(data + row[:, None] * columns + column[None, :], result, mask=inside)
     if flipped is not None:
-        tl.store(flipped + column[:, None] * rows + row[None, :], tl.trans(result), mask=tl.trans(inside))
+        tl.store(
+            flipped + column[:, None] * rows + row[None, :], tl.trans(result), mask=tl.trans(inside)
+        )
 
 
 @triton.jit

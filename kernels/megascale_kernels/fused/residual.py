@@ -1,7 +1,8 @@
-"""The residual addition with the output projection's biases in Triton: one pass, and one over the gradient.
+"""The residual addition with the output projection's biases in Triton: one pass, and one over the
+gradient.
 
-The biases' gradient is the sum of the stream's over the tokens: partial sums over fixed runs of rows, added up in
-order, so they repeat bit for bit.
+The biases' gradient is the sum of the stream's over the tokens: partial sums over fixed runs of
+rows, added up in order, so they repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -38,11 +39,17 @@ def total_value(biases: Sequence[Parameter]) -> torch.Tensor:
 class _Add(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, stream: torch.Tensor, x: torch.Tensor, shift: torch.Tensor, main_grads: Sequence[torch.Tensor]
+        ctx: Any,
+        stream: torch.Tensor,
+        x: torch.Tensor,
+        shift: torch.Tensor,
+        main_grads: Sequence[torch.Tensor],
     ) -> torch.Tensor:
         stream, x = stream.contiguous(), x.contiguous()
         total, count = torch.empty_like(x), x.numel()
-        _add_kernel[(triton.cdiv(count, _ELEMENTS),)](stream, x, shift, total, count, x.shape[-1], _ELEMENTS)
+        _add_kernel[(triton.cdiv(count, _ELEMENTS),)](
+            stream, x, shift, total, count, x.shape[-1], _ELEMENTS
+        )
         ctx.main_grads = main_grads
         return total
 

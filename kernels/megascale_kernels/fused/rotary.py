@@ -1,8 +1,10 @@
-"""Rotary embedding with the split of q, k and v in Triton: GEMM columns to contiguous heads, and gradients back.
+"""Rotary embedding with the split of q, k and v in Triton: GEMM columns to contiguous heads, and
+gradients back.
 
-A program handles some positions of one sequence and a few heads, all of q, of k or of v, so that it reads the angles
-once. One launch does all three; the attention's result and its gradient pass through the same kernels, unturned. Bias
-gradients are partial sums over fixed runs of positions, added up in order: no atomics, so they repeat bit for bit.
+A program handles some positions of one sequence and a few heads, all of q, of k or of v, so that it
+reads the angles once. One launch does all three; the attention's result and its gradient pass
+through the same kernels, unturned. Bias gradients are partial sums over fixed runs of positions,
+added up in order: no atomics, so they repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -30,15 +32,19 @@ def read_heads(
     *,
     by_position: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v from ``inputs`` + ``bias``, [B, heads, S, d] each and contiguous; q and k rotated by ``table``.
+    """q, k and v from ``inputs`` + ``bias``, [B, heads, S, d] each and contiguous; q and k rotated
+    by ``table``.
 
     Args:
-        inputs: [S, B, at least heads.width]: the columns of q, k, v, then others; the last stride is 1.
+        inputs: [S, B, at least heads.width]: the columns of q, k, v, then others; the last stride
+            is 1.
         bias: as wide as ``inputs``, or None.
         by_position: they lie as contiguous [B, S, heads, d] in memory instead.
     """
     q = _empty_heads(inputs, heads.query, heads.size, by_position=by_position)
-    k, v = (_empty_heads(inputs, heads.key_value, heads.size, by_position=by_position) for _ in range(2))
+    k, v = (
+        _empty_heads(inputs, heads.key_value, heads.size, by_position=by_position) for _ in range(2)
+    )
     _read(inputs, bias, (q, k, v), heads, table, by_position=by_position)
     return q, k, v
 
@@ -54,8 +60,10 @@ def write_head_gradients(
 
     Args:
         d_inputs: like ``inputs`` there.
-        bias_grad: float32 [at least heads.width]: the sum over tokens is added to its front; None without a bias.
-        gradients: of q, k and v, [B, heads, S, d] each, in any layout; it is best if the last stride is 1.
+        bias_grad: float32 [at least heads.width]: the sum over tokens is added to its front; None
+            without a bias.
+        gradients: of q, k and v, [B, heads, S, d] each, in any layout; it is best if the last
+            stride is 1.
     """
     partial = None
     if bias_grad is not None:
@@ -66,26 +74,38 @@ def write_head_gradients(
         add_partial_sums(bias_grad[: heads.width], partial)
 
 
-def read_plain(columns: torch.Tensor, number: int, size: int, *, by_position: bool = False) -> torch.Tensor:
-    """[S, B, at least number * size] to heads [B, number, S, size]: a copy of the first columns, laid out as above."""
+def read_plain(
+    columns: torch.Tensor, number: int, size: int, *, by_position: bool = False
+) -> torch.Tensor:
+    """[S, B, at least number * size] to heads [B, number, S, size]: a copy of the first columns,
+    laid out as above.
+    """
     out = _empty_heads(columns, number, size, by_position=by_position)
     _read(columns, None, (out, out, out), Heads(number, 0, size), None, by_position=by_position)
     return out
 
 
 def write_plain(columns: torch.Tensor, heads: torch.Tensor) -> None:
-    """The way back of :func:`read_plain`: heads [B, number, S, size], in any layout, into the first columns."""
+    """The way back of :func:`read_plain`: heads [B, number, S, size], in any layout, into the first
+    columns.
+    """
     _write(columns, None, (heads, heads, heads), Heads(heads.shape[1], 0, heads.shape[3]), None)
 
 
 _Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _empty_heads(columns: torch.Tensor, number: int, size: int, *, by_position: bool) -> torch.Tensor:
-    """[B, number, S, size] for columns [S, B, ...]; not a view even by position: autograd treats views apart."""
+def _empty_heads(
+    columns: torch.Tensor, number: int, size: int, *, by_position: bool
+) -> torch.Tensor:
+    """[B, number, S, size] for columns [S, B, ...]; not a view even by position: autograd treats
+    views apart.
+    """
     sequence, batch = columns.shape[:2]
     head, position = (size, number * size) if by_position else (sequence * size, size)
-    return columns.new_empty_strided((batch, number, sequence, size), (number * sequence * size, head, position, 1))
+    return columns.new_empty_strided(
+        (batch, number, sequence, size), (number * sequence * size, head, position, 1)
+    )
 
 
 def _read(
@@ -114,7 +134,11 @@ def _read(
 
 
 def _write(
-    columns: torch.Tensor, partial: torch.Tensor | None, given: _Three, heads: Heads, table: RotaryTable | None
+    columns: torch.Tensor,
+    partial: torch.Tensor | None,
+    given: _Three,
+    heads: Heads,
+    table: RotaryTable | None,
 ) -> None:
     q, k, v = (one if one.stride(-1) == 1 else one.contiguous() for one in given)
     sizes = _sizes(heads, table)
@@ -134,14 +158,17 @@ def _write(
     )
 
 
-def _grid(columns: torch.Tensor, heads: Heads, sizes: tuple[int, int, int, int, int]) -> tuple[int, int, int]:
+def _grid(
+    columns: torch.Tensor, heads: Heads, sizes: tuple[int, int, int, int, int]
+) -> tuple[int, int, int]:
     sequence, batch = columns.shape[:2]
     *_, positions, group = sizes
     return triton.cdiv(sequence, positions), (heads.query + 2 * heads.key_value) // group, batch
 
 
 def _sizes(heads: Heads, table: RotaryTable | None) -> tuple[int, int, int, int, int]:
-    """SIZE, HALF, BLOCK, POSITIONS and GROUP of a kernel; a head of odd size has one column less in its upper half.
+    """SIZE, HALF, BLOCK, POSITIONS and GROUP of a kernel; a head of odd size has one column less in
+    its upper half.
 
     The heads of one program are as many as divide those of q and those of k and v.
     """
@@ -179,7 +206,8 @@ def _read_kernel(
     GROUP: tl.constexpr,
     BY_POSITION: tl.constexpr,
 ) -> None:
-    """POSITIONS of GROUP heads of one sequence: [S, B, heads * SIZE] to [B, heads, S, SIZE]; ``cos`` None: unturned.
+    """POSITIONS of GROUP heads of one sequence: [S, B, heads * SIZE] to [B, heads, S, SIZE];
+    ``cos`` None: unturned.
 
     BY_POSITION: to [B, S, heads, SIZE].
     """
@@ -199,7 +227,9 @@ def _read_kernel(
     upper = here & (pair[None, :] < SIZE - HALF)
     if cos is not None:
         angle = (position[:, None] * batch + b) * HALF + pair[None, :]
-        turned = here & (pair[None, :] < tl.where(of_all < query + key_value, HALF, 0))  # v: by no angle
+        turned = here & (
+            pair[None, :] < tl.where(of_all < query + key_value, HALF, 0)
+        )  # v: by no angle
         c = tl.load(cos + angle, mask=turned, other=1.0)
         s = tl.load(sin + angle, mask=turned, other=0.0)
     for step in range(GROUP):
@@ -209,7 +239,9 @@ def _read_kernel(
         second = tl.load(source + HALF, mask=upper, other=0.0).to(tl.float32)
         if bias is not None:
             first += tl.load(bias + column, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
-            second += tl.load(bias + column + HALF, mask=pair < SIZE - HALF, other=0.0).to(tl.float32)[None, :]
+            second += tl.load(bias + column + HALF, mask=pair < SIZE - HALF, other=0.0).to(
+                tl.float32
+            )[None, :]
         if cos is not None:
             rotated = first * c - second * s
             second = second * c + first * s
@@ -252,7 +284,9 @@ def _write_kernel(
     POSITIONS: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> None:
-    """The way back of :func:`_read_kernel`, turned the other way; ``partial`` (None: no bias) gets the sum of rows."""
+    """The way back of :func:`_read_kernel`, turned the other way; ``partial`` (None: no bias) gets
+    the sum of rows.
+    """
     b = tl.program_id(2).to(tl.int64)
     of_all = tl.program_id(1) * GROUP
     position = tl.program_id(0).to(tl.int64) * POSITIONS + tl.arange(0, POSITIONS)
@@ -270,7 +304,9 @@ def _write_kernel(
     upper = here & (pair[None, :] < SIZE - HALF)
     if cos is not None:
         angle = (position[:, None] * batch + b) * HALF + pair[None, :]
-        turned = here & (pair[None, :] < tl.where(of_all < query + key_value, HALF, 0))  # v: by no angle
+        turned = here & (
+            pair[None, :] < tl.where(of_all < query + key_value, HALF, 0)
+        )  # v: by no angle
         c = tl.load(cos + angle, mask=turned, other=1.0)
         s = tl.load(sin + angle, mask=turned, other=0.0)
     for step in range(GROUP):

@@ -1,6 +1,7 @@
 """A high-priority stream beside the current one, for transfers that computation hides.
 
-On a CPU there is none, and what is written first runs first. "Main" is the stream that is current for the caller.
+On a CPU there is none, and what is written first runs first. "Main" is the stream that is current
+for the caller.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ _HIGH_PRIORITY = -1
 
 
 class SideStream:
-    """The stream; order between it and main is made by the calls below alone, on the device, never on the host."""
+    """The stream; order between it and main is made by the calls below alone, on the device, never
+    on the host.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream: torch.cuda.Stream | None = None
@@ -28,7 +31,9 @@ class SideStream:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Give the body's work to the side stream. The body allocates nothing: memory belongs to a stream."""
+        """Give the body's work to the side stream. The body allocates nothing: memory belongs to a
+        stream.
+        """
         if self._stream is None:
             yield
             return

@@ -1,7 +1,7 @@
 """The checkpoint daemon of one node: ``python -m megascale_checkpoint``.
 
-It ends with its parent, at once. On SIGTERM it lets what is being persisted end for a short while, then removes its
-staging memory. After SIGKILL the next daemon of the same node removes it.
+It ends with its parent, at once. On SIGTERM it lets what is being persisted end for a short while,
+then removes its staging memory. After SIGKILL the next daemon of the same node removes it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,11 @@ def main(arguments: list[str] | None = None) -> None:
     logs.configure("checkpoint")
     try:
         staging = StagingFolder(
-            options.staging_folder, options.cluster, options.node, options.incarnation, options.staging_limit_bytes
+            options.staging_folder,
+            options.cluster,
+            options.node,
+            options.incarnation,
+            options.staging_limit_bytes,
         )
     except CheckpointError as error:
         print(f"the checkpoint daemon cannot start: {error}", file=sys.stderr)
@@ -91,7 +95,9 @@ async def _serve(options: argparse.Namespace, staging: StagingFolder) -> None:
 
 
 async def _start(server: RpcServer, address_file: Path) -> str:
-    """Listen on the address of the daemon before us, for others still know it; else on any port. Publish it."""
+    """Listen on the address of the daemon before us, for others still know it; else on any port.
+    Publish it.
+    """
     address = ""
     with contextlib.suppress(OSError):
         before = address_file.read_text().strip()
@@ -106,20 +112,35 @@ async def _start(server: RpcServer, address_file: Path) -> str:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="megascale-checkpoint", description="Checkpoint daemon of one node.")
+    parser = argparse.ArgumentParser(
+        prog="megascale-checkpoint", description="Checkpoint daemon of one node."
+    )
     parser.add_argument("--cluster", type=_label, required=True, help="name of the cluster")
     parser.add_argument("--node", type=_label, required=True, help="name of the node")
     parser.add_argument("--incarnation", required=True, help="id of this start of the node's agent")
     parser.add_argument("--run-folder", type=Path, required=True, help="the cluster's run folder")
-    parser.add_argument("--socket", type=Path, required=True, help="unix socket for the node's workers")
-    parser.add_argument("--token-file", type=Path, required=True, help="file with the cluster token")
-    parser.add_argument("--address-file", type=Path, required=True, help="where to write host:port once it serves")
-    parser.add_argument("--staging-folder", type=Path, default=default_base(), help="tmpfs folder of the slots")
+    parser.add_argument(
+        "--socket", type=Path, required=True, help="unix socket for the node's workers"
+    )
+    parser.add_argument(
+        "--token-file", type=Path, required=True, help="file with the cluster token"
+    )
+    parser.add_argument(
+        "--address-file", type=Path, required=True, help="where to write host:port once it serves"
+    )
+    parser.add_argument(
+        "--staging-folder", type=Path, default=default_base(), help="tmpfs folder of the slots"
+    )
     parser.add_argument("--staging-limit-bytes", type=int, help="most staging memory to use")
     parser.add_argument(
-        "--metrics-bind", type=bind_option, default="", help="serve /metrics at HOST:PORT; default: not at all"
+        "--metrics-bind",
+        type=bind_option,
+        default="",
+        help="serve /metrics at HOST:PORT; default: not at all",
     )
-    parser.add_argument("--metrics-address-file", type=Path, help="where to write host:port of /metrics")
+    parser.add_argument(
+        "--metrics-address-file", type=Path, help="where to write host:port of /metrics"
+    )
     options = parser.parse_args(arguments)
     if not options.incarnation or "/" in options.incarnation or options.incarnation.startswith("."):
         parser.error("--incarnation must be a plain name")

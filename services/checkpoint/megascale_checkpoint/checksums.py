@@ -1,7 +1,8 @@
 """Checksums: xxh3-128 of slot pieces and files, and JSON records that carry their own.
 
-xxh3 runs at memory speed (some 20 GB/s per core, where SHA-256 does 1), so everything that is written is checksummed
-and everything that is read is verified. It guards against damage, not against an adversary who can write the files.
+xxh3 runs at memory speed (some 20 GB/s per core, where SHA-256 does 1), so everything that is
+written is checksummed and everything that is read is verified. It guards against damage, not
+against an adversary who can write the files.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import xxhash
 from megascale_checkpoint.errors import DamagedError
 from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
-CHUNK_BYTES = 16 << 20  # work is cut here: long enough to run at full speed, short enough to be cancelled
+CHUNK_BYTES = (
+    16 << 20
+)  # work is cut here: long enough to run at full speed, short enough to be cancelled
 RECORD_CHECKSUM = "xxh3"
 
 
@@ -37,7 +40,9 @@ def piece_checksums(layout: ShardLayout, image: memoryview) -> tuple[str, ...]:
     return tuple(checksum(piece_view(piece, image)) for piece in layout.pieces)
 
 
-def verify_image(layout: ShardLayout, image: memoryview, checksums: tuple[str, ...], file: str) -> None:
+def verify_image(
+    layout: ShardLayout, image: memoryview, checksums: tuple[str, ...], file: str
+) -> None:
     """Raise DamagedError naming ``file`` when a piece of ``image`` is not what was sealed."""
     for piece, expected in zip(layout.pieces, checksums, strict=True):
         if checksum(piece_view(piece, image)) != expected:
@@ -46,7 +51,9 @@ def verify_image(layout: ShardLayout, image: memoryview, checksums: tuple[str, .
 
 def dump_record(values: Mapping[str, Any]) -> bytes:
     """``values`` as JSON that carries the checksum of its own canonical form."""
-    return json.dumps({**values, RECORD_CHECKSUM: checksum(_canonical(values))}, indent=1, sort_keys=True).encode()
+    return json.dumps(
+        {**values, RECORD_CHECKSUM: checksum(_canonical(values))}, indent=1, sort_keys=True
+    ).encode()
 
 
 def load_record(data: bytes, file: str) -> dict[str, Any]:

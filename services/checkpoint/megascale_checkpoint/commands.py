@@ -15,16 +15,22 @@ from megascale_checkpoint.errors import CheckpointError
 from megascale_checkpoint.storage import join, open_storage
 from megascale_checkpoint.verify import verify_commit
 
-app = typer.Typer(name="checkpoint", help="List and verify checkpoints on storage.", no_args_is_help=True)
+app = typer.Typer(
+    name="checkpoint", help="List and verify checkpoints on storage.", no_args_is_help=True
+)
 
 
 def _absolute(uri: str) -> str:
-    # Storage refuses relative paths, since each node would resolve them itself; here there is one machine.
+    # Storage refuses relative paths, since each node would resolve them itself; here there is one
+    # machine.
     return uri if "://" in uri else str(Path(uri).expanduser().absolute())
 
 
 Uri = Annotated[
-    str, typer.Argument(help="Folder of the job's checkpoints: its spec's checkpoint.uri.", callback=_absolute)
+    str,
+    typer.Argument(
+        help="Folder of the job's checkpoints: its spec's checkpoint.uri.", callback=_absolute
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table")]
 
@@ -43,7 +49,12 @@ def list_checkpoints(uri: Uri, as_json: AsJson = False) -> None:
     for row in rows:
         size = f"{row['size_bytes'] / 2**20:.1f} MiB"
         table.add_row(
-            str(row["step"]), str(row["attempt"]), str(row["world_size"]), size, row["time"], row["manifest_uri"]
+            str(row["step"]),
+            str(row["attempt"]),
+            str(row["world_size"]),
+            size,
+            row["time"],
+            row["manifest_uri"],
         )
     Console().print(table)
 
@@ -60,7 +71,9 @@ def verify(uri: Uri, as_json: AsJson = False) -> None:
         problems = verify_commit(record, join(uri, record.values["manifest"]))
         results.append({**_row(uri, record), "problems": problems})
         if not as_json:
-            typer.echo(f"step {record.step} of attempt {record.attempt}: {'damaged' if problems else 'whole'}")
+            typer.echo(
+                f"step {record.step} of attempt {record.attempt}: {'damaged' if problems else 'whole'}"
+            )
             for problem in problems:
                 typer.echo(f"  {problem}")
     if as_json:
@@ -79,7 +92,10 @@ def _commits(uri: str) -> list[Record]:
     for damage in log.damaged:
         typer.echo(f"damaged record: {damage}", err=True)
     if not log.records and not log.damaged:
-        typer.echo(f"{uri} holds no commit log: give the folder that the job's checkpoint.uri names", err=True)
+        typer.echo(
+            f"{uri} holds no commit log: give the folder that the job's checkpoint.uri names",
+            err=True,
+        )
         raise typer.Exit(2)
     return log.commits()
 

@@ -1,9 +1,12 @@
-"""The commit log of a job: which attempts were opened and which checkpoints exist. It lies beside the checkpoints.
+"""The commit log of a job: which attempts were opened and which checkpoints exist. It lies beside
+the checkpoints.
 
-Records are files ``commits/{seq:012d}.json``, numbered from 1, created only if absent and never changed. OPEN(attempt)
-fences all earlier attempts: a COMMIT is appended under the next free number only after every record below it has been
-read, so if a later OPEN took that number the writer loses the race, reads it, and knows that it is superseded. No
-lock, lease or clock takes part; losing etcd or copying the folder loses nothing.
+Records are files ``commits/{seq:012d}.json``, numbered from 1, created only if absent and never
+changed. OPEN(attempt)
+fences all earlier attempts: a COMMIT is appended under the next free number only after every record
+below it has been read, so if a later OPEN took that number the writer loses the race, reads it, and
+knows that it is superseded. No lock, lease or clock takes part; losing etcd or copying the folder
+loses nothing.
 """
 
 from __future__ import annotations
@@ -52,7 +55,8 @@ class CommitLog:
         A record that was damaged after it was written is passed over and kept in ``damaged``.
 
         Raises:
-            CheckpointError: a record was removed: what stood in it is unknown, so nothing may be appended.
+            CheckpointError: a record was removed: what stood in it is unknown, so nothing may be
+                appended.
             OSError: the storage does not answer.
         """
         if self._next == 1:
@@ -82,7 +86,8 @@ class CommitLog:
         return next((r for r in self.commits() if (r.attempt, r.step) == (attempt, step)), None)
 
     def append_open(self, attempt: int, decide: Callable[[], dict[str, Any]]) -> Record:
-        """OPEN(attempt) with the fields that ``decide`` returns, called anew whenever the log has grown meanwhile.
+        """OPEN(attempt) with the fields that ``decide`` returns, called anew whenever the log has
+        grown meanwhile.
 
         The record that is there already when the attempt was opened before.
 
@@ -99,7 +104,8 @@ class CommitLog:
         """COMMIT(attempt, step); the record that is there already when it was committed before.
 
         Raises:
-            SupersededError: a later attempt has been opened, or a later step of this one is committed.
+            SupersededError: a later attempt has been opened, or a later step of this one is
+                committed.
             CheckpointError: the attempt was never opened.
         """
 
@@ -108,10 +114,14 @@ class CommitLog:
             if found is not None:
                 return found
             if self.find_open(attempt) is None:
-                raise CheckpointError(f"attempt {attempt} was never opened in this log: call OpenAttempt first")
+                raise CheckpointError(
+                    f"attempt {attempt} was never opened in this log: call OpenAttempt first"
+                )
             newest = max((r.step for r in self.commits() if r.attempt == attempt), default=0)
             if newest > step:
-                raise SupersededError(f"step {step} comes too late: step {newest} of attempt {attempt} is committed")
+                raise SupersededError(
+                    f"step {step} comes too late: step {newest} of attempt {attempt} is committed"
+                )
             return {**fields, "kind": "COMMIT", "step": step}
 
         return self._append(attempt, make)
@@ -127,7 +137,13 @@ class CommitLog:
             made = make()
             if isinstance(made, Record):
                 return made
-            values = {"version": VERSION, "seq": self._next, "attempt": attempt, "time": manifests.now(), **made}
+            values = {
+                "version": VERSION,
+                "seq": self._next,
+                "attempt": attempt,
+                "time": manifests.now(),
+                **made,
+            }
             path = _path(self._next)
             if self._storage.create(path, dump_record(values)):
                 record = _decode(dump_record(values), path, self._next)
@@ -154,6 +170,10 @@ def _path(seq: int) -> str:
 
 def _decode(data: bytes, path: str, seq: int) -> Record:
     values = load_record(data, path)
-    if values.get("version") != VERSION or values.get("seq") != seq or values.get("kind") not in ("OPEN", "COMMIT"):
+    if (
+        values.get("version") != VERSION
+        or values.get("seq") != seq
+        or values.get("kind") not in ("OPEN", "COMMIT")
+    ):
         raise DamagedError(path, f"is not record {seq} of a log of version {VERSION}")
     return Record(seq, values["kind"], int(values["attempt"]), values)

@@ -1,8 +1,10 @@
-"""The committer of a job's attempt: opens attempts in the commit log, collects the ranks' reports, commits.
+"""The committer of a job's attempt: opens attempts in the commit log, collects the ranks' reports,
+commits.
 
-The daemon of the attempt's first node is asked to be it. It keeps reports in memory only: ranks repeat theirs until
-the step is settled, and an attempt that it does not know (it was restarted) it takes up again from what the workers of
-its own node registered. Correctness never rests on who believes to be the committer: the commit log decides.
+The daemon of the attempt's first node is asked to be it. It keeps reports in memory only: ranks
+repeat theirs until the step is settled, and an attempt that it does not know (it was restarted) it
+takes up again from what the workers of its own node registered. Correctness never rests on who
+believes to be the committer: the commit log decides.
 """
 
 from __future__ import annotations
@@ -20,14 +22,22 @@ from megascale_checkpoint.checksums import checksum
 from megascale_checkpoint.commit_log import CommitLog, Record
 from megascale_checkpoint.concurrency import Pools, Signal, in_pool
 from megascale_checkpoint.decision import Decision, Sealed, decide
-from megascale_checkpoint.errors import CheckpointError, DamagedError, NotReadyError, RequestError, SupersededError
+from megascale_checkpoint.errors import (
+    CheckpointError,
+    DamagedError,
+    NotReadyError,
+    RequestError,
+    SupersededError,
+)
 from megascale_checkpoint.manifest import File, Manifest
 from megascale_checkpoint.registration import Registration
 from megascale_checkpoint.storage import Storage, join, open_storage
 from megascale_common.service import logs
 
 log = logs.get("committer")
-MAX_OPEN_STEPS = 16  # steps of an attempt that may wait for ranks at once; slots bound it well below
+MAX_OPEN_STEPS = (
+    16  # steps of an attempt that may wait for ranks at once; slots bound it well below
+)
 Report = checkpoint_pb2.ReportPreparedRequest
 Epoch = tuple[int, int]
 
@@ -46,7 +56,9 @@ class _Attempt:
 
 
 class Committer:
-    """Commits for any number of jobs. ``registration`` tells what workers of this node said of their job."""
+    """Commits for any number of jobs. ``registration`` tells what workers of this node said of
+    their job.
+    """
 
     def __init__(self, pools: Pools, registration: Callable[[str], Registration | None]) -> None:
         self.changed = Signal()
@@ -65,7 +77,8 @@ class Committer:
         epoch: Epoch,
         load_uri: str = "",
     ) -> tuple[Record, Decision]:
-        """Append OPEN(attempt), which fences all earlier attempts, and decide what is restored. Idempotent.
+        """Append OPEN(attempt), which fences all earlier attempts, and decide what is restored.
+        Idempotent.
 
         Raises:
             SupersededError: a later attempt, or a driver of a later epoch, has been here.
@@ -82,21 +95,30 @@ class Committer:
                 _refuse_stale(commit_log, epoch)
                 # The decision lies in the log, so that the same call gets the same answer later.
                 decision = decide(commit_log, uri, sealed, refused, load_uri).to_dict()
-                return {"job": job, "world_size": world_size, "epoch": list(epoch), "restored_from": decision}
+                return {
+                    "job": job,
+                    "world_size": world_size,
+                    "epoch": list(epoch),
+                    "restored_from": decision,
+                }
 
             await in_pool(self._pools.commits, commit_log.refresh)
             _refuse_foreign(commit_log, job)
             record = await in_pool(self._pools.commits, commit_log.append_open, attempt, make)
-            # Once more: the other job may have come in between, and its OPEN have been taken for ours.
+            # Once more: the other job may have come in between, and its OPEN have been taken for
+            # ours.
             _refuse_foreign(commit_log, job)
             self._attempts[job] = _Attempt(attempt, uri, world_size, commit_log)
         decision = Decision.from_dict(record.values["restored_from"])
         await in_pool(self._pools.commits, _remove_unfinished, storage, commit_log, attempt)
-        log.info("attempt opened", job=job, attempt=attempt, source=decision.source, step=decision.step)
+        log.info(
+            "attempt opened", job=job, attempt=attempt, source=decision.source, step=decision.step
+        )
         return record, decision
 
     async def report(self, report: Report) -> str:
-        """Take in that a rank's files are durable; the manifest's address if the checkpoint is complete, else "".
+        """Take in that a rank's files are durable; the manifest's address if the checkpoint is
+        complete, else "".
 
         Raises:
             SupersededError: the attempt is no longer, or the step no longer can be, committed.
@@ -115,7 +137,9 @@ class Committer:
                 del attempt.reports[min(attempt.reports)]
             if len(reports) < attempt.world_size:
                 return ""
-            manifest_uri = await in_pool(self._pools.commits, self._commit, attempt, report, reports)
+            manifest_uri = await in_pool(
+                self._pools.commits, self._commit, attempt, report, reports
+            )
             attempt.committed[report.step] = manifest_uri
             for step in [step for step in attempt.reports if step <= report.step]:
                 del attempt.reports[step]
@@ -136,14 +160,24 @@ class Committer:
     async def _attempt_of(self, report: Report) -> _Attempt:
         known = self._attempts.get(report.job)
         local = self._registration(report.job)
-        if (known is None or known.number < report.attempt) and local and local.attempt == report.attempt:
+        if (
+            (known is None or known.number < report.attempt)
+            and local
+            and local.attempt == report.attempt
+        ):
             # Committing still needs OPEN(attempt) in the log, so taking it up cannot do harm.
-            known = _Attempt(local.attempt, local.uri, local.world_size, CommitLog(open_storage(local.uri)))
+            known = _Attempt(
+                local.attempt, local.uri, local.world_size, CommitLog(open_storage(local.uri))
+            )
             self._attempts[report.job] = known
         if known is None or known.number < report.attempt:
-            raise NotReadyError(f"attempt {report.attempt} of {report.job} is not known to this committer")
+            raise NotReadyError(
+                f"attempt {report.attempt} of {report.job} is not known to this committer"
+            )
         if known.number > report.attempt:
-            raise SupersededError(f"attempt {report.attempt} is superseded: attempt {known.number} has been opened")
+            raise SupersededError(
+                f"attempt {report.attempt} is superseded: attempt {known.number} has been opened"
+            )
         if not known.layout and local and local.attempt == known.number:
             known.layout = local.layout_info
         return known
@@ -162,10 +196,13 @@ class Committer:
             raise DamagedError(error.file, problem) from error
         data = manifests.encode(manifest)
         if not storage.create(path, data):
-            # A committer before us came as far as this; files are never overwritten, so it must say the same.
+            # A committer before us came as far as this; files are never overwritten, so it must say
+            # the same.
             data = storage.read(path)
             if manifests.decode(data, path).files != manifest.files:
-                raise CheckpointError(f"{attempt.uri}/{path} names other files than the ranks reported")
+                raise CheckpointError(
+                    f"{attempt.uri}/{path} names other files than the ranks reported"
+                )
         fields = {
             "job": report.job,
             "manifest": path,
@@ -198,12 +235,16 @@ def _manifest(attempt: _Attempt, report: Report, reports: dict[int, Report]) -> 
 
 def _check(report: Report, attempt: _Attempt) -> None:
     if not 0 <= report.rank < attempt.world_size:
-        raise RequestError(f"rank {report.rank} is outside the attempt's world of {attempt.world_size}")
+        raise RequestError(
+            f"rank {report.rank} is outside the attempt's world of {attempt.world_size}"
+        )
     newest = max(attempt.committed, default=0)
     if report.step < newest:
         raise SupersededError(f"step {report.step} comes too late: step {newest} is committed")
     if len(attempt.reports) == MAX_OPEN_STEPS and report.step < min(attempt.reports):
-        raise SupersededError(f"step {report.step} is given up: {MAX_OPEN_STEPS} later steps wait for ranks")
+        raise SupersededError(
+            f"step {report.step} is given up: {MAX_OPEN_STEPS} later steps wait for ranks"
+        )
     try:
         small_state = json.loads(report.small_state_json or "{}")
     except ValueError as error:
@@ -216,26 +257,38 @@ def _check(report: Report, attempt: _Attempt) -> None:
 
 
 def _remove_unfinished(storage: Storage, commit_log: CommitLog, attempt: int) -> None:
-    """Remove what killed writers of the attempt before this one have left: it is fenced, so nobody needs it."""
-    before = max((r.attempt for r in commit_log.records if r.kind == "OPEN" and r.attempt < attempt), default=0)
+    """Remove what killed writers of the attempt before this one have left: it is fenced, so nobody
+    needs it.
+    """
+    before = max(
+        (r.attempt for r in commit_log.records if r.kind == "OPEN" and r.attempt < attempt),
+        default=0,
+    )
     if not before:
         return
     folder = manifests.attempt_folder(before)
     try:
-        # Ranks persist in the order of steps and wait for each other: only the newest steps can be unfinished.
+        # Ranks persist in the order of steps and wait for each other: only the newest steps can be
+        # unfinished.
         for name in storage.names(folder)[-MAX_OPEN_STEPS:]:
             count = storage.remove_unfinished(f"{folder}/{name}")
             if count:
-                log.info("unfinished files removed", folder=f"{storage.uri}/{folder}/{name}", count=count)
+                log.info(
+                    "unfinished files removed", folder=f"{storage.uri}/{folder}/{name}", count=count
+                )
     except OSError as error:
         log.warning("unfinished files stay", folder=f"{storage.uri}/{folder}", error=str(error))
 
 
 def _refuse_foreign(commit_log: CommitLog, job: str) -> None:
     """Two jobs in one folder would take each other's attempts for their own."""
-    owner = next((record.values["job"] for record in commit_log.records if record.values["job"] != job), None)
+    owner = next(
+        (record.values["job"] for record in commit_log.records if record.values["job"] != job), None
+    )
     if owner is not None:
-        raise RequestError(f"the checkpoint folder belongs to job {owner}: give {job} a checkpoint.uri of its own")
+        raise RequestError(
+            f"the checkpoint folder belongs to job {owner}: give {job} a checkpoint.uri of its own"
+        )
 
 
 def _refuse_stale(commit_log: CommitLog, epoch: Epoch) -> None:

@@ -18,7 +18,9 @@ MOST_THREADS = 8  # of one pool; copies and checksums of one node saturate its m
 
 
 class Signal:
-    """Wakes everybody who waits. Look at the state, then wait: no change in between is missed on one event loop."""
+    """Wakes everybody who waits. Look at the state, then wait: no change in between is missed on
+    one event loop.
+    """
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -54,13 +56,17 @@ class Cancellation:
     def pause(self, duration_s: float) -> None:
         """Sleep in a thread. Raise SupersededError as soon as cancelled."""
         if self._event.wait(duration_s):
-            raise SupersededError("cancelled: a later attempt has begun, the worker is gone, or the daemon ends")
+            raise SupersededError(
+                "cancelled: a later attempt has begun, the worker is gone, or the daemon ends"
+            )
 
 
 class Pools:
-    """Bounded threads, one pool per kind of work, so that a slow disk never delays the seal of a snapshot.
+    """Bounded threads, one pool per kind of work, so that a slow disk never delays the seal of a
+    snapshot.
 
-    ``memory``: allocation, checksums. ``storage``: shard files, both ways. ``commits``: log and manifests.
+    ``memory``: allocation, checksums. ``storage``: shard files, both ways. ``commits``: log and
+    manifests.
     """
 
     def __init__(self) -> None:
@@ -75,6 +81,8 @@ class Pools:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-async def in_pool(pool: ThreadPoolExecutor, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+async def in_pool(
+    pool: ThreadPoolExecutor, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T:
     """Run a blocking call in ``pool``."""
     return await asyncio.get_running_loop().run_in_executor(pool, lambda: call(*args, **kwargs))

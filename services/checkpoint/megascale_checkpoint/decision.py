@@ -1,4 +1,6 @@
-"""What a new attempt restores: the newest state that is whole, from memory where all ranks have it, else storage."""
+"""What a new attempt restores: the newest state that is whole, from memory where all ranks have it,
+else storage.
+"""
 
 from __future__ import annotations
 
@@ -46,14 +48,19 @@ class Decision:
         return cls(**{**values, "passed_over": tuple(values["passed_over"])})
 
 
-def decide(log: CommitLog, uri: str, sealed: Sealed, refused_steps: frozenset[int], load_uri: str = "") -> Decision:
-    """The newest of what is sealed in memory and what is committed, whole, and not refused. Reads storage.
+def decide(
+    log: CommitLog, uri: str, sealed: Sealed, refused_steps: frozenset[int], load_uri: str = ""
+) -> Decision:
+    """The newest of what is sealed in memory and what is committed, whole, and not refused. Reads
+    storage.
 
-    A job that never had any of these starts from the newest whole checkpoint of the folder ``load_uri``, where given.
-    Files are checked by name and size here, which costs one look at each; their bytes when they are read.
+    A job that never had any of these starts from the newest whole checkpoint of the folder
+    ``load_uri``, where given. Files are checked by name and size here, which costs one look at
+    each; their bytes when they are read.
 
     Raises:
-        UnusableError: the job has checkpoints, and none can be used: it must not lose its work silently.
+        UnusableError: the job has checkpoints, and none can be used: it must not lose its work
+            silently.
         NotFoundError: ``load_uri`` is needed and holds no checkpoint that can be used.
         RequestError: ``load_uri`` is not supported.
         OSError: the storage does not answer, which says nothing about what it holds.
@@ -73,18 +80,27 @@ def decide(log: CommitLog, uri: str, sealed: Sealed, refused_steps: frozenset[in
         loaded = _newest_whole(other, load_uri, 0, refused_steps, passed_over)
         if loaded is None:
             damaged = f": {'; '.join(passed_over[:MAX_NAMED])}" if passed_over else ""
-            raise NotFoundError(f"checkpoint.load_uri {load_uri} holds no complete checkpoint to start from{damaged}")
-        # The attempts of two jobs have nothing to do with each other: this state is of none of ours.
+            raise NotFoundError(
+                f"checkpoint.load_uri {load_uri} holds no complete checkpoint to start from{damaged}"
+            )
+        # The attempts of two jobs have nothing to do with each other: this state is of none of
+        # ours.
         return replace(loaded, attempt=0, passed_over=tuple(passed_over[:MAX_NAMED]))
     return Decision("none", passed_over=tuple(passed_over[:MAX_NAMED]))
 
 
-def _refuse_to_begin_again(log: CommitLog, uri: str, refused_steps: frozenset[int], passed_over: list[str]) -> None:
+def _refuse_to_begin_again(
+    log: CommitLog, uri: str, refused_steps: frozenset[int], passed_over: list[str]
+) -> None:
     """Raise UnusableError when there is, or may be, a COMMIT in the log."""
     commits = log.commits()
     if not commits and not log.damaged:
         return
-    refused = [f"step {r.step} failed its checksums when it was restored" for r in commits if r.step in refused_steps]
+    refused = [
+        f"step {r.step} failed its checksums when it was restored"
+        for r in commits
+        if r.step in refused_steps
+    ]
     raise UnusableError(
         f"the checkpoints of this job in {uri} cannot be used: {'; '.join([*passed_over, *refused][:MAX_NAMED])}. "
         "Put the files back, or submit the job anew with a new checkpoint.uri"
@@ -94,7 +110,9 @@ def _refuse_to_begin_again(log: CommitLog, uri: str, refused_steps: frozenset[in
 def _newest_whole(
     log: CommitLog, uri: str, after_step: int, refused_steps: frozenset[int], passed_over: list[str]
 ) -> Decision | None:
-    """The newest usable COMMIT of a step above ``after_step``; damaged ones are added to ``passed_over``."""
+    """The newest usable COMMIT of a step above ``after_step``; damaged ones are added to
+    ``passed_over``.
+    """
     passed_over += [str(error) for error in log.damaged]
     for record in log.commits():
         if record.step <= after_step:
@@ -112,7 +130,8 @@ def _newest_whole(
 
 
 def check_commit(record: Record, manifest_uri: str) -> manifests.Manifest:
-    """The manifest that a COMMIT names, when it is what was committed and its files have their sizes.
+    """The manifest that a COMMIT names, when it is what was committed and its files have their
+    sizes.
 
     Raises:
         DamagedError: naming the file that is not.

@@ -1,7 +1,9 @@
-"""The jobs that this node serves: their ranks' stages, what is committed, what went wrong. Source of WatchProgress.
+"""The jobs that this node serves: their ranks' stages, what is committed, what went wrong. Source
+of WatchProgress.
 
-A node runs one attempt at a time, so the staging memory of a job that nobody is connected to, and that has nothing
-left to persist, is freed when another job's worker registers; until then its newest seals can be restored from.
+A node runs one attempt at a time, so the staging memory of a job that nobody is connected to, and
+that has nothing left to persist, is freed when another job's worker registers; until then its
+newest seals can be restored from.
 """
 
 from __future__ import annotations
@@ -86,7 +88,8 @@ class Job:
         self.restores.setdefault(source, Work()).add(duration_s, size_bytes)
 
     def note_busy(self, attempt: int, step: int, rank: int, busy: bool) -> None:
-        """A rank has got a slot for ``step``, or not. All ranks skip together, so a step counts once.
+        """A rank has got a slot for ``step``, or not. All ranks skip together, so a step counts
+        once.
 
         It no longer counts when the ranks that got none asked again and did.
         """
@@ -111,7 +114,12 @@ class Job:
         )
         for rank, stage in sorted(self.ranks.items()):
             for seal in stage.table.sealed():
-                message.sealed.add(rank=rank, attempt=seal.attempt, step=seal.step, layout_digest=seal.layout_digest)
+                message.sealed.add(
+                    rank=rank,
+                    attempt=seal.attempt,
+                    step=seal.step,
+                    layout_digest=seal.layout_digest,
+                )
         return message
 
 
@@ -141,14 +149,17 @@ class Jobs:
         """What some rank of the job's newest attempt said of itself on this node."""
         job = self._jobs.get(name)
         stages = job.ranks.values() if job else ()
-        return next((s.registration for s in stages if job and s.registration.attempt == job.attempt), None)
+        return next(
+            (s.registration for s in stages if job and s.registration.attempt == job.attempt), None
+        )
 
     def progress(self) -> list[link_pb2.CheckpointProgress]:
         """Progress of every job, by name."""
         return [self._jobs[name].progress() for name in sorted(self._jobs)]
 
     async def register(self, registration: Registration, owner: Owner) -> RankStage:
-        """The stage of a rank, which ``owner`` (its connection) now holds; seals of the same layout are kept.
+        """The stage of a rank, which ``owner`` (its connection) now holds; seals of the same layout
+        are kept.
 
         Raises:
             RequestError: the attempt is lower than one seen before.
@@ -156,7 +167,9 @@ class Jobs:
         """
         job = self.job(registration.job)
         if registration.attempt < job.attempt:
-            raise RequestError(f"attempt {registration.attempt} is superseded: attempt {job.attempt} has registered")
+            raise RequestError(
+                f"attempt {registration.attempt} is superseded: attempt {job.attempt} has registered"
+            )
         if registration.attempt > job.attempt:
             job.attempt = registration.attempt
             for other in job.ranks.values():
@@ -165,7 +178,9 @@ class Jobs:
         async with self._registering[registration.job, registration.rank]:
             stage = job.ranks.get(registration.rank)
             if stage is None or not await self._keep(job, stage, registration):
-                stage = await RankStage.create(registration, job, self._staging, self._pools, self._reporter)
+                stage = await RankStage.create(
+                    registration, job, self._staging, self._pools, self._reporter
+                )
                 self._say_loss_bound(registration, len(stage.memories))
                 job.ranks[registration.rank] = stage
             stage.take_over(registration, owner)
@@ -179,7 +194,11 @@ class Jobs:
 
     async def _free_idle(self, registering: str) -> None:
         for job in list(self._jobs.values()):
-            if job.name != registering and job.ranks and all(stage.idle() for stage in job.ranks.values()):
+            if (
+                job.name != registering
+                and job.ranks
+                and all(stage.idle() for stage in job.ranks.values())
+            ):
                 log.info("staging memory freed for another job", job=job.name, other=registering)
                 for rank in list(job.ranks):
                     await self._free(job, rank)
@@ -191,7 +210,9 @@ class Jobs:
                 await stage.part_from_owner(self._staging)
                 return True
             except StagingError as error:
-                log.warning("stage is made anew", job=job.name, rank=registration.rank, error=str(error))
+                log.warning(
+                    "stage is made anew", job=job.name, rank=registration.rank, error=str(error)
+                )
         await self._free(job, registration.rank)
         return False
 

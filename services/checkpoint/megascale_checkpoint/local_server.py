@@ -1,7 +1,9 @@
-"""The unix socket on which this node's workers speak the contract of megascale_common.node.messages.
+"""The unix socket on which this node's workers speak the contract of
+megascale_common.node.messages.
 
-One coroutine per connection, one answer per request, in order; copies, checksums and disk run in threads. Only the
-daemon's own user can connect. A connection that ends gives back what it was writing or reading, never what is sealed.
+One coroutine per connection, one answer per request, in order; copies, checksums and disk run in
+threads. Only the daemon's own user can connect. A connection that ends gives back what it was
+writing or reading, never what is sealed.
 """
 
 from __future__ import annotations
@@ -142,7 +144,10 @@ class _Connection:
         source, step = field(plan, "source", str), field(plan, "step", int)
         if source not in ("memory", "storage"):
             raise RequestError(f"restore.plan.source is {source!r}; it must be memory or storage")
-        attempt, manifest_uri = field(plan, "written_by_attempt", int), field(plan, "manifest_uri", str)
+        attempt, manifest_uri = (
+            field(plan, "written_by_attempt", int),
+            field(plan, "manifest_uri", str),
+        )
         try:
             restored = await self._current().restore(source, step, attempt, manifest_uri)
         except DamagedError as error:
@@ -187,7 +192,9 @@ class _Connection:
     async def _drain(self, message: Message) -> Message:
         step, timeout_s = field(message, "step", int), message.get("timeout_s")
         if not isinstance(timeout_s, int | float) or not 0 <= timeout_s <= MOST_DRAIN_S:
-            raise RequestError(f"drain.timeout_s is {timeout_s!r}; give 0 to {MOST_DRAIN_S:.0f} seconds")
+            raise RequestError(
+                f"drain.timeout_s is {timeout_s!r}; give 0 to {MOST_DRAIN_S:.0f} seconds"
+            )
         stage = self._current()
         assert self._registration is not None
         try:
@@ -234,14 +241,19 @@ class _Connection:
     async def _send(self, message: Message, descriptors: list[int] | None = None) -> None:
         data = framing.encode(message)
         if descriptors:
-            # Requests and answers alternate, so the socket's buffer is empty: a short message goes out at once.
+            # Requests and answers alternate, so the socket's buffer is empty: a short message goes
+            # out at once.
             data = data[socket.send_fds(self._sock, [data], descriptors) :]
         async with asyncio.timeout(SEND_TIMEOUT_S):
             await asyncio.get_running_loop().sock_sendall(self._sock, data)
 
     def _who(self) -> dict[str, Any]:
         given = self._registration
-        return {} if given is None else {"job": given.job, "attempt": given.attempt, "rank": given.rank}
+        return (
+            {}
+            if given is None
+            else {"job": given.job, "attempt": given.attempt, "rank": given.rank}
+        )
 
 
 def _refused(kind: str, error: Exception, file: str) -> Message:
@@ -252,7 +264,8 @@ def _listen(path: Path) -> socket.socket:
     """A listening socket, mode 0600; the socket file of a dead daemon is replaced.
 
     Raises:
-        OSError: another daemon listens there, or the path is too long for a unix socket or not writable.
+        OSError: another daemon listens there, or the path is too long for a unix socket or not
+            writable.
     """
     if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
         with socket.socket(socket.AF_UNIX) as probe:

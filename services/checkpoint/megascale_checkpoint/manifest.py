@@ -1,7 +1,9 @@
-"""manifest.json: what one checkpoint consists of. It lies in the checkpoint's folder, beside the files that it names.
+"""manifest.json: what one checkpoint consists of. It lies in the checkpoint's folder, beside the
+files that it names.
 
-It is written after all files are durable and before the COMMIT record that makes the checkpoint exist. Paths in it
-are relative to its own folder, so that a checkpoint can be copied elsewhere and still be read.
+It is written after all files are durable and before the COMMIT record that makes the checkpoint
+exist. Paths in it are relative to its own folder, so that a checkpoint can be copied elsewhere and
+still be read.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ def attempt_folder(attempt: int) -> str:
 
 
 def step_folder(attempt: int, step: int) -> str:
-    """Folder of a checkpoint below the job's uri: fresh for every attempt, so nothing is ever overwritten."""
+    """Folder of a checkpoint below the job's uri: fresh for every attempt, so nothing is ever
+    overwritten.
+    """
     return f"{attempt_folder(attempt)}/step-{step:09d}"
 
 
@@ -39,7 +43,9 @@ def rank_file(rank: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """One file: ``path`` relative to the manifest's folder, ``xxh3`` (128 bits, hexadecimal) of all its bytes."""
+    """One file: ``path`` relative to the manifest's folder, ``xxh3`` (128 bits, hexadecimal) of all
+    its bytes.
+    """
 
     path: str
     size_bytes: int
@@ -52,7 +58,8 @@ class File:
 class Manifest:
     """One checkpoint.
 
-    ``layout`` holds the sizes of tp, cp, dp, pp; ``rank_small_states`` those that differ from rank 0's.
+    ``layout`` holds the sizes of tp, cp, dp, pp; ``rank_small_states`` those that differ from rank
+    0's.
     """
 
     job: str
@@ -81,7 +88,9 @@ class Manifest:
 
 def differing(small_states: dict[int, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The small states that are not rank 0's."""
-    return {str(rank): state for rank, state in sorted(small_states.items()) if state != small_states[0]}
+    return {
+        str(rank): state for rank, state in sorted(small_states.items()) if state != small_states[0]
+    }
 
 
 def now() -> str:
@@ -140,4 +149,6 @@ def check_size(storage: Storage, file: File) -> None:
     if size is None:
         raise DamagedError(f"{storage.uri}/{file.path}", "is missing")
     if size != file.size_bytes:
-        raise DamagedError(f"{storage.uri}/{file.path}", f"has {size} bytes where {file.size_bytes} were written")
+        raise DamagedError(
+            f"{storage.uri}/{file.path}", f"has {size} bytes where {file.size_bytes} were written"
+        )

@@ -1,4 +1,6 @@
-"""What the checkpoint daemon tells Prometheus: seals, commits, time and bytes to storage, restores, staging memory."""
+"""What the checkpoint daemon tells Prometheus: seals, commits, time and bytes to storage, restores,
+staging memory.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,14 @@ class CheckpointMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Everything, as it stands now."""
         yield GaugeMetricFamily(
-            f"{_PREFIX}_staging_used_bytes", "Staging memory held by slots.", value=float(self._staging.used_bytes)
+            f"{_PREFIX}_staging_used_bytes",
+            "Staging memory held by slots.",
+            value=float(self._staging.used_bytes),
         )
         yield GaugeMetricFamily(
-            f"{_PREFIX}_staging_room_bytes", "Staging memory that is left.", value=float(self._staging.room_bytes())
+            f"{_PREFIX}_staging_room_bytes",
+            "Staging memory that is left.",
+            value=float(self._staging.room_bytes()),
         )
         yield from self._progress()
         yield from self._work()
@@ -34,13 +40,21 @@ class CheckpointMetrics(Collector):
     def _progress(self) -> Iterator[Metric]:
         labels = ["job"]
         sealed = GaugeMetricFamily(
-            f"{_PREFIX}_sealed_step", "Newest step that every rank of this node holds sealed.", labels=labels
+            f"{_PREFIX}_sealed_step",
+            "Newest step that every rank of this node holds sealed.",
+            labels=labels,
         )
-        committed = GaugeMetricFamily(f"{_PREFIX}_committed_step", "Newest complete checkpoint known.", labels=labels)
+        committed = GaugeMetricFamily(
+            f"{_PREFIX}_committed_step", "Newest complete checkpoint known.", labels=labels
+        )
         failing = GaugeMetricFamily(
-            f"{_PREFIX}_persist_failing", "1 while the newest try to reach storage has failed.", labels=labels
+            f"{_PREFIX}_persist_failing",
+            "1 while the newest try to reach storage has failed.",
+            labels=labels,
         )
-        skipped = CounterMetricFamily(f"{_PREFIX}_skipped_snapshots", "Snapshots without a free slot.", labels=labels)
+        skipped = CounterMetricFamily(
+            f"{_PREFIX}_skipped_snapshots", "Snapshots without a free slot.", labels=labels
+        )
         for job in self._jobs.progress():
             newest: dict[int, int] = {}
             for seal in job.sealed:
@@ -53,11 +67,17 @@ class CheckpointMetrics(Collector):
 
     def _work(self) -> Iterator[Metric]:
         persist = SummaryMetricFamily(
-            f"{_PREFIX}_persist_duration_seconds", "Time to bring one rank's file of a step to storage.", labels=["job"]
+            f"{_PREFIX}_persist_duration_seconds",
+            "Time to bring one rank's file of a step to storage.",
+            labels=["job"],
         )
-        size = CounterMetricFamily(f"{_PREFIX}_persisted_bytes", "Bytes brought to storage.", labels=["job"])
+        size = CounterMetricFamily(
+            f"{_PREFIX}_persisted_bytes", "Bytes brought to storage.", labels=["job"]
+        )
         restore = SummaryMetricFamily(
-            f"{_PREFIX}_restore_duration_seconds", "Time to bring one rank's state back.", labels=["job", "source"]
+            f"{_PREFIX}_restore_duration_seconds",
+            "Time to bring one rank's state back.",
+            labels=["job", "source"],
         )
         for job in self._jobs.all():
             if job.persists.count:

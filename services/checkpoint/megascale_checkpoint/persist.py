@@ -19,8 +19,17 @@ from megascale_checkpoint.slots import Seal
 from megascale_checkpoint.storage import Storage, open_storage
 from megascale_common.service import logs
 
-# What a shared file system answers while it fails over; a full or read-only one does not get better by itself.
-TRANSIENT = (errno.EIO, errno.ESTALE, errno.EAGAIN, errno.ETIMEDOUT, errno.ENOTCONN, errno.ECONNRESET, errno.EHOSTDOWN)
+# What a shared file system answers while it fails over; a full or read-only one does not get better
+# by itself.
+TRANSIENT = (
+    errno.EIO,
+    errno.ESTALE,
+    errno.EAGAIN,
+    errno.ETIMEDOUT,
+    errno.ENOTCONN,
+    errno.ECONNRESET,
+    errno.EHOSTDOWN,
+)
 RETRY_PAUSES_S = (0.5, 2.0)
 
 log = logs.get("persist")
@@ -33,20 +42,31 @@ class Prepared:
     request: checkpoint_pb2.ReportPreparedRequest
 
 
-def persist(registration: Registration, seal: Seal, image: memoryview, cancelled: Cancellation) -> Prepared:
-    """:func:`write_rank_file`, tried again a few times where the storage may only be failing over; same errors."""
+def persist(
+    registration: Registration, seal: Seal, image: memoryview, cancelled: Cancellation
+) -> Prepared:
+    """:func:`write_rank_file`, tried again a few times where the storage may only be failing over;
+    same errors.
+    """
     for pause_s in RETRY_PAUSES_S:
         try:
             return write_rank_file(registration, seal, image, cancelled)
         except OSError as error:
             if error.errno not in TRANSIENT:
                 raise
-            log.warning("storage fails; trying again", job=registration.job, step=seal.step, error=str(error))
+            log.warning(
+                "storage fails; trying again",
+                job=registration.job,
+                step=seal.step,
+                error=str(error),
+            )
         cancelled.pause(pause_s)
     return write_rank_file(registration, seal, image, cancelled)
 
 
-def write_rank_file(registration: Registration, seal: Seal, image: memoryview, cancelled: Cancellation) -> Prepared:
+def write_rank_file(
+    registration: Registration, seal: Seal, image: memoryview, cancelled: Cancellation
+) -> Prepared:
     """Write the primary pieces of a sealed slot under the job's uri, straight from the slot.
 
     Raises:
@@ -74,7 +94,9 @@ def write_rank_file(registration: Registration, seal: Seal, image: memoryview, c
         attempt=seal.attempt,
         step=seal.step,
         rank=registration.rank,
-        files=[checkpoint_pb2.PreparedFile(path=name, size_bytes=size_bytes, xxh3=hasher.hexdigest())],
+        files=[
+            checkpoint_pb2.PreparedFile(path=name, size_bytes=size_bytes, xxh3=hasher.hexdigest())
+        ],
         layout_digest=seal.layout_digest,
         small_state_json=json.dumps(seal.small_state),
     )
@@ -85,4 +107,6 @@ def _write(storage: Storage, path: str, chunks: Iterator[memoryview]) -> int:
     try:
         return storage.write(path, chunks)
     except FileExistsError as error:
-        raise CheckpointError(f"{storage.uri}/{path} exists already: this step was persisted before") from error
+        raise CheckpointError(
+            f"{storage.uri}/{path} exists already: this step was persisted before"
+        ) from error

@@ -25,13 +25,17 @@ def field(message: Mapping[str, Any], name: str, kind: type[T]) -> T:
     value = message.get(name)
     # JSON has true, false and numbers apart; Python's bool is an int.
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise RequestError(f"{message.get('kind')}.{name} is {value!r}; it must be of type {kind.__name__}")
+        raise RequestError(
+            f"{message.get('kind')}.{name} is {value!r}; it must be of type {kind.__name__}"
+        )
     return value
 
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """One rank of one attempt. ``slots`` 0 lets the daemon choose; an empty ``uri`` keeps snapshots in memory only."""
+    """One rank of one attempt. ``slots`` 0 lets the daemon choose; an empty ``uri`` keeps snapshots
+    in memory only.
+    """
 
     job: str
     attempt: int
@@ -53,7 +57,9 @@ def parse(message: Mapping[str, Any]) -> Registration:
     """
     version = message.get("version")
     if version != PROTOCOL_VERSION:
-        raise RequestError(f"register.version is {version}; this daemon speaks {PROTOCOL_VERSION}: use one build")
+        raise RequestError(
+            f"register.version is {version}; this daemon speaks {PROTOCOL_VERSION}: use one build"
+        )
     layout = _layout(field(message, "layout", dict))
     registration = Registration(
         job=field(message, "job", str),
@@ -84,10 +90,16 @@ def _check(given: Registration) -> None:
     if given.attempt < 1:
         raise RequestError(f"register.attempt is {given.attempt}; attempts count from 1")
     if not 0 <= given.rank < given.world_size:
-        raise RequestError(f"register.rank is {given.rank}; it must lie below world_size {given.world_size}")
+        raise RequestError(
+            f"register.rank is {given.rank}; it must lie below world_size {given.world_size}"
+        )
     if given.slots != 0 and not LEAST_SLOTS <= given.slots <= MOST_SLOTS:
-        raise RequestError(f"register.slots is {given.slots}; give {LEAST_SLOTS} to {MOST_SLOTS}, or 0 for the default")
+        raise RequestError(
+            f"register.slots is {given.slots}; give {LEAST_SLOTS} to {MOST_SLOTS}, or 0 for the default"
+        )
     if given.uri:
         open_storage(given.uri)
         if not given.committer_endpoint:
-            raise RequestError("register.committer_endpoint is empty; with a checkpoint uri somebody must commit")
+            raise RequestError(
+                "register.committer_endpoint is empty; with a checkpoint uri somebody must commit"
+            )

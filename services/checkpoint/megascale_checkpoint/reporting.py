@@ -1,7 +1,7 @@
 """Tell the committer that a rank's files are durable, and learn when the checkpoint is complete.
 
-The call is repeated until it is settled: complete, superseded, or given up. The committer keeps reports in memory
-alone, so that repetition is also what heals its restart.
+The call is repeated until it is settled: complete, superseded, or given up. The committer keeps
+reports in memory alone, so that repetition is also what heals its restart.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Reporter:
         """Return the manifest's address once the checkpoint is complete.
 
         Raises:
-            SupersededError: a later attempt was opened, or a later step committed, before this one was complete.
+            SupersededError: a later attempt was opened, or a later step committed, before this one
+                was complete.
             CheckpointError: the committer refuses the report, or it is given up.
         """
         stub = checkpoint_pb2_grpc.CheckpointServiceStub(self._channel(endpoint))
@@ -46,7 +47,10 @@ class Reporter:
                 problem = f"committer {endpoint}: {error.details()}"
                 if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                     raise SupersededError(error.details() or "superseded") from error
-                if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                if error.code() not in (
+                    grpc.StatusCode.UNAVAILABLE,
+                    grpc.StatusCode.DEADLINE_EXCEEDED,
+                ):
                     raise CheckpointError(problem) from error
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

@@ -1,7 +1,9 @@
-"""Cutting parameters into pieces and putting them together again: pure numpy, any layout to any other.
+"""Cutting parameters into pieces and putting them together again: pure numpy, any layout to any
+other.
 
-A piece is a flat range of a box of a parameter (see megascale_common.sizes.checkpoint_layout). A flat range of an
-n-dimensional box is a short list of sub-boxes, so both directions copy whole runs of memory.
+A piece is a flat range of a box of a parameter (see megascale_common.sizes.checkpoint_layout). A
+flat range of an n-dimensional box is a short list of sub-boxes, so both directions copy whole runs
+of memory.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ class CoverageError(ValueError):
 
 
 def flat_boxes(shape: Sequence[int], first: int, last: int) -> Iterator[tuple[slice, ...]]:
-    """Sub-boxes of ``shape`` that hold the elements ``first`` to ``last`` (exclusive) of its C order, in that order.
+    """Sub-boxes of ``shape`` that hold the elements ``first`` to ``last`` (exclusive) of its C
+    order, in that order.
 
     At most ``2 * len(shape) - 1`` of them.
     """
@@ -49,7 +52,9 @@ def flat_boxes(shape: Sequence[int], first: int, last: int) -> Iterator[tuple[sl
 
 
 def put(whole: Array, piece: ShardPiece, values: Array) -> None:
-    """Write a piece's 1-D ``values`` to their place in the whole parameter of shape ``piece.global_shape``."""
+    """Write a piece's 1-D ``values`` to their place in the whole parameter of shape
+    ``piece.global_shape``.
+    """
     box = _box(whole, piece)
     done = 0
     for part in flat_boxes(piece.box_shape, piece.flat_start, piece.flat_stop):
@@ -72,7 +77,8 @@ def check_coverage(pieces: Iterable[ShardPiece]) -> None:
     """Whether the stored pieces of one parameter and state hold each of its elements exactly once.
 
     Raises:
-        CoverageError: an element is missing or stored twice, or the pieces speak of different parameters.
+        CoverageError: an element is missing or stored twice, or the pieces speak of different
+            parameters.
     """
     by_box: dict[tuple[tuple[int, ...], tuple[int, ...]], list[ShardPiece]] = {}
     for piece in pieces:
@@ -80,21 +86,33 @@ def check_coverage(pieces: Iterable[ShardPiece]) -> None:
     some = next((group[0] for group in by_box.values()), None)
     if some is None:
         raise CoverageError("nothing is stored")
-    if any((p.global_shape, p.dtype) != (some.global_shape, some.dtype) for group in by_box.values() for p in group):
+    if any(
+        (p.global_shape, p.dtype) != (some.global_shape, some.dtype)
+        for group in by_box.values()
+        for p in group
+    ):
         raise CoverageError(f"{some.name} ({some.state}) is stored with different shapes or types")
     for group in by_box.values():
         ranges = sorted((piece.flat_start, piece.flat_stop) for piece in group)
         ends = [(0, 0), *ranges, (math.prod(group[0].box_shape),) * 2]
         if any(before[1] != after[0] for before, after in pairwise(ends)):
-            raise CoverageError(f"{some.name} ({some.state}) has a gap or an overlap in the box {group[0].start}")
+            raise CoverageError(
+                f"{some.name} ({some.state}) has a gap or an overlap in the box {group[0].start}"
+            )
     boxes = list(by_box)
     volume = sum(math.prod(high - low for low, high in zip(*box, strict=True)) for box in boxes)
-    overlap = any(_overlap(one, other) for index, one in enumerate(boxes) for other in boxes[:index])
+    overlap = any(
+        _overlap(one, other) for index, one in enumerate(boxes) for other in boxes[:index]
+    )
     if volume != math.prod(some.global_shape) or overlap:
-        raise CoverageError(f"{some.name} ({some.state}) of shape {some.global_shape} is not covered once by {boxes}")
+        raise CoverageError(
+            f"{some.name} ({some.state}) of shape {some.global_shape} is not covered once by {boxes}"
+        )
 
 
-def _overlap(one: tuple[tuple[int, ...], tuple[int, ...]], other: tuple[tuple[int, ...], tuple[int, ...]]) -> bool:
+def _overlap(
+    one: tuple[tuple[int, ...], tuple[int, ...]], other: tuple[tuple[int, ...], tuple[int, ...]]
+) -> bool:
     return all(max(a, c) < min(b, d) for a, b, c, d in zip(*one, *other, strict=True))
 
 

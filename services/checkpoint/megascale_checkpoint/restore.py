@@ -1,9 +1,11 @@
-"""Fill a slot from storage, in the layout of the rank that asks, whatever layout wrote the checkpoint.
+"""Fill a slot from storage, in the layout of the rank that asks, whatever layout wrote the
+checkpoint.
 
-A piece that was stored as it is wanted is read straight into the slot. For anything else the whole parameter is put
-together from all its stored pieces and cut again, one parameter at a time. Every piece that is read is verified
-against its checksum, and every file that is looked into against its size: all files were, once, when the attempt was
-opened, and ten thousand ranks need not each look at ten thousand files.
+A piece that was stored as it is wanted is read straight into the slot. For anything else the whole
+parameter is put together from all its stored pieces and cut again, one parameter at a time. Every
+piece that is read is verified against its checksum, and every file that is looked into against its
+size: all files were, once, when the attempt was opened, and ten thousand ranks need not each look
+at ten thousand files.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ Parameter = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """What :func:`fill` did: the rank's small state, and the bytes of tensors that were read for it."""
+    """What :func:`fill` did: the rank's small state, and the bytes of tensors that were read for
+    it.
+    """
 
     small_state: dict[str, Any]
     bytes_read: int
@@ -45,19 +49,24 @@ def fill(
     image: memoryview,
     cancelled: Cancellation | None = None,
 ) -> Filled:
-    """Read a checkpoint into ``image``, a slot of ``layout``. Bytes between the pieces are set to 0. Blocks.
+    """Read a checkpoint into ``image``, a slot of ``layout``. Bytes between the pieces are set to
+    0. Blocks.
 
     Raises:
         DamagedError: a file is missing, cut short or changed.
-        RequestError: the checkpoint is whole but of another model, the uri is not supported, or there is no manifest.
+        RequestError: the checkpoint is whole but of another model, the uri is not supported, or
+            there is no manifest.
         SupersededError: cancelled.
         OSError: the storage does not answer.
     """
     try:
         storage, manifest = manifests.load(manifest_uri)
     except manifests.MissingError as error:
-        # The committer has just read it: that it is not here says something about this node, not about the checkpoint.
-        raise RequestError(f"{error} on this node: is the checkpoint folder shared by all nodes?") from error
+        # The committer has just read it: that it is not here says something about this node, not
+        # about the checkpoint.
+        raise RequestError(
+            f"{error} on this node: is the checkpoint folder shared by all nodes?"
+        ) from error
     if manifest.step != job_step:
         raise DamagedError(manifest_uri, f"is of step {manifest.step}, not {job_step}")
     # A piece may be shorter than its place (padding); the trainer counts on zeros there.
@@ -77,7 +86,9 @@ class _Reader:
     cancelled: Cancellation
     bytes_read: int = 0
     exact: dict[Range, StoredPiece] = field(default_factory=dict)
-    by_parameter: dict[Parameter, list[StoredPiece]] = field(default_factory=lambda: defaultdict(list))
+    by_parameter: dict[Parameter, list[StoredPiece]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     _seen: set[str] = field(default_factory=set)
 
     def look_into(self, file: File) -> None:
@@ -101,7 +112,9 @@ class _Reader:
         try:
             read_exactly(self.storage, stored.file, stored.piece.slot_offset_bytes, target)
             if checksum(target) != stored.checksum:
-                raise DamagedError(stored.file, f"{stored.piece.name} ({stored.piece.state}) fails its checksum")
+                raise DamagedError(
+                    stored.file, f"{stored.piece.name} ({stored.piece.state}) fails its checksum"
+                )
         except DamagedError as error:
             raise self._located(error) from error
         self.bytes_read += len(target)
@@ -110,14 +123,19 @@ class _Reader:
         return DamagedError(f"{self.storage.uri}/{error.file}", error.problem)
 
 
-def _read_exact(reader: _Reader, rank: int, layout: ShardLayout, image: memoryview) -> list[ShardPiece]:
+def _read_exact(
+    reader: _Reader, rank: int, layout: ShardLayout, image: memoryview
+) -> list[ShardPiece]:
     """Read what was stored just as it is wanted; return the other pieces.
 
-    Files are looked into from the own rank's downwards: in the same layout all is in the own one, but for what is
-    replicated over tensor parallelism, which the nearest rank below wrote (tp is the innermost axis).
+    Files are looked into from the own rank's downwards: in the same layout all is in the own one,
+    but for what is replicated over tensor parallelism, which the nearest rank below wrote (tp is
+    the innermost axis).
     """
     wanted = [piece for piece in layout.pieces if piece.size_bytes]
-    for file in sorted(reader.manifest.files, key=lambda file: (rank - file.rank) % reader.manifest.world_size):
+    for file in sorted(
+        reader.manifest.files, key=lambda file: (rank - file.rank) % reader.manifest.world_size
+    ):
         if all(_range(piece) in reader.exact for piece in wanted):
             break
         reader.look_into(file)
@@ -149,7 +167,9 @@ def _assemble(reader: _Reader, parameter: Parameter, wanted: ShardPiece) -> resh
     try:
         reshard.check_coverage(item.piece for item in stored)
     except reshard.CoverageError as error:
-        raise RequestError(f"{where}: {error}; resume with the model that wrote it, or in a new folder") from error
+        raise RequestError(
+            f"{where}: {error}; resume with the model that wrote it, or in a new folder"
+        ) from error
     have = stored[0].piece
     if (have.global_shape, have.dtype) != (wanted.global_shape, wanted.dtype):
         raise RequestError(

@@ -1,4 +1,6 @@
-"""CheckpointService: the daemon's gRPC face, for the driver, the node's agent and the daemons of other nodes."""
+"""CheckpointService: the daemon's gRPC face, for the driver, the node's agent and the daemons of
+other nodes.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
-    """Errors: INVALID_ARGUMENT (bad request), FAILED_PRECONDITION (superseded, or no checkpoint of the job is usable),
-    NOT_FOUND (load_uri), UNAVAILABLE, DATA_LOSS."""
+    """Errors: INVALID_ARGUMENT (bad request), FAILED_PRECONDITION (superseded, or no checkpoint of
+    the job is usable), NOT_FOUND (load_uri), UNAVAILABLE, DATA_LOSS.
+    """
 
     def __init__(self, jobs: Jobs, committer: Committer) -> None:
         self._jobs, self._committer = jobs, committer
@@ -59,20 +62,28 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
             )
         except (CheckpointError, OSError) as error:
             await _abort(context, error)
-        if decision.source == "storage" and decision.attempt:  # what another job wrote is none of our checkpoints
-            self._jobs.job(request.job).note_commit(decision.step, decision.attempt, decision.manifest_uri)
+        if (
+            decision.source == "storage" and decision.attempt
+        ):  # what another job wrote is none of our checkpoints
+            self._jobs.job(request.job).note_commit(
+                decision.step, decision.attempt, decision.manifest_uri
+            )
         plan = link_pb2.RestorePlan(
             source=_SOURCES[decision.source],
             step=decision.step,
             written_by_attempt=decision.attempt,
             manifest_uri=decision.manifest_uri,
         )
-        return checkpoint_pb2.OpenAttemptResponse(restore=plan, log_seq=record.seq, refused=decision.passed_over)
+        return checkpoint_pb2.OpenAttemptResponse(
+            restore=plan, log_seq=record.seq, refused=decision.passed_over
+        )
 
     async def ReportPrepared(
         self, request: checkpoint_pb2.ReportPreparedRequest, context: Context
     ) -> checkpoint_pb2.ReportPreparedResponse:
-        """See proto/megascale/v1/checkpoint.proto. Answers when the step is complete, at the latest after HOLD_S."""
+        """See proto/megascale/v1/checkpoint.proto. Answers when the step is complete, at the latest
+        after HOLD_S.
+        """
         try:
             manifest_uri = await self._committer.report(request)
         except (CheckpointError, OSError) as error:
@@ -81,12 +92,16 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
             manifest_uri = await self._await_commit(request)
         else:
             self._jobs.job(request.job).note_commit(request.step, request.attempt, manifest_uri)
-        return checkpoint_pb2.ReportPreparedResponse(committed=bool(manifest_uri), manifest_uri=manifest_uri)
+        return checkpoint_pb2.ReportPreparedResponse(
+            committed=bool(manifest_uri), manifest_uri=manifest_uri
+        )
 
     async def WatchProgress(
         self, request: checkpoint_pb2.WatchProgressRequest, context: Context
     ) -> AsyncIterator[checkpoint_pb2.WatchProgressResponse]:
-        """See proto/megascale/v1/checkpoint.proto. Changes while a message is sent are told in the next one."""
+        """See proto/megascale/v1/checkpoint.proto. Changes while a message is sent are told in the
+        next one.
+        """
         sent = None
         while True:
             # Taken before the look, so that a change during the send is not missed.
@@ -124,7 +139,11 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
     async def _await_commit(self, request: checkpoint_pb2.ReportPreparedRequest) -> str:
         try:
             async with asyncio.timeout(HOLD_S):
-                while not (found := self._committer.committed_uri(request.job, request.attempt, request.step)):
+                while not (
+                    found := self._committer.committed_uri(
+                        request.job, request.attempt, request.step
+                    )
+                ):
                     await self._committer.changed.wait()
                 return found
         except TimeoutError:

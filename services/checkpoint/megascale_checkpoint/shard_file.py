@@ -1,8 +1,10 @@
-"""The file that one rank writes for one checkpoint: standard safetensors, one 1-D tensor per primary piece.
+"""The file that one rank writes for one checkpoint: standard safetensors, one 1-D tensor per
+primary piece.
 
-The metadata says for every tensor which flat range of which box of which global parameter it is, so that any later
-layout finds what it needs, and its checksum, so that what is read is verified without reading the whole file. The
-header carries its own checksum too: a flipped bit in an offset would otherwise go unseen.
+The metadata says for every tensor which flat range of which box of which global parameter it is, so
+that any later layout finds what it needs, and its checksum, so that what is read is verified
+without reading the whole file. The header carries its own checksum too: a flipped bit in an offset
+would otherwise go unseen.
 """
 
 from __future__ import annotations
@@ -13,7 +15,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megascale_checkpoint.checksums import CHUNK_BYTES, RECORD_CHECKSUM, checksum, dump_record, load_record, piece_view
+from megascale_checkpoint.checksums import (
+    CHUNK_BYTES,
+    RECORD_CHECKSUM,
+    checksum,
+    dump_record,
+    load_record,
+    piece_view,
+)
 from megascale_checkpoint.errors import DamagedError
 from megascale_checkpoint.storage import Storage
 from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
@@ -45,15 +54,22 @@ class StoredPiece:
 
 
 def primary(layout: ShardLayout, checksums: tuple[str, ...]) -> list[tuple[ShardPiece, str]]:
-    """What a rank writes: its primary pieces that hold anything, each with its checksum, in the order of the slot."""
-    chosen = [(p, c) for p, c in zip(layout.pieces, checksums, strict=True) if p.primary and p.size_bytes]
+    """What a rank writes: its primary pieces that hold anything, each with its checksum, in the
+    order of the slot.
+    """
+    chosen = [
+        (p, c) for p, c in zip(layout.pieces, checksums, strict=True) if p.primary and p.size_bytes
+    ]
     return sorted(chosen, key=lambda item: item[0].slot_offset_bytes)
 
 
 def encode_header(origin: Origin, pieces: list[tuple[ShardPiece, str]]) -> bytes:
     """Length and JSON of a safetensors header, padded with spaces to ALIGNMENT."""
     header: dict[str, Any] = {}
-    metadata = {"format": FORMAT, "origin": json.dumps([origin.job, origin.attempt, origin.step, origin.rank])}
+    metadata = {
+        "format": FORMAT,
+        "origin": json.dumps([origin.job, origin.attempt, origin.step, origin.rank]),
+    }
     offset = 0
     for number, (piece, digest) in enumerate(pieces):
         key = f"{piece.name}/{piece.state}/{number}"
@@ -82,17 +98,22 @@ def encode_header(origin: Origin, pieces: list[tuple[ShardPiece, str]]) -> bytes
     return _LENGTH.pack(len(body)) + body
 
 
-def file_chunks(header: bytes, pieces: list[tuple[ShardPiece, str]], image: memoryview) -> Iterator[memoryview]:
+def file_chunks(
+    header: bytes, pieces: list[tuple[ShardPiece, str]], image: memoryview
+) -> Iterator[memoryview]:
     """The file's bytes straight from the slot, without a copy.
 
     Raises:
-        DamagedError: a piece is not what was sealed (whoever wrote into the sealed slot spoiled this checkpoint only).
+        DamagedError: a piece is not what was sealed (whoever wrote into the sealed slot spoiled
+            this checkpoint only).
     """
     yield memoryview(header)
     for piece, digest in pieces:
         view = piece_view(piece, image)
         if checksum(view) != digest:
-            raise DamagedError("staging slot", f"{piece.name} ({piece.state}) changed after it was sealed")
+            raise DamagedError(
+                "staging slot", f"{piece.name} ({piece.state}) changed after it was sealed"
+            )
         for start in range(0, len(view), CHUNK_BYTES):
             yield view[start : start + CHUNK_BYTES]
 
@@ -122,7 +143,9 @@ def read_header(storage: Storage, file: str, origin: Origin) -> list[StoredPiece
 
 
 def read_exactly(storage: Storage, file: str, offset: int, target: memoryview) -> None:
-    """Fill ``target``. DamagedError when the file is missing or too short, OSError when the storage does not answer."""
+    """Fill ``target``. DamagedError when the file is missing or too short, OSError when the storage
+    does not answer.
+    """
     try:
         count = storage.read_into(file, offset, target)
     except (FileNotFoundError, NotADirectoryError) as error:

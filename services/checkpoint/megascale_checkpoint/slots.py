@@ -5,9 +5,9 @@
       └──────────────────┴───────────────────────────────────────────────┘
     free ──take_for_restore──▶ restoring ──release──▶ free
 
-A sealed slot is kept for restoring from memory until a newer one replaces it. Three rules make that safe: what waits
-to be persisted is persisted in the order of its steps and not written before; what is being read is not written; and
-the newest sealed slot is never handed out for writing.
+A sealed slot is kept for restoring from memory until a newer one replaces it. Three rules make that
+safe: what waits to be persisted is persisted in the order of its steps and not written before; what
+is being read is not written; and the newest sealed slot is never handed out for writing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """Seal record: the slot holds the whole state of the rank after ``step``. One checksum per piece of the layout."""
+    """Seal record: the slot holds the whole state of the rank after ``step``. One checksum per
+    piece of the layout.
+    """
 
     attempt: int
     step: int
@@ -41,13 +43,17 @@ class Seal:
 
     @property
     def age(self) -> tuple[int, int]:
-        """Orders seals: a later attempt's state is newer whatever its step, for it may have gone back."""
+        """Orders seals: a later attempt's state is newer whatever its step, for it may have gone
+        back.
+        """
         return self.attempt, self.step
 
 
 @dataclass(slots=True)
 class Slot:
-    """One slot. ``pending`` waits to be persisted; ``busy`` counts who reads it (persistence, a restoring worker)."""
+    """One slot. ``pending`` waits to be persisted; ``busy`` counts who reads it (persistence, a
+    restoring worker).
+    """
 
     index: int
     phase: Phase = Phase.FREE
@@ -70,19 +76,28 @@ class SlotTable:
 
     def sealed(self) -> list[Seal]:
         """Seals at hand, oldest first."""
-        return sorted((s.seal for s in self.slots if s.phase is Phase.SEALED and s.seal), key=lambda seal: seal.age)
+        return sorted(
+            (s.seal for s in self.slots if s.phase is Phase.SEALED and s.seal),
+            key=lambda seal: seal.age,
+        )
 
     def find(self, attempt: int, step: int, layout_digest: str) -> Slot | None:
         """The sealed slot that holds exactly this state."""
         wanted = (attempt, step, layout_digest)
         for slot in self.slots:
             seal = slot.seal
-            if slot.phase is Phase.SEALED and seal and (seal.attempt, seal.step, seal.layout_digest) == wanted:
+            if (
+                slot.phase is Phase.SEALED
+                and seal
+                and (seal.attempt, seal.step, seal.layout_digest) == wanted
+            ):
                 return slot
         return None
 
     def acquire(self, step: int) -> int | None:
-        """Reserve a slot for writing: a free one, else the oldest sealed one that may go; None when all are needed."""
+        """Reserve a slot for writing: a free one, else the oldest sealed one that may go; None when
+        all are needed.
+        """
         slot = self._reusable(spare_newest=True)
         if slot is None:
             return None
@@ -90,16 +105,20 @@ class SlotTable:
         return slot.index
 
     def take_for_restore(self) -> int:
-        """Reserve a slot to be filled from storage; as a last resort even the newest sealed one goes.
+        """Reserve a slot to be filled from storage; as a last resort even the newest sealed one
+        goes.
 
-        It may: storage is read only where memory cannot serve the step that the whole job goes back to.
+        It may: storage is read only where memory cannot serve the step that the whole job goes back
+        to.
 
         Raises:
             RequestError: every slot is being written or read.
         """
         slot = self._reusable(spare_newest=True) or self._reusable(spare_newest=False)
         if slot is None:
-            raise RequestError("no slot is free to restore into: release what is being written first")
+            raise RequestError(
+                "no slot is free to restore into: release what is being written first"
+            )
         self._reuse(slot, Phase.RESTORING, 0)
         return slot.index
 
@@ -147,7 +166,8 @@ class SlotTable:
         self._reuse(self.at(index), Phase.FREE, 0)
 
     def next_pending(self) -> Slot | None:
-        """The oldest slot that waits to be persisted: every rank persists every sealed step in order.
+        """The oldest slot that waits to be persisted: every rank persists every sealed step in
+        order.
 
         Were a rank to skip one on its own, no step would ever be complete on all ranks.
         """
@@ -175,7 +195,11 @@ class SlotTable:
         if free is not None:
             return free
         sealed = self.sealed()
-        idle = [s for s in self.slots if s.phase is Phase.SEALED and not s.pending and not s.busy and s.seal]
+        idle = [
+            s
+            for s in self.slots
+            if s.phase is Phase.SEALED and not s.pending and not s.busy and s.seal
+        ]
         if spare_newest:
             idle = [slot for slot in idle if slot.seal is not sealed[-1]]
         return min(idle, key=lambda slot: slot.seal.age if slot.seal else (0, 0), default=None)

@@ -1,7 +1,8 @@
 """One rank's stage: its slots' memory and state, and the task that persists what is sealed.
 
-Stage 1 of the two-stage checkpoint (MegaScale section 4.4): the trainer copies its state into a slot and goes on.
-Stage 2, from the slot to storage, runs here in the background, step by step in order.
+Stage 1 of the two-stage checkpoint (MegaScale section 4.4): the trainer copies its state into a
+slot and goes on. Stage 2, from the slot to storage, runs here in the background, step by step in
+order.
 """
 
 from __future__ import annotations
@@ -61,10 +62,17 @@ class Restoration:
 
 
 class RankStage:
-    """The stage of one (job, rank); outlives workers and attempts as long as the layout stays the same."""
+    """The stage of one (job, rank); outlives workers and attempts as long as the layout stays the
+    same.
+    """
 
     def __init__(
-        self, registration: Registration, memories: list[SlotMemory], notes: Notes, pools: Pools, reporter: Reporter
+        self,
+        registration: Registration,
+        memories: list[SlotMemory],
+        notes: Notes,
+        pools: Pools,
+        reporter: Reporter,
     ) -> None:
         self.registration = registration
         self.memories = memories
@@ -77,11 +85,18 @@ class RankStage:
         self._restores: dict[asyncio.Task[Restoration], Cancellation] = {}
         self._reports: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._failures: dict[tuple[int, int], str] = {}
-        self._worker = asyncio.create_task(self._persist_all(), name=f"persist {registration.job}/{registration.rank}")
+        self._worker = asyncio.create_task(
+            self._persist_all(), name=f"persist {registration.job}/{registration.rank}"
+        )
 
     @classmethod
     async def create(
-        cls, registration: Registration, notes: Notes, staging: StagingFolder, pools: Pools, reporter: Reporter
+        cls,
+        registration: Registration,
+        notes: Notes,
+        staging: StagingFolder,
+        pools: Pools,
+        reporter: Reporter,
     ) -> RankStage:
         """A stage with fresh slots. StagingError when there is no room."""
         size_bytes = registration.layout.slot_bytes
@@ -96,16 +111,20 @@ class RankStage:
         return enough and self.registration.digest == registration.digest
 
     async def part_from_owner(self, staging: StagingFolder) -> None:
-        """Make sure that a worker that is still connected, though its successor registers, can spoil nothing.
+        """Make sure that a worker that is still connected, though its successor registers, can
+        spoil nothing.
 
-        What it was writing is replaced: it still maps that memory, and may write to it until it is really dead.
+        What it was writing is replaced: it still maps that memory, and may write to it until it is
+        really dead.
         """
         owner, self.owner = self.owner, None
         if owner is None:
             return
         for index in owner.end():
             if self.table.at(index).phase in (Phase.WRITING, Phase.RESTORING):
-                self.memories[index] = await in_pool(self._pools.memory, staging.renew, self.memories[index])
+                self.memories[index] = await in_pool(
+                    self._pools.memory, staging.renew, self.memories[index]
+                )
             self.table.release(index)
 
     def take_over(self, registration: Registration, owner: Owner) -> None:
@@ -122,8 +141,15 @@ class RankStage:
                 task.cancel()
 
     def idle(self) -> bool:
-        """Whether nobody is connected, nothing is on its way to storage, and no thread works on a slot."""
-        under_way = self._reports or self._seals or self._restores or any(slot.in_use for slot in self.table.slots)
+        """Whether nobody is connected, nothing is on its way to storage, and no thread works on a
+        slot.
+        """
+        under_way = (
+            self._reports
+            or self._seals
+            or self._restores
+            or any(slot.in_use for slot in self.table.slots)
+        )
         return self.owner is None and not under_way
 
     def acquire(self, step: int) -> int | None:
@@ -141,7 +167,9 @@ class RankStage:
         self.table.begin_seal(index, step)
         registration = self.registration  # a successor may take the stage over before the task runs
         if not finite:
-            self._abandon(index, (registration.attempt, step), "the state holds values that are not finite")
+            self._abandon(
+                index, (registration.attempt, step), "the state holds values that are not finite"
+            )
             return
         task = asyncio.create_task(self._seal(registration, index, step, small_state))
         self._seals.add(task)
@@ -155,9 +183,11 @@ class RankStage:
         self._notes.changed.notify()
 
     async def restore(self, source: str, step: int, attempt: int, manifest_uri: str) -> Restoration:
-        """Bring a state into a slot: the own sealed one if it is exactly that state, else from storage.
+        """Bring a state into a slot: the own sealed one if it is exactly that state, else from
+        storage.
 
-        When the caller is cancelled, the slot is given back once the thread that works on it has ended.
+        When the caller is cancelled, the slot is given back once the thread that works on it has
+        ended.
 
         Raises:
             DamagedError: a file, or with source memory the slot, is not what was written.
@@ -196,11 +226,15 @@ class RankStage:
                     raise
                 log.warning("sealed slot is damaged; reading storage instead", error=str(error))
         if source == "memory":
-            raise RequestError(f"step {step} of attempt {attempt} is not sealed here in this layout")
+            raise RequestError(
+                f"step {step} of attempt {attempt} is not sealed here in this layout"
+            )
         return await self._restore_from_storage(step, manifest_uri, cancelled)
 
     async def drain(self, step: int) -> str:
-        """Wait until nothing more happens to ``step``: what keeps it from being complete, if it is not."""
+        """Wait until nothing more happens to ``step``: what keeps it from being complete, if it is
+        not.
+        """
         key = (self.registration.attempt, step)
         while key in self._reports or self._is_pending(key):
             await self._notes.changed.wait()
@@ -209,7 +243,9 @@ class RankStage:
         return self._failures.get(key, f"step {step} was not sealed by this worker's attempt")
 
     async def stop(self, drain_s: float) -> None:
-        """Stop persisting; what is being written has ``drain_s`` to end, and its thread has let go of the slot."""
+        """Stop persisting; what is being written has ``drain_s`` to end, and its thread has let go
+        of the slot.
+        """
         busy = [task for task in self._reports.values() if not task.done()]
         if drain_s and (busy or self.table.next_pending()):
             try:
@@ -226,10 +262,14 @@ class RankStage:
             cancelled.cancel()
         await asyncio.gather(*tasks, *self._seals, *self._restores, return_exceptions=True)
 
-    async def _seal(self, registration: Registration, index: int, step: int, small_state: dict[str, Any]) -> None:
+    async def _seal(
+        self, registration: Registration, index: int, step: int, small_state: dict[str, Any]
+    ) -> None:
         memory = self.memories[index]
         try:
-            checksums = await in_pool(self._pools.memory, piece_checksums, registration.layout, memory.view)
+            checksums = await in_pool(
+                self._pools.memory, piece_checksums, registration.layout, memory.view
+            )
             seal = Seal(registration.attempt, step, registration.digest, checksums, small_state)
         except BaseException:
             self.table.release(index)
@@ -264,19 +304,35 @@ class RankStage:
         memory = self.memories[slot.index]
         layout = self.registration.layout
         try:
-            await in_pool(self._pools.memory, verify_image, layout, memory.view, seal.checksums, str(memory.path))
+            await in_pool(
+                self._pools.memory,
+                verify_image,
+                layout,
+                memory.view,
+                seal.checksums,
+                str(memory.path),
+            )
         except BaseException:
             self.table.release(slot.index)
             raise
         return Restoration(slot.index, "memory", seal.small_state, 0)
 
-    async def _restore_from_storage(self, step: int, manifest_uri: str, cancelled: Cancellation) -> Restoration:
+    async def _restore_from_storage(
+        self, step: int, manifest_uri: str, cancelled: Cancellation
+    ) -> Restoration:
         index = self.table.take_for_restore()
         memory, given = self.memories[index], self.registration
         self._notes.changed.notify()
         try:
             filled = await in_pool(
-                self._pools.storage, restore.fill, manifest_uri, step, given.rank, given.layout, memory.view, cancelled
+                self._pools.storage,
+                restore.fill,
+                manifest_uri,
+                step,
+                given.rank,
+                given.layout,
+                memory.view,
+                cancelled,
             )
         except BaseException:
             self.table.release(index)
@@ -300,10 +356,13 @@ class RankStage:
             in_pool(self._pools.storage, persist.persist, registration, seal, image, cancelled)
         )
         try:
-            # The thread reads the slot until it notices the cancellation: nobody may unmap it before.
+            # The thread reads the slot until it notices the cancellation: nobody may unmap it
+            # before.
             prepared = await _finish(running, cancelled)
         except SupersededError:
-            log.info("persist superseded", job=registration.job, attempt=seal.attempt, step=seal.step)
+            log.info(
+                "persist superseded", job=registration.job, attempt=seal.attempt, step=seal.step
+            )
         except (OSError, CheckpointError) as error:
             self._fail(key, str(error))
         except Exception as error:
@@ -321,7 +380,9 @@ class RankStage:
                 slot.pending = False
             self._notes.changed.notify()
 
-    async def _report(self, key: tuple[int, int], prepared: persist.Prepared, endpoint: str) -> None:
+    async def _report(
+        self, key: tuple[int, int], prepared: persist.Prepared, endpoint: str
+    ) -> None:
         try:
             manifest_uri = await self._reporter.report(prepared.request, endpoint)
             self._notes.note_commit(key[1], key[0], manifest_uri)
@@ -334,7 +395,9 @@ class RankStage:
             self._notes.changed.notify()
 
 
-async def _finish(running: asyncio.Future[persist.Prepared], cancelled: Cancellation) -> persist.Prepared:
+async def _finish(
+    running: asyncio.Future[persist.Prepared], cancelled: Cancellation
+) -> persist.Prepared:
     """The result of a thread; when we are cancelled, only after the thread has ended."""
     try:
         return await asyncio.shield(running)

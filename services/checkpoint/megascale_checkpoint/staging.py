@@ -1,9 +1,11 @@
-"""Staging memory: slots are plain files in a private folder of tmpfs, allocated, prefaulted and mapped by the daemon.
+"""Staging memory: slots are plain files in a private folder of tmpfs, allocated, prefaulted and
+mapped by the daemon.
 
-The daemon owns them, so that a trainer's death leaves them whole; plain files instead of multiprocessing's shared
-memory, whose tracker unlinks other people's segments on Python 3.11 and 3.12. The tree is
-``BASE/CLUSTER/NODE/INCARNATION/JOB/rank-00003/slot-0``; seal records are the daemon's own, for what is sealed is of
-use only while it lives. A starting daemon removes the folders of its node whose owner is gone.
+The daemon owns them, so that a trainer's death leaves them whole; plain files instead of
+multiprocessing's shared memory, whose tracker unlinks other people's segments on Python 3.11 and
+3.12. The tree is ``BASE/CLUSTER/NODE/INCARNATION/JOB/rank-00003/slot-0``; seal records are the
+daemon's own, for what is sealed is of use only while it lives. A starting daemon removes the
+folders of its node whose owner is gone.
 """
 
 from __future__ import annotations
@@ -42,9 +44,12 @@ class SlotMemory:
         self._closed = False
         self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            # Reserves the pages now: a full tmpfs is an error here, where a sparse file would be SIGBUS later.
+            # Reserves the pages now: a full tmpfs is an error here, where a sparse file would be
+            # SIGBUS later.
             os.posix_fallocate(self.descriptor, 0, size_bytes)
-            self._map = mmap.mmap(self.descriptor, size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            self._map = mmap.mmap(
+                self.descriptor, size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE
+            )
         except OSError:
             os.close(self.descriptor)
             path.unlink()
@@ -58,7 +63,8 @@ class SlotMemory:
         self._closed = True
         self.path.unlink(missing_ok=True)
         os.close(self.descriptor)
-        # The traceback of a failed write may still point into the slot; the map then goes with that.
+        # The traceback of a failed write may still point into the slot; the map then goes with
+        # that.
         with suppress(BufferError):
             self.view.release()
             self._map.close()
@@ -68,10 +74,13 @@ class StagingFolder:
     """The daemon's own folder.
 
     Raises:
-        StagingError: the folder belongs to somebody else, a living daemon uses it, or it cannot be made.
+        StagingError: the folder belongs to somebody else, a living daemon uses it, or it cannot be
+            made.
     """
 
-    def __init__(self, base: Path, cluster: str, node: str, incarnation: str, limit_bytes: int | None = None) -> None:
+    def __init__(
+        self, base: Path, cluster: str, node: str, incarnation: str, limit_bytes: int | None = None
+    ) -> None:
         self._limit_bytes = limit_bytes
         self.used_bytes = 0
         self._reserving = threading.Lock()
@@ -86,14 +95,17 @@ class StagingFolder:
                 self.path.mkdir(mode=0o700)
                 (self.path / OWNER_FILE).write_text(json.dumps(_identity(os.getpid())))
         except FileExistsError as error:
-            raise StagingError(f"another checkpoint daemon uses {error.filename}: stop it first") from error
+            raise StagingError(
+                f"another checkpoint daemon uses {error.filename}: stop it first"
+            ) from error
         except OSError as error:
             raise StagingError(
                 f"staging folder {base} cannot be used ({error}): give another --staging-folder"
             ) from error
 
     def allocate(self, job: str, rank: int, size_bytes: int, count: int) -> list[SlotMemory]:
-        """``count`` slots for a rank; 0 means three where a full host's ranks have room for them, else two.
+        """``count`` slots for a rank; 0 means three where a full host's ranks have room for them,
+        else two.
 
         Raises:
             StagingError: there is no room; the message gives the fix.
@@ -101,7 +113,9 @@ class StagingFolder:
         size_bytes = max(size_bytes, mmap.PAGESIZE)
         if count == 0:
             all_ranks = FULL_HOST_RANKS * PREFERRED_SLOTS * size_bytes
-            count = PREFERRED_SLOTS if all_ranks <= self.room_bytes() + self.used_bytes else LEAST_SLOTS
+            count = (
+                PREFERRED_SLOTS if all_ranks <= self.room_bytes() + self.used_bytes else LEAST_SLOTS
+            )
         with self._reserving:
             if count * size_bytes > self.room_bytes():
                 raise StagingError(self._no_room(job, rank, count * size_bytes))
@@ -118,14 +132,17 @@ class StagingFolder:
                 slot.close()
             if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
                 raise StagingError(self._no_room(job, rank, count * size_bytes)) from error
-            raise StagingError(f"slots for rank {rank} of {job} cannot be made in {folder}: {error}") from error
+            raise StagingError(
+                f"slots for rank {rank} of {job} cannot be made in {folder}: {error}"
+            ) from error
         return slots
 
     def renew(self, slot: SlotMemory) -> SlotMemory:
         """A fresh slot in place of one that a process which should be dead still maps.
 
         Raises:
-            StagingError: there is no room. The slot is closed then, and still to be given to :meth:`free`.
+            StagingError: there is no room. The slot is closed then, and still to be given to
+                :meth:`free`.
         """
         slot.close()
         try:
@@ -140,7 +157,9 @@ class StagingFolder:
             slot.close()
 
     def room_bytes(self) -> int:
-        """Bytes that may still be allocated: what the limit, the file system and the host's memory leave."""
+        """Bytes that may still be allocated: what the limit, the file system and the host's memory
+        leave.
+        """
         system = os.statvfs(self.path)
         room = min(system.f_bavail * system.f_frsize, _available_memory_bytes())
         return room if self._limit_bytes is None else min(room, self._limit_bytes - self.used_bytes)
@@ -159,7 +178,8 @@ class StagingFolder:
             self.used_bytes -= size_bytes
 
     def _remove_stale(self) -> None:
-        # Under the lock an owner file is always there, unless its daemon died while it made the folder.
+        # Under the lock an owner file is always there, unless its daemon died while it made the
+        # folder.
         for folder in self._node_folder.iterdir():
             if folder.is_dir() and not _owner_lives(folder):
                 shutil.rmtree(folder)
@@ -178,7 +198,9 @@ def _private_folder(base: Path) -> None:
     base.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = base.lstat()
     if base.is_symlink() or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise StagingError(f"staging folder {base} is not a folder of mode 0700 of user {os.getuid()}: remove it")
+        raise StagingError(
+            f"staging folder {base} is not a folder of mode 0700 of user {os.getuid()}: remove it"
+        )
 
 
 @contextmanager
@@ -200,7 +222,9 @@ def _owner_lives(folder: Path) -> bool:
 
 
 def _identity(pid: int) -> dict[str, Any]:
-    """What tells a living process from another one that got its number later. OSError when it is gone."""
+    """What tells a living process from another one that got its number later. OSError when it is
+    gone.
+    """
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     state, start_ticks = fields[0], fields[19]
     if state in "ZX":

@@ -1,7 +1,8 @@
-"""Where checkpoints are kept: the small set of operations that the commit protocol needs, and its file form.
+"""Where checkpoints are kept: the small set of operations that the commit protocol needs, and its
+file form.
 
-Paths are relative to the storage's root and use '/'. Nothing is ever overwritten: a file appears whole, durable, and
-only if its name was free. Calls block; run them in threads.
+Paths are relative to the storage's root and use '/'. Nothing is ever overwritten: a file appears
+whole, durable, and only if its name was free. Calls block; run them in threads.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ class Storage(Protocol):
         """Address of the root."""
 
     def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> int:
-        """Write a new file and return its size. FileExistsError when the name is taken, OSError when it cannot be."""
+        """Write a new file and return its size. FileExistsError when the name is taken, OSError
+        when it cannot be.
+        """
 
     def create(self, path: str, data: bytes) -> bool:
         """Write a new small file if its name is free; False when it is taken."""
@@ -44,7 +47,9 @@ class Storage(Protocol):
         """Names of the files in ``folder``, sorted; none when it does not exist."""
 
     def remove_unfinished(self, folder: str) -> int:
-        """Remove what writers that died have left in ``folder``, and spoil those that live; how many files."""
+        """Remove what writers that died have left in ``folder``, and spoil those that live; how
+        many files.
+        """
 
 
 def open_storage(uri: str) -> Storage:
@@ -55,7 +60,9 @@ def open_storage(uri: str) -> Storage:
     """
     parts = urlsplit(uri)
     if parts.scheme not in ("", "file") or parts.netloc not in ("", "localhost"):
-        raise RequestError(f"checkpoint uri {uri!r} is not supported: give an absolute path or file:///path")
+        raise RequestError(
+            f"checkpoint uri {uri!r} is not supported: give an absolute path or file:///path"
+        )
     path = Path(unquote(parts.path) if parts.scheme else uri)
     if not path.is_absolute():
         raise RequestError(
@@ -76,7 +83,9 @@ def split(uri: str) -> tuple[str, str]:
 
 
 class FileStorage:
-    """A folder of a file system with hard links (ext4, xfs, NFS, Lustre): link(2) is the create-if-absent."""
+    """A folder of a file system with hard links (ext4, xfs, NFS, Lustre): link(2) is the
+    create-if-absent.
+    """
 
     def __init__(self, root: Path) -> None:
         self._root = root

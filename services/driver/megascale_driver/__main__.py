@@ -37,15 +37,24 @@ _log = logs.get(__name__)
 def main() -> None:
     """Serve until SIGTERM or SIGINT; exit status 0 then."""
     if PARENT_PID_VARIABLE in os.environ:
-        arm_parent_death()  # started by `megascale up` or a test, not by an operator's service manager
+        # started by `megascale up` or a test, not by an operator's service manager
+        arm_parent_death()
     parser = _parser()
     options = parser.parse_args()
     if not options.token_file.is_file():
-        parser.error(f"--token-file: {options.token_file} is not there; write a random word into it with mode 0600")
+        parser.error(
+            f"--token-file: {options.token_file} is not there; write a random word into it with mode 0600"
+        )
     if not identity.is_dns_label(options.cluster):
-        parser.error(f"--cluster: {options.cluster!r} is not a DNS-1123 label: use a-z, 0-9 and '-'")
-    if bool(options.tls_key) != bool(options.tls_certificate) or (options.tls_client_ca and not options.tls_key):
-        parser.error("--tls-key and --tls-certificate (and --tls-client-ca with them): one is of no use alone")
+        parser.error(
+            f"--cluster: {options.cluster!r} is not a DNS-1123 label: use a-z, 0-9 and '-'"
+        )
+    if bool(options.tls_key) != bool(options.tls_certificate) or (
+        options.tls_client_ca and not options.tls_key
+    ):
+        parser.error(
+            "--tls-key and --tls-certificate (and --tls-client-ca with them): one is of no use alone"
+        )
     try:
         rpc.check_token(options.token_file.read_text().strip())
     except (OSError, ValueError) as error:
@@ -68,7 +77,9 @@ async def _serve(options: argparse.Namespace) -> None:
     if options.tls_key and options.tls_certificate:
         tls = rpc.Tls(options.tls_key, options.tls_certificate, options.tls_client_ca)
     async with EtcdClient(options.etcd.split(","), prefix=prefix.rstrip("/") + "/") as client:
-        policy = Policy.for_interval(options.heartbeat_interval_s, HangLimits(floor_s=options.hang_floor_s))
+        policy = Policy.for_interval(
+            options.heartbeat_interval_s, HangLimits(floor_s=options.hang_floor_s)
+        )
         engine = Engine(policy, SystemClock(), token, "")
         server = rpc.RpcServer(token, tls=tls)
 
@@ -132,23 +143,58 @@ def _parser() -> argparse.ArgumentParser:
         prog="megascale_driver",
         description="The driver: one leader per cluster. Start several for a standby; etcd elects the leader.",
     )
-    parser.add_argument("--cluster", required=True, metavar="NAME", help="name of the cluster (DNS-1123 label)")
-    parser.add_argument("--bind", default="127.0.0.1:0", metavar="HOST:PORT", help="where to serve; port 0 picks one")
-    parser.add_argument("--etcd", required=True, metavar="HOST:PORT[,..]", help="members of the etcd cluster")
-    parser.add_argument("--prefix", default="", metavar="KEY", help="keys in etcd; default /megascale/NAME/v1")
-    parser.add_argument("--token-file", required=True, type=Path, metavar="FILE", help="the cluster token (mode 0600)")
-    parser.add_argument("--address-file", type=Path, metavar="FILE", help="write host:port here once it serves")
     parser.add_argument(
-        "--metrics-bind", type=bind_option, default="", metavar="HOST:PORT", help="serve /metrics; default: not at all"
+        "--cluster", required=True, metavar="NAME", help="name of the cluster (DNS-1123 label)"
     )
-    parser.add_argument("--metrics-address-file", type=Path, metavar="FILE", help="write its host:port here")
-    parser.add_argument("--heartbeat-interval-s", type=float, default=5.0, metavar="S", help="default 5")
     parser.add_argument(
-        "--hang-floor-s", type=float, default=60.0, metavar="S", help="no step may hang for less; default 60"
+        "--bind",
+        default="127.0.0.1:0",
+        metavar="HOST:PORT",
+        help="where to serve; port 0 picks one",
     )
-    parser.add_argument("--tls-key", type=Path, metavar="PEM", help="needed to bind beyond loopback")
+    parser.add_argument(
+        "--etcd", required=True, metavar="HOST:PORT[,..]", help="members of the etcd cluster"
+    )
+    parser.add_argument(
+        "--prefix", default="", metavar="KEY", help="keys in etcd; default /megascale/NAME/v1"
+    )
+    parser.add_argument(
+        "--token-file",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="the cluster token (mode 0600)",
+    )
+    parser.add_argument(
+        "--address-file", type=Path, metavar="FILE", help="write host:port here once it serves"
+    )
+    parser.add_argument(
+        "--metrics-bind",
+        type=bind_option,
+        default="",
+        metavar="HOST:PORT",
+        help="serve /metrics; default: not at all",
+    )
+    parser.add_argument(
+        "--metrics-address-file", type=Path, metavar="FILE", help="write its host:port here"
+    )
+    parser.add_argument(
+        "--heartbeat-interval-s", type=float, default=5.0, metavar="S", help="default 5"
+    )
+    parser.add_argument(
+        "--hang-floor-s",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="no step may hang for less; default 60",
+    )
+    parser.add_argument(
+        "--tls-key", type=Path, metavar="PEM", help="needed to bind beyond loopback"
+    )
     parser.add_argument("--tls-certificate", type=Path, metavar="PEM")
-    parser.add_argument("--tls-client-ca", type=Path, metavar="PEM", help="ask clients for a certificate of this CA")
+    parser.add_argument(
+        "--tls-client-ca", type=Path, metavar="PEM", help="ask clients for a certificate of this CA"
+    )
     parser.add_argument("--version", action="version", version=identity.build())
     return parser
 

@@ -1,8 +1,9 @@
-"""The one task that owns the state: events in, ``core.step``, commit, then commands and effects out.
+"""The one task that owns the state: events in, ``core.step``, commit, then commands and effects
+out.
 
-Nothing leaves before the decision behind it is committed to etcd. While a commit waits for etcd, events queue up with
-the times at which they happened; when the leadership cannot be held, the uncommitted decisions are dropped, and the
-next term derives them anew from what the nodes report.
+Nothing leaves before the decision behind it is committed to etcd. While a commit waits for etcd,
+events queue up with the times at which they happened; when the leadership cannot be held, the
+uncommitted decisions are dropped, and the next term derives them anew from what the nodes report.
 """
 
 from __future__ import annotations
@@ -99,11 +100,15 @@ class Engine:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def post(self, event: Event) -> None:
-        """Take an event in, soon. Without a leadership it is dropped: a new term asks the links for the present."""
+        """Take an event in, soon. Without a leadership it is dropped: a new term asks the links for
+        the present.
+        """
         if self.term is None:
             return
         if len(self._queue) >= QUEUE_EVENTS:
-            _log.warning("event queue is full, a report is dropped", node=getattr(event, "node", ""))
+            _log.warning(
+                "event queue is full, a report is dropped", node=getattr(event, "node", "")
+            )
             return
         self._queue.append(_Entry(event))
         self._arrived.set()
@@ -138,7 +143,9 @@ class Engine:
         Raises:
             NotLeader, EtcdError: why the term ended.
         """
-        epoch = types_pb2.Epoch(cluster_generation=loaded.generation, create_revision=leadership.create_revision)
+        epoch = types_pb2.Epoch(
+            cluster_generation=loaded.generation, create_revision=leadership.create_revision
+        )
         self._begin(Term(leadership, store, epoch, self.clock.now_s()), loaded)
         ticker = asyncio.create_task(self._tick())
         try:
@@ -174,7 +181,9 @@ class Engine:
             self._queue.append(_Entry(NodeHello(term.since_s, link.node, link.identity)))
             if link.beat is not None:
                 report = wire.report(link.beat, term.epoch)
-                self._queue.append(_Entry(NodeReport(term.since_s, link.node, link.identity.incarnation, report)))
+                self._queue.append(
+                    _Entry(NodeReport(term.since_s, link.node, link.identity.incarnation, report))
+                )
         self._arrived.set()
 
     async def _turn(self, store: Store, leadership: Leadership) -> None:
@@ -206,9 +215,16 @@ class Engine:
         self._publish(old, outcomes, audit)
 
     async def _commit(
-        self, store: Store, leadership: Leadership, old: Cluster, state: Cluster, audit: tuple[Audit, ...]
+        self,
+        store: Store,
+        leadership: Leadership,
+        old: Cluster,
+        state: Cluster,
+        audit: tuple[Audit, ...],
     ) -> None:
-        """Commit within the lease. A write that is still open at its end is fenced off by the next leader key."""
+        """Commit within the lease. A write that is still open at its end is fenced off by the next
+        leader key.
+        """
         deadline_s = max(leadership.lease.remaining_s(), 0.1)
         work = asyncio.ensure_future(store.commit(old, state, audit, deadline_s=deadline_s))
         lost = asyncio.ensure_future(leadership.lease.lost.wait())
@@ -221,7 +237,9 @@ class Engine:
             work.cancel()
             lost.cancel()
 
-    def _publish(self, old: Cluster, outcomes: list[tuple[_Entry, Outcome]], audit: tuple[Audit, ...]) -> None:
+    def _publish(
+        self, old: Cluster, outcomes: list[tuple[_Entry, Outcome]], audit: tuple[Audit, ...]
+    ) -> None:
         assert self.term is not None
         epoch = self.term.epoch
         self.audit.extend(audit)
@@ -261,9 +279,15 @@ class Engine:
                 outcome = await probes.probe(effect, self._token)
                 self.post(ProbeResult(self.clock.now_s(), effect.node, effect.incarnation, outcome))
             else:
-                self.post(await self.daemons.open_attempt(effect, self.state.nodes[effect.node], term.epoch))
+                self.post(
+                    await self.daemons.open_attempt(
+                        effect, self.state.nodes[effect.node], term.epoch
+                    )
+                )
         except Exception as error:
-            _log.exception("an effect failed; the core asks for it again", effect=type(effect).__name__)
+            _log.exception(
+                "an effect failed; the core asks for it again", effect=type(effect).__name__
+            )
             if isinstance(effect, OpenAttempt):
                 text = f"{type(error).__name__}: {error}"
                 self.post(OpenFailed(self.clock.now_s(), effect.job, effect.attempt, text))
@@ -276,7 +300,10 @@ class Engine:
             now_s = self.clock.now_s()
             blocked = now_s - due_s > LOOP_BLOCKED_S
             if blocked:
-                _log.warning("the event loop was blocked; silence is not judged for a while", seconds=now_s - due_s)
+                _log.warning(
+                    "the event loop was blocked; silence is not judged for a while",
+                    seconds=now_s - due_s,
+                )
             due_s = now_s + TICK_INTERVAL_S
             if blocked or not any(isinstance(entry.event, Tick) for entry in self._queue):
                 steps = tuple((job, attempt, step) for job, (attempt, step) in self._steps.items())
@@ -299,7 +326,9 @@ def _visible(job: Any) -> tuple[Any, ...]:
 
 def _refuse(entry: _Entry) -> None:
     if entry.answer is not None and not entry.answer.done():
-        entry.answer.set_exception(NotLeader("the leadership ended before the request was committed; send it again"))
+        entry.answer.set_exception(
+            NotLeader("the leadership ended before the request was committed; send it again")
+        )
 
 
 async def first_of(*waits: Coroutine[Any, Any, Any]) -> None:
@@ -310,5 +339,6 @@ async def first_of(*waits: Coroutine[Any, Any, Any]) -> None:
     finally:
         for task in tasks:
             task.cancel()
-        # Without suppressing anything: a cancellation of ours in this moment would be lost, and SIGTERM with it.
+        # Without suppressing anything: a cancellation of ours in this moment would be lost, and
+        # SIGTERM with it.
         await asyncio.wait(tasks)

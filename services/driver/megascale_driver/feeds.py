@@ -1,7 +1,8 @@
 """What watchers of jobs see: a bounded ring of updates per job, with resume tokens.
 
-A token names this process's ring and a position in it. A token of another process (the driver was restarted) starts
-over with everything that is held; one that has fallen off the ring is refused, so that no gap goes unseen.
+A token names this process's ring and a position in it. A token of another process (the driver was
+restarted) starts over with everything that is held; one that has fallen off the ring is refused, so
+that no gap goes unseen.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class Feed:
         self._add(driver_pb2.WatchJobResponse(event=event))
 
     def add_step(self, record: types_pb2.StepRecord) -> bool:
-        """A step was completed; False when it is known already (executors repeat what was not acknowledged)."""
+        """A step was completed; False when it is known already (executors repeat what was not
+        acknowledged).
+        """
         last = self.last_record
         if last is not None and (record.attempt, record.step) <= (last.attempt, last.step):
             return False
@@ -69,8 +72,13 @@ class Feed:
             changed = self._changed
             first = self._next - len(self._updates)
             if position < first:
-                raise TokenExpired(f"{first - position} updates behind the resume token are no longer held")
-            batch = [self._updates[i - first] for i in range(position, min(self._next, position + BATCH_UPDATES))]
+                raise TokenExpired(
+                    f"{first - position} updates behind the resume token are no longer held"
+                )
+            batch = [
+                self._updates[i - first]
+                for i in range(position, min(self._next, position + BATCH_UPDATES))
+            ]
             for update in batch:
                 yield update
             position += len(batch)
@@ -114,7 +122,9 @@ class Feeds:
         return self._feeds.setdefault(job, Feed(self._ring_id))
 
     def release(self, job: str) -> None:
-        """The job has ended: its feed is kept whole until KEPT_ENDED others have ended, then its tail only."""
+        """The job has ended: its feed is kept whole until KEPT_ENDED others have ended, then its
+        tail only.
+        """
         self._feeds[job] = self._feeds.pop(job)
         ended = [feed for feed in self._feeds.values() if feed.ended]
         for feed in ended[:-KEPT_ENDED]:

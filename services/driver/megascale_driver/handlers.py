@@ -33,7 +33,12 @@ def answers(
             raise
         except Exception:
             _log.exception("a call failed", call=method.__name__)
-            await abort(context, RpcError(grpc.StatusCode.INTERNAL, "INTERNAL", "internal error; see the driver's log"))
+            await abort(
+                context,
+                RpcError(
+                    grpc.StatusCode.INTERNAL, "INTERNAL", "internal error; see the driver's log"
+                ),
+            )
 
     return handler
 
@@ -54,14 +59,24 @@ def streams(
             raise
         except Exception:
             _log.exception("a call failed", call=method.__name__)
-            await abort(context, RpcError(grpc.StatusCode.INTERNAL, "INTERNAL", "internal error; see the driver's log"))
+            await abort(
+                context,
+                RpcError(
+                    grpc.StatusCode.INTERNAL, "INTERNAL", "internal error; see the driver's log"
+                ),
+            )
 
     return handler
 
 
 def invalid(field: str, problem: str) -> RpcError:
     """A request that cannot be carried out as it stands."""
-    return RpcError(grpc.StatusCode.INVALID_ARGUMENT, "BAD_REQUEST", f"{field}: {problem}", fields=[(field, problem)])
+    return RpcError(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "BAD_REQUEST",
+        f"{field}: {problem}",
+        fields=[(field, problem)],
+    )
 
 
 async def until_set(event: asyncio.Event, answers: AsyncIterator[Answer]) -> AsyncIterator[Answer]:

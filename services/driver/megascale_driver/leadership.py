@@ -1,7 +1,8 @@
 """Campaigns for leadership, leads, and campaigns again; a standby knows who leads.
 
-A driver whose lease lapsed while etcd was away keeps its links and comes back with a higher epoch. If another driver
-leads by then, the links are closed, so that executors go there, and watchers are sent after them.
+A driver whose lease lapsed while etcd was away keeps its links and comes back with a higher epoch.
+If another driver leads by then, the links are closed, so that executors go there, and watchers are
+sent after them.
 """
 
 from __future__ import annotations
@@ -35,9 +36,13 @@ async def _nobody(leads: bool) -> None:
 
 
 class Leader:
-    """Runs the engine's terms. ``told`` is called with True when a term begins and with False when it has ended."""
+    """Runs the engine's terms. ``told`` is called with True when a term begins and with False when
+    it has ended.
+    """
 
-    def __init__(self, client: EtcdClient, engine: Engine, told: Callable[[bool], Awaitable[None]] = _nobody) -> None:
+    def __init__(
+        self, client: EtcdClient, engine: Engine, told: Callable[[bool], Awaitable[None]] = _nobody
+    ) -> None:
         self.known_address = ""
         self.etcd_answers = True
         # Set while another driver is known to lead.
@@ -48,16 +53,25 @@ class Leader:
 
     @property
     def shows_state(self) -> bool:
-        """Whether this driver's picture is the best there is: it leads, or did last and nobody else does."""
+        """Whether this driver's picture is the best there is: it leads, or did last and nobody else
+        does.
+        """
         return self._engine.term is not None or (self._engine.loaded and not self.known_address)
 
     def not_leading(self) -> RpcError:
         """The refusal of a standby, with the leader's address where it is known."""
         where = f"; the leader is {self.known_address}" if self.known_address else ""
-        why = "" if self.etcd_answers else "; etcd does not answer, so no driver may change anything now"
+        why = (
+            ""
+            if self.etcd_answers
+            else "; etcd does not answer, so no driver may change anything now"
+        )
         metadata = {"leader": self.known_address} if self.known_address else {}
         return RpcError(
-            grpc.StatusCode.UNAVAILABLE, "NOT_LEADER", f"this driver does not lead{where}{why}", metadata=metadata
+            grpc.StatusCode.UNAVAILABLE,
+            "NOT_LEADER",
+            f"this driver does not lead{where}{why}",
+            metadata=metadata,
         )
 
     async def run(self) -> None:
@@ -77,8 +91,12 @@ class Leader:
         await self._clear_dead_leader(value)
         try:
             leadership = await campaign(self._client, LEADER_KEY, value, ttl_s=LEASE_TTL_S)
-        except EtcdError as error:  # no room, too many requests, no access: all of it may be mended while we wait
-            _log.error("etcd refuses the campaign; it is tried again", error=str(error), retry_s=RETRY_S)
+        except (
+            EtcdError
+        ) as error:  # no room, too many requests, no access: all of it may be mended while we wait
+            _log.error(
+                "etcd refuses the campaign; it is tried again", error=str(error), retry_s=RETRY_S
+            )
             await asyncio.sleep(RETRY_S)
             return
         self.known_address = engine.address
@@ -86,7 +104,9 @@ class Leader:
         try:
             await self._lead(leadership)
         except (NotLeader, EtcdError) as error:
-            self.etcd_answers = not leadership.lease.lost.is_set()  # the observer will know better soon
+            self.etcd_answers = (
+                not leadership.lease.lost.is_set()
+            )  # the observer will know better soon
             _log.warning("leadership ended", error=str(error))
         except CodecError as error:
             _log.error("what etcd holds cannot be read; another build may", error=str(error))
@@ -97,7 +117,9 @@ class Leader:
             await leadership.resign()
 
     async def _clear_dead_leader(self, own_value: bytes) -> None:
-        """Once etcd answers: before, there is nothing to campaign for. What it refuses, the campaign raises."""
+        """Once etcd answers: before, there is nothing to campaign for. What it refuses, the
+        campaign raises.
+        """
         while True:
             try:
                 await clear_dead_leader(self._client, own_value)
@@ -126,7 +148,9 @@ class Leader:
         try:
             holder = await self._client.get(LEADER_KEY)
             if holder is not None and is_gone(holder.value):
-                await clear_dead_leader(self._client)  # the campaign sees the key go, and need not wait for the lease
+                await clear_dead_leader(
+                    self._client
+                )  # the campaign sees the key go, and need not wait for the lease
                 holder = None
             self.etcd_answers = True
         except EtcdError:

@@ -26,7 +26,9 @@ _log = logs.get(__name__)
 
 
 class LinkService(link_pb2_grpc.ExecutorLinkServiceServicer):
-    """Turns streams into events of the engine, and desired states and acknowledgements into messages."""
+    """Turns streams into events of the engine, and desired states and acknowledgements into
+    messages.
+    """
 
     def __init__(self, engine: Engine, leader: Leader, cluster: str) -> None:
         self._engine = engine
@@ -79,13 +81,18 @@ class LinkService(link_pb2_grpc.ExecutorLinkServiceServicer):
             if not self._leader.shows_state:
                 await abort(context, self._leader.not_leading())
             if request.job not in self._engine.state.jobs:
-                await abort(context, RpcError(grpc.StatusCode.NOT_FOUND, "JOB_NOT_FOUND", f"no job {request.job!r}"))
+                await abort(
+                    context,
+                    RpcError(grpc.StatusCode.NOT_FOUND, "JOB_NOT_FOUND", f"no job {request.job!r}"),
+                )
             for record in request.records:
                 self._engine.step_done(request.job, record)
                 accepted += 1
         return link_pb2.ReportStepsResponse(accepted=accepted)
 
-    async def _hello(self, requests: AsyncIterator[link_pb2.ConnectRequest]) -> link_pb2.ExecutorHello:
+    async def _hello(
+        self, requests: AsyncIterator[link_pb2.ConnectRequest]
+    ) -> link_pb2.ExecutorHello:
         if self._engine.term is None:
             raise self._leader.not_leading()
         try:
@@ -93,10 +100,16 @@ class LinkService(link_pb2_grpc.ExecutorLinkServiceServicer):
                 first = await anext(requests)
         except (TimeoutError, StopAsyncIteration) as error:
             code = grpc.StatusCode.INVALID_ARGUMENT
-            raise RpcError(code, "HELLO_MISSING", f"no hello came within {HELLO_TIMEOUT_S:g} s") from error
+            raise RpcError(
+                code, "HELLO_MISSING", f"no hello came within {HELLO_TIMEOUT_S:g} s"
+            ) from error
         hello = first.hello
         if first.WhichOneof("message") != "hello":
-            raise RpcError(grpc.StatusCode.INVALID_ARGUMENT, "HELLO_MISSING", "the first message must be a hello")
+            raise RpcError(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "HELLO_MISSING",
+                "the first message must be a hello",
+            )
         if hello.protocol.lowest > PROTOCOL.highest or hello.protocol.highest < PROTOCOL.lowest:
             raise RpcError(
                 grpc.StatusCode.FAILED_PRECONDITION,
@@ -107,13 +120,21 @@ class LinkService(link_pb2_grpc.ExecutorLinkServiceServicer):
         problems = [
             (f"hello.{name}", problem)
             for name, wrong, problem in (
-                ("node", not names.is_dns_label(hello.node), "not a DNS-1123 label: 1 to 63 of a-z, 0-9 and '-'"),
+                (
+                    "node",
+                    not names.is_dns_label(hello.node),
+                    "not a DNS-1123 label: 1 to 63 of a-z, 0-9 and '-'",
+                ),
                 (
                     "incarnation",
                     not 0 < len(hello.incarnation) <= wire.MAX_LABEL,
                     f"give one id per start of the agent, of at most {wire.MAX_LABEL} characters",
                 ),
-                ("devices", not 0 < len(hello.devices) <= wire.MAX_DEVICES, f"give 1 to {wire.MAX_DEVICES} devices"),
+                (
+                    "devices",
+                    not 0 < len(hello.devices) <= wire.MAX_DEVICES,
+                    f"give 1 to {wire.MAX_DEVICES} devices",
+                ),
             )
             if wrong
         ]
@@ -124,7 +145,9 @@ class LinkService(link_pb2_grpc.ExecutorLinkServiceServicer):
         return hello
 
     def _refuse_rival(self, hello: link_pb2.ExecutorHello) -> None:
-        """Two agents of one name would take the node from each other for ever; the one that serves keeps it."""
+        """Two agents of one name would take the node from each other for ever; the one that serves
+        keeps it.
+        """
         heard_since_s = self._engine.clock.now_s() - self._engine.policy.suspect_after_s
         rival = self._engine.links.rival(hello.node, hello.incarnation, heard_since_s)
         if rival is not None:
@@ -137,18 +160,25 @@ class LinkService(link_pb2_grpc.ExecutorLinkServiceServicer):
             )
 
     async def _read(self, requests: AsyncIterator[link_pb2.ConnectRequest], link: Link) -> None:
-        """Acknowledge every heartbeat at once and hand it to the engine; the stream's end closes the link."""
+        """Acknowledge every heartbeat at once and hand it to the engine; the stream's end closes
+        the link.
+        """
         try:
             async for request in requests:
                 received_s = self._engine.clock.now_s()
                 if request.WhichOneof("message") != "heartbeat":
                     continue
                 beat = request.heartbeat
-                # Dropped, yet a sign of life: closing would bring the same beat back with the next link.
+                # Dropped, yet a sign of life: closing would bring the same beat back with the next
+                # link.
                 link.heard_at_s = received_s
                 oversized = beat.ByteSize() > MAX_HEARTBEAT_BYTES
                 if oversized:
-                    _log.warning("a heartbeat beyond 64 KiB is dropped", node=link.node, bytes=beat.ByteSize())
+                    _log.warning(
+                        "a heartbeat beyond 64 KiB is dropped",
+                        node=link.node,
+                        bytes=beat.ByteSize(),
+                    )
                 else:
                     link.beat = beat
                 link.acknowledge(
@@ -161,6 +191,8 @@ class LinkService(link_pb2_grpc.ExecutorLinkServiceServicer):
                 term = self._engine.term
                 if term is not None and not oversized:
                     report = wire.report(beat, term.epoch)
-                    self._engine.post(NodeReport(received_s, link.node, link.identity.incarnation, report))
+                    self._engine.post(
+                        NodeReport(received_s, link.node, link.identity.incarnation, report)
+                    )
         finally:
             link.close()

@@ -1,4 +1,6 @@
-"""The executors' links: one stream per node, a mailbox for the newest desired state, immediate acknowledgements."""
+"""The executors' links: one stream per node, a mailbox for the newest desired state, immediate
+acknowledgements.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ ACKS_HELD = 64  # an executor that does not read its acknowledgements loses the 
 
 
 class Link:
-    """One open stream, from the driver's side. Desired states are level-triggered: only the newest is kept."""
+    """One open stream, from the driver's side. Desired states are level-triggered: only the newest
+    is kept.
+    """
 
     def __init__(self, node: str, identity: Identity, heard_at_s: float) -> None:
         self.node = node
@@ -67,9 +71,16 @@ class Links:
         self._links[link.node] = link
 
     def rival(self, node: str, incarnation: str, heard_since_s: float) -> Link | None:
-        """The open link of another incarnation of the node that was heard since then: two agents share a name."""
+        """The open link of another incarnation of the node that was heard since then: two agents
+        share a name.
+        """
         link = self._links.get(node)
-        if link is None or link.closed or link.identity.incarnation == incarnation or link.heard_at_s < heard_since_s:
+        if (
+            link is None
+            or link.closed
+            or link.identity.incarnation == incarnation
+            or link.heard_at_s < heard_since_s
+        ):
             return None
         return link
 
@@ -85,7 +96,9 @@ class Links:
         return list(self._links.values())
 
     def command(self, node: str, desired: link_pb2.DesiredState) -> None:
-        """Send a desired state to a node, if it is connected; else it gets the present one when it connects."""
+        """Send a desired state to a node, if it is connected; else it gets the present one when it
+        connects.
+        """
         link = self._links.get(node)
         if link is not None:
             link.command(desired)

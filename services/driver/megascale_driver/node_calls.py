@@ -1,4 +1,6 @@
-"""Calls to the nodes' own services on behalf of the driver: open an attempt, list commits, read logs."""
+"""Calls to the nodes' own services on behalf of the driver: open an attempt, list commits, read
+logs.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Daemons:
         self._token = token
         self._clock = clock
 
-    async def open_attempt(self, wanted: OpenAttempt, node: Node, epoch: types_pb2.Epoch) -> AttemptOpened | OpenFailed:
+    async def open_attempt(
+        self, wanted: OpenAttempt, node: Node, epoch: types_pb2.Epoch
+    ) -> AttemptOpened | OpenFailed:
         """Ask the committer of an attempt to open it; never raises for a failing peer."""
         endpoint = await self._committer(node) or wanted.endpoint
         if not endpoint:
@@ -60,7 +64,9 @@ class Daemons:
             await channel.close()
         refused = tuple(reply.refused[:_REFUSED_SHOWN])
         restore = wire.restore_from(reply.restore)
-        return AttemptOpened(self._clock.now_s(), wanted.job, wanted.attempt, restore, endpoint, refused)
+        return AttemptOpened(
+            self._clock.now_s(), wanted.job, wanted.attempt, restore, endpoint, refused
+        )
 
     async def list_commits(self, node: Node, job: str, uri: str) -> list[driver_pb2.Checkpoint]:
         """Complete checkpoints of a job as the node's daemon reads them, newest first.
@@ -68,7 +74,9 @@ class Daemons:
         Raises:
             grpc.aio.AioRpcError: the daemon does not answer or refuses.
         """
-        channel = rpc.open_channel(await self._committer(node) or node.identity.checkpoint_endpoint, self._token)
+        channel = rpc.open_channel(
+            await self._committer(node) or node.identity.checkpoint_endpoint, self._token
+        )
         try:
             stub = checkpoint_pb2_grpc.CheckpointServiceStub(channel)
             request = checkpoint_pb2.ListCommitsRequest(job=job, uri=uri)
@@ -76,7 +84,9 @@ class Daemons:
         finally:
             await channel.close()
 
-    async def tail(self, node: Node, request: executor_pb2.TailWorkerLogsRequest) -> AsyncIterator[str]:
+    async def tail(
+        self, node: Node, request: executor_pb2.TailWorkerLogsRequest
+    ) -> AsyncIterator[str]:
         """Lines of a rank's log, read on its node.
 
         Raises:
@@ -84,7 +94,9 @@ class Daemons:
         """
         channel = rpc.open_channel(node.identity.executor_endpoint, self._token)
         try:
-            async for part in executor_pb2_grpc.ExecutorServiceStub(channel).TailWorkerLogs(request):
+            async for part in executor_pb2_grpc.ExecutorServiceStub(channel).TailWorkerLogs(
+                request
+            ):
                 yield part.line
         finally:
             await channel.close()
@@ -107,13 +119,17 @@ class Daemons:
         return OpenFailed(self._clock.now_s(), wanted.job, wanted.attempt, error)
 
     async def _committer(self, node: Node) -> str:
-        """The daemon's address as the node knows it now: it has a new one after a restart; empty if not to be had."""
+        """The daemon's address as the node knows it now: it has a new one after a restart; empty if
+        not to be had.
+        """
         if not node.identity.executor_endpoint:
             return ""
         channel = rpc.open_channel(node.identity.executor_endpoint, self._token)
         try:
             stub = executor_pb2_grpc.ExecutorServiceStub(channel)
-            reply = await stub.GetNodeStatus(executor_pb2.GetNodeStatusRequest(), timeout=STATUS_TIMEOUT_S)
+            reply = await stub.GetNodeStatus(
+                executor_pb2.GetNodeStatusRequest(), timeout=STATUS_TIMEOUT_S
+            )
         except grpc.aio.AioRpcError:
             return ""
         finally:

@@ -1,4 +1,6 @@
-"""Is the process behind an address there? A refused connection is evidence that it is gone; silence proves little."""
+"""Is the process behind an address there? A refused connection is evidence that it is gone; silence
+proves little.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ PAUSE_S = 0.5
 
 
 async def probe(wanted: Probe, token: str) -> str:
-    """``alive``, ``refused`` (twice in a row, or another process answers there), or ``timeout``; bounded by about 4 s.
+    """``alive``, ``refused`` (twice in a row, or another process answers there), or ``timeout``;
+    bounded by about 4 s.
 
     A process that is just being killed may still accept or reset a connection: that is tried again.
     """
@@ -54,7 +57,9 @@ async def _refuses(endpoint: str) -> bool:
 
 
 async def _ask(wanted: Probe, token: str) -> str:
-    """``alive``, ``refused`` or ``timeout``; empty when the connection broke, which says nothing yet."""
+    """``alive``, ``refused`` or ``timeout``; empty when the connection broke, which says nothing
+    yet.
+    """
     channel = rpc.open_channel(wanted.endpoint, token)
     try:
         stub = executor_pb2_grpc.ExecutorServiceStub(channel)

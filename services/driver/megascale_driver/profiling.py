@@ -41,14 +41,18 @@ def judged(
     if not 1 <= request.steps <= MAX_STEPS:
         raise invalid("steps", f"{request.steps} is outside 1 to {MAX_STEPS}")
     if request.first_step < 0:
-        raise invalid("first_step", f"{request.first_step} is negative; leave it out or name a step ahead")
+        raise invalid(
+            "first_step", f"{request.first_step} is negative; leave it out or name a step ahead"
+        )
     ranks, world_size = tuple(sorted(set(request.ranks))) or (0,), job.config.layout.world_size
     wrong = [rank for rank in ranks if not 0 <= rank < world_size]
     if wrong:
         raise invalid("ranks", f"{wrong[0]} is not one of the job's {world_size} ranks")
     if len(ranks) > MAX_RANKS:
         raise invalid("ranks", f"{len(ranks)} ranks; choose at most {MAX_RANKS}")
-    current = record if record is not None and record.attempt == job.attempt else types_pb2.StepRecord()
+    current = (
+        record if record is not None and record.attempt == job.attempt else types_pb2.StepRecord()
+    )
     return ProfileRequested(
         now_s, job.name, request.first_step, request.steps, ranks, current.step,
         current.step_time.ToNanoseconds() / 1e9, reason.strip(), actor, key,

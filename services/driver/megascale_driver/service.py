@@ -1,4 +1,6 @@
-"""DriverService: thin handlers that turn requests into events of the engine and its state into answers."""
+"""DriverService: thin handlers that turn requests into events of the engine and its state into
+answers.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,10 @@ DAEMONS_ASKED = 3
 _NOT_FOUND, _INVALID = grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT
 _PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
 _REFUSALS = {
-    "JOB_EXISTS": (grpc.StatusCode.ALREADY_EXISTS, "a job of that name exists; choose another name"),
+    "JOB_EXISTS": (
+        grpc.StatusCode.ALREADY_EXISTS,
+        "a job of that name exists; choose another name",
+    ),
     "JOB_NOT_FOUND": (_NOT_FOUND, "there is no such job; `ListJobs` names them"),
     "JOB_ENDED": (_PRECONDITION, "the job has ended already"),
     **dict.fromkeys(profiling.REFUSALS, (_PRECONDITION, "the job cannot be profiled now")),
@@ -70,7 +75,9 @@ class DriverService(driver_pb2_grpc.DriverServiceServicer):
         self._cluster = cluster
 
     @answers
-    async def SubmitJob(self, request: driver_pb2.SubmitJobRequest, context: Context) -> driver_pb2.SubmitJobResponse:
+    async def SubmitJob(
+        self, request: driver_pb2.SubmitJobRequest, context: Context
+    ) -> driver_pb2.SubmitJobResponse:
         """Judge the spec; unless ``validate_only``, store the job."""
         self._show()
         config = _judged(request)
@@ -81,12 +88,16 @@ class DriverService(driver_pb2_grpc.DriverServiceServicer):
         return driver_pb2.SubmitJobResponse(job=self._message(self._job(config.name)))
 
     @answers
-    async def GetJob(self, request: driver_pb2.GetJobRequest, context: Context) -> driver_pb2.GetJobResponse:
+    async def GetJob(
+        self, request: driver_pb2.GetJobRequest, context: Context
+    ) -> driver_pb2.GetJobResponse:
         """One job."""
         return driver_pb2.GetJobResponse(job=self._message(self._job(request.name)))
 
     @answers
-    async def ListJobs(self, request: driver_pb2.ListJobsRequest, context: Context) -> driver_pb2.ListJobsResponse:
+    async def ListJobs(
+        self, request: driver_pb2.ListJobsRequest, context: Context
+    ) -> driver_pb2.ListJobsResponse:
         """All jobs by name."""
         self._show()
         names = sorted(name for name in self.engine.state.jobs if name > request.page_token)
@@ -103,7 +114,9 @@ class DriverService(driver_pb2_grpc.DriverServiceServicer):
         feed = self.engine.feeds.of(job.name)
         yield driver_pb2.WatchJobResponse(resume_token=request.resume_token, job=self._message(job))
         try:
-            async for update in until_set(self.leader.superseded, feed.follow(request.resume_token)):
+            async for update in until_set(
+                self.leader.superseded, feed.follow(request.resume_token)
+            ):
                 yield update
         except TokenExpired as error:
             raise _expired(error) from error
@@ -113,13 +126,19 @@ class DriverService(driver_pb2_grpc.DriverServiceServicer):
             raise self.leader.not_leading()
 
     @answers
-    async def CancelJob(self, request: driver_pb2.CancelJobRequest, context: Context) -> driver_pb2.CancelJobResponse:
+    async def CancelJob(
+        self, request: driver_pb2.CancelJobRequest, context: Context
+    ) -> driver_pb2.CancelJobResponse:
         """Stop a job for good."""
         reason = _reason(request.reason)
         job = self._job(request.name)
         if job.phase is not JobPhase.CANCELLED:
             key = _request_key(request, request.request_id)
-            await self._call(CancelRequested(self.engine.clock.now_s(), request.name, reason, _actor(context), key))
+            await self._call(
+                CancelRequested(
+                    self.engine.clock.now_s(), request.name, reason, _actor(context), key
+                )
+            )
         return driver_pb2.CancelJobResponse(job=self._message(self._job(request.name)))
 
     @answers
@@ -128,10 +147,17 @@ class DriverService(driver_pb2_grpc.DriverServiceServicer):
     ) -> driver_pb2.ProfileJobResponse:
         """Have chosen ranks write a trace of some steps ahead."""
         job = self._job(request.job)
-        key, record = _request_key(request, request.request_id), self.engine.feeds.record_of(job.name)
+        key, record = (
+            _request_key(request, request.request_id),
+            self.engine.feeds.record_of(job.name),
+        )
         now_s, actor = self.engine.clock.now_s(), _actor(context)
-        await self._call(profiling.judged(request, job, record, now_s, request.reason[:MAX_REASON], actor, key))
-        return driver_pb2.ProfileJobResponse(profile=profiling.answer(self._job(request.job), request.request_id))
+        await self._call(
+            profiling.judged(request, job, record, now_s, request.reason[:MAX_REASON], actor, key)
+        )
+        return driver_pb2.ProfileJobResponse(
+            profile=profiling.answer(self._job(request.job), request.request_id)
+        )
 
     @answers
     async def ExplainJob(
@@ -139,31 +165,45 @@ class DriverService(driver_pb2_grpc.DriverServiceServicer):
     ) -> driver_pb2.ExplainJobResponse:
         """Why the job is where it is, with the newest events."""
         job = self._job(request.name)
-        lines = [line for line in reversed(self.engine.audit) if line.log == job.name][:EXPLAIN_EVENTS]
+        lines = [line for line in reversed(self.engine.audit) if line.log == job.name][
+            :EXPLAIN_EVENTS
+        ]
         return driver_pb2.ExplainJobResponse(
-            explanation=explain(self.engine.state, job.name, self.engine.clock.now_s(), self.engine.policy),
+            explanation=explain(
+                self.engine.state, job.name, self.engine.clock.now_s(), self.engine.policy
+            ),
             events=[wire.event_message(line, self._epoch()) for line in lines],
         )
 
     @answers
-    async def ListNodes(self, request: driver_pb2.ListNodesRequest, context: Context) -> driver_pb2.ListNodesResponse:
+    async def ListNodes(
+        self, request: driver_pb2.ListNodesRequest, context: Context
+    ) -> driver_pb2.ListNodesResponse:
         """All nodes by name."""
         self._show()
         names = sorted(name for name in self.engine.state.nodes if name > request.page_token)
         page, token = _page(names, request.page_size)
-        nodes = [wire.node_message(self.engine.state, self.engine.state.nodes[name]) for name in page]
+        nodes = [
+            wire.node_message(self.engine.state, self.engine.state.nodes[name]) for name in page
+        ]
         return driver_pb2.ListNodesResponse(nodes=nodes, next_page_token=token)
 
     @answers
-    async def EvictNode(self, request: driver_pb2.EvictNodeRequest, context: Context) -> driver_pb2.EvictNodeResponse:
+    async def EvictNode(
+        self, request: driver_pb2.EvictNodeRequest, context: Context
+    ) -> driver_pb2.EvictNodeResponse:
         """Quarantine a node; its job moves on by itself."""
         reason = _reason(request.reason)
         node = self._node(request.name)
         consequence = self._consequence(node)
         if not request.validate_only:
             key = _request_key(request, request.request_id)
-            await self._call(EvictRequested(self.engine.clock.now_s(), node.name, reason, _actor(context), key))
-        return driver_pb2.EvictNodeResponse(node=self._node_message(request.name), consequence=consequence)
+            await self._call(
+                EvictRequested(self.engine.clock.now_s(), node.name, reason, _actor(context), key)
+            )
+        return driver_pb2.EvictNodeResponse(
+            node=self._node_message(request.name), consequence=consequence
+        )
 
     @answers
     async def CordonNode(
@@ -172,11 +212,15 @@ class DriverService(driver_pb2_grpc.DriverServiceServicer):
         """Keep new work off a node; what runs there goes on."""
         reason, key = _reason(request.reason), _request_key(request, request.request_id)
         self._show()
-        event = CordonRequested(self.engine.clock.now_s(), request.name, reason, _actor(context), key)
+        event = CordonRequested(
+            self.engine.clock.now_s(), request.name, reason, _actor(context), key
+        )
         consequence = self._preview(event, "NODE_CORDONED")
         if not request.validate_only:
             await self._call(event)
-        return driver_pb2.CordonNodeResponse(node=self._node_message(request.name), consequence=consequence)
+        return driver_pb2.CordonNodeResponse(
+            node=self._node_message(request.name), consequence=consequence
+        )
 
     @answers
     async def UncordonNode(
@@ -185,11 +229,15 @@ class DriverService(driver_pb2_grpc.DriverServiceServicer):
         """Make a cordoned or quarantined node schedulable again."""
         reason, key = _reason(request.reason), _request_key(request, request.request_id)
         self._show()
-        event = UncordonRequested(self.engine.clock.now_s(), request.name, reason, _actor(context), key)
+        event = UncordonRequested(
+            self.engine.clock.now_s(), request.name, reason, _actor(context), key
+        )
         consequence = self._preview(event, "NODE_UNCORDONED")
         if not request.validate_only:
             await self._call(event)
-        return driver_pb2.UncordonNodeResponse(node=self._node_message(request.name), consequence=consequence)
+        return driver_pb2.UncordonNodeResponse(
+            node=self._node_message(request.name), consequence=consequence
+        )
 
     @answers
     async def RunDiagnostics(
@@ -217,7 +265,9 @@ class DriverService(driver_pb2_grpc.DriverServiceServicer):
     async def ListEvents(
         self, request: driver_pb2.ListEventsRequest, context: Context
     ) -> driver_pb2.ListEventsResponse:
-        """The audit log of a job, or the events about a node, or (no subject) the whole cluster's, oldest first."""
+        """The audit log of a job, or the events about a node, or (no subject) the whole cluster's,
+        oldest first.
+        """
         self._show()
         about, size = _about(request.subject), _page_size(request.page_size)
         try:
@@ -235,7 +285,9 @@ class DriverService(driver_pb2_grpc.DriverServiceServicer):
     async def WatchEvents(
         self, request: driver_pb2.WatchEventsRequest, context: Context
     ) -> AsyncIterator[driver_pb2.WatchEventsResponse]:
-        """Lines of the audit log behind the resume token as they are committed, until the watcher leaves."""
+        """Lines of the audit log behind the resume token as they are committed, until the watcher
+        leaves.
+        """
         self._show()
         about = _about(request.subject)
         try:
@@ -244,7 +296,9 @@ class DriverService(driver_pb2_grpc.DriverServiceServicer):
             await context.send_initial_metadata(())
             async for line in until_set(self.leader.superseded, lines):
                 event = wire.event_message(line, self._epoch())
-                yield driver_pb2.WatchEventsResponse(resume_token=audit_log.token_of(line), event=event)
+                yield driver_pb2.WatchEventsResponse(
+                    resume_token=audit_log.token_of(line), event=event
+                )
         except TokenExpired as error:
             raise _expired(error) from error
         except ValueError as error:
@@ -262,12 +316,21 @@ class DriverService(driver_pb2_grpc.DriverServiceServicer):
         wanted = request.attempt or job.attempt
         slots = next((record.slots for record in job.attempts if record.number == wanted), ())
         if not slots:
-            raise RpcError(_NOT_FOUND, "ATTEMPT_NOT_FOUND", f"job {job.name} has no attempt {wanted}")
+            raise RpcError(
+                _NOT_FOUND, "ATTEMPT_NOT_FOUND", f"job {job.name} has no attempt {wanted}"
+            )
         slot = next((slot for slot in slots if request.rank in slot.ranks), None)
         if slot is None:
-            raise invalid("rank", f"{request.rank} is not one of the job's {job.config.layout.world_size} ranks")
+            raise invalid(
+                "rank",
+                f"{request.rank} is not one of the job's {job.config.layout.world_size} ranks",
+            )
         tail = executor_pb2.TailWorkerLogsRequest(
-            job=job.name, rank=request.rank, attempt=wanted, lines=request.lines, follow=request.follow
+            job=job.name,
+            rank=request.rank,
+            attempt=wanted,
+            lines=request.lines,
+            follow=request.follow,
         )
         try:
             async for line in self.engine.daemons.tail(self._node(slot.node), tail):
@@ -288,7 +351,9 @@ class DriverService(driver_pb2_grpc.DriverServiceServicer):
         first = int(token or 0)
         size = _page_size(request.page_size)
         token = str(first + size) if first + size < len(found) else ""
-        return driver_pb2.ListCheckpointsResponse(checkpoints=found[first : first + size], next_page_token=token)
+        return driver_pb2.ListCheckpointsResponse(
+            checkpoints=found[first : first + size], next_page_token=token
+        )
 
     @answers
     async def GetClusterInfo(
@@ -314,13 +379,17 @@ class DriverService(driver_pb2_grpc.DriverServiceServicer):
     def _job(self, name: str) -> Job:
         self._show()
         if name not in self.engine.state.jobs:
-            raise RpcError(_NOT_FOUND, "JOB_NOT_FOUND", f"no job {name!r}: {_REFUSALS['JOB_NOT_FOUND'][1]}")
+            raise RpcError(
+                _NOT_FOUND, "JOB_NOT_FOUND", f"no job {name!r}: {_REFUSALS['JOB_NOT_FOUND'][1]}"
+            )
         return self.engine.state.jobs[name]
 
     def _node(self, name: str) -> Node:
         self._show()
         if name not in self.engine.state.nodes:
-            raise RpcError(_NOT_FOUND, "NODE_NOT_FOUND", f"no node {name!r}: {_REFUSALS['NODE_NOT_FOUND'][1]}")
+            raise RpcError(
+                _NOT_FOUND, "NODE_NOT_FOUND", f"no node {name!r}: {_REFUSALS['NODE_NOT_FOUND'][1]}"
+            )
         return self.engine.state.nodes[name]
 
     def _message(self, job: Job) -> driver_pb2.Job:
@@ -330,7 +399,9 @@ class DriverService(driver_pb2_grpc.DriverServiceServicer):
         return wire.node_message(self.engine.state, self._node(name))
 
     def _preview(self, event: Mutation, reason: str) -> str:
-        """What the request would lead to, from the core itself; raises the refusal if it would be refused."""
+        """What the request would lead to, from the core itself; raises the refusal if it would be
+        refused.
+        """
         _, outcome = machine.step(self.engine.state, event, self.engine.policy)
         _raise_refusal(outcome)
         line = next((line for line in outcome.audit if line.reason == reason), None)
@@ -344,27 +415,42 @@ class DriverService(driver_pb2_grpc.DriverServiceServicer):
             return f"node {node.name} is quarantined already: {node.disposition_reason}"
         job = self.engine.state.holder_of(node.name)
         if job is None:
-            jobs = [other.name for other in self.engine.state.jobs.values() if node.name in other.spares]
+            jobs = [
+                other.name for other in self.engine.state.jobs.values() if node.name in other.spares
+            ]
             loss = f", job {jobs[0]} loses it as a spare" if jobs else ""
             return f"it runs nothing{loss}; it gets no work from now on"
-        spares = f"spare {job.spares[0]} takes its place" if job.spares else "it has no spare and waits for a node"
+        spares = (
+            f"spare {job.spares[0]} takes its place"
+            if job.spares
+            else "it has no spare and waits for a node"
+        )
         writes = job.config.checkpoint.uri
-        origin = "resumes from the newest complete snapshot" if writes else "begins at step 0: it writes no checkpoints"
+        origin = (
+            "resumes from the newest complete snapshot"
+            if writes
+            else "begins at step 0: it writes no checkpoints"
+        )
         return f"job {job.name} stops, {spares}, and a new attempt {origin}"
 
     async def _commits(self, job: Job) -> list[driver_pb2.Checkpoint]:
         nodes = [n for n in self.engine.state.nodes.values() if n.liveness is Liveness.ALIVE]
-        # The job's own nodes first, in the order of their ranks: the first of them writes the commit log.
+        # The job's own nodes first, in the order of their ranks: the first of them writes the
+        # commit log.
         slots = {node.name: job.slot_of(node.name) for node in nodes}
         nodes.sort(key=lambda node: (0, *slot.ranks) if (slot := slots[node.name]) else (1,))
         failure: RpcError | None = None
         for node in nodes[:DAEMONS_ASKED]:
             try:
-                return await self.engine.daemons.list_commits(node, job.name, job.config.checkpoint.uri)
+                return await self.engine.daemons.list_commits(
+                    node, job.name, job.config.checkpoint.uri
+                )
             except grpc.aio.AioRpcError as error:
                 failure = _from_node(node.name, error)
         raise failure or RpcError(
-            grpc.StatusCode.UNAVAILABLE, "NO_NODE", "no node is alive whose daemon could read the checkpoints"
+            grpc.StatusCode.UNAVAILABLE,
+            "NO_NODE",
+            "no node is alive whose daemon could read the checkpoints",
         )
 
     async def _call(self, event: Mutation) -> None:
@@ -394,7 +480,10 @@ def _about(subject: str) -> Callable[[Audit], bool]:
     if not subject:
         return lambda line: True
     if kind not in ("jobs", "nodes") or not name:
-        raise invalid("subject", f"{subject!r} is neither jobs/NAME nor nodes/NAME nor empty (the whole cluster)")
+        raise invalid(
+            "subject",
+            f"{subject!r} is neither jobs/NAME nor nodes/NAME nor empty (the whole cluster)",
+        )
     return lambda line: line.log == name if kind == "jobs" else line.subject == subject
 
 
@@ -424,8 +513,13 @@ def _request_key(request: Message, request_id: str) -> RequestKey | None:
     if not request_id:
         return None
     if len(request_id) > MAX_REQUEST_ID or not request_id.isprintable() or "/" in request_id:
-        raise invalid("request_id", f"use at most {MAX_REQUEST_ID} printable characters without '/', best a UUID")
-    return RequestKey(request_id, hashlib.sha256(request.SerializeToString(deterministic=True)).hexdigest())
+        raise invalid(
+            "request_id",
+            f"use at most {MAX_REQUEST_ID} printable characters without '/', best a UUID",
+        )
+    return RequestKey(
+        request_id, hashlib.sha256(request.SerializeToString(deterministic=True)).hexdigest()
+    )
 
 
 def _reason(text: str) -> str:
@@ -446,7 +540,9 @@ def _from_node(node: str, error: grpc.aio.AioRpcError) -> RpcError:
     if code in (_NOT_FOUND, _INVALID, _PRECONDITION, grpc.StatusCode.ABORTED):
         return RpcError(code, "REFUSED_BY_NODE", f"node {node}: {error.details()}")
     return RpcError(
-        grpc.StatusCode.UNAVAILABLE, "NODE_UNREACHABLE", f"node {node} does not answer: {code.name}: {error.details()}"
+        grpc.StatusCode.UNAVAILABLE,
+        "NODE_UNREACHABLE",
+        f"node {node} does not answer: {code.name}: {error.details()}",
     )
 
 

@@ -78,7 +78,11 @@ def identity(hello: link_pb2.ExecutorHello) -> Identity:
 def report(beat: link_pb2.Heartbeat, epoch: types_pb2.Epoch) -> Report:
     """A heartbeat; a version of another epoch's desired state counts as none."""
     current = epoch_tuple(beat.epoch_seen) == epoch_tuple(epoch)
-    name = link_pb2.AttemptPhase.Name(beat.phase).removeprefix("ATTEMPT_PHASE_") if beat.phase else "IDLE"
+    name = (
+        link_pb2.AttemptPhase.Name(beat.phase).removeprefix("ATTEMPT_PHASE_")
+        if beat.phase
+        else "IDLE"
+    )
     return Report(
         desired_version=beat.desired_version if current else 0,
         job=beat.job,
@@ -101,7 +105,9 @@ def report(beat: link_pb2.Heartbeat, epoch: types_pb2.Epoch) -> Report:
 def restore_from(plan: link_pb2.RestorePlan) -> Restore:
     """A restore plan as the core keeps it."""
     name = types_pb2.RestoreSource.Name(plan.source).removeprefix("RESTORE_SOURCE_")
-    return Restore(name if plan.source else "NONE", plan.step, plan.written_by_attempt, plan.manifest_uri)
+    return Restore(
+        name if plan.source else "NONE", plan.step, plan.written_by_attempt, plan.manifest_uri
+    )
 
 
 def restore_plan(restore: Restore) -> link_pb2.RestorePlan:
@@ -199,7 +205,9 @@ def job_message(job: Job, record: types_pb2.StepRecord | None) -> driver_pb2.Job
     )
     if job.restore is not None:
         message.restored_step = job.restore.step
-        message.restore_source = types_pb2.RestoreSource.Value(f"RESTORE_SOURCE_{job.restore.source}")
+        message.restore_source = types_pb2.RestoreSource.Value(
+            f"RESTORE_SOURCE_{job.restore.source}"
+        )
     if record is not None:
         message.last_record.CopyFrom(record)
     if job.profile is not None:
@@ -263,7 +271,10 @@ def event_message(line: events.Audit, epoch: types_pb2.Epoch) -> types_pb2.Event
         mode=line.mode,
         epoch=epoch,
         attempt=line.attempt,
-        evidence=[types_pb2.Evidence(kind=e.kind, source=e.source, digest=e.digest, uri=e.uri) for e in line.evidence],
+        evidence=[
+            types_pb2.Evidence(kind=e.kind, source=e.source, digest=e.digest, uri=e.uri)
+            for e in line.evidence
+        ],
         outcome=line.outcome,
     )
 
@@ -293,8 +304,14 @@ def _status(status: link_pb2.WorkerStatus) -> RankStatus:
 
 
 def _trace(item: link_pb2.TraceReport) -> TraceReport:
-    name = types_pb2.TraceState.Name(item.state).removeprefix("TRACE_STATE_") if item.state else "FAILED"
-    return TraceReport(item.profile, item.rank, TraceState(name), item.size_bytes, item.detail[:MAX_TEXT])
+    name = (
+        types_pb2.TraceState.Name(item.state).removeprefix("TRACE_STATE_")
+        if item.state
+        else "FAILED"
+    )
+    return TraceReport(
+        item.profile, item.rank, TraceState(name), item.size_bytes, item.detail[:MAX_TEXT]
+    )
 
 
 def _progress(item: link_pb2.CheckpointProgress) -> Progress:

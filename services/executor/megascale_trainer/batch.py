@@ -23,8 +23,8 @@ _DTYPES: Mapping[str, torch.dtype] = {
 class MicroBatch:
     """B sequences of S tokens; every tensor is [B, S].
 
-    ``targets`` is the token to predict, ``loss_weight`` (float32) its weight in the loss, ``position`` what the
-    position embedding sees; ``documents`` says where the documents lie.
+    ``targets`` is the token to predict, ``loss_weight`` (float32) its weight in the loss,
+    ``position`` what the position embedding sees; ``documents`` says where the documents lie.
     """
 
     tokens: torch.Tensor
@@ -35,7 +35,8 @@ class MicroBatch:
 
     @classmethod
     def from_numpy(cls, arrays: Mapping[str, np.ndarray[Any, Any]]) -> MicroBatch:
-        """Tensors of their own (copies) from the loader's arrays, and its documents from ``document_start``.
+        """Tensors of their own (copies) from the loader's arrays, and its documents from
+        ``document_start``.
 
         Raises:
             ValueError: a field is missing, or its shape differs from that of ``tokens``.
@@ -67,11 +68,14 @@ class MicroBatch:
         return MicroBatch(**changed, documents=self.documents.map(function))
 
     def refilled(self, source: MicroBatch) -> MicroBatch:
-        """``source``, of the same shape, copied into this one's tensors; between pinned memory and CUDA without a wait.
+        """``source``, of the same shape, copied into this one's tensors; between pinned memory and
+        CUDA without a wait.
 
         This one is spent: its tensors hold what the result says.
         """
         for name in _DTYPES:
             getattr(self, name).copy_(getattr(source, name), non_blocking=True)
         offsets = self.documents.offsets
-        return replace(self, documents=source.documents.map(lambda new: offsets.copy_(new, non_blocking=True)))
+        return replace(
+            self, documents=source.documents.map(lambda new: offsets.copy_(new, non_blocking=True))
+        )

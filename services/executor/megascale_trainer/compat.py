@@ -1,4 +1,6 @@
-"""Names that differ between torch 2.11 and 2.13: the only module that may ask which of them is there."""
+"""Names that differ between torch 2.11 and 2.13: the only module that may ask which of them is
+there.
+"""
 
 from __future__ import annotations
 
@@ -9,36 +11,50 @@ import torch
 import torch.distributed as dist
 
 # torch 2.13 deprecates the names that torch 2.11 has, and 2.11 lacks the new ones
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+_reduce_scatter: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
 
 
 def all_gather(output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Concatenate every rank's ``source`` along dimension 0 into ``output``; may be in place (source a view of it)."""
+    """Concatenate every rank's ``source`` along dimension 0 into ``output``; may be in place
+    (source a view of it).
+    """
     _all_gather(output, source, group=group)
 
 
-def start_all_gather(output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+def start_all_gather(
+    output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup
+) -> dist.Work:
     """:func:`all_gather` that returns at once; the result is there after ``wait``."""
     work: dist.Work = _all_gather(output, source, group=group, async_op=True)
     return work
 
 
 def reduce_scatter(output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Sum ``source`` over the ranks and leave this rank's part of dimension 0 in ``output`` (may be a view of it)."""
+    """Sum ``source`` over the ranks and leave this rank's part of dimension 0 in ``output`` (may be
+    a view of it).
+    """
     _reduce_scatter(output, source, group=group)
 
 
-def start_reduce_scatter(output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+def start_reduce_scatter(
+    output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup
+) -> dist.Work:
     """:func:`reduce_scatter` that returns at once; the result is there after ``wait``."""
     work: dist.Work = _reduce_scatter(output, source, group=group, async_op=True)
     return work
 
 
 def accumulate_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """total += left @ right, with ``total`` float32 [m, n] and the factors [m, k] and [k, n] of one dtype.
+    """total += left @ right, with ``total`` float32 [m, n] and the factors [m, k] and [k, n] of one
+    dtype.
 
-    On CUDA the sum is kept in float32 inside the GEMM; a CPU has no such GEMM and widens bf16 factors first.
+    On CUDA the sum is kept in float32 inside the GEMM; a CPU has no such GEMM and widens bf16
+    factors first.
     """
     if left.dtype == total.dtype:
         total.addmm_(left, right)

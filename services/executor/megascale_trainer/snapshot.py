@@ -1,11 +1,14 @@
-"""Stage 1 of a checkpoint, the trainer's side: copy the state into daemon-owned memory and have it sealed.
+"""Stage 1 of a checkpoint, the trainer's side: copy the state into daemon-owned memory and have it
+sealed.
 
-The daemon owns the memory (slots), so a sealed snapshot survives this process. All ranks take a snapshot or skip it
-together: each reserves a slot one step ahead and its vote rides in the gradient-norm all-reduce (DESIGN: busy slots
-skip and count; nothing blocks). A daemon that went away costs snapshots, never the run.
+The daemon owns the memory (slots), so a sealed snapshot survives this process. All ranks take a
+snapshot or skip it
+together: each reserves a slot one step ahead and its vote rides in the gradient-norm all-reduce
+(DESIGN: busy slots skip and count; nothing blocks). A daemon that went away costs snapshots, never
+the run.
 
-On CUDA the copy runs on a side stream into pinned slots during the next forward and backward; the next optimizer
-update waits for it on the device (:attr:`Snapshotter.copied`), the host never does.
+On CUDA the copy runs on a side stream into pinned slots during the next forward and backward; the
+next optimizer update waits for it on the device (:attr:`Snapshotter.copied`), the host never does.
 """
 
 from __future__ import annotations
@@ -26,14 +29,18 @@ from megascale_common.node import framing
 from megascale_common.node.messages import ErrorKind, RestorePlanMessage
 from megascale_common.sizes.checkpoint_layout import ShardLayout
 
-START_TIMEOUT_S = 600.0  # the first registration clears memory, a restore reads storage; nobody waits for this rank
-# Later the peers wait in their collectives for the answer, which takes milliseconds, or the time of a slot's checksums.
+# the first registration clears memory, a restore reads storage; nobody waits for this rank
+START_TIMEOUT_S = 600.0
+# Later the peers wait in their collectives for the answer, which takes milliseconds, or the time of
+# a slot's checksums.
 LONGEST_ANSWER_S, SHARE_OF_COLLECTIVE_TIMEOUT = 30.0, 4
 ACQUIRE_RETRY_S = 0.2
 
 
 class RestoreRefused(Exception):
-    """The daemon cannot give the planned state. ``kind`` and ``file`` say why and which file is damaged."""
+    """The daemon cannot give the planned state. ``kind`` and ``file`` say why and which file is
+    damaged.
+    """
 
     def __init__(self, kind: ErrorKind, problem: str, file: str) -> None:
         super().__init__(problem)
@@ -70,7 +77,8 @@ class Registration:
 
 @dataclass(slots=True)
 class _Pending:
-    """A copy that has been started but not sealed. ``done`` is None on CPU, where the copy is complete at once.
+    """A copy that has been started but not sealed. ``done`` is None on CPU, where the copy is
+    complete at once.
 
     ``finite`` is None until the result of the step has been read.
     """
@@ -86,7 +94,8 @@ class Snapshotter:
     """Connection of one rank to the checkpoint daemon of its node.
 
     Raises:
-        OSError: the daemon is not there, or refuses the registration (its words are in the message).
+        OSError: the daemon is not there, or refuses the registration (its words are in the
+            message).
     """
 
     def __init__(
@@ -107,7 +116,9 @@ class Snapshotter:
         self._reserved: int | None = None
         self._pending: _Pending | None = None
         self._seal_unanswered = False
-        self._answer_timeout_s = min(LONGEST_ANSWER_S, collective_timeout_s / SHARE_OF_COLLECTIVE_TIMEOUT)
+        self._answer_timeout_s = min(
+            LONGEST_ANSWER_S, collective_timeout_s / SHARE_OF_COLLECTIVE_TIMEOUT
+        )
         self.skipped = 0
         self._connect(START_TIMEOUT_S)
 
@@ -119,7 +130,9 @@ class Snapshotter:
         """
         answer = self._request({"kind": "restore", "plan": dict(plan)}, START_TIMEOUT_S)
         if answer["kind"] == "refused":
-            raise RestoreRefused(cast(ErrorKind, answer["error_kind"]), answer["error"], answer["file"])
+            raise RestoreRefused(
+                cast(ErrorKind, answer["error_kind"]), answer["error"], answer["file"]
+            )
         self._state.load_from(self._slots[answer["slot"]])
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the slot is given back below
@@ -127,7 +140,9 @@ class Snapshotter:
         return cast(dict[str, Any], answer["small_state"])
 
     def reserve(self, step: int) -> int:
-        """Reserve a slot for the snapshot after ``step``; returns this rank's vote: 0 ready, 1 must skip."""
+        """Reserve a slot for the snapshot after ``step``; returns this rank's vote: 0 ready, 1 must
+        skip.
+        """
         self.seal_if_copied()
         try:
             if self._socket is None:
@@ -142,7 +157,9 @@ class Snapshotter:
         return 0 if self._reserved is not None else 1
 
     def reserve_or_wait(self, step: int, timeout_s: float) -> int:
-        """As :meth:`reserve`, but wait for a busy slot: for the last step, where nothing is held up."""
+        """As :meth:`reserve`, but wait for a busy slot: for the last step, where nothing is held
+        up.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             self.seal_if_copied(wait=True)
@@ -151,26 +168,35 @@ class Snapshotter:
             time.sleep(ACQUIRE_RETRY_S)
 
     def take(self, step: int, small_state: dict[str, Any], *, votes: int) -> bool:
-        """After ``step``: start the copy into the reserved slot, or skip because ``votes`` ranks must.
+        """After ``step``: start the copy into the reserved slot, or skip because ``votes`` ranks
+        must.
 
         It is sealed after :meth:`settle`. Returns whether a snapshot was started.
         """
         slot, self._reserved = self._reserved, None
         if votes:
             self.skipped += 1
-            print(f"step {step}: no snapshot, {votes} ranks have no slot ({self.skipped} skipped so far)", flush=True)
+            print(
+                f"step {step}: no snapshot, {votes} ranks have no slot ({self.skipped} skipped so far)",
+                flush=True,
+            )
             if slot is not None:
                 self._try({"kind": "release", "slot": slot})
             return False
         if slot is None:  # the daemon went away after the vote: training goes on without this one
             self.skipped += 1
-            print(f"step {step}: no snapshot here, the slot is lost ({self.skipped} skipped so far)", flush=True)
+            print(
+                f"step {step}: no snapshot here, the slot is lost ({self.skipped} skipped so far)",
+                flush=True,
+            )
             return False
         self._pending = _Pending(slot, step, small_state, self._copy(self._slots[slot]))
         return True
 
     def settle(self, step: int, small_state: Mapping[str, Any], *, finite: bool) -> None:
-        """The result of ``step`` has been read: what its snapshot lacked, and whether its state is fit to be kept."""
+        """The result of ``step`` has been read: what its snapshot lacked, and whether its state is
+        fit to be kept.
+        """
         if self._pending is not None and self._pending.step == step:
             self._pending.small_state |= small_state
             self._pending.finite = finite
@@ -183,7 +209,8 @@ class Snapshotter:
     def seal_if_copied(self, *, wait: bool = False) -> None:
         """Have a finished and settled copy sealed; with ``wait``, wait for the copy first.
 
-        The daemon answers when it has checksummed the slot; training does not wait for that (the next request does).
+        The daemon answers when it has checksummed the slot; training does not wait for that (the
+        next request does).
         """
         pending = self._pending
         if pending is None or pending.finite is None:
@@ -194,7 +221,12 @@ class Snapshotter:
             elif not pending.done.query():  # type: ignore[no-untyped-call]
                 return
         self._pending = None
-        message = {"kind": "seal", "slot": pending.slot, "step": pending.step, "small_state": pending.small_state}
+        message = {
+            "kind": "seal",
+            "slot": pending.slot,
+            "step": pending.step,
+            "small_state": pending.small_state,
+        }
         try:
             self._take_seal_answer()
             framing.send(self._connected(), {**message, "finite": pending.finite})
@@ -252,7 +284,9 @@ class Snapshotter:
     def _request(self, message: framing.Message, timeout_s: float | None = None) -> framing.Message:
         return self._exchange(message, timeout_s or self._answer_timeout_s)[0]
 
-    def _exchange(self, message: framing.Message, timeout_s: float) -> tuple[framing.Message, Sequence[int]]:
+    def _exchange(
+        self, message: framing.Message, timeout_s: float
+    ) -> tuple[framing.Message, Sequence[int]]:
         connection = self._connected()
         connection.settimeout(timeout_s)
         try:
@@ -280,7 +314,9 @@ class Snapshotter:
             raise ConnectionError("not connected to the checkpoint daemon")
         return self._socket
 
-    def _try(self, message: framing.Message, timeout_s: float | None = None) -> framing.Message | None:
+    def _try(
+        self, message: framing.Message, timeout_s: float | None = None
+    ) -> framing.Message | None:
         """Send a message whose loss only costs a snapshot."""
         try:
             return self._request(message, timeout_s)
@@ -314,8 +350,12 @@ def _pin(slot: torch.Tensor, device: torch.device) -> bool:
     status = torch.cuda.cudart().cudaHostRegister(slot.data_ptr(), slot.numel(), 0)  # type: ignore[no-untyped-call]
     if int(status) == 0:
         return True
-    print(f"slot is not pinned (cudaHostRegister status {int(status)}): training waits for each snapshot", flush=True)
-    # CUDA remembers the failure and would report it at the next launch of a kernel: let this one take it.
+    print(
+        f"slot is not pinned (cudaHostRegister status {int(status)}): training waits for each snapshot",
+        flush=True,
+    )
+    # CUDA remembers the failure and would report it at the next launch of a kernel: let this one
+    # take it.
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=device)
     return False

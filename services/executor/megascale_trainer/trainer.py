@@ -1,8 +1,10 @@
-"""The trainer: one rank's model, buffers and optimizer, and one training step of all of them together.
+"""The trainer: one rank's model, buffers and optimizer, and one training step of all of them
+together.
 
-The loss is the weighted sum over the global batch divided by its global weight. Gradients are those of the sum; the
-division, the clip factor and the decision to skip a non-finite step happen on the device in the update, after the one
-all-reduce that ends a step. A step therefore never waits for the device; :meth:`StepResult.read` does.
+The loss is the weighted sum over the global batch divided by its global weight. Gradients are those
+of the sum; the division, the clip factor and the decision to skip a non-finite step happen on the
+device in the update, after the one all-reduce that ends a step. A step therefore never waits for
+the device; :meth:`StepResult.read` does.
 """
 
 from __future__ import annotations
@@ -22,7 +24,12 @@ from megascale_trainer.batch import MicroBatch
 from megascale_trainer.model.initial_values import fill_shard
 from megascale_trainer.optimizer.adamw import AdamW
 from megascale_trainer.optimizer.learning_rate import learning_rate
-from megascale_trainer.optimizer.step_control import StepControl, StepTotals, local_totals, step_control
+from megascale_trainer.optimizer.step_control import (
+    StepControl,
+    StepTotals,
+    local_totals,
+    step_control,
+)
 from megascale_trainer.parallel.data.buffers import FlatBuffers
 from megascale_trainer.parallel.data.overlapped_buffers import OverlappedBuffers
 from megascale_trainer.parallel.groups import Groups
@@ -38,10 +45,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What one step did, the same on every rank. ``loss`` is the mean cross entropy, without ``z_loss``.
+    """What one step did, the same on every rank. ``loss`` is the mean cross entropy, without
+    ``z_loss``.
 
-    ``gradient_norm`` is that of the mean gradient before clipping; NaN losses and norms belong to skipped steps.
-    ``consumed_samples`` and ``consumed_tokens`` count from the start of the run. ``votes`` is the sum of the ranks'.
+    ``gradient_norm`` is that of the mean gradient before clipping; NaN losses and norms belong to
+    skipped steps. ``consumed_samples`` and ``consumed_tokens`` count from the start of the run.
+    ``votes`` is the sum of the ranks'.
     """
 
     step: int
@@ -60,7 +69,13 @@ class StepResult:
     """The outcome of a step that may still be running on the device."""
 
     def __init__(
-        self, step: int, learning_rate: float, samples: int, tokens: int, totals: StepTotals, control: StepControl
+        self,
+        step: int,
+        learning_rate: float,
+        samples: int,
+        tokens: int,
+        totals: StepTotals,
+        control: StepControl,
     ) -> None:
         self._host = (step, learning_rate, samples, tokens)
         weight = totals.weight
@@ -93,14 +108,17 @@ class StepResult:
             self._event.synchronize()
         step, rate, samples, tokens = self._host
         loss, z_loss, norm, clip, skipped, votes = self._values.tolist()
-        return StepRecord(step, loss, z_loss, norm, clip, skipped > 0, rate, samples, tokens, round(votes))
+        return StepRecord(
+            step, loss, z_loss, norm, clip, skipped > 0, rate, samples, tokens, round(votes)
+        )
 
 
 class Trainer:
     """One rank of a training job. ``step`` is the number of completed steps.
 
     Raises:
-        ValueError: the layout cannot hold the model, or asks for what is not built; names the field.
+        ValueError: the layout cannot hold the model, or asks for what is not built; names the
+            field.
     """
 
     def __init__(
@@ -121,7 +139,9 @@ class Trainer:
         place = (self._table, dtype, device, groups.tp, groups.dp)
         overlapped = config.parallelism.overlap.dp
         self._buffers = (
-            OverlappedBuffers(*place, micro_batches=config.micro_batches) if overlapped else FlatBuffers(*place)
+            OverlappedBuffers(*place, micro_batches=config.micro_batches)
+            if overlapped
+            else FlatBuffers(*place)
         )
         operators = choose(config.training.kernels, device)
         self._optimizer = AdamW(config.optimizer, self._table, device, operators.adamw)
@@ -133,12 +153,20 @@ class Trainer:
         )
         tp = tensor_parallel(config, groups.tp, dtype, device)
         self._pipeline = PipelineExecutor(
-            [Stage(config, chunk, weights, tp, self._buffers, operators) for chunk in self._table.chunks],
+            [
+                Stage(config, chunk, weights, tp, self._buffers, operators)
+                for chunk in self._table.chunks
+            ],
             groups.edges,
             lambda: torch.empty(shape, dtype=dtype, device=device),
             self._note_micro_batch,
         )
-        line = (self._table.at.pp, config.parallelism.pp, config.micro_batches, config.parallelism.virtual_stages)
+        line = (
+            self._table.at.pp,
+            config.parallelism.pp,
+            config.micro_batches,
+            config.parallelism.virtual_stages,
+        )
         overlap = config.parallelism.overlap.pp
         self._program = one_forward_one_backward(*line, overlap=overlap)
         self._forwards = forward_only(*line, overlap=overlap)
@@ -149,7 +177,8 @@ class Trainer:
         self._buffers.publish(self._optimizer.master)
 
     def train_step(self, micro_batches: Sequence[MicroBatch], *, vote: int = 0) -> StepResult:
-        """One update from this replica's micro-batches (on the device, in order); every rank calls it together.
+        """One update from this replica's micro-batches (on the device, in order); every rank calls
+        it together.
 
         Raises:
             ValueError: the number or shape of the micro-batches is not the configured one.
@@ -169,19 +198,25 @@ class Trainer:
             rate = learning_rate(self.config, self.step)
             with span("optimizer"):
                 shards = [shard for _, shard in gradients]
-                self._optimizer.update(shards, self._buffers.parameter_shards(), control, rate, self.step + 1)
+                self._optimizer.update(
+                    shards, self._buffers.parameter_shards(), control, rate, self.step + 1
+                )
             self._buffers.gather_parameters()
         self.step += 1
         samples = self.step * self.config.training.global_batch_size
-        return StepResult(self.step, rate, samples, samples * self.config.model.sequence_length, totals, control)
+        return StepResult(
+            self.step, rate, samples, samples * self.config.model.sequence_length, totals, control
+        )
 
     def evaluate(self, batches: Iterable[Sequence[MicroBatch]]) -> float:
-        """Mean cross entropy of global batches of held-out data, forward only; every rank calls it together.
+        """Mean cross entropy of global batches of held-out data, forward only; every rank calls it
+        together.
 
         Waits for the device. NaN where all weights are zero.
 
         Args:
-            batches: of each global batch this replica's micro-batches (on the device, in order), as in a step.
+            batches: of each global batch this replica's micro-batches (on the device, in order), as
+                in a step.
 
         Raises:
             ValueError: the number or shape of the micro-batches is not the configured one.
@@ -205,17 +240,22 @@ class Trainer:
         return self._layout
 
     def state_copy_to(self, slot: torch.Tensor) -> None:
-        """Enqueue a copy of the states into ``slot``, uint8 [slot_bytes] on any device, on the current stream."""
+        """Enqueue a copy of the states into ``slot``, uint8 [slot_bytes] on any device, on the
+        current stream.
+        """
         image = self._image()
         self._check_slot(slot)
         slot[: image.numel()].copy_(image, non_blocking=True)
 
     def wait_before_update(self, copied: torch.cuda.Event) -> None:
-        """Have the device, not the host, hold the next update until ``copied``: a snapshot still reads the states."""
+        """Have the device, not the host, hold the next update until ``copied``: a snapshot still
+        reads the states.
+        """
         self._copied = copied
 
     def load_from(self, slot: torch.Tensor) -> None:
-        """Take the states from ``slot``, uint8 [slot_bytes]; what no piece of the layout describes becomes zero.
+        """Take the states from ``slot``, uint8 [slot_bytes]; what no piece of the layout describes
+        becomes zero.
 
         The parameters themselves follow with :meth:`finish_load`, which all ranks call together.
         """
@@ -228,12 +268,15 @@ class Trainer:
             image[piece.slot_offset_bytes : end].copy_(slot[piece.slot_offset_bytes : end])
 
     def finish_load(self, step: int) -> None:
-        """Set the number of completed steps and publish the loaded master parameters to all replicas."""
+        """Set the number of completed steps and publish the loaded master parameters to all
+        replicas.
+        """
         self.step = step
         self._buffers.publish(self._optimizer.master)
 
     def settle(self) -> None:
-        """Wait until the parameters of the last update have arrived on this rank; for the end of training.
+        """Wait until the parameters of the last update have arrived on this rank; for the end of
+        training.
 
         A rank that left before its peers have gathered from it would break their communication.
         """
@@ -253,10 +296,14 @@ class Trainer:
     def _check(self, micro_batches: Sequence[MicroBatch]) -> None:
         wanted = (self.config.training.micro_batch_size, self.config.model.sequence_length)
         if len(micro_batches) != self.config.micro_batches:
-            raise ValueError(f"a step takes {self.config.micro_batches} micro-batches, got {len(micro_batches)}")
+            raise ValueError(
+                f"a step takes {self.config.micro_batches} micro-batches, got {len(micro_batches)}"
+            )
         for batch in micro_batches:
             if tuple(batch.tokens.shape) != wanted:
-                raise ValueError(f"a micro-batch is [B, S] = {wanted}, got {tuple(batch.tokens.shape)}")
+                raise ValueError(
+                    f"a micro-batch is [B, S] = {wanted}, got {tuple(batch.tokens.shape)}"
+                )
 
     def _note_micro_batch(self, number: int) -> None:
         if self._status is not None:
@@ -264,13 +311,16 @@ class Trainer:
 
 
 def set_determinism(config: JobConfig, device: torch.device) -> None:
-    """Make CUDA repeat itself bit for bit where ``training.deterministic`` asks for it; a CPU does so anyway."""
+    """Make CUDA repeat itself bit for bit where ``training.deterministic`` asks for it; a CPU does
+    so anyway.
+    """
     if device.type != "cuda":
         return
     deterministic = config.training.deterministic
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)
-    # torch would fill every new tensor as well, to betray who reads it unwritten: that costs a pass over memory each.
+    # torch would fill every new tensor as well, to betray who reads it unwritten: that costs a pass
+    # over memory each.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic = deterministic

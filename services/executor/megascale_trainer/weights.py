@@ -1,8 +1,10 @@
-"""Weights: tensors that the model computes with, each beside the float32 gradient that its operators add into.
+"""Weights: tensors that the model computes with, each beside the float32 gradient that its
+operators add into.
 
-Both are views of the stage's flat buffers. autograd only carries the gradients of activations: an operator that has a
-weight adds that weight's gradient to ``main_grad`` itself (in float32 whatever the compute dtype is) and returns none.
-So gradients of all micro-batches gather in one buffer; recomputation, FP8 and delayed weight gradients have one seam.
+Both are views of the stage's flat buffers. autograd only carries the gradients of activations: an
+operator that has a weight adds that weight's gradient to ``main_grad`` itself (in float32 whatever
+the compute dtype is) and returns none. So gradients of all micro-batches gather in one buffer;
+recomputation, FP8 and delayed weight gradients have one seam.
 """
 
 from __future__ import annotations
@@ -18,13 +20,17 @@ from megascale_common.sizes.parameter_slices import ParameterTable, StoredTensor
 
 @dataclass(frozen=True)
 class Weight:
-    """A stored tensor. ``value`` is a leaf that requires grad, so that operators on it are seen by autograd."""
+    """A stored tensor. ``value`` is a leaf that requires grad, so that operators on it are seen by
+    autograd.
+    """
 
     value: torch.Tensor
     main_grad: torch.Tensor
 
     def tracked(self) -> torch.Tensor:
-        """``value`` for use in ordinary torch operations: its gradient arrives in ``main_grad`` (norms, biases)."""
+        """``value`` for use in ordinary torch operations: its gradient arrives in ``main_grad``
+        (norms, biases).
+        """
         tracked: torch.Tensor = _Tracked.apply(self.value, self.main_grad)  # type: ignore[no-untyped-call]
         return tracked
 
@@ -33,9 +39,13 @@ Weights = Mapping[str, Weight]
 
 
 def bind_weights(
-    table: ParameterTable, parameters: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]
+    table: ParameterTable,
+    parameters: Mapping[str, torch.Tensor],
+    gradients: Mapping[str, torch.Tensor],
 ) -> dict[str, Weight]:
-    """The stored tensors of ``table`` as views of the flat ``parameters`` and ``gradients`` of each buffer, by name."""
+    """The stored tensors of ``table`` as views of the flat ``parameters`` and ``gradients`` of each
+    buffer, by name.
+    """
     return {
         tensor.name: Weight(
             _view(parameters, tensor).detach().requires_grad_(),
@@ -47,7 +57,11 @@ def bind_weights(
 
 def subset(weights: Weights, prefix: str) -> dict[str, Weight]:
     """The weights whose names start with ``prefix``, without it."""
-    return {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): weight
+        for name, weight in weights.items()
+        if name.startswith(prefix)
+    }
 
 
 def _view(buffers: Mapping[str, torch.Tensor], tensor: StoredTensor) -> torch.Tensor:

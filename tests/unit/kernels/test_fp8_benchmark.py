@@ -1,4 +1,6 @@
-"""A dry run of benchmarks/fp8_products.py: sections give figures, and the errors are those of the formats."""
+"""A dry run of benchmarks/fp8_products.py: sections give figures, and the errors are those of the
+formats.
+"""
 
 from __future__ import annotations
 

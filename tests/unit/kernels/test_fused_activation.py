@@ -15,7 +15,9 @@ from megascale_trainer.weights import Weight
 pytest.importorskip("triton")
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # numpy's, in the interpreter; the result is right
+@pytest.mark.filterwarnings(
+    "ignore:overflow encountered in exp"
+)  # numpy's, in the interpreter; the result is right
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 @pytest.mark.parametrize("shape", [(7, 3, 37), (37, 2, 5), (1, 1, 300)])
@@ -49,7 +51,9 @@ def test_columns_of_wider_matrices_leave_the_others_alone(activation: Activation
     from megascale_kernels.fused.activation import write_activation, write_gradients
 
     wide = 22 if activation == "swiglu" else 11
-    inputs, d_inputs, y, d_y = (torch.randn(5, 2, width, device=DEVICE) for width in (wide + 6, wide + 6, 20, 20))
+    inputs, d_inputs, y, d_y = (
+        torch.randn(5, 2, width, device=DEVICE) for width in (wide + 6, wide + 6, 20, 20)
+    )
     before = d_inputs.clone(), y.clone()
     x = inputs[..., 6:].clone().requires_grad_()
     expected = plain.activate(x, None, activation)

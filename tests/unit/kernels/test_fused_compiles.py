@@ -1,4 +1,6 @@
-"""Every fused kernel compiles for Hopper, on any machine: what the interpreter runs, the compiler may yet refuse."""
+"""Every fused kernel compiles for Hopper, on any machine: what the interpreter runs, the compiler
+may yet refuse.
+"""
 
 from __future__ import annotations
 
@@ -49,10 +51,18 @@ def test_memory_is_touched_16_bytes_at_a_time(compiled: dict[str, dict[str, Any]
 
 @pytest.mark.parametrize(
     ("kernel", "loads", "stores"),
-    [("cross entropy: statistics_kernel", 2, 0), ("cross entropy: gradient_kernel", 2, 2), ("adamw: kernel", 8, 7)],
+    [
+        ("cross entropy: statistics_kernel", 2, 0),
+        ("cross entropy: gradient_kernel", 2, 2),
+        ("adamw: kernel", 8, 7),
+    ],
 )
-def test_nothing_is_read_twice(kernel: str, loads: int, stores: int, compiled: dict[str, dict[str, Any]]) -> None:
-    """A thread has 16 logits in bf16, or 8 parameters: two loads of each float32 operand, one store in bf16."""
+def test_nothing_is_read_twice(
+    kernel: str, loads: int, stores: int, compiled: dict[str, dict[str, Any]]
+) -> None:
+    """A thread has 16 logits in bf16, or 8 parameters: two loads of each float32 operand, one store
+    in bf16.
+    """
     ptx = compiled[kernel]["ptx"]
     assert len(re.findall(r"ld\.global[\w.:]*\.v4", ptx)) == loads
     assert len(re.findall(r"st\.global[\w.:]*\.v4", ptx)) == stores
@@ -61,7 +71,8 @@ def test_nothing_is_read_twice(kernel: str, loads: int, stores: int, compiled: d
 def test_registers_suffice(compiled: dict[str, dict[str, Any]]) -> None:
     """No kernel waits for its own spilled registers.
 
-    A norm's backward, which sums over rows, may spill a few; and a wide norm, of which two programs are to fit.
+    A norm's backward, which sums over rows, may spill a few; and a wide norm, of which two programs
+    are to fit.
     """
     for name, kernel in compiled.items():
         few = re.search(r"norm \d+: backward_kernel|175b tp4: norm_kernel", name)
@@ -76,7 +87,9 @@ def test_two_programs_of_a_wide_norms_backward_share_a_multiprocessor(
     assert compiled[f"{kind}: backward_kernel"]["registers"] <= 64
 
 
-def test_numbers_that_change_from_step_to_step_compile_nothing_anew(compiled: dict[str, dict[str, Any]]) -> None:
+def test_numbers_that_change_from_step_to_step_compile_nothing_anew(
+    compiled: dict[str, dict[str, Any]],
+) -> None:
     assert [name for name in compiled if name.startswith("adamw")] == ["adamw: kernel"]
 
 

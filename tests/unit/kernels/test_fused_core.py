@@ -1,4 +1,6 @@
-"""The fused core of a block against the plain one in float64, kept and recomputed, and what it keeps for backward."""
+"""The fused core of a block against the plain one in float64, kept and recomputed, and what it
+keeps for backward.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,12 @@ def _table(size: int) -> RotaryTable:
     ids=["gelu", "grouped swiglu window", "attention alone, learned positions"],
 )
 def test_core(
-    heads: Heads, activation: Activation | None, window: int, turned: bool, bias: bool, recompute: bool
+    heads: Heads,
+    activation: Activation | None,
+    window: int,
+    turned: bool,
+    bias: bool,
+    recompute: bool,
 ) -> None:
     from megascale_kernels.fused import block_inner as fused
 
@@ -63,7 +70,11 @@ def test_core(
                 rotary=table,
                 mask=mask,
             )
-            kept: torch.Tensor = checkpoint(function, leaves[0], use_reentrant=False) if again else function(leaves[0])
+            kept: torch.Tensor = (
+                checkpoint(function, leaves[0], use_reentrant=False)
+                if again
+                else function(leaves[0])
+            )
             return kept
 
         return gradients_of(run, [inputs], shift, [gradient], dtype)
@@ -75,7 +86,9 @@ def test_core(
 
 
 @pytest.mark.parametrize("window", [0, 5])
-def test_heads_and_their_gradient_lie_as_the_mask_has_them(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_and_their_gradient_lie_as_the_mask_has_them(
+    window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from megascale_kernels.fused import block_inner as fused
 
     laid: list[bool] = []
@@ -86,7 +99,9 @@ def test_heads_and_their_gradient_lie_as_the_mask_has_them(window: int, monkeypa
             laid.append((tensor.transpose(1, 2) if window else tensor).is_contiguous())
         out = q + k + v
         out.register_hook(
-            lambda gradient: laid.append((gradient.transpose(1, 2) if window else gradient).is_contiguous())
+            lambda gradient: laid.append(
+                (gradient.transpose(1, 2) if window else gradient).is_contiguous()
+            )
         )
         return out
 
@@ -137,8 +152,14 @@ def test_it_repeats_bit_for_bit(recompute: bool) -> None:
     mask = attention_mask(SEQUENCE, device=DEVICE)
 
     def run(leaves: Sequence[torch.Tensor], bound: Sequence[Weight]) -> torch.Tensor:
-        function = partial(fused.core, bias=bound[0], heads=heads, activation="gelu", rotary=_table(8), mask=mask)
-        kept: torch.Tensor = checkpoint(function, leaves[0], use_reentrant=False) if recompute else function(leaves[0])
+        function = partial(
+            fused.core, bias=bound[0], heads=heads, activation="gelu", rotary=_table(8), mask=mask
+        )
+        kept: torch.Tensor = (
+            checkpoint(function, leaves[0], use_reentrant=False)
+            if recompute
+            else function(leaves[0])
+        )
         return kept
 
     one, two = (gradients_of(run, [inputs], [shift], [gradient], torch.float32) for _ in range(2))
@@ -153,7 +174,10 @@ def test_recomputing_does_no_activation_again(monkeypatch: pytest.MonkeyPatch) -
         original = getattr(fused, name)
 
         def counted(
-            *arguments: object, name: str = name, original: Callable[..., object] = original, **options: object
+            *arguments: object,
+            name: str = name,
+            original: Callable[..., object] = original,
+            **options: object,
         ) -> object:
             calls.append(name)
             return original(*arguments, **options)
@@ -161,6 +185,8 @@ def test_recomputing_does_no_activation_again(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(fused, name, counted)
     heads, mask = Heads(2, 2, 4), attention_mask(SEQUENCE, device=DEVICE)
     inputs = torch.randn(SEQUENCE, BATCH, heads.width + FFN, device=DEVICE, requires_grad=True)
-    function = partial(fused.core, bias=None, heads=heads, activation="gelu", rotary=_table(4), mask=mask)
+    function = partial(
+        fused.core, bias=None, heads=heads, activation="gelu", rotary=_table(4), mask=mask
+    )
     checkpoint(function, inputs, use_reentrant=False).sum().backward()
     assert calls == ["read_heads", "write_activation", "read_heads"]

@@ -1,4 +1,6 @@
-"""The fused loss and update in their places in the trainer: the head's objective, and the optimizer over its runs."""
+"""The fused loss and update in their places in the trainer: the head's objective, and the optimizer
+over its runs.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from megascale_trainer.weights import bind_weights
 
 pytest.importorskip("triton")
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # Triton's interpreter where there is no CUDA
+DEVICE = torch.device(
+    "cuda" if torch.cuda.is_available() else "cpu"
+)  # Triton's interpreter where there is no CUDA
 
 
 def _buffers(table: ParameterTable) -> FlatBuffers:
@@ -41,7 +45,9 @@ def _head(config: JobConfig, entropy_of: Any) -> list[torch.Tensor]:
     for flat in buffers.parameters.values():
         flat.copy_(torch.randn(flat.shape, generator=generator))
     weights = bind_weights(table, buffers.parameters, buffers.gradients)
-    hidden = torch.randn(config.model.sequence_length, 1, config.model.hidden_size, generator=generator)
+    hidden = torch.randn(
+        config.model.sequence_length, 1, config.model.hidden_size, generator=generator
+    )
     hidden = hidden.to(DEVICE).requires_grad_()
     [batch, *_] = micro_batches(config, 0, 0, DEVICE)
     tp = plain_tensor_parallel(single_process_groups().tp)
@@ -64,7 +70,9 @@ def test_the_head_has_the_same_objective_and_gradients() -> None:
 
 
 def _updated(config: JobConfig, kernel: Any) -> list[torch.Tensor]:
-    """States and parameters of the last of two replicas after an update, a skipped one, and another."""
+    """States and parameters of the last of two replicas after an update, a skipped one, and
+    another.
+    """
     table = parameter_table(config, 1)
     optimizer, buffers = AdamW(config.optimizer, table, DEVICE, kernel), _buffers(table)
     generator = torch.Generator().manual_seed(3)
@@ -78,7 +86,9 @@ def _updated(config: JobConfig, kernel: Any) -> list[torch.Tensor]:
         shards = [shard for _, shard in buffers.gradient_shards()]
         optimizer.update(shards, buffers.parameter_shards(), control, 1e-2, number)
         for owned, shard in zip(table.shard_ranges, buffers.parameter_shards(), strict=True):
-            assert torch.equal(shard, optimizer.master[owned.shard_offset : owned.shard_offset + shard.numel()])
+            assert torch.equal(
+                shard, optimizer.master[owned.shard_offset : owned.shard_offset + shard.numel()]
+            )
         found.append(optimizer.states.clone())
     assert torch.equal(found[0], found[1]), "a skipped step"
     return found
@@ -87,6 +97,10 @@ def _updated(config: JobConfig, kernel: Any) -> list[torch.Tensor]:
 def test_the_optimizer_makes_the_same_updates_of_all_its_runs() -> None:
     from megascale_kernels.fused import adamw as fused
 
-    config = from_dict(tiny_job(model={"layers": 2, "vocab_size": 299, "ffn_size": 101}, parallelism={"dp": 2}))
-    for plain, ours in zip(*(_updated(config, module.adamw) for module in (plain_adamw, fused)), strict=True):
+    config = from_dict(
+        tiny_job(model={"layers": 2, "vocab_size": 299, "ffn_size": 101}, parallelism={"dp": 2})
+    )
+    for plain, ours in zip(
+        *(_updated(config, module.adamw) for module in (plain_adamw, fused)), strict=True
+    ):
         torch.testing.assert_close(ours, plain, atol=1e-6, rtol=1e-6)

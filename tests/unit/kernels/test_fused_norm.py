@@ -1,4 +1,6 @@
-"""The fused norms against the plain ones in float64: values, gradients, and the gradients of weight and bias."""
+"""The fused norms against the plain ones in float64: values, gradients, and the gradients of weight
+and bias.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,18 @@ def _computed(
 
 
 @pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize(("kind", "bias"), [("layernorm", True), ("layernorm", False), ("rmsnorm", False)])
+@pytest.mark.parametrize(
+    ("kind", "bias"), [("layernorm", True), ("layernorm", False), ("rmsnorm", False)]
+)
 @pytest.mark.parametrize("shape", [(7, 3, 37), (1, 1, 64)])
-def test_norm(shape: tuple[int, ...], kind: Kind, bias: bool, residual: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norm(
+    shape: tuple[int, ...], kind: Kind, bias: bool, residual: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from megascale_kernels.fused import norm as fused
 
-    monkeypatch.setattr(fused, "_PROCESSORS", 2)  # the larger shape: three programs of six rows and one of three
+    monkeypatch.setattr(
+        fused, "_PROCESSORS", 2
+    )  # the larger shape: three programs of six rows and one of three
     generator = torch.Generator().manual_seed(2)
 
     def random(*size: int) -> torch.Tensor:
@@ -52,7 +60,9 @@ def test_norm(shape: tuple[int, ...], kind: Kind, bias: bool, residual: bool, mo
     exact = _computed(plain, kind, tensors, torch.float64)
     for dtype, tolerance in ((torch.float32, 3e-6), (torch.bfloat16, 2e-2)):
         rounded = {name: [t.to(dtype) for t in found] for name, found in tensors.items()}
-        reference = exact if dtype == torch.float32 else _computed(plain, kind, rounded, torch.float64)
+        reference = (
+            exact if dtype == torch.float32 else _computed(plain, kind, rounded, torch.float64)
+        )
         found = _computed(fused, kind, rounded, dtype)
         for ours, theirs in zip(found, reference, strict=True):
             assert relative_error(ours, theirs) < tolerance
@@ -70,14 +80,18 @@ def test_the_stream_need_not_be_used() -> None:
     def plainly(inputs: Sequence[torch.Tensor], weights: Sequence[Weight]) -> torch.Tensor:
         return plain.norm(inputs[0], None, weights[0], None, "rmsnorm", EPSILON)[1]
 
-    found, wanted = (gradients_of(one, [x], [ones], [x + 1], torch.float32) for one in (run, plainly))
+    found, wanted = (
+        gradients_of(one, [x], [ones], [x + 1], torch.float32) for one in (run, plainly)
+    )
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_biases_without_a_residual_are_refused(fused: bool) -> None:
-    """They would be left out of the sum, and the fused backward would give them a gradient all the same."""
+    """They would be left out of the sum, and the fused backward would give them a gradient all the
+    same.
+    """
     from megascale_kernels.fused import norm as module
 
     x, one = torch.ones(2, 16, device=DEVICE), weight(torch.ones(16, device=DEVICE))

@@ -1,4 +1,6 @@
-"""Norm and activation whose results leave the kernel in FP8, beside the plain operator and the plain cast."""
+"""Norm and activation whose results leave the kernel in FP8, beside the plain operator and the
+plain cast.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("right_fp8_conversion")
 
 EPSILON = 1e-5
-# Relative, root mean square, of normal numbers: e4m3 has 0.026, bf16 0.0017 (truncated, as in the interpreter, 0.004).
+# Relative, root mean square, of normal numbers: e4m3 has 0.026, bf16 0.0017 (truncated, as in the
+# interpreter, 0.004).
 FP8_ERROR, BF16_ERROR = 0.035, 6e-3
 
 
@@ -46,10 +49,15 @@ def test_norm(form: str, kind: Kind, bias: bool, residual: bool) -> None:
         form,
         scale=given,  # type: ignore[arg-type]
     )
-    assert relative_error(found.stream, x.double() if other is None else x.double() + other.double()) < BF16_ERROR
+    assert (
+        relative_error(found.stream, x.double() if other is None else x.double() + other.double())
+        < BF16_ERROR
+    )
     wide = found.stream.double()
     if kind == "layernorm":
-        exact = layer_norm(wide, weight.double(), None if shift is None else shift.double(), EPSILON)
+        exact = layer_norm(
+            wide, weight.double(), None if shift is None else shift.double(), EPSILON
+        )
     else:
         exact = rms_norm(wide, weight.double(), EPSILON)
     if form == "amax":

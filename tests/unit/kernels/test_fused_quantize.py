@@ -1,4 +1,6 @@
-"""The fused casts beside the plain ones, bit for bit; in the interpreter with torch's conversion to FP8."""
+"""The fused casts beside the plain ones, bit for bit; in the interpreter with torch's conversion to
+FP8.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def test_one_scale(shape: tuple[int, int], dtype: torch.dtype, power_of_two: boo
     _is_same(found, plain.quantize(x, dtype, power_of_two=power_of_two, transposed=True))
     alone = fused.quantize(x, dtype, amax=fused.amax(x), power_of_two=power_of_two, straight=False)
     assert alone.data.numel() == 0
-    assert torch.equal(alone.over_rows().data.view(torch.uint8), found.over_rows().data.view(torch.uint8))
+    assert torch.equal(
+        alone.over_rows().data.view(torch.uint8), found.over_rows().data.view(torch.uint8)
+    )
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])

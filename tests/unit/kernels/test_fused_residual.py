@@ -1,4 +1,6 @@
-"""The fused residual addition against the plain one in float64: the sum, its gradients, and those of the biases."""
+"""The fused residual addition against the plain one in float64: the sum, its gradients, and those
+of the biases.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ pytest.importorskip("triton")
 
 
 @pytest.mark.parametrize("biases", [0, 1, 2])
-@pytest.mark.parametrize("shape", [(70, 3, 300), (1, 1, 64)])  # several tiles down and across, both cut; and one row
+@pytest.mark.parametrize(
+    "shape", [(70, 3, 300), (1, 1, 64)]
+)  # several tiles down and across, both cut; and one row
 def test_add(shape: tuple[int, ...], biases: int) -> None:
     from megascale_kernels.fused import residual as fused
 
@@ -28,9 +32,13 @@ def test_add(shape: tuple[int, ...], biases: int) -> None:
         return gradients_of(added, inputs, weights, [gradient], dtype)
 
     generator = torch.Generator().manual_seed(3)
-    stream, x, gradient = (torch.randn(shape, generator=generator).bfloat16().to(DEVICE) for _ in range(3))
+    stream, x, gradient = (
+        torch.randn(shape, generator=generator).bfloat16().to(DEVICE) for _ in range(3)
+    )
     inputs = [stream, x]
-    weights = [torch.randn(shape[-1], generator=generator).bfloat16().to(DEVICE) for _ in range(biases)]
+    weights = [
+        torch.randn(shape[-1], generator=generator).bfloat16().to(DEVICE) for _ in range(biases)
+    ]
     exact = run(plain, torch.float64)
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 5e-3)):
         for ours, theirs in zip(run(fused, dtype), exact, strict=True):

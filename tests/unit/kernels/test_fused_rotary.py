@@ -1,4 +1,6 @@
-"""The fused split of q, k and v against the plain one in float64: heads, and gradients back into columns."""
+"""The fused split of q, k and v against the plain one in float64: heads, and gradients back into
+columns.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,12 @@ def _table(sequence: int, size: int) -> RotaryTable:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(
     ("heads", "turned"),
-    [(Heads(4, 4, 8), True), (Heads(6, 2, 6), True), (Heads(9, 3, 7), False), (Heads(2, 1, 2), True)],
+    [
+        (Heads(4, 4, 8), True),
+        (Heads(6, 2, 6), True),
+        (Heads(9, 3, 7), False),
+        (Heads(2, 1, 2), True),
+    ],
     ids=["equal", "grouped", "odd size, learned positions", "smallest"],
 )
 @pytest.mark.parametrize("sequence", [5, 37])
@@ -32,7 +39,9 @@ def test_split_heads(sequence: int, heads: Heads, turned: bool, bias: bool) -> N
     generator = torch.Generator().manual_seed(5)
     table = _table(sequence, heads.size) if turned else None
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 6e-3)):
-        inputs = torch.randn(sequence, BATCH, heads.width + SPARE, generator=generator).to(DEVICE, dtype)
+        inputs = torch.randn(sequence, BATCH, heads.width + SPARE, generator=generator).to(
+            DEVICE, dtype
+        )
         shift = torch.randn(heads.width + SPARE, generator=generator).to(DEVICE, dtype) * bias
         exact = (inputs.double() + shift.double())[..., : heads.width].requires_grad_()
         expected = split_heads(exact, heads, table)
@@ -42,9 +51,16 @@ def test_split_heads(sequence: int, heads: Heads, turned: bool, bias: bool) -> N
         gradients[0] = gradients[0].transpose(1, 2).contiguous().transpose(1, 2)
         gradients[1] = gradients[1].transpose(2, 3).contiguous().transpose(2, 3)
         [wanted] = torch.autograd.grad(expected, exact, [g.double() for g in gradients])
-        d_inputs, bias_grad = torch.full_like(inputs, 7.0), torch.ones(heads.width + SPARE, device=DEVICE)
+        d_inputs, bias_grad = (
+            torch.full_like(inputs, 7.0),
+            torch.ones(heads.width + SPARE, device=DEVICE),
+        )
         write_head_gradients(
-            d_inputs, bias_grad if bias else None, (gradients[0], gradients[1], gradients[2]), heads, table
+            d_inputs,
+            bias_grad if bias else None,
+            (gradients[0], gradients[1], gradients[2]),
+            heads,
+            table,
         )
         for ours, theirs in zip(found, expected, strict=True):
             assert ours.is_contiguous()
@@ -57,5 +73,7 @@ def test_split_heads(sequence: int, heads: Heads, turned: bool, bias: bool) -> N
             assert ours.transpose(1, 2).is_contiguous()
             assert torch.equal(ours, same)
         sums = 1 + wanted.sum((0, 1)) * bias
-        assert relative_error(bias_grad[: heads.width], sums) < 1e-5, "summed in float32, before rounding"
+        assert relative_error(bias_grad[: heads.width], sums) < 1e-5, (
+            "summed in float32, before rounding"
+        )
         assert (bias_grad[heads.width :] == 1.0).all()

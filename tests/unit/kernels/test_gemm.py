@@ -49,7 +49,11 @@ def test_a_linear_layer_and_its_gradients() -> None:
 
 
 def test_transposed_views_are_upright() -> None:
-    left, right, out = Factor(_random(48, 32).t()), Factor(_random(16, 48)), torch.empty(64, 20)[16:48, :16]
+    left, right, out = (
+        Factor(_random(48, 32).t()),
+        Factor(_random(16, 48)),
+        torch.empty(64, 20)[16:48, :16],
+    )
     problem = problem_of(left, right, out, accumulate=True, fast=True)
     assert (problem.rows, problem.columns, problem.depth) == (32, 16, 48)
     assert (problem.left_upright, problem.left_stride) == (True, 32)
@@ -65,7 +69,9 @@ def test_the_worst_alignment_counts() -> None:
     for first, bytes_found in ((0, 256), (64, 64), (48, 16)):
         left = Factor(aligned[:, first : first + 256], scale)
         rows = out.flatten()[(-out.data_ptr() % 256) // 4 :][: 32 * 32].view(32, 32)
-        problem = problem_of(left, Factor(aligned[:, :256], scale), rows, accumulate=False, fast=True)
+        problem = problem_of(
+            left, Factor(aligned[:, :256], scale), rows, accumulate=False, fast=True
+        )
         assert problem.alignment == bytes_found
 
 
@@ -74,7 +80,9 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="is not"):
         problem_of(x, w, torch.empty(4, 8), accumulate=False, fast=True)
     with pytest.raises(ValueError, match="contiguous along one"):
-        problem_of(Factor(_random(16, 32)[::2, ::2]), w, torch.empty(8, 4), accumulate=False, fast=True)
+        problem_of(
+            Factor(_random(16, 32)[::2, ::2]), w, torch.empty(8, 4), accumulate=False, fast=True
+        )
     with pytest.raises(ValueError, match="columns must be contiguous"):
         problem_of(x, w, torch.empty(4, 8).t(), accumulate=False, fast=True)
     with pytest.raises(ValueError, match="either both"):
@@ -84,7 +92,10 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_everything_that_an_algorithm_depends_on_is_in_the_key() -> None:
     x, w = quantize(_random(8, 16)).over_columns(), quantize(_random(4, 16)).over_columns()
     first = problem_of(x, w, torch.empty(8, 4), accumulate=False, fast=True)
-    others = {name: -1 if isinstance(value, int) else torch.int8 for name, value in first._asdict().items()}
+    others = {
+        name: -1 if isinstance(value, int) else torch.int8
+        for name, value in first._asdict().items()
+    }
     keys = {first._replace(**{name: value}).key for name, value in others.items()}
     assert len(keys | {first.key}) == len(first) + 1
 

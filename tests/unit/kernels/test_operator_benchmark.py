@@ -1,4 +1,6 @@
-"""A dry run of benchmarks/operators.py: every operator and way that is here gives figures, and right results."""
+"""A dry run of benchmarks/operators.py: every operator and way that is here gives figures, and
+right results.
+"""
 
 from __future__ import annotations
 
@@ -60,16 +62,23 @@ def test_a_way_that_is_wrong_shows_and_one_that_breaks_fails_alone() -> None:
     )
     meter = Meter(device, 2, quick=True)
     rows = {
-        row.way: row for row in operators.measure("made up", case, torch.float32, meter, (10.0, 2.0), list(case.ways))
+        row.way: row
+        for row in operators.measure(
+            "made up", case, torch.float32, meter, (10.0, 2.0), list(case.ways)
+        )
     }
     assert rows["eager"].error_max == 0.0
-    assert rows["eager"].floor_us == 20e6  # 40 FLOP at 2 a second, more than 100 bytes at 10 a second
+    assert (
+        rows["eager"].floor_us == 20e6
+    )  # 40 FLOP at 2 a second, more than 100 bytes at 10 a second
     assert rows["flash"].error_rms == pytest.approx(0.5)
     assert (rows["plain"].failed, rows["plain"].problem) == (False, "ImportError: not installed")
     assert (rows["fused"].failed, rows["fused"].problem) == (True, "RuntimeError: broken")
 
 
-def test_an_unknown_operator_is_refused_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_operator_is_refused_with_the_known_ones(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit):
         operators.main(["--only", "adamw,nonsense"])
     assert "unknown: nonsense; known: layernorm" in capsys.readouterr().err

@@ -58,10 +58,15 @@ def test_a_host_that_cannot_build_tritons_driver_trains_with_torchs_operators(
     operators._say_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert operators.choose("auto", torch.device("cuda")).name == "torch"
-    assert "training.kernels is auto, but Triton cannot build its driver (Failed to find C compiler)" in caplog.text
+    assert (
+        "training.kernels is auto, but Triton cannot build its driver (Failed to find C compiler)"
+        in caplog.text
+    )
 
 
-def _train(kernels: str, model: dict[str, Any], recompute: str) -> tuple[list[StepRecord], torch.Tensor]:
+def _train(
+    kernels: str, model: dict[str, Any], recompute: str
+) -> tuple[list[StepRecord], torch.Tensor]:
     """Records of STEPS steps of one process, and the gradients of the last."""
     job = tiny_job(
         model={"layers": 2, "hidden_size": 16, "sequence_length": 8, "vocab_size": 64, **model},
@@ -71,14 +76,21 @@ def _train(kernels: str, model: dict[str, Any], recompute: str) -> tuple[list[St
     config = from_dict(job)
     trainer = Trainer(config, 0, single_process_groups(), DEVICE)
     trainer.initialise()
-    records = [trainer.train_step(micro_batches(config, number, 0, DEVICE)).read() for number in range(STEPS)]
+    records = [
+        trainer.train_step(micro_batches(config, number, 0, DEVICE)).read()
+        for number in range(STEPS)
+    ]
     return records, trainer.states()["exp_avg"]
 
 
 @pytest.mark.parametrize(
     ("model", "recompute"),
     [
-        pytest.param({"block": "parallel", "mlp": "gelu", "norm": "layernorm"}, "none", marks=pytest.mark.slow),
+        pytest.param(
+            {"block": "parallel", "mlp": "gelu", "norm": "layernorm"},
+            "none",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             {"block": "parallel", "mlp": "swiglu", "norm": "rmsnorm", "kv_heads": 2},
             "selective",
@@ -86,7 +98,13 @@ def _train(kernels: str, model: dict[str, Any], recompute: str) -> tuple[list[St
         ),
         ({"block": "serial", "mlp": "gelu", "norm": "layernorm", "window": 3}, "full"),
         pytest.param(
-            {"block": "serial", "mlp": "swiglu", "norm": "rmsnorm", "positions": "learned", "bias": False},
+            {
+                "block": "serial",
+                "mlp": "swiglu",
+                "norm": "rmsnorm",
+                "positions": "learned",
+                "bias": False,
+            },
             "selective",
             marks=pytest.mark.slow,
         ),

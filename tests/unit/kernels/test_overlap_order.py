@@ -1,8 +1,10 @@
-"""On a device nothing but streams, events and barriers orders the accesses of overlapped products: is that enough?
+"""On a device nothing but streams, events and barriers orders the accesses of overlapped products:
+is that enough?
 
-A race detector in the manner of vector clocks. Each rank's operations are run by one thread with a side stream that
-only takes notes; every tensor operation is noted with the stream it would run on and the bytes it reads and writes.
-Then two accesses of the same bytes, one of them a write, must be ordered by streams, marks or barriers.
+A race detector in the manner of vector clocks. Each rank's operations are run by one thread with a
+side stream that only takes notes; every tensor operation is noted with the stream it would run on
+and the bytes it reads and writes. Then two accesses of the same bytes, one of them a write, must be
+ordered by streams, marks or barriers.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ class _Access:
 
     def races(self, other: _Access) -> bool:
         """Whether ``self``, noted earlier, meets ``other`` without being known to be over by then."""
-        if (self.rank, self.stream) == (other.rank, other.stream) or not (self.write or other.write):
+        if (self.rank, self.stream) == (other.rank, other.stream) or not (
+            self.write or other.write
+        ):
             return False
         before = other.clock.get((self.rank, self.stream), 0) >= self.count
         after = self.clock.get((other.rank, other.stream), 0) >= other.count
@@ -45,7 +49,9 @@ class _Access:
 
 
 class _Notes(TorchDispatchMode):
-    """What one rank did, in the order in which its thread said so; also its side stream and its peer memory."""
+    """What one rank did, in the order in which its thread said so; also its side stream and its
+    peer memory.
+    """
 
     device = torch.device("cpu")
 
@@ -55,13 +61,19 @@ class _Notes(TorchDispatchMode):
         self._regions, self._stream, self._marks = regions, MAIN, 0
         self.notes: list[tuple[str, Any]] = []
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         schema = function._schema
         made = [value.alias_info for value in schema.returns]
-        if not any(alias is not None and not alias.is_write for alias in made):  # else a view: touches nothing
+        if not any(
+            alias is not None and not alias.is_write for alias in made
+        ):  # else a view: touches nothing
             for position, argument in enumerate(schema.arguments):
-                value = args[position] if position < len(args) else (kwargs or {}).get(argument.name)
+                value = (
+                    args[position] if position < len(args) else (kwargs or {}).get(argument.name)
+                )
                 if isinstance(value, torch.Tensor):
                     write = argument.alias_info is not None and argument.alias_info.is_write
                     self.notes.append(("access", (self._stream, *self._bytes_of(value), write)))
@@ -70,9 +82,13 @@ class _Notes(TorchDispatchMode):
         return result
 
     def _bytes_of(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Addresses; memory that is not shared lies apart for each rank. What is freed may be given out again."""
+        """Addresses; memory that is not shared lies apart for each rank. What is freed may be given
+        out again.
+        """
         start = tensor.data_ptr()
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        last = sum(
+            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
         if not any(0 <= start - region.data_ptr() < region.numel() for region in self._regions):
             start += (self.rank + 1) << 52
         return start, start + (last + 1) * tensor.itemsize
@@ -98,9 +114,13 @@ class _Notes(TorchDispatchMode):
 
     # the memory
 
-    def tensor_of(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:
+    def tensor_of(
+        self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0
+    ) -> torch.Tensor:
         length = torch.Size(shape).numel() * dtype.itemsize
-        return self._regions[rank][offset_bytes : offset_bytes + length].view(dtype).view(tuple(shape))
+        return (
+            self._regions[rank][offset_bytes : offset_bytes + length].view(dtype).view(tuple(shape))
+        )
 
     def barrier(self) -> None:
         assert self._stream == SIDE, "all barriers on one stream"
@@ -108,8 +128,12 @@ class _Notes(TorchDispatchMode):
 
 
 def _races(ranks: list[_Notes]) -> list[tuple[_Access, _Access]]:
-    """All pairs of accesses that nothing orders; the barriers of the ranks are met together, one after the other."""
-    clocks: dict[tuple[int, int], Clock] = {(notes.rank, stream): {} for notes in ranks for stream in (MAIN, SIDE)}
+    """All pairs of accesses that nothing orders; the barriers of the ranks are met together, one
+    after the other.
+    """
+    clocks: dict[tuple[int, int], Clock] = {
+        (notes.rank, stream): {} for notes in ranks for stream in (MAIN, SIDE)
+    }
     accesses: list[_Access] = []
     left = [list(reversed(notes.notes)) for notes in ranks]
     marks: dict[tuple[int, int], Clock] = {}
@@ -120,7 +144,12 @@ def _races(ranks: list[_Notes]) -> list[tuple[_Access, _Access]]:
         known = _join(*(clocks[rank, SIDE] for rank in range(len(ranks))))
         for rank in range(len(ranks)):
             clocks[rank, SIDE] = known
-    return [(one, other) for number, other in enumerate(accesses) for one in accesses[:number] if one.races(other)]
+    return [
+        (one, other)
+        for number, other in enumerate(accesses)
+        for one in accesses[:number]
+        if one.races(other)
+    ]
 
 
 def _replay(
@@ -146,10 +175,14 @@ def _replay(
 
 
 def _join(*clocks: Clock) -> Clock:
-    return {place: max(clock.get(place, 0) for clock in clocks) for clock in clocks for place in clock}
+    return {
+        place: max(clock.get(place, 0) for clock in clocks) for clock in clocks for place in clock
+    }
 
 
-def _run(size: int, chunks: int, monkeypatch: pytest.MonkeyPatch, notes_type: type[_Notes] = _Notes) -> list[_Notes]:
+def _run(
+    size: int, chunks: int, monkeypatch: pytest.MonkeyPatch, notes_type: type[_Notes] = _Notes
+) -> list[_Notes]:
     """What each rank notes of the same ten operations."""
     kinds = random.Random(size).choices((False, True), k=7)
     kinds += [True, True, False, False, True]  # each after each, and each after itself
@@ -195,10 +228,14 @@ class _WithoutBarrier(_Notes):
 
 
 @pytest.mark.parametrize("broken", [_WithoutHold, _WithoutFollow, _WithoutBarrier])
-def test_the_detector_sees_a_missing_order(broken: type[_Notes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_detector_sees_a_missing_order(
+    broken: type[_Notes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert _races(_run(2, 1, monkeypatch, broken))
 
 
-def test_the_detector_sees_a_slot_that_is_used_again_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_detector_sees_a_slot_that_is_used_again_too_early(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(products_module, "_SLOTS", 1)
     assert _races(_run(2, 1, monkeypatch))

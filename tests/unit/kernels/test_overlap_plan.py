@@ -1,4 +1,6 @@
-"""The plans of overlapped products: every row once, own rows first or last, each row with its owner."""
+"""The plans of overlapped products: every row once, own rows first or last, each row with its
+owner.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ CHUNKS = st.integers(1, 50)
 
 
 @given(st.data(), SIZES, ROWS, CHUNKS)
-def test_every_row_is_multiplied_once_and_travels_once(data: st.DataObject, size: int, rows: int, chunks: int) -> None:
+def test_every_row_is_multiplied_once_and_travels_once(
+    data: st.DataObject, size: int, rows: int, chunks: int
+) -> None:
     index = data.draw(st.integers(0, size - 1))
     for plan in (gather_plan(index, size, rows, chunks), scatter_plan(index, size, rows, chunks)):
         covered = [row for step in plan for row in range(step.start, step.stop)]
@@ -22,7 +26,11 @@ def test_every_row_is_multiplied_once_and_travels_once(data: st.DataObject, size
         for step in plan:
             pieces = [row for piece in step.pieces for row in range(piece.start, piece.stop)]
             assert pieces == list(range(step.start, step.stop))
-            assert all(row // rows == piece.owner for piece in step.pieces for row in range(piece.start, piece.stop))
+            assert all(
+                row // rows == piece.owner
+                for piece in step.pieces
+                for row in range(piece.start, piece.stop)
+            )
 
 
 @given(st.data(), SIZES, ROWS, CHUNKS)
@@ -39,7 +47,9 @@ def test_own_rows_come_first_or_last_and_peers_in_cyclic_order(
 
 
 @given(st.data(), st.integers(2, 9), ROWS, CHUNKS)
-def test_as_many_steps_of_like_size_as_asked_for(data: st.DataObject, size: int, rows: int, chunks: int) -> None:
+def test_as_many_steps_of_like_size_as_asked_for(
+    data: st.DataObject, size: int, rows: int, chunks: int
+) -> None:
     index = data.draw(st.integers(0, size - 1))
     steps = gather_plan(index, size, rows, chunks)[1:]
     wanted = min(chunks, (size - 1) * rows)
@@ -51,9 +61,15 @@ def test_as_many_steps_of_like_size_as_asked_for(data: st.DataObject, size: int,
 
 
 def test_an_example() -> None:
-    found = [(step.start, step.stop, [piece.owner for piece in step.pieces]) for step in gather_plan(2, 4, 10, 2)]
+    found = [
+        (step.start, step.stop, [piece.owner for piece in step.pieces])
+        for step in gather_plan(2, 4, 10, 2)
+    ]
     assert found == [(20, 30, [2]), (30, 40, [3]), (0, 20, [0, 1])]
-    assert gather_plan(0, 2, 10, 2)[1:] == (Step(10, 15, (Piece(1, 10, 15),)), Step(15, 20, (Piece(1, 15, 20),)))
+    assert gather_plan(0, 2, 10, 2)[1:] == (
+        Step(10, 15, (Piece(1, 10, 15),)),
+        Step(15, 20, (Piece(1, 15, 20),)),
+    )
 
 
 @pytest.mark.parametrize(("rows", "chunks"), [(0, 1), (4, 0)])

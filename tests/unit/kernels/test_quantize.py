@@ -1,4 +1,6 @@
-"""FP8 operands in plain torch: scales, what a cast keeps, non-finite and zero tensors, transposed copies."""
+"""FP8 operands in plain torch: scales, what a cast keeps, non-finite and zero tensors, transposed
+copies.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def _random(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("per", ["tensor", "row"])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_values_come_back_within_half_a_step(dtype: torch.dtype, per: str, power_of_two: bool) -> None:
+def test_values_come_back_within_half_a_step(
+    dtype: torch.dtype, per: str, power_of_two: bool
+) -> None:
     x = 3.0 * _random(16, 64)
     operand = quantize(x, dtype, per=per, power_of_two=power_of_two)  # type: ignore[arg-type]
     found = dequantize(operand.over_columns())
@@ -50,7 +54,9 @@ def test_the_largest_value_is_the_largest_number() -> None:
 
 def test_values_beyond_a_given_amax_are_limited() -> None:
     found = quantize(torch.tensor([[1.0, -8.0, 0.5]]), amax=torch.tensor([2.0]))
-    torch.testing.assert_close(dequantize(found.over_columns()), torch.tensor([[1.0, -2.0, 0.5]]), rtol=0.07, atol=0)
+    torch.testing.assert_close(
+        dequantize(found.over_columns()), torch.tensor([[1.0, -2.0, 0.5]]), rtol=0.07, atol=0
+    )
 
 
 @pytest.mark.parametrize("broken", [float("inf"), float("nan")])

@@ -22,14 +22,22 @@ Size = Annotated[int | None, typer.Option(min=1, help="Default: 2 (dp on GPUs: 1
 
 
 def demo(
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: GPUs if there are enough.")] = "auto",
-    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes, spare included; default: those needed.")] = None,
-    devices_per_node: Annotated[int | None, typer.Option(min=1, help="Default: 4 CPU ranks or 2 GPUs.")] = None,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="auto: GPUs if there are enough.")
+    ] = "auto",
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Nodes, spare included; default: those needed.")
+    ] = None,
+    devices_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Default: 4 CPU ranks or 2 GPUs.")
+    ] = None,
     tp: Size = None,
     pp: Size = None,
     dp: Size = None,
     steps: Annotated[int, typer.Option(max=MAX_STEPS, help="Optimizer steps.")] = DEFAULT_STEPS,
-    run_folder: Annotated[Path, typer.Option(help="Everything is written there.")] = Path("runs/demo"),
+    run_folder: Annotated[Path, typer.Option(help="Everything is written there.")] = Path(
+        "runs/demo"
+    ),
     recovery_timeout_s: Annotated[
         float, typer.Option(min=1, help="How long the job may stand still after the kill.")
     ] = 180.0,
@@ -40,9 +48,10 @@ def demo(
 ) -> None:
     """See a training run lose a node and recover by itself.
 
-    Starts a cluster on this machine, trains a small GPT on the sources of the Python standard library, kills one of
-    the two active nodes after the second checkpoint, sees the spare take over and the job finish; then trains the
-    uninterrupted twin and compares every loss. The status is 0 only if all of it was observed.
+    Starts a cluster on this machine, trains a small GPT on the sources of the Python standard
+    library, kills one of the two active nodes after the second checkpoint, sees the spare take over
+    and the job finish; then trains the uninterrupted twin and compares every loss. The status is 0
+    only if all of it was observed.
 
     Example: [bold]megascale demo --device cpu[/bold]
     """
@@ -64,7 +73,9 @@ def demo(
             steps=steps,
             sabotage=sabotage,
         )
-        say(f"device: {plan.device} ({look['gpus_present']} GPUs here); {plan.nodes} nodes of {plan.devices_per_node}")
+        say(
+            f"device: {plan.device} ({look['gpus_present']} GPUs here); {plan.nodes} nodes of {plan.devices_per_node}"
+        )
         return (await Demo(plan, run_folder, say, recovery_timeout_s).run()).as_dict()
 
     try:

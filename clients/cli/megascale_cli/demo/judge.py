@@ -16,7 +16,9 @@ MIN_COMMITS_BEFORE_KILL = 2
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """The loss of a node: when (seconds since 1970), which, and what was committed and complete by then."""
+    """The loss of a node: when (seconds since 1970), which, and what was committed and complete by
+    then.
+    """
 
     at: float
     node: str
@@ -39,7 +41,9 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoReport:
-    """report.json. Times in seconds; ``loss_after_resume_matches`` is null on GPUs, where the difference is given."""
+    """report.json. Times in seconds; ``loss_after_resume_matches`` is null on GPUs, where the
+    difference is given.
+    """
 
     device: str
     world_size: int
@@ -70,7 +74,13 @@ class DemoReport:
 def judge_recovery(plan: Plan, run: Recording, kill: Kill | None) -> list[Claim]:
     """What the interrupted run must have shown."""
     if kill is None:
-        return [Claim("one active node is killed outright", False, "no node was killed: nothing to recover from")]
+        return [
+            Claim(
+                "one active node is killed outright",
+                False,
+                "no node was killed: nothing to recover from",
+            )
+        ]
     detected = run.event_time("NODE_DEAD", f"nodes/{kill.node}", kill.at)
     before, after = run.nodes_of_attempt.get(FIRST, []), run.nodes_of_attempt.get(SECOND, [])
     newcomers = sorted(set(after) - set(before))
@@ -121,7 +131,10 @@ def judge_twin(plan: Plan, run: Recording, twin: Recording, same_nodes: bool) ->
     claims = [
         Claim(
             "the twin runs uninterrupted on the same warm nodes",
-            twin.job.phase == types_pb2.JOB_PHASE_SUCCEEDED and twin.attempts == FIRST and same_nodes and not missing,
+            twin.job.phase == types_pb2.JOB_PHASE_SUCCEEDED
+            and twin.attempts == FIRST
+            and same_nodes
+            and not missing,
             f"{_phase(twin)} in attempt {twin.attempts} on {_listed(twin.nodes_of_attempt.get(FIRST, []))}",
         )
     ]
@@ -133,22 +146,37 @@ def judge_twin(plan: Plan, run: Recording, twin: Recording, same_nodes: bool) ->
             Claim(
                 "every step's loss equals the twin's bit for bit",
                 not differing,
-                f"steps {_listed(differing)} differ" if differing else f"{len(twin.losses())} steps are equal",
+                f"steps {_listed(differing)} differ"
+                if differing
+                else f"{len(twin.losses())} steps are equal",
             ),
             Claim(
                 "the steps repeated after the restart give the same losses as before it",
                 not repeated,
-                f"steps {_listed(repeated)} differ" if repeated else f"{len(overlap)} steps are equal",
+                f"steps {_listed(repeated)} differ"
+                if repeated
+                else f"{len(overlap)} steps are equal",
             ),
         ]
     else:
         difference = max_abs_difference(run.losses(), twin.losses())
-        claims.append(Claim("all losses are finite", math.isfinite(difference), f"largest difference {difference:.3g}"))
+        claims.append(
+            Claim(
+                "all losses are finite",
+                math.isfinite(difference),
+                f"largest difference {difference:.3g}",
+            )
+        )
     return claims
 
 
 def make_report(
-    plan: Plan, run: Recording, twin: Recording, kill: Kill | None, nodes: Iterable[str], wall_s: float
+    plan: Plan,
+    run: Recording,
+    twin: Recording,
+    kill: Kill | None,
+    nodes: Iterable[str],
+    wall_s: float,
 ) -> DemoReport:
     """The report of a demo whose claims may or may not hold; what was not seen is null."""
     detected = restarted = first_step = None
@@ -170,12 +198,16 @@ def make_report(
         fault_to_detected_s=_between(fault, detected),
         detected_to_restarted_s=_between(detected, restarted),
         fault_to_first_new_step_s=_between(fault, first_step),
-        steps_lost=max(0, run.last_step(FIRST) - run.job.restored_step) if run.attempts > FIRST else 0,
+        steps_lost=max(0, run.last_step(FIRST) - run.job.restored_step)
+        if run.attempts > FIRST
+        else 0,
         resumed_from_step=run.job.restored_step,
         restore_source=_source(run),
         first_loss=losses.get(1),
         final_loss=losses.get(plan.steps),
-        loss_after_resume_matches=not differing_steps(losses, twin.losses()) if plan.device == "cpu" else None,
+        loss_after_resume_matches=not differing_steps(losses, twin.losses())
+        if plan.device == "cpu"
+        else None,
         max_loss_abs_diff=max_abs_difference(losses, twin.losses()),
         nodes=sorted(nodes),
         evicted_nodes=sorted(run.job.evicted_nodes),
@@ -189,12 +221,16 @@ def missing_steps(steps: int, losses: Mapping[int, float]) -> list[int]:
 
 
 def differing_steps(one: Mapping[int, float], other: Mapping[int, float]) -> list[int]:
-    """Steps of ``other`` whose loss is absent in ``one`` or not the same number, NaN being equal to none."""
+    """Steps of ``other`` whose loss is absent in ``one`` or not the same number, NaN being equal to
+    none.
+    """
     return [step for step in sorted(other) if one.get(step) is None or one[step] != other[step]]
 
 
 def max_abs_difference(one: Mapping[int, float], other: Mapping[int, float]) -> float:
-    """Largest difference over the steps that both have; infinite when they share none, NaN when one is NaN."""
+    """Largest difference over the steps that both have; infinite when they share none, NaN when one
+    is NaN.
+    """
     differences = [abs(one[step] - other[step]) for step in set(one) & set(other)]
     if any(math.isnan(difference) for difference in differences):
         return math.nan

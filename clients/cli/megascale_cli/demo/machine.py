@@ -1,4 +1,6 @@
-"""The demo's cluster as processes: `megascale up` as a child, the kill of a node, the proof that nothing is left."""
+"""The demo's cluster as processes: `megascale up` as a child, the kill of a node, the proof that
+nothing is left.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +47,15 @@ def fresh_folder(folder: Path) -> None:
     """
     if folder.exists() and any(folder.iterdir()):
         if not (folder / _MARKER_FILE).exists():
-            raise DemoFailed(f"{folder} is not empty and no demo wrote it: choose another --run-folder")
-        if (folder / "up.json").exists() and _alive(json.loads((folder / "up.json").read_text())["pid"]):
-            raise DemoFailed(f"a demo still runs in {folder}: wait for its end or choose another --run-folder")
+            raise DemoFailed(
+                f"{folder} is not empty and no demo wrote it: choose another --run-folder"
+            )
+        if (folder / "up.json").exists() and _alive(
+            json.loads((folder / "up.json").read_text())["pid"]
+        ):
+            raise DemoFailed(
+                f"a demo still runs in {folder}: wait for its end or choose another --run-folder"
+            )
         shutil.rmtree(folder)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     (folder / _MARKER_FILE).touch()
@@ -60,7 +68,9 @@ async def run_command(*arguments: str) -> dict[str, Any]:
         DemoFailed: it failed; the message is what it said.
     """
     process = await asyncio.create_subprocess_exec(
-        *megascale(*arguments, "--json"), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        *megascale(*arguments, "--json"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
     )
     try:
         output, errors = await process.communicate()
@@ -68,7 +78,9 @@ async def run_command(*arguments: str) -> dict[str, Any]:
         if process.returncode is None:  # we are being interrupted
             process.kill()
     if process.returncode != 0:
-        raise DemoFailed(f"`megascale {' '.join(arguments[:2])}` failed: {errors.decode(errors='replace').strip()}")
+        raise DemoFailed(
+            f"`megascale {' '.join(arguments[:2])}` failed: {errors.decode(errors='replace').strip()}"
+        )
     result = json.loads(output.decode().strip().splitlines()[-1])
     assert isinstance(result, dict)
     return result
@@ -87,10 +99,28 @@ class Machine:
 
     async def start(self) -> None:
         """Start the cluster and wait until all its nodes are alive. Raises DemoFailed."""
-        environment = {**os.environ, MARK_VARIABLE: self._mark, PARENT_PID_VARIABLE: str(os.getpid())}
+        environment = {
+            **os.environ,
+            MARK_VARIABLE: self._mark,
+            PARENT_PID_VARIABLE: str(os.getpid()),
+        }
         plan = self._plan
-        arguments = ["up", "--json", "--cluster", CLUSTER, "--nodes", str(plan.nodes), "--device", plan.device]
-        arguments += ["--devices-per-node", str(plan.devices_per_node), "--run-folder", str(self._folder)]
+        arguments = [
+            "up",
+            "--json",
+            "--cluster",
+            CLUSTER,
+            "--nodes",
+            str(plan.nodes),
+            "--device",
+            plan.device,
+        ]
+        arguments += [
+            "--devices-per-node",
+            str(plan.devices_per_node),
+            "--run-folder",
+            str(self._folder),
+        ]
         with self._log.open("wb") as log:
             self._up = await asyncio.create_subprocess_exec(
                 *megascale(*arguments),
@@ -103,10 +133,14 @@ class Machine:
         try:
             await asyncio.wait_for(self._until_ready(self._up), START_TIMEOUT_S)
         except TimeoutError:
-            raise DemoFailed(f"the cluster was not ready after {START_TIMEOUT_S:g} s; see {self._folder}") from None
+            raise DemoFailed(
+                f"the cluster was not ready after {START_TIMEOUT_S:g} s; see {self._folder}"
+            ) from None
 
     async def stop(self) -> int:
-        """End the cluster in order and kill what is left of it; how many processes had to be killed."""
+        """End the cluster in order and kill what is left of it; how many processes had to be
+        killed.
+        """
         if self._up is None:
             return 0
         if self._up.returncode is None:
@@ -137,7 +171,8 @@ class Machine:
         return found
 
     async def kill_node(self, node: str) -> tuple[float, int, int]:
-        """SIGKILL to all processes of a node at once; time (seconds since 1970), how many there were, how many live on.
+        """SIGKILL to all processes of a node at once; time (seconds since 1970), how many there
+        were, how many live on.
 
         Raises:
             DemoFailed: the node has no process group of its own.
@@ -145,7 +180,9 @@ class Machine:
         pids = _node_pids(self._folder, node)
         group = pids[0]
         if os.getpgid(group) != group or group == os.getpgid(0):
-            raise DemoFailed(f"node {node} is no process group of its own: it cannot be killed as a node")
+            raise DemoFailed(
+                f"node {node} is no process group of its own: it cannot be killed as a node"
+            )
         members = [pid for pid in self.processes() if _group_of(pid) == group]
         os.killpg(group, signal.SIGKILL)
         killed_at = time.time()
@@ -161,7 +198,9 @@ class Machine:
             detail = ", ".join(f"{key} {value}" for key, value in event.items() if key != "event")
             self._say(f"{event['event'].replace('_', ' ')}: {detail}")
         await up.wait()
-        raise DemoFailed(f"the cluster did not start: {self._log.read_text(errors='replace').strip()}")
+        raise DemoFailed(
+            f"the cluster did not start: {self._log.read_text(errors='replace').strip()}"
+        )
 
 
 async def _wait_gone(living: Callable[[], list[int]]) -> list[int]:

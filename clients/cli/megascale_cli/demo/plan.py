@@ -87,7 +87,8 @@ class Plan:
                 },
                 "training": {
                     "steps": self.steps,
-                    # More micro-batches on GPUs, so that a step takes long enough to be interrupted.
+                    # More micro-batches on GPUs, so that a step takes long enough to be
+                    # interrupted.
                     "global_batch_size": micro_batch_size * self.dp * (32 if on_gpu else 4),
                     "micro_batch_size": micro_batch_size,
                     "precision": "bf16" if on_gpu else "fp32",
@@ -113,7 +114,8 @@ def choose_plan(
     steps: int,
     sabotage: Sabotage,
 ) -> Plan:
-    """Fill in what the options leave open: GPUs where there are enough (six by default), else the CPU.
+    """Fill in what the options leave open: GPUs where there are enough (six by default), else the
+    CPU.
 
     Raises:
         PlanError: the options do not fit together or the machine has too few GPUs.
@@ -124,7 +126,14 @@ def choose_plan(
         sizes = {"tp": tp or 2, "pp": pp or 2, "dp": dp or default_dp}
         active = -(-sizes["tp"] * sizes["pp"] * sizes["dp"] // per_node)
         count = nodes or active + (0 if sabotage == "no-spare" else 1)
-        return Plan(device=kind, nodes=count, devices_per_node=per_node, steps=steps, sabotage=sabotage, **sizes)
+        return Plan(
+            device=kind,
+            nodes=count,
+            devices_per_node=per_node,
+            steps=steps,
+            sabotage=sabotage,
+            **sizes,
+        )
 
     if device != "cpu":
         # TP2 x PP2 over two nodes of two GPUs, and a spare.

@@ -78,7 +78,9 @@ class Recording:
         return self.records[attempt, min(steps)] if steps else None
 
     def event_time(self, reason: str, subject: str, after: float) -> float | None:
-        """Time of the first event with this reason and subject after ``after`` (seconds since 1970)."""
+        """Time of the first event with this reason and subject after ``after`` (seconds since
+        1970).
+        """
         times = [
             seconds(event.time)
             for event in self.events

@@ -33,10 +33,13 @@ from megascale_cli.output import event_text, step_text
 from megascale_client import AsyncClient, MegascaleError, parse_job
 
 CORPUS_BYTES = 2 << 20
-# A job may train for as long as the machine needs; one that shows no step, event or phase for so long stands still.
+# A job may train for as long as the machine needs; one that shows no step, event or phase for so
+# long stands still.
 STANDSTILL_S = 120.0
 PROGRESS_POLL_S = 0.1
-STEPS_AFTER_COMMIT = 2  # the kill comes these many steps after the second commit, so that steps are lost
+STEPS_AFTER_COMMIT = (
+    2  # the kill comes these many steps after the second commit, so that steps are lost
+)
 COMMIT_POLL_S = 0.1
 SHOW_EVERY_STEPS = 4
 
@@ -77,14 +80,26 @@ class Demo:
                 report = await self._train(client, machine)
         finally:
             left = await machine.stop()
-        self._require([Claim("nothing is left running", left == 0, f"{left} processes had to be killed")])
+        self._require(
+            [Claim("nothing is left running", left == 0, f"{left} processes had to be killed")]
+        )
         return report
 
     async def _tokenise(self) -> None:
         stdlib = sysconfig.get_path("stdlib")
-        arguments = ["data", "tokenize", stdlib, "--output", str(self._corpus), "--tokenizer", "bytes"]
+        arguments = [
+            "data",
+            "tokenize",
+            stdlib,
+            "--output",
+            str(self._corpus),
+            "--tokenizer",
+            "bytes",
+        ]
         corpus = await run_command(*arguments, "--glob", "*.py", "--max-bytes", str(CORPUS_BYTES))
-        self._say(f"corpus: {corpus['documents']} documents, {corpus['tokens']} tokens from {stdlib}")
+        self._say(
+            f"corpus: {corpus['documents']} documents, {corpus['tokens']} tokens from {stdlib}"
+        )
 
     async def _train(self, client: AsyncClient, machine: Machine) -> DemoReport:
         run = Recording(self.name)
@@ -94,9 +109,13 @@ class Demo:
         twin = Recording(f"{self.name}-twin")
         self._say(f"now the uninterrupted twin {twin.name} on the same nodes")
         await self._submit(client, twin.name)
-        await self._while_moving(STANDSTILL_S, twin.follow(client, self._show), "the twin did not finish", client, twin)
+        await self._while_moving(
+            STANDSTILL_S, twin.follow(client, self._show), "the twin did not finish", client, twin
+        )
         after = await _incarnations(client)
-        same_nodes = all(warm.get(node) == after.get(node) for node in twin.nodes_of_attempt.get(FIRST, ["none"]))
+        same_nodes = all(
+            warm.get(node) == after.get(node) for node in twin.nodes_of_attempt.get(FIRST, ["none"])
+        )
         if self.plan.sabotage == "loss":
             _change_one_loss(twin)
         nodes = [node.name async for node in client.nodes()]
@@ -105,13 +124,17 @@ class Demo:
         self._require(judge_twin(self.plan, run, twin, same_nodes))
         return report
 
-    async def _interrupted(self, client: AsyncClient, machine: Machine, run: Recording) -> Kill | None:
+    async def _interrupted(
+        self, client: AsyncClient, machine: Machine, run: Recording
+    ) -> Kill | None:
         """Train until the second commit, kill a node, see the job to its end."""
         await self._submit(client, run.name)
         following = asyncio.create_task(run.follow(client, self._show))
         try:
             waiting = self._commits(client, run)
-            commits = await self._while_moving(STANDSTILL_S, waiting, "no two checkpoints were completed", client, run)
+            commits = await self._while_moving(
+                STANDSTILL_S, waiting, "no two checkpoints were completed", client, run
+            )
             kill = None
             if self.plan.sabotage != "no-kill" and not run.ended:
                 kill = await self._kill(machine, run, commits)
@@ -131,25 +154,41 @@ class Demo:
         )
 
     async def _commits(self, client: AsyncClient, run: Recording) -> tuple[int, ...]:
-        """Wait until two checkpoints are complete and some steps have followed; the steps of those complete."""
+        """Wait until two checkpoints are complete and some steps have followed; the steps of those
+        complete.
+        """
         while not run.ended:
             await asyncio.sleep(COMMIT_POLL_S)
-            if run.last_step(FIRST) < MIN_COMMITS_BEFORE_KILL * self.plan.interval_steps + STEPS_AFTER_COMMIT:
+            if (
+                run.last_step(FIRST)
+                < MIN_COMMITS_BEFORE_KILL * self.plan.interval_steps + STEPS_AFTER_COMMIT
+            ):
                 continue
             steps = sorted([checkpoint.step async for checkpoint in client.checkpoints(run.name)])
-            if len(steps) >= MIN_COMMITS_BEFORE_KILL and run.last_step(FIRST) >= steps[1] + STEPS_AFTER_COMMIT:
+            if (
+                len(steps) >= MIN_COMMITS_BEFORE_KILL
+                and run.last_step(FIRST) >= steps[1] + STEPS_AFTER_COMMIT
+            ):
                 return tuple(steps)
         return tuple(sorted([checkpoint.step async for checkpoint in client.checkpoints(run.name)]))
 
     async def _kill(self, machine: Machine, run: Recording, commits: tuple[int, ...]) -> Kill:
-        # The node of rank 0 is the hardest to lose: the rendezvous store and the committer live there.
+        # The node of rank 0 is the hardest to lose: the rendezvous store and the committer live
+        # there.
         node = run.nodes_of_attempt[FIRST][0]
-        self._say(f"[bold red]SIGKILL to every process of node {node}[/bold red] after step {run.last_step(FIRST)}")
+        self._say(
+            f"[bold red]SIGKILL to every process of node {node}[/bold red] after step {run.last_step(FIRST)}"
+        )
         killed_at, processes, left = await machine.kill_node(node)
         return Kill(killed_at, node, commits, processes, left)
 
     async def _while_moving(
-        self, limit_s: float, waiting: Awaitable[Result], why: str, client: AsyncClient, run: Recording
+        self,
+        limit_s: float,
+        waiting: Awaitable[Result],
+        why: str,
+        client: AsyncClient,
+        run: Recording,
     ) -> Result:
         """Wait as long as ``run`` moves: DemoFailed once it has stood still for ``limit_s``."""
         task = asyncio.ensure_future(waiting)
@@ -176,10 +215,14 @@ class Demo:
         elif kind == "step" and (update.step.step % SHOW_EVERY_STEPS == 0 or update.step.step == 1):
             self._say(step_text(update.step, self.plan.steps))
 
-    def _show_results(self, run: Recording, twin: Recording, kill: Kill | None, report: DemoReport) -> None:
+    def _show_results(
+        self, run: Recording, twin: Recording, kill: Kill | None, report: DemoReport
+    ) -> None:
         file = self.folder / "report.json"
         file.write_text(json.dumps(report.as_dict(), indent=2) + "\n")
-        killed_at_step = run.last_step(FIRST) if kill is not None and run.attempts >= SECOND else None
+        killed_at_step = (
+            run.last_step(FIRST) if kill is not None and run.attempts >= SECOND else None
+        )
         self._say("\n[bold]timeline[/bold]")
         for line in render.timeline(run, kill):
             self._say(escape(line))

@@ -1,7 +1,8 @@
-"""The asyncio client of etcd's v3 API: keys and values, transactions, and the way to watches and leases.
+"""The asyncio client of etcd's v3 API: keys and values, transactions, and the way to watches and
+leases.
 
-Reads are linearizable and retried. Writes are sent once: `UnknownOutcome` means that the caller must
-decide, and `settled.txn_settled` is how.
+Reads are linearizable and retried. Writes are sent once: `UnknownOutcome` means that the caller
+must decide, and `settled.txn_settled` is how.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,14 @@ from typing import Self
 from megascale_common.etcd import rpc_pb2
 from megascale_common.etcd.connection import Cluster, Member, TlsConfig
 from megascale_common.etcd.errors import InvalidRequest, ResourceExhausted
-from megascale_common.etcd.operations import Compare, KeySpace, KeyValue, Listing, Operation, TxnResult
+from megascale_common.etcd.operations import (
+    Compare,
+    KeySpace,
+    KeyValue,
+    Listing,
+    Operation,
+    TxnResult,
+)
 
 PAGE_KEYS = 512  # keys per range request; halved when a page is too large to receive
 
@@ -30,9 +38,9 @@ class MemberStatus:
 class EtcdClient:
     """One client of one cluster, for use as `async with EtcdClient(["127.0.0.1:2379"]) as etcd:`.
 
-    `endpoints` are host:port; calls fail over among them. `prefix` (empty, or ending with "/") is put
-    before every key and taken off again. `timeout_s` bounds each call, retries of reads included.
-    Every call may raise `EtcdUnavailable`, writes also `UnknownOutcome`; see `errors`.
+    `endpoints` are host:port; calls fail over among them. `prefix` (empty, or ending with "/") is
+    put before every key and taken off again. `timeout_s` bounds each call, retries of reads
+    included. Every call may raise `EtcdUnavailable`, writes also `UnknownOutcome`; see `errors`.
     """
 
     def __init__(
@@ -56,7 +64,10 @@ class EtcdClient:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self.close()
 
@@ -89,7 +100,9 @@ class EtcdClient:
         items: list[KeyValue] = []
         revision = 0
         while True:
-            request = rpc_pb2.RangeRequest(key=key, range_end=end, limit=page_keys, revision=revision)
+            request = rpc_pb2.RangeRequest(
+                key=key, range_end=end, limit=page_keys, revision=revision
+            )
             try:
                 reply = await self._range(request)
             except ResourceExhausted:
@@ -104,7 +117,9 @@ class EtcdClient:
             key = reply.kvs[-1].key + b"\0"
 
     async def put(self, key: str, value: bytes, *, lease_id: int = 0) -> int:
-        """Store the value; the revision of the change. Raises LeaseNotFound for a lease that is gone."""
+        """Store the value; the revision of the change. Raises LeaseNotFound for a lease that is
+        gone.
+        """
         request = rpc_pb2.PutRequest(key=self.keys.full(key), value=value, lease=lease_id)
 
         async def send(member: Member, timeout_s: float) -> rpc_pb2.PutResponse:

@@ -1,4 +1,5 @@
-"""Channels to the members of one etcd cluster: which one to use, when to move on, what may be retried.
+"""Channels to the members of one etcd cluster: which one to use, when to move on, what may be
+retried.
 
 A read may be sent twice, a write may not. So a write waits until a channel is connected, is sent
 once, and if no answer comes its outcome is unknown; a read moves on to the next member until its
@@ -54,9 +55,13 @@ class TlsConfig:
     key_path: Path | None = None
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Raises InvalidRequest if only half of the pair is given, OSError if a file cannot be read."""
+        """Raises InvalidRequest if only half of the pair is given, OSError if a file cannot be
+        read.
+        """
         if (self.certificate_path is None) != (self.key_path is None):
-            raise InvalidRequest("tls: certificate_path and key_path are given together or not at all")
+            raise InvalidRequest(
+                "tls: certificate_path and key_path are given together or not at all"
+            )
         key = None if self.key_path is None else self.key_path.read_bytes()
         chain = None if self.certificate_path is None else self.certificate_path.read_bytes()
         return grpc.ssl_channel_credentials(self.ca_path.read_bytes(), key, chain)
@@ -75,7 +80,9 @@ class Member:
         self.kv: rpc_pb2_grpc.KVAsyncStub = rpc_pb2_grpc.KVStub(self.channel)
         self.lease: rpc_pb2_grpc.LeaseAsyncStub = rpc_pb2_grpc.LeaseStub(self.channel)
         self.watch: rpc_pb2_grpc.WatchAsyncStub = rpc_pb2_grpc.WatchStub(self.channel)
-        self.maintenance: rpc_pb2_grpc.MaintenanceAsyncStub = rpc_pb2_grpc.MaintenanceStub(self.channel)
+        self.maintenance: rpc_pb2_grpc.MaintenanceAsyncStub = rpc_pb2_grpc.MaintenanceStub(
+            self.channel
+        )
 
     async def connected(self) -> bool:
         """Wait for the connection attempt under way to end; whether it succeeded."""
@@ -127,10 +134,15 @@ class Cluster:
                     await backoff.sleep()
         except TimeoutError:
             names = ", ".join(self.endpoints)
-            raise EtcdUnavailable(f"no etcd endpoint of {names} could be reached in {timeout_s:g} s") from None
+            raise EtcdUnavailable(
+                f"no etcd endpoint of {names} could be reached in {timeout_s:g} s"
+            ) from None
 
-    async def read(self, what: str, timeout_s: float, send: Callable[[Member, float], Awaitable[T]]) -> T:
-        """Send an idempotent call, again at the next member after each failure, for up to `timeout_s`.
+    async def read(
+        self, what: str, timeout_s: float, send: Callable[[Member, float], Awaitable[T]]
+    ) -> T:
+        """Send an idempotent call, again at the next member after each failure, for up to
+        `timeout_s`.
 
         Raises EtcdUnavailable when the time is up, or the typed refusal.
         """
@@ -149,12 +161,17 @@ class Cluster:
                 self.avoid(member)
             await backoff.sleep()
         code = failure.code().name if failure else "not sent"
-        raise EtcdUnavailable(f"{what}: no answer from etcd within {timeout_s:g} s ({code})") from failure
+        raise EtcdUnavailable(
+            f"{what}: no answer from etcd within {timeout_s:g} s ({code})"
+        ) from failure
 
-    async def write(self, what: str, timeout_s: float, send: Callable[[Member, float], Awaitable[T]]) -> T:
+    async def write(
+        self, what: str, timeout_s: float, send: Callable[[Member, float], Awaitable[T]]
+    ) -> T:
         """Send a call once, on a connection that stands.
 
-        Raises EtcdUnavailable if it was never sent, UnknownOutcome if no answer came, or the refusal.
+        Raises EtcdUnavailable if it was never sent, UnknownOutcome if no answer came, or the
+        refusal.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
@@ -165,11 +182,15 @@ class Cluster:
             if (refused := refusal(error, what)) is not None:
                 raise refused from error
             self.avoid(member)
-            raise UnknownOutcome(f"{what}: sent to {member.endpoint}, no answer ({error.code().name})") from error
+            raise UnknownOutcome(
+                f"{what}: sent to {member.endpoint}, no answer ({error.code().name})"
+            ) from error
 
 
 class Backoff:
-    """Exponential back-off with full jitter, so that clients of one cluster do not come back in step."""
+    """Exponential back-off with full jitter, so that clients of one cluster do not come back in
+    step.
+    """
 
     def __init__(self) -> None:
         self._limit_s = RETRY_BACKOFF_MIN_S
@@ -190,8 +211,9 @@ class Backoff:
 
 
 async def _within(answer: Awaitable[bool], timeout_s: float) -> bool:
-    # Not wait_for: before Python 3.12 it swallows a cancellation that comes as the answer does, and the
-    # caller's own time limit, which ends at the same moment where there is one member, would never end.
+    # Not wait_for: before Python 3.12 it swallows a cancellation that comes as the answer does, and
+    # the caller's own time limit, which ends at the same moment where there is one member, would
+    # never end.
     try:
         async with asyncio.timeout(timeout_s):
             return await answer

@@ -1,8 +1,8 @@
 """Leader election on one key: whoever creates it, with a lease, leads until the key goes.
 
 The key's create revision rises from leader to leader: it is the fencing token. A lease alone cannot
-stop a leader that was paused from finishing a write that it began before; comparing the token inside
-every write's transaction (`guard`) can.
+stop a leader that was paused from finishing a write that it began before; comparing the token
+inside every write's transaction (`guard`) can.
 """
 
 import contextlib
@@ -12,7 +12,13 @@ from typing import Self
 
 from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.connection import Backoff
-from megascale_common.etcd.errors import Compacted, EtcdError, EtcdUnavailable, LeaseNotFound, UnknownOutcome
+from megascale_common.etcd.errors import (
+    Compacted,
+    EtcdError,
+    EtcdUnavailable,
+    LeaseNotFound,
+    UnknownOutcome,
+)
 from megascale_common.etcd.lease import Lease
 from megascale_common.etcd.operations import CreateRevisionEquals, Delete, Get, Put
 from megascale_common.etcd.watch import Watch
@@ -36,8 +42,12 @@ class Leadership:
         return CreateRevisionEquals(self.key, self.create_revision)
 
     async def resign(self) -> None:
-        """Give the key up at once, so that the next leader need not wait for the lease; then revoke it."""
-        with contextlib.suppress(EtcdError):  # whatever happened to the delete, the lease ends the term
+        """Give the key up at once, so that the next leader need not wait for the lease; then revoke
+        it.
+        """
+        with contextlib.suppress(
+            EtcdError
+        ):  # whatever happened to the delete, the lease ends the term
             await self.client.txn(compare=[self.guard()], success=[Delete(self.key)])
         await self.lease.close()
 
@@ -45,7 +55,10 @@ class Leadership:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self.resign()
 
@@ -53,8 +66,8 @@ class Leadership:
 async def campaign(client: EtcdClient, key: str, value: bytes, *, ttl_s: int) -> Leadership:
     """Wait until this candidate leads. `value` tells the others who and where the leader is.
 
-    Waits without limit, across restarts of etcd; cancel it to give up. After that or an error no lease
-    is left behind. Raises the refusals of `errors` (a wrong request, access denied).
+    Waits without limit, across restarts of etcd; cancel it to give up. After that or an error no
+    lease is left behind. Raises the refusals of `errors` (a wrong request, access denied).
     """
     backoff = Backoff()
     while True:
@@ -75,9 +88,11 @@ async def campaign(client: EtcdClient, key: str, value: bytes, *, ttl_s: int) ->
 
 
 async def _claim(client: EtcdClient, key: str, value: bytes, lease: Lease) -> tuple[bool, int]:
-    """Try to create the key: (True, its create revision), or (False, the revision at which another has it).
+    """Try to create the key: (True, its create revision), or (False, the revision at which another
+    has it).
 
-    Without an answer the same claim is made again: if it had gone through, the key carries our lease.
+    Without an answer the same claim is made again: if it had gone through, the key carries our
+    lease.
     """
     backoff = Backoff()
     while True:

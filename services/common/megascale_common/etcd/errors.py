@@ -39,7 +39,8 @@ class LeaseNotFound(EtcdError):
 
 
 class Compacted(EtcdError):
-    """History before `compact_revision` is gone: list again, and watch from the list's revision + 1.
+    """History before `compact_revision` is gone: list again, and watch from the list's revision +
+    1.
 
     `compact_revision` is 0 where the server did not say (range requests).
     """
@@ -49,7 +50,8 @@ class Compacted(EtcdError):
         self.compact_revision = compact_revision
 
 
-# Refusals: the server looked at the request and did nothing. Every other code leaves a write unknown.
+# Refusals: the server looked at the request and did nothing. Every other code leaves a write
+# unknown.
 _REFUSALS: dict[grpc.StatusCode, type[EtcdError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.OUT_OF_RANGE: InvalidRequest,

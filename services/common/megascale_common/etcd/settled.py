@@ -1,10 +1,10 @@
 """Transactions whose outcome becomes known, whatever happens to the reply.
 
 A transaction without an answer is settled by sending the identical transaction again. It compares
-the mod revision of its marker key and then puts that key, so its compares cannot hold a second time:
-it is applied at most once. When they fail, the failure branch has read the marker in the same atomic
-step, and the marker's value tells whose write stands there. A plain read could not do this: the lost
-transaction may still be on its way and be applied after the read.
+the mod revision of its marker key and then puts that key, so its compares cannot hold a second
+time: it is applied at most once. When they fail, the failure branch has read the marker in the same
+atomic step, and the marker's value tells whose write stands there. A plain read could not do this:
+the lost transaction may still be on its way and be applied after the read.
 """
 
 import asyncio
@@ -51,8 +51,8 @@ class SettledTxn:
     """One fenced write: all of `success` if every compare holds, else nothing.
 
     `marker_key` is put by `success` with a value that contains `txn_id` (unique for ever: a UUID),
-    and `compare` holds a `ModRevisionEquals` for it (0: must be absent). Best is a key that is written
-    once, such as a log entry: then a later write of another's cannot cover the trace.
+    and `compare` holds a `ModRevisionEquals` for it (0: must be absent). Best is a key that is
+    written once, such as a log entry: then a later write of another's cannot cover the trace.
     Raises InvalidRequest when one of these conditions is not met.
     """
 
@@ -63,12 +63,18 @@ class SettledTxn:
 
     def __post_init__(self) -> None:
         if len(self.txn_id) < MIN_TXN_ID_LENGTH:
-            raise InvalidRequest(f"txn_id: {self.txn_id!r} is shorter than {MIN_TXN_ID_LENGTH} characters: use a UUID")
+            raise InvalidRequest(
+                f"txn_id: {self.txn_id!r} is shorter than {MIN_TXN_ID_LENGTH} characters: use a UUID"
+            )
         puts = [op for op in self.success if isinstance(op, Put) and op.key == self.marker_key]
         if len(puts) != 1 or self.txn_id.encode() not in puts[0].value:
-            raise InvalidRequest(f"marker_key: success must put {self.marker_key!r} with the txn id in its value")
+            raise InvalidRequest(
+                f"marker_key: success must put {self.marker_key!r} with the txn id in its value"
+            )
         if self.marker_expected_revision() is None:
-            raise InvalidRequest(f"compare: a ModRevisionEquals of the marker {self.marker_key!r} is needed")
+            raise InvalidRequest(
+                f"compare: a ModRevisionEquals of the marker {self.marker_key!r} is needed"
+            )
 
     def marker_expected_revision(self) -> int | None:
         """The mod revision that the marker must have for the write to be applied."""
@@ -82,7 +88,8 @@ class SettledTxn:
         return tuple(Get(key) for key in dict.fromkeys(item.key for item in self.compare))
 
     def judge(self, result: TxnResult, earlier_unknown: bool) -> Applied | Rejected:
-        """What one answer says of the write, given whether an earlier sending went without an answer.
+        """What one answer says of the write, given whether an earlier sending went without an
+        answer.
 
         Raises UnknownOutcome in the one case that cannot be told: an earlier sending may have been
         applied, and another writer has changed the marker since.
@@ -112,11 +119,13 @@ async def txn_settled(
     txn_id: str,
     deadline_s: float = 30.0,
 ) -> Applied | Rejected:
-    """Apply a fenced write exactly once, or learn that it was refused, across lost replies and restarts.
+    """Apply a fenced write exactly once, or learn that it was refused, across lost replies and
+    restarts.
 
-    See `SettledTxn` for what the arguments must satisfy. The identical transaction is sent again, with
-    back-off, until `deadline_s` has passed. Raises UnknownOutcome when the outcome is still open then,
-    EtcdUnavailable when it was never sent, InvalidRequest and the other refusals of `errors`.
+    See `SettledTxn` for what the arguments must satisfy. The identical transaction is sent again,
+    with back-off, until `deadline_s` has passed. Raises UnknownOutcome when the outcome is still
+    open then, EtcdUnavailable when it was never sent, InvalidRequest and the other refusals of
+    `errors`.
     """
     write = SettledTxn(tuple(compare), tuple(success), marker_key, txn_id)
     loop = asyncio.get_running_loop()
@@ -126,7 +135,9 @@ async def txn_settled(
     while True:
         failure: EtcdError
         try:
-            result = await client.txn(compare=write.compare, success=write.success, failure=write.reads())
+            result = await client.txn(
+                compare=write.compare, success=write.success, failure=write.reads()
+            )
         except EtcdUnavailable as error:
             failure = error
         except UnknownOutcome as error:

@@ -1,8 +1,9 @@
-"""Watches that survive the server: every change of a key or prefix, in order, once, from a revision on.
+"""Watches that survive the server: every change of a key or prefix, in order, once, from a revision
+on.
 
-After a lost connection the watch resumes behind what was delivered. A revision can touch many keys and
-etcd may split its events over several messages, so the position is a revision and the number of its
-events already delivered: resuming asks for that revision again and skips that number.
+After a lost connection the watch resumes behind what was delivered. A revision can touch many keys
+and etcd may split its events over several messages, so the position is a revision and the number of
+its events already delivered: resuming asks for that revision again and skips that number.
 """
 
 import asyncio
@@ -27,7 +28,9 @@ from megascale_common.etcd.errors import (
 )
 from megascale_common.etcd.operations import Event
 
-QUEUE_EVENTS = 1024  # a slow consumer stops the reading, and flow control then holds the server back
+QUEUE_EVENTS = (
+    1024  # a slow consumer stops the reading, and flow control then holds the server back
+)
 # Without it a member that lost its cluster would keep the stream open and silent for ever.
 _REQUIRE_LEADER = (("hasleader", "true"),)
 
@@ -71,11 +74,11 @@ class Position:
 class Watch:
     """`async with Watch(client, prefix, start_revision) as watch: async for event in watch: ...`
 
-    Delivers the changes of every key that starts with `key` (`prefix=False`: of that key alone), from
-    `start_revision`, inclusive, on: read a Listing first and start at its revision + 1. While etcd is
-    away it waits, without limit; who must know asks the client. Iteration raises Compacted when history
-    that was still to come is gone (list again), AccessDenied, and ends after `close`. At most
-    `queue_events` are held ahead of the consumer.
+    Delivers the changes of every key that starts with `key` (`prefix=False`: of that key alone),
+    from `start_revision`, inclusive, on: read a Listing first and start at its revision + 1. While
+    etcd is away it waits, without limit; who must know asks the client. Iteration raises Compacted
+    when history that was still to come is gone (list again), AccessDenied, and ends after `close`.
+    At most `queue_events` are held ahead of the consumer.
     """
 
     def __init__(
@@ -97,7 +100,9 @@ class Watch:
         self._key = key
         self._range = client.keys.range_of(key) if prefix else (client.keys.full(key), b"")
         self._room = asyncio.Semaphore(queue_events)
-        self._queue: asyncio.Queue[Event | None] = asyncio.Queue()  # bounded by _room; None: the end
+        self._queue: asyncio.Queue[Event | None] = (
+            asyncio.Queue()
+        )  # bounded by _room; None: the end
         self._failure: Exception | None = None
         self._reader: asyncio.Task[None] | None = None
 
@@ -106,7 +111,10 @@ class Watch:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self.close()
 
@@ -181,22 +189,30 @@ class Watch:
                 await self._deliver(response)
 
     async def _deliver(self, response: rpc_pb2.WatchResponse) -> None:
-        """Queue the new events of a message, or take its word that there were none up to a revision."""
+        """Queue the new events of a message, or take its word that there were none up to a
+        revision.
+        """
         for event in response.events:
             if self.position.take(event.kv.mod_revision):
                 await self._room.acquire()
                 deleted = event.type == rpc_pb2.Event.DELETE
                 self._queue.put_nowait(Event(self._client.keys.key_value(event.kv), deleted))
         if not response.fragment:
-            # A message with events may be older than its header says, so only the events' own count.
-            last = response.events[-1].kv.mod_revision if response.events else response.header.revision
+            # A message with events may be older than its header says, so only the events' own
+            # count.
+            last = (
+                response.events[-1].kv.mod_revision if response.events else response.header.revision
+            )
             self.position.complete(last)
 
     def _canceled(self, response: rpc_pb2.WatchResponse) -> None:
         """Raise if the server will never serve this watch; return if another try may."""
         reason = response.cancel_reason or "no reason given"
         if response.compact_revision:
-            raise Compacted(f"watch {self._key}: revision {self.position.revision} is gone", response.compact_revision)
+            raise Compacted(
+                f"watch {self._key}: revision {self.position.revision} is gone",
+                response.compact_revision,
+            )
         if "permission denied" in reason:
             raise AccessDenied(f"watch {self._key}: {reason}")
         _log.warning("watch canceled by the server", key=self._key, reason=reason)

@@ -1,8 +1,10 @@
-"""What a training job is: one tree of frozen dataclasses, pure, shared by driver, agent, trainer and checkpoint daemon.
+"""What a training job is: one tree of frozen dataclasses, pure, shared by driver, agent, trainer
+and checkpoint daemon.
 
-The wire form is ``megascale.v1.JobSpec``; :mod:`megascale_common.job.wire.spec` turns it into this tree. The trainer, which
-never imports protobuf, receives the tree as JSON (:func:`to_json`, :func:`from_json`). A field that is absent takes the
-default that stands here; an unknown field is refused by name. :mod:`megascale_common.job.validation` judges the values.
+The wire form is ``megascale.v1.JobSpec``; :mod:`megascale_common.job.wire.spec` turns it into this
+tree. The trainer, which never imports protobuf, receives the tree as JSON (:func:`to_json`,
+:func:`from_json`). A field that is absent takes the default that stands here; an unknown field is
+refused by name. :mod:`megascale_common.job.validation` judges the values.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class ConfigError(ValueError):
 class ModelConfig:
     """A decoder-only transformer.
 
-    ``ffn_size`` 0 means 4 * hidden_size; ``kv_heads`` 0 means heads; ``window`` 0 means full causal attention.
+    ``ffn_size`` 0 means 4 * hidden_size; ``kv_heads`` 0 means heads; ``window`` 0 means full causal
+    attention.
     """
 
     layers: int
@@ -86,7 +89,9 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OverlapConfig:
-    """Which dimensions hide their communication under computation; the numbers are those of the plain version."""
+    """Which dimensions hide their communication under computation; the numbers are those of the
+    plain version.
+    """
 
     tp: bool = False
     pp: bool = False
@@ -97,8 +102,9 @@ class OverlapConfig:
 class ParallelismConfig:
     """Sizes of the parallel axes.
 
-    ``stage_layers`` holds the layers of each virtual stage in the order of the model, pp * virtual_stages numbers:
-    virtual stage i runs on pipeline stage i mod pp. Empty means an even split.
+    ``stage_layers`` holds the layers of each virtual stage in the order of the model, pp *
+    virtual_stages numbers: virtual stage i runs on pipeline stage i mod pp. Empty means an even
+    split.
     """
 
     tp: int = 1
@@ -119,7 +125,9 @@ class ParallelismConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingConfig:
-    """Length, batch and numbers of a run. ``bucket_mib`` bounds a gradient bucket (whole layers, at least one)."""
+    """Length, batch and numbers of a run. ``bucket_mib`` bounds a gradient bucket (whole layers, at
+    least one).
+    """
 
     steps: int
     global_batch_size: int
@@ -178,7 +186,9 @@ class TokenizerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """Sources and how documents are packed into sequences. ``document_attention`` keeps attention inside a document."""
+    """Sources and how documents are packed into sequences. ``document_attention`` keeps attention
+    inside a document.
+    """
 
     sources: tuple[DataSource, ...] = ()
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
@@ -188,7 +198,9 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationConfig:
-    """Loss on held-out data after every ``interval_steps`` steps and the last; 0 or no sources: none."""
+    """Loss on held-out data after every ``interval_steps`` steps and the last; 0 or no sources:
+    none.
+    """
 
     sources: tuple[DataSource, ...] = ()
     interval_steps: int = 0
@@ -197,14 +209,17 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TelemetryConfig:
-    """Records for other tools; TensorBoard event files land in the attempt's run folder on rank 0's node."""
+    """Records for other tools; TensorBoard event files land in the attempt's run folder on rank 0's
+    node.
+    """
 
     tensorboard: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    """Where checkpoints go. ``uri`` empty: none; ``interval_steps`` 0: none; ``slots`` 0: the daemon chooses.
+    """Where checkpoints go. ``uri`` empty: none; ``interval_steps`` 0: none; ``slots`` 0: the
+    daemon chooses.
 
     ``load_uri`` names another job's checkpoints to start from while this job has none of its own.
     """
@@ -217,7 +232,9 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecoveryConfig:
-    """Budgets of automatic recovery; ``spare_nodes`` is how many spares the job wants named beside it."""
+    """Budgets of automatic recovery; ``spare_nodes`` is how many spares the job wants named beside
+    it.
+    """
 
     max_restarts: int = 20
     max_restarts_without_progress: int = 3
@@ -259,14 +276,17 @@ class JobConfig:
     @property
     def micro_batches(self) -> int:
         """Micro-batches that one data-parallel replica runs in a step."""
-        return self.training.global_batch_size // (self.training.micro_batch_size * self.parallelism.dp)
+        return self.training.global_batch_size // (
+            self.training.micro_batch_size * self.parallelism.dp
+        )
 
 
 def from_dict(values: Mapping[str, Any]) -> JobConfig:
     """Build a :class:`JobConfig` from plain values.
 
     Raises:
-        ConfigError: unknown field, missing field, or value of the wrong type; names the dotted path.
+        ConfigError: unknown field, missing field, or value of the wrong type; names the dotted
+            path.
     """
     config = _build(JobConfig, values, "")
     assert isinstance(config, JobConfig)
@@ -300,9 +320,13 @@ def _build(cls: type[Any], values: Any, path: str) -> Any:
             raise ConfigError(where, f"unknown field; known here: {', '.join(sorted(fields))}")
         built[key] = _convert(hints[key], value, where)
     for name, spec in fields.items():
-        required = spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
+        required = (
+            spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
+        )
         if required and name not in built:
-            raise ConfigError(f"{path}.{name}" if path else name, "missing; this field has no default")
+            raise ConfigError(
+                f"{path}.{name}" if path else name, "missing; this field has no default"
+            )
     return cls(**built)
 
 

@@ -1,9 +1,11 @@
-"""The rank layout: which coordinate of the parallel grid each global rank holds, and which ranks form each group.
+"""The rank layout: which coordinate of the parallel grid each global rank holds, and which ranks
+form each group.
 
-One pure module for trainer, driver, checkpoint daemon and tests. Axes are named and ordered innermost first:
-``tp`` (tensor), ``cp`` (context), ``dp`` (data), ``pp`` (pipeline); expert parallelism lives inside ``dp``.
-Innermost first means that neighbouring ranks differ in ``tp`` first, so a tensor-parallel group stays on one node
-(MegaScale section 3.4), and that the ranks of one pipeline stage are contiguous.
+One pure module for trainer, driver, checkpoint daemon and tests. Axes are named and ordered
+innermost first: ``tp`` (tensor), ``cp`` (context), ``dp`` (data), ``pp`` (pipeline); expert
+parallelism lives inside ``dp``. Innermost first means that neighbouring ranks differ in ``tp``
+first, so a tensor-parallel group stays on one node (MegaScale section 3.4), and that the ranks of
+one pipeline stage are contiguous.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ class RankLayout:
     def __post_init__(self) -> None:
         for axis in AXES:
             if self.size(axis) < 1:
-                raise ValueError(f"{axis}={self.size(axis)}: the size of a parallel axis is at least 1")
+                raise ValueError(
+                    f"{axis}={self.size(axis)}: the size of a parallel axis is at least 1"
+                )
 
     def size(self, axis: Axis) -> int:
         """Number of ranks along ``axis``."""
@@ -76,7 +80,9 @@ class RankLayout:
         return number
 
     def group_of(self, rank: int, axes: Iterable[Axis]) -> tuple[int, ...]:
-        """Ranks that share all coordinates with ``rank`` except those on ``axes``, in ascending order."""
+        """Ranks that share all coordinates with ``rank`` except those on ``axes``, in ascending
+        order.
+        """
         free = set(axes)
         mine = self.coordinates(rank)
         members, stride = [0], 1
@@ -87,7 +93,9 @@ class RankLayout:
         return tuple(members)
 
     def groups(self, axes: Iterable[Axis]) -> list[tuple[int, ...]]:
-        """All groups along ``axes``, ordered by their first rank; together they hold every rank once."""
+        """All groups along ``axes``, ordered by their first rank; together they hold every rank
+        once.
+        """
         wanted = tuple(axes)
         seen: set[int] = set()
         found: list[tuple[int, ...]] = []

@@ -1,4 +1,5 @@
-"""Judges a job before anything runs: every problem at once, each with its field and what to do about it.
+"""Judges a job before anything runs: every problem at once, each with its field and what to do
+about it.
 
 Pure and shared: the driver refuses a bad job by it, the CLI explains one without a cluster.
 """
@@ -17,7 +18,8 @@ _MAX_LABELS = 64
 _MAX_TEXT = 1024
 _MAX_PATH = 4096  # the kernel's own limit
 _MAX_SOURCES = 1024
-# Far above what anybody trains, and far below what would exhaust the memory of whoever computes with it.
+# Far above what anybody trains, and far below what would exhaust the memory of whoever computes
+# with it.
 _LIMITS = {
     "model.layers": 4096,
     "model.hidden_size": 2**20,
@@ -76,16 +78,27 @@ def validate(config: JobConfig) -> list[FieldProblem]:
 def _identity(config: JobConfig) -> Iterator[FieldProblem]:
     if not is_dns_label(config.name):
         yield FieldProblem(
-            "name", f"{config.name!r} is not a DNS-1123 label", "use 1 to 63 of a-z, 0-9 and '-', no '-' at the ends"
+            "name",
+            f"{config.name!r} is not a DNS-1123 label",
+            "use 1 to 63 of a-z, 0-9 and '-', no '-' at the ends",
         )
     if not is_dns_label(config.tenant):
         yield FieldProblem(
-            "tenant", f"{config.tenant!r} is not a DNS-1123 label", "use a-z, 0-9 and '-', or \"default\""
+            "tenant",
+            f"{config.tenant!r} is not a DNS-1123 label",
+            "use a-z, 0-9 and '-', or \"default\"",
         )
     if len(config.labels) > _MAX_LABELS:
         yield FieldProblem("labels", f"{len(config.labels)} labels", f"use at most {_MAX_LABELS}")
-    if any(len(text) > _MAX_TEXT for text in (config.owner, *config.labels.keys(), *config.labels.values())):
-        yield FieldProblem("labels", "the owner, a key or a value is too long", f"use at most {_MAX_TEXT} characters")
+    if any(
+        len(text) > _MAX_TEXT
+        for text in (config.owner, *config.labels.keys(), *config.labels.values())
+    ):
+        yield FieldProblem(
+            "labels",
+            "the owner, a key or a value is too long",
+            f"use at most {_MAX_TEXT} characters",
+        )
 
 
 def _sizes(config: JobConfig) -> Iterator[FieldProblem]:
@@ -112,10 +125,16 @@ def _sizes(config: JobConfig) -> Iterator[FieldProblem]:
             yield FieldProblem(name, f"{value} is not positive", "give at least 1")
     for name, value in {"model.ffn_size": model.ffn_size, "model.kv_heads": model.kv_heads}.items():
         if value < 0:
-            yield FieldProblem(name, f"{value} is negative", "give a positive number, or leave it out")
+            yield FieldProblem(
+                name, f"{value} is negative", "give a positive number, or leave it out"
+            )
     if model.window < 0:
-        yield FieldProblem("model.window", f"{model.window} is negative", "give a width in tokens, or 0 for none")
-    if model.layer_windows and (len(model.layer_windows) != model.layers or min(model.layer_windows) < 0):
+        yield FieldProblem(
+            "model.window", f"{model.window} is negative", "give a width in tokens, or 0 for none"
+        )
+    if model.layer_windows and (
+        len(model.layer_windows) != model.layers or min(model.layer_windows) < 0
+    ):
         yield FieldProblem(
             "model.layer_windows",
             f"{len(model.layer_windows)} windows for {model.layers} layers, the least {min(model.layer_windows)}",
@@ -131,9 +150,13 @@ def _limits(config: JobConfig) -> Iterator[FieldProblem]:
             yield FieldProblem(path, f"{value} is out of range", f"give at most {limit}")
     sizes = config.parallelism
     if sizes.tp * sizes.cp * sizes.dp * sizes.pp > _MAX_WORLD_SIZE or sizes.ep > _MAX_WORLD_SIZE:
-        yield FieldProblem("parallelism", f"tp * cp * dp * pp is above {_MAX_WORLD_SIZE} ranks", "use fewer ranks")
+        yield FieldProblem(
+            "parallelism", f"tp * cp * dp * pp is above {_MAX_WORLD_SIZE} ranks", "use fewer ranks"
+        )
     if len(sizes.stage_layers) > _LIMITS["model.layers"]:
-        yield FieldProblem("parallelism.stage_layers", f"{len(sizes.stage_layers)} entries", "give one per stage")
+        yield FieldProblem(
+            "parallelism.stage_layers", f"{len(sizes.stage_layers)} entries", "give one per stage"
+        )
 
 
 def _model(config: JobConfig) -> Iterator[FieldProblem]:
@@ -156,11 +179,18 @@ def _model(config: JobConfig) -> Iterator[FieldProblem]:
             f"model.heads = {model.heads} is not a multiple of {model.key_value_heads}",
             "use a divisor of model.heads",
         )
-    for name, value in {"norm_epsilon": model.norm_epsilon, "initializer_std": model.initializer_std}.items():
+    for name, value in {
+        "norm_epsilon": model.norm_epsilon,
+        "initializer_std": model.initializer_std,
+    }.items():
         if not 0 < value < 1:
-            yield FieldProblem(f"model.{name}", f"{value} is out of range", "give a number between 0 and 1")
+            yield FieldProblem(
+                f"model.{name}", f"{value} is out of range", "give a number between 0 and 1"
+            )
     if not (math.isfinite(model.rope_theta) and model.rope_theta > 1):
-        yield FieldProblem("model.rope_theta", f"{model.rope_theta} is out of range", "give a number above 1")
+        yield FieldProblem(
+            "model.rope_theta", f"{model.rope_theta} is out of range", "give a number above 1"
+        )
 
 
 def _parallelism(config: JobConfig) -> Iterator[FieldProblem]:
@@ -180,7 +210,9 @@ def _parallelism(config: JobConfig) -> Iterator[FieldProblem]:
             )  # fmt: skip
     if parallel.virtual_stages > 1 and parallel.pp == 1:
         yield FieldProblem(
-            "parallelism.virtual_stages", f"{parallel.virtual_stages} at pp = 1: nothing to interleave", "use 1"
+            "parallelism.virtual_stages",
+            f"{parallel.virtual_stages} at pp = 1: nothing to interleave",
+            "use 1",
         )
     stages, virtual_stages = parallel.stage_layers, parallel.pp * parallel.virtual_stages
     if stages and len(stages) != virtual_stages:
@@ -233,17 +265,31 @@ def _not_built(config: JobConfig) -> Iterator[FieldProblem]:
 def _optimizer(config: JobConfig) -> Iterator[FieldProblem]:
     optimizer = config.optimizer
     if not (math.isfinite(optimizer.learning_rate) and 0 < optimizer.learning_rate <= 10):
-        yield FieldProblem("optimizer.learning_rate", f"{optimizer.learning_rate} is out of range", "give 0 < lr <= 10")
+        yield FieldProblem(
+            "optimizer.learning_rate",
+            f"{optimizer.learning_rate} is out of range",
+            "give 0 < lr <= 10",
+        )
     for name in ("beta1", "beta2"):
         value = getattr(optimizer, name)
         if not 0 <= value < 1:
-            yield FieldProblem(f"optimizer.{name}", f"{value} is out of range", "give 0 <= beta < 1")
+            yield FieldProblem(
+                f"optimizer.{name}", f"{value} is out of range", "give 0 <= beta < 1"
+            )
     if not 0 < optimizer.epsilon < 1:
-        yield FieldProblem("optimizer.epsilon", f"{optimizer.epsilon} is out of range", "give a small positive number")
+        yield FieldProblem(
+            "optimizer.epsilon",
+            f"{optimizer.epsilon} is out of range",
+            "give a small positive number",
+        )
     if not 0 <= optimizer.weight_decay <= 10:
-        yield FieldProblem("optimizer.weight_decay", f"{optimizer.weight_decay} is out of range", "give 0 to 10")
+        yield FieldProblem(
+            "optimizer.weight_decay", f"{optimizer.weight_decay} is out of range", "give 0 to 10"
+        )
     if not (math.isfinite(optimizer.clip_norm) and optimizer.clip_norm >= 0):
-        yield FieldProblem("optimizer.clip_norm", f"{optimizer.clip_norm} is out of range", "give 0 (off) or more")
+        yield FieldProblem(
+            "optimizer.clip_norm", f"{optimizer.clip_norm} is out of range", "give 0 (off) or more"
+        )
 
 
 def _schedule(config: JobConfig) -> Iterator[FieldProblem]:
@@ -255,9 +301,13 @@ def _schedule(config: JobConfig) -> Iterator[FieldProblem]:
             "warm up within the run",
         )
     if not 0 <= schedule.min_ratio <= 1:
-        yield FieldProblem("schedule.min_ratio", f"{schedule.min_ratio} is out of range", "give 0 to 1")
+        yield FieldProblem(
+            "schedule.min_ratio", f"{schedule.min_ratio} is out of range", "give 0 to 1"
+        )
     if not (math.isfinite(config.loss.z_loss) and config.loss.z_loss >= 0):
-        yield FieldProblem("loss.z_loss", f"{config.loss.z_loss} is out of range", "give 0 (off) or more")
+        yield FieldProblem(
+            "loss.z_loss", f"{config.loss.z_loss} is out of range", "give 0 (off) or more"
+        )
 
 
 def _data(config: JobConfig) -> Iterator[FieldProblem]:
@@ -276,7 +326,9 @@ def _data(config: JobConfig) -> Iterator[FieldProblem]:
         yield FieldProblem("data.tokenizer.path", "missing for kind bpe", "name the tokenizer file")
     digits = tokenizer.sha256.lower()
     if digits and (len(digits) != _SHA256_DIGITS or set(digits) - set("0123456789abcdef")):
-        yield FieldProblem("data.tokenizer.sha256", "not a SHA-256", f"give {_SHA256_DIGITS} hexadecimal digits")
+        yield FieldProblem(
+            "data.tokenizer.sha256", "not a SHA-256", f"give {_SHA256_DIGITS} hexadecimal digits"
+        )
 
 
 def _sources(field: str, sources: tuple[DataSource, ...]) -> Iterator[FieldProblem]:
@@ -290,10 +342,14 @@ def _sources(field: str, sources: tuple[DataSource, ...]) -> Iterator[FieldProbl
             yield FieldProblem(f"{where}.prefix", "too long", f"use at most {_MAX_PATH} characters")
         elif not source.prefix.startswith("/"):
             yield FieldProblem(
-                f"{where}.prefix", f"{source.prefix!r} is relative", "give an absolute path on the nodes"
+                f"{where}.prefix",
+                f"{source.prefix!r} is relative",
+                "give an absolute path on the nodes",
             )
         if not (math.isfinite(source.weight) and source.weight > 0):
-            yield FieldProblem(f"{where}.weight", f"{source.weight} is not positive", "give a share above 0")
+            yield FieldProblem(
+                f"{where}.weight", f"{source.weight} is not positive", "give a share above 0"
+            )
 
 
 def _evaluation(config: JobConfig) -> Iterator[FieldProblem]:
@@ -301,7 +357,9 @@ def _evaluation(config: JobConfig) -> Iterator[FieldProblem]:
     yield from _sources("evaluation.sources", evaluation.sources)
     if evaluation.interval_steps < 0:
         yield FieldProblem(
-            "evaluation.interval_steps", f"{evaluation.interval_steps} is negative", "give 0 (off) or more"
+            "evaluation.interval_steps",
+            f"{evaluation.interval_steps} is negative",
+            "give 0 (off) or more",
         )
     if evaluation.interval_steps > 0 and not evaluation.sources:
         yield FieldProblem(
@@ -310,24 +368,32 @@ def _evaluation(config: JobConfig) -> Iterator[FieldProblem]:
             "name at least one held-out .bin/.idx prefix, or use interval 0",
         )
     if evaluation.batches < 1:
-        yield FieldProblem("evaluation.batches", f"{evaluation.batches} is not positive", "give at least 1")
+        yield FieldProblem(
+            "evaluation.batches", f"{evaluation.batches} is not positive", "give at least 1"
+        )
 
 
 def _checkpoint(config: JobConfig) -> Iterator[FieldProblem]:
     checkpoint = config.checkpoint
     if checkpoint.interval_steps < 0:
         yield FieldProblem(
-            "checkpoint.interval_steps", f"{checkpoint.interval_steps} is negative", "give 0 (off) or more"
+            "checkpoint.interval_steps",
+            f"{checkpoint.interval_steps} is negative",
+            "give 0 (off) or more",
         )
     if checkpoint.interval_steps > 0 and not checkpoint.uri:
         yield FieldProblem(
-            "checkpoint.uri", "empty although checkpoint.interval_steps is set", "name a folder, or use interval 0"
+            "checkpoint.uri",
+            "empty although checkpoint.interval_steps is set",
+            "name a folder, or use interval 0",
         )
     yield from _storage("checkpoint.uri", checkpoint.uri)
     yield from _storage("checkpoint.load_uri", checkpoint.load_uri)
     if checkpoint.load_uri and not checkpoint.uri:
         yield FieldProblem(
-            "checkpoint.uri", "empty although checkpoint.load_uri is set", "name a folder of this job's own"
+            "checkpoint.uri",
+            "empty although checkpoint.load_uri is set",
+            "name a folder of this job's own",
         )
     elif checkpoint.load_uri and _folder(checkpoint.load_uri) == _folder(checkpoint.uri):
         yield FieldProblem(
@@ -336,7 +402,11 @@ def _checkpoint(config: JobConfig) -> Iterator[FieldProblem]:
             "name another job's folder; a job resumes from its own without load_uri",
         )
     if checkpoint.slots not in (0, 2, 3, 4):
-        yield FieldProblem("checkpoint.slots", f"{checkpoint.slots} is out of range", "give 2 to 4, or leave it out")
+        yield FieldProblem(
+            "checkpoint.slots",
+            f"{checkpoint.slots} is out of range",
+            "give 2 to 4, or leave it out",
+        )
 
 
 def _storage(field: str, uri: str) -> Iterator[FieldProblem]:
@@ -345,9 +415,13 @@ def _storage(field: str, uri: str) -> Iterator[FieldProblem]:
         return
     scheme = uri.split("://", 1)[0] if "://" in uri else ""
     if scheme and scheme != "file":
-        yield FieldProblem(field, f"storage {scheme}:// is not built yet", "use an absolute path or file://")
+        yield FieldProblem(
+            field, f"storage {scheme}:// is not built yet", "use an absolute path or file://"
+        )
     elif uri and not uri.removeprefix("file://").startswith("/"):
-        yield FieldProblem(field, f"{uri!r} is relative", "give an absolute path that all nodes see")
+        yield FieldProblem(
+            field, f"{uri!r} is relative", "give an absolute path that all nodes see"
+        )
 
 
 def _folder(uri: str) -> str:

@@ -1,8 +1,9 @@
-"""Framing of the local contract: u32 little-endian length, then one JSON object of at most 1 MiB, over unix sockets.
+"""Framing of the local contract: u32 little-endian length, then one JSON object of at most 1 MiB,
+over unix sockets.
 
-Used between the trainer, the executor agent, the data loader and the checkpoint daemon on one node. File descriptors
-travel beside a message where needed (SCM_RIGHTS). No pickle. The blocking calls serve the trainer; servers with an
-event loop feed received bytes to :class:`Decoder`.
+Used between the trainer, the executor agent, the data loader and the checkpoint daemon on one node.
+File descriptors travel beside a message where needed (SCM_RIGHTS). No pickle. The blocking calls
+serve the trainer; servers with an event loop feed received bytes to :class:`Decoder`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def encode(message: Message) -> bytes:
     """
     body = json.dumps(message, separators=(",", ":")).encode()
     if len(body) > MAX_MESSAGE_BYTES:
-        raise FramingError(f"message {message.get('kind')!r} has {len(body)} bytes; the limit is {MAX_MESSAGE_BYTES}")
+        raise FramingError(
+            f"message {message.get('kind')!r} has {len(body)} bytes; the limit is {MAX_MESSAGE_BYTES}"
+        )
     return _LENGTH.pack(len(body)) + body
 
 
@@ -54,7 +57,9 @@ class Decoder:
         while len(self._buffer) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer)
             if length > MAX_MESSAGE_BYTES:
-                raise FramingError(f"announced message of {length} bytes; the limit is {MAX_MESSAGE_BYTES}")
+                raise FramingError(
+                    f"announced message of {length} bytes; the limit is {MAX_MESSAGE_BYTES}"
+                )
             if len(self._buffer) < _LENGTH.size + length:
                 break
             body = bytes(self._buffer[_LENGTH.size : _LENGTH.size + length])
@@ -74,7 +79,8 @@ def send(sock: socket.socket, message: Message, descriptors: Sequence[int] = ())
 
 
 def receive(sock: socket.socket) -> tuple[Message, list[int]] | None:
-    """Wait for one message and the descriptors sent with it; None when the peer closed between messages.
+    """Wait for one message and the descriptors sent with it; None when the peer closed between
+    messages.
 
     Raises:
         FramingError: the peer closed inside a message, or sent a malformed one.

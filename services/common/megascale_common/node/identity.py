@@ -1,4 +1,6 @@
-"""Names of things: build, boot, incarnation, and the DNS-1123 rule that names of jobs, nodes and clusters obey."""
+"""Names of things: build, boot, incarnation, and the DNS-1123 rule that names of jobs, nodes and
+clusters obey.
+"""
 
 from __future__ import annotations
 

@@ -1,22 +1,28 @@
-"""Messages of the local contract: what trainer, agent and checkpoint daemon say to each other on one node.
+"""Messages of the local contract: what trainer, agent and checkpoint daemon say to each other on
+one node.
 
-Framed as :mod:`megascale_common.node.framing` says (u32 length + JSON). Every message is an object with a ``kind``; the
-first message of a connection carries ``version`` (:data:`megascale_common.node.framing.PROTOCOL_VERSION`). These TypedDicts
-are the contract; both sides import them from here. ``-> fds`` in a docstring means that file descriptors travel beside.
+Framed as :mod:`megascale_common.node.framing` says (u32 length + JSON). Every message is an object
+with a ``kind``; the first message of a connection carries ``version``
+(:data:`megascale_common.node.framing.PROTOCOL_VERSION`). These TypedDicts are the contract; both
+sides import them from here. ``-> fds`` in a docstring means that file descriptors travel beside.
 
-Agent and template (the process that imported torch ahead of need and forks workers), over an inherited socket:
-    template: TemplateHello when it is ready; agent: Fork -> fds, template: Forked (in the order of the Forks) | Exited.
-    Agent closing the socket ends the template and its workers.
+Agent and template (the process that imported torch ahead of need and forks workers), over an
+inherited socket:
+    template: TemplateHello when it is ready; agent: Fork -> fds, template: Forked (in the order of
+    the Forks) | Exited. Agent closing the socket ends the template and its workers.
 Agent and worker, over the socket passed with Fork:
     agent: Assignment (-> fds: the store's listening socket, on rank 0 only)
-    worker: Running, then StepDone per step (one rank of the node's ranks per job: see ``reports``), Failed or Finished.
+    worker: Running, then StepDone per step (one rank of the node's ranks per job: see ``reports``),
+        Failed or Finished.
     agent: ProfileSteps at any time; the worker answers each with Profiled, steps later.
-    agent: STACKS_SIGNAL at any time; the worker writes its threads' stacks to its log, even from inside a hung call.
-    Or, instead of Assignment, agent: SelfCheck (-> fds: the store's listening socket, on rank 0 of several only);
-    the forked process answers SelfChecked and exits.
-Worker and checkpoint daemon, over the daemon's unix socket, strictly request and answer:
-    Register -> Registered (-> fds: one per slot); Restore -> Restored | Refused; Acquire -> Acquired | Busy;
-    Seal -> Sealed; Release -> Released.  Closing the connection releases what is neither sealed nor being persisted.
+    agent: STACKS_SIGNAL at any time; the worker writes its threads' stacks to its log, even from
+        inside a hung call.
+    Or, instead of Assignment, agent: SelfCheck (-> fds: the store's listening socket, on rank 0 of
+    several only); the forked process answers SelfChecked and exits.
+Worker and checkpoint daemon, over the daemon's unix socket, strictly request and answer: Register
+    -> Registered (-> fds: one per slot); Restore -> Restored | Refused; Acquire -> Acquired | Busy;
+    Seal -> Sealed; Release -> Released.  Closing the connection releases what is neither sealed nor
+    being persisted.
 """
 
 from __future__ import annotations
@@ -52,7 +58,9 @@ class Forked(TypedDict):
 
 
 class Exited(TypedDict):
-    """Template to agent: a worker ended. ``status`` is the exit status, or minus the signal's number."""
+    """Template to agent: a worker ended. ``status`` is the exit status, or minus the signal's
+    number.
+    """
 
     kind: Literal["exited"]
     pid: int
@@ -69,7 +77,9 @@ class RestorePlanMessage(TypedDict):
 
 
 class Assignment(TypedDict):
-    """Agent to worker: everything a rank needs to know. ``config`` is megascale_common.job.config.to_dict's value."""
+    """Agent to worker: everything a rank needs to know. ``config`` is
+    megascale_common.job.config.to_dict's value.
+    """
 
     kind: Literal["assignment"]
     version: int
@@ -96,7 +106,9 @@ class Assignment(TypedDict):
 
 
 class SelfCheck(TypedDict):
-    """Agent to a forked process: check the device, and the path to the other ranks of this node. Ranks are local."""
+    """Agent to a forked process: check the device, and the path to the other ranks of this node.
+    Ranks are local.
+    """
 
     kind: Literal["self_check"]
     rank: int
@@ -133,14 +145,17 @@ class Running(TypedDict):
 
 
 class StepDone(TypedDict):
-    """Worker to agent: one step record. The fields are those of megascale.v1.StepRecord, times in seconds."""
+    """Worker to agent: one step record. The fields are those of megascale.v1.StepRecord, times in
+    seconds.
+    """
 
     kind: Literal["step"]
     record: dict[str, Any]
 
 
 class ProfileSteps(TypedDict):
-    """Agent to worker: write a trace of these steps, both ends included, to ``path`` (gzipped Chrome JSON).
+    """Agent to worker: write a trace of these steps, both ends included, to ``path`` (gzipped
+    Chrome JSON).
 
     A worker that has not reached ``first_step`` by ``not_after_s`` (Unix seconds) does not begin.
     """
@@ -164,7 +179,9 @@ class Profiled(TypedDict):
 
 
 class Failed(TypedDict):
-    """Worker to agent: it is about to exit with an error. ``detail`` names the damaged file for CHECKPOINT_CORRUPT."""
+    """Worker to agent: it is about to exit with an error. ``detail`` names the damaged file for
+    CHECKPOINT_CORRUPT.
+    """
 
     kind: Literal["failed"]
     error_kind: ErrorKind
@@ -173,14 +190,18 @@ class Failed(TypedDict):
 
 
 class Finished(TypedDict):
-    """Worker to agent: all steps are done and the last snapshot is committed, or given up with a reason."""
+    """Worker to agent: all steps are done and the last snapshot is committed, or given up with a
+    reason.
+    """
 
     kind: Literal["finished"]
     step: int
 
 
 class Register(TypedDict):
-    """Worker to daemon: the rank's slot layout (megascale_common.sizes.checkpoint_layout.ShardLayout.to_dict)."""
+    """Worker to daemon: the rank's slot layout
+    (megascale_common.sizes.checkpoint_layout.ShardLayout.to_dict).
+    """
 
     kind: Literal["register"]
     version: int
@@ -252,8 +273,8 @@ class Busy(TypedDict):
 class Seal(TypedDict):
     """Worker to daemon: the slot holds the whole state after ``step``.
 
-    ``finite``: the update of that step had a finite loss and gradient, or was masked, which leaves the state as it was.
-    All ranks say the same. A state that is not finite is not kept.
+    ``finite``: the update of that step had a finite loss and gradient, or was masked, which leaves
+    the state as it was. All ranks say the same. A state that is not finite is not kept.
     """
 
     kind: Literal["seal"]
@@ -284,7 +305,9 @@ class Released(TypedDict):
 
 
 class Drain(TypedDict):
-    """Worker to daemon, at the end of a run: answer when ``step`` is committed, or cannot be within ``timeout_s``."""
+    """Worker to daemon, at the end of a run: answer when ``step`` is committed, or cannot be within
+    ``timeout_s``.
+    """
 
     kind: Literal["drain"]
     step: int
@@ -292,7 +315,9 @@ class Drain(TypedDict):
 
 
 class Drained(TypedDict):
-    """Daemon to worker: ``committed_step`` is the newest complete checkpoint; ``error`` says why it is not ``step``."""
+    """Daemon to worker: ``committed_step`` is the newest complete checkpoint; ``error`` says why it
+    is not ``step``.
+    """
 
     kind: Literal["drained"]
     committed_step: int

@@ -19,12 +19,14 @@ PARENT_PID_VARIABLE = "MEGASCALE_PARENT_PID"
 PARENT_GONE_EXIT_CODE = 113
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-# torch's stores resolve host names, and a slow reverse lookup stalls a connect for five seconds; each
-# worker is one of many on its host, so threads are asked for explicitly or not at all.
+# torch's stores resolve host names, and a slow reverse lookup stalls a connect for five seconds;
+# each worker is one of many on its host, so threads are asked for explicitly or not at all.
 _CHILD_DEFAULTS = {"RES_OPTIONS": "timeout:1 attempts:1", "OMP_NUM_THREADS": "1"}
 
 
-def arm_parent_death(expected_parent_pid: int | None = None, signal: signals.Signals = signals.SIGKILL) -> None:
+def arm_parent_death(
+    expected_parent_pid: int | None = None, signal: signals.Signals = signals.SIGKILL
+) -> None:
     """Have the kernel send `signal` to this process when its parent ends; call it first thing.
 
     `expected_parent_pid` defaults to the environment variable MEGASCALE_PARENT_PID, which
@@ -39,7 +41,9 @@ def arm_parent_death(expected_parent_pid: int | None = None, signal: signals.Sig
         expected_parent_pid = int(from_environment)
     prctl = getattr(ctypes.CDLL(None, use_errno=True), "prctl", None)
     if prctl is None:
-        raise OSError("this operating system has no prctl(PR_SET_PDEATHSIG): megascale runs on Linux")
+        raise OSError(
+            "this operating system has no prctl(PR_SET_PDEATHSIG): megascale runs on Linux"
+        )
     if prctl(_PR_SET_PDEATHSIG, int(signal), 0, 0, 0) != 0:
         error = ctypes.get_errno()
         raise OSError(error, f"prctl(PR_SET_PDEATHSIG) failed: {os.strerror(error)}")
@@ -48,7 +52,8 @@ def arm_parent_death(expected_parent_pid: int | None = None, signal: signals.Sig
 
 
 def child_environment(overrides: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment for a process that this one starts: ours, the defaults where unset, `overrides`.
+    """The environment for a process that this one starts: ours, the defaults where unset,
+    `overrides`.
 
     MEGASCALE_PARENT_PID is this process, so that the child can tell whether we are still there.
     """
@@ -68,7 +73,9 @@ def exec_with_parent_death(command: Sequence[str]) -> NoReturn:
     Raises ValueError for an empty command and OSError when the program cannot be run.
     """
     if not command:
-        raise ValueError("no command given: use `python -m megascale_common.node.process -- program [argument...]`")
+        raise ValueError(
+            "no command given: use `python -m megascale_common.node.process -- program [argument...]`"
+        )
     arm_parent_death()
     os.execvp(command[0], list(command))
 

@@ -1,11 +1,14 @@
-"""The status page: one 4 KiB shared-memory page per rank that says where the rank is, readable while the rank is stuck.
+"""The status page: one 4 KiB shared-memory page per rank that says where the rank is, readable
+while the rank is stuck.
 
-The trainer writes it with plain stores (no lock, no system call); the agent reads it from its own process. A sequence
-lock makes a read consistent: the counter is odd while a write is under way. Evidence therefore survives a hung
-collective, a held interpreter lock and a stuck GPU (MegaScale section 5.2: the silent rank is the culprit).
+The trainer writes it with plain stores (no lock, no system call); the agent reads it from its own
+process. A sequence
+lock makes a read consistent: the counter is odd while a write is under way. Evidence therefore
+survives a hung collective, a held interpreter lock and a stuck GPU (MegaScale section 5.2: the
+silent rank is the culprit).
 
-Rows, one per communication group and stream, hold the number of the last operation entered and the last completed, and
-since when the oldest in between is under way.
+Rows, one per communication group and stream, hold the number of the last operation entered and the
+last completed, and since when the oldest in between is under way.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ MAX_ROWS = 48
 _MAGIC = b"MSPG"
 _VERSION = 2
 _READ_ATTEMPTS = 200
-# magic, version, sequence, pid, rank, attempt, step, phase, micro_batch, updated (monotonic ns), rows
+# magic, version, sequence, pid, rank, attempt, step, phase, micro_batch, updated (monotonic ns),
+# rows
 _HEADER = struct.Struct("<4sIQIIQqIIQI")
 # name, entered, completed, since (monotonic ns)
 _ROW = struct.Struct("<32sQQQ")
@@ -48,9 +52,11 @@ class Phase(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class GroupRow:
-    """Progress of one communication group or stream: operations entered and completed since the attempt began.
+    """Progress of one communication group or stream: operations entered and completed since the
+    attempt began.
 
-    ``since_ns`` is CLOCK_MONOTONIC of when the oldest operation that is not known to have ended was entered; 0: none.
+    ``since_ns`` is CLOCK_MONOTONIC of when the oldest operation that is not known to have ended was
+    entered; 0: none.
     """
 
     name: str
@@ -61,7 +67,9 @@ class GroupRow:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """One consistent reading. ``step`` is the last completed; ``updated_ns`` is CLOCK_MONOTONIC of the last write."""
+    """One consistent reading. ``step`` is the last completed; ``updated_ns`` is CLOCK_MONOTONIC of
+    the last write.
+    """
 
     pid: int
     rank: int
@@ -82,7 +90,9 @@ class StatusPageWriter:
         self._sequence = 0
         self._names: list[bytes] = []
         self._counts: list[list[int]] = []
-        self._unfinished: list[deque[int]] = []  # of each row: when its operations under way were entered
+        self._unfinished: list[
+            deque[int]
+        ] = []  # of each row: when its operations under way were entered
         self._step, self._phase, self._micro_batch = 0, Phase.STARTING, 0
         self._write()
 
@@ -100,7 +110,9 @@ class StatusPageWriter:
         self._write()
         return len(self._names) - 1
 
-    def update(self, *, step: int | None = None, phase: Phase | None = None, micro_batch: int = 0) -> None:
+    def update(
+        self, *, step: int | None = None, phase: Phase | None = None, micro_batch: int = 0
+    ) -> None:
         """Set the last completed step, the phase and the micro-batch under way."""
         self._step = self._step if step is None else step
         self._phase = self._phase if phase is None else phase
@@ -130,7 +142,9 @@ class StatusPageWriter:
         rows = zip(self._names, self._counts, self._unfinished, strict=True)
         for index, (name, (entered, completed), unfinished) in enumerate(rows):
             since_ns = unfinished[0] if unfinished else 0
-            _ROW.pack_into(self._page, _ROWS_OFFSET + index * _ROW.size, name, entered, completed, since_ns)
+            _ROW.pack_into(
+                self._page, _ROWS_OFFSET + index * _ROW.size, name, entered, completed, since_ns
+            )
         _HEADER.pack_into(
             self._page,
             0,
@@ -151,10 +165,12 @@ class StatusPageWriter:
 
 
 def read_status_page(path: Path) -> Status | None:
-    """The rank's current status, or None when there is no page yet, it is damaged, or no consistent reading was had.
+    """The rank's current status, or None when there is no page yet, it is damaged, or no consistent
+    reading was had.
 
-    Never blocks: after a bounded number of tries a page whose writer died in the middle of a write gives None. So does
-    a page that cannot be opened (a full table of files): its rank is there all the same.
+    Never blocks: after a bounded number of tries a page whose writer died in the middle of a write
+    gives None. So does a page that cannot be opened (a full table of files): its rank is there all
+    the same.
     """
     try:
         page = _map(path, create=False)
@@ -173,7 +189,9 @@ def read_status_page(path: Path) -> Status | None:
 
 
 def _parse(data: bytes) -> Status | None:
-    magic, version, _, pid, rank, attempt, step, phase, micro_batch, updated, count = _HEADER.unpack_from(data)
+    magic, version, _, pid, rank, attempt, step, phase, micro_batch, updated, count = (
+        _HEADER.unpack_from(data)
+    )
     if magic != _MAGIC or version != _VERSION:
         return None
     rows = []

@@ -1,7 +1,7 @@
 """Time as a parameter: the system's clock for services, a virtual one for simulations.
 
-One scale serves deadlines and audit times alike: Unix seconds that never step, because the wall clock is read once and
-the monotonic clock carries on from there.
+One scale serves deadlines and audit times alike: Unix seconds that never step, because the wall
+clock is read once and the monotonic clock carries on from there.
 """
 
 from __future__ import annotations

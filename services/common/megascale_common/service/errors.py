@@ -1,4 +1,5 @@
-"""Errors of the services on the wire: google.rpc.Status with ErrorInfo, and BadRequest where fields are at fault.
+"""Errors of the services on the wire: google.rpc.Status with ErrorInfo, and BadRequest where fields
+are at fault.
 
 ``reason`` of the ErrorInfo is stable for programs; the message is one sentence for people.
 """
@@ -41,7 +42,9 @@ class RpcError(Exception):
 
     def to_status(self) -> status_pb2.Status:
         """The google.rpc.Status of this error."""
-        info = error_details_pb2.ErrorInfo(reason=self.reason, domain=DOMAIN, metadata=self.metadata)
+        info = error_details_pb2.ErrorInfo(
+            reason=self.reason, domain=DOMAIN, metadata=self.metadata
+        )
         details = [_packed(info)]
         if self.fields:
             violations = [
@@ -73,7 +76,9 @@ def read(error: grpc.aio.AioRpcError) -> RpcError:
             if item.Unpack(info):
                 reason, details = info.reason, dict(info.metadata)
             elif item.Unpack(bad):
-                fields = [(violation.field, violation.description) for violation in bad.field_violations]
+                fields = [
+                    (violation.field, violation.description) for violation in bad.field_violations
+                ]
     return RpcError(error.code(), reason, error.details() or "", metadata=details, fields=fields)
 
 

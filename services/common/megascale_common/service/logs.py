@@ -1,4 +1,6 @@
-"""Structured logs of the services: one JSON object (or, on a terminal, one coloured line) per event, on stderr."""
+"""Structured logs of the services: one JSON object (or, on a terminal, one coloured line) per
+event, on stderr.
+"""
 
 from __future__ import annotations
 

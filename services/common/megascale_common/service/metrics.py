@@ -1,9 +1,11 @@
-"""Metrics of a service for Prometheus: a registry, and a small HTTP server for ``GET /metrics`` on its own loop.
+"""Metrics of a service for Prometheus: a registry, and a small HTTP server for ``GET /metrics`` on
+its own loop.
 
-Scrapes are answered on the event loop, so a collector may read the service's state as it stands, without locks. Names
-follow Prometheus: base units (seconds, bytes, ratio), ``_total`` on counters, never a step or a rank as a label.
-The page needs no token, because scrapers carry none: it shows names and numbers only, and is bound to loopback unless
-the operator says otherwise.
+Scrapes are answered on the event loop, so a collector may read the service's state as it stands,
+without locks. Names
+follow Prometheus: base units (seconds, bytes, ratio), ``_total`` on counters, never a step or a
+rank as a label. The page needs no token, because scrapers carry none: it shows names and numbers
+only, and is bound to loopback unless the operator says otherwise.
 """
 
 from __future__ import annotations
@@ -58,14 +60,19 @@ class MetricsServer:
         self._open: set[asyncio.StreamWriter] = set()
 
     async def start(self, bind: str, address_file: Path | None = None) -> str:
-        """Listen on ``bind`` ("host:port", port 0 picks one), write the real address to the file, and return it.
+        """Listen on ``bind`` ("host:port", port 0 picks one), write the real address to the file,
+        and return it.
 
         Raises:
             OSError: the address is taken or not of this host.
         """
         host, _, port = bind_option(bind).rpartition(":")
         self._server = await asyncio.start_server(
-            self._serve, host.strip("[]"), int(port), limit=MAX_REQUEST_BYTES, backlog=MAX_CONNECTIONS
+            self._serve,
+            host.strip("[]"),
+            int(port),
+            limit=MAX_REQUEST_BYTES,
+            backlog=MAX_CONNECTIONS,
         )
         address = f"{host}:{self._server.sockets[0].getsockname()[1]}"
         if address_file is not None:
@@ -99,7 +106,9 @@ class MetricsServer:
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
         except asyncio.LimitOverrunError:
-            return _response("431 Request Header Fields Too Large", b"the request's head is too long\n")
+            return _response(
+                "431 Request Header Fields Too Large", b"the request's head is too long\n"
+            )
         if len(self._open) > MAX_CONNECTIONS:
             return _response("503 Service Unavailable", b"too many scrapers at once\n")
         first, *lines = head.split("\r\n")
@@ -109,7 +118,10 @@ class MetricsServer:
             return _response("405 Method Not Allowed", b"only GET is served\n")
         if path != PATH:
             return _response("404 Not Found", f"only {PATH} is served\n".encode())
-        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        headers = {
+            name.lower(): value.strip()
+            for name, _, value in (line.partition(":") for line in lines)
+        }
         encode, content_type = choose_encoder(headers.get("accept", ""))
         try:
             body = encode(self._registry)
@@ -121,7 +133,5 @@ class MetricsServer:
 
 
 def _response(status: str, body: bytes, content_type: str = "text/plain; charset=utf-8") -> bytes:
-    head = (
-        f"HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-    )
+    head = f"HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     return head.encode() + body

@@ -1,8 +1,10 @@
-"""Start a gRPC server, open a channel: options, token, health and reflection are the same in every service.
+"""Start a gRPC server, open a channel: options, token, health and reflection are the same in every
+service.
 
-Servers bind to loopback unless they are given TLS, and even there every call needs the cluster token, a random word
-in a 0600 file that `megascale up` writes and clients read. Health and reflection need the token as well, so that a
-stranger on the host learns nothing; grpcurl takes it with ``-H "authorization: Bearer $(cat FILE)"``.
+Servers bind to loopback unless they are given TLS, and even there every call needs the cluster
+token, a random word in a 0600 file that `megascale up` writes and clients read. Health and
+reflection need the token as well, so that a stranger on the host learns nothing; grpcurl takes it
+with ``-H "authorization: Bearer $(cat FILE)"``.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 MAX_MESSAGE_BYTES = 4 << 20
-# Both sides agree on pings: without the server's options a client's keepalive ends in GOAWAY too_many_pings.
+# Both sides agree on pings: without the server's options a client's keepalive ends in GOAWAY
+# too_many_pings.
 _SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_concurrent_streams", 20_000),
@@ -37,7 +40,8 @@ _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.initial_reconnect_backoff_ms", 200),
-    # Despite its name, how long one attempt to connect may take: a busy peer needs time, a dead port refuses at once.
+    # Despite its name, how long one attempt to connect may take: a busy peer needs time, a dead
+    # port refuses at once.
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     # Proxies of the environment never stand between the parts of one cluster.
@@ -47,7 +51,9 @@ _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """PEM files of a server: key and certificate chain; ``client_ca`` asks clients for a certificate."""
+    """PEM files of a server: key and certificate chain; ``client_ca`` asks clients for a
+    certificate.
+    """
 
     key: Path
     certificate: Path
@@ -76,7 +82,9 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        continuation: Callable[
+            [grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]
+        ],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         """Pass the call on when its token is right."""
@@ -88,7 +96,9 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         return self._refusal_for(handler)
 
-    def _refusal_for(self, handler: grpc.RpcMethodHandler[Any, Any] | None) -> grpc.RpcMethodHandler[Any, Any]:
+    def _refusal_for(
+        self, handler: grpc.RpcMethodHandler[Any, Any] | None
+    ) -> grpc.RpcMethodHandler[Any, Any]:
         # The refusal has the shape of the refused call, or gRPC would hang on a stream.
         make = {
             (False, False): grpc.unary_unary_rpc_method_handler,
@@ -103,18 +113,24 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
 
 
 class RpcServer:
-    """A gRPC server with health, reflection and the token check. Use: construct, register servicers, ``start``."""
+    """A gRPC server with health, reflection and the token check. Use: construct, register
+    servicers, ``start``.
+    """
 
     def __init__(self, token: str, *, tls: Tls | None = None) -> None:
-        self.server = grpc.aio.server(interceptors=[TokenInterceptor(token)], options=_SERVER_OPTIONS)
+        self.server = grpc.aio.server(
+            interceptors=[TokenInterceptor(token)], options=_SERVER_OPTIONS
+        )
         self._tls = tls
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
 
     async def start(self, bind: str, service_names: Sequence[str], *, serving: bool = True) -> str:
-        """Listen on ``bind`` ("host:port", port 0 picks one) and return the address with its real port.
+        """Listen on ``bind`` ("host:port", port 0 picks one) and return the address with its real
+        port.
 
-        Health of the process ("") is SERVING from now on, that of the services is what ``serving`` says.
+        Health of the process ("") is SERVING from now on, that of the services is what ``serving``
+        says.
 
         Raises:
             ValueError: a non-loopback address without TLS.
@@ -146,8 +162,12 @@ class RpcServer:
         await self.server.stop(grace_s)
 
 
-def open_channel(address: str, token: str, *, root_certificate: Path | None = None) -> grpc.aio.Channel:
-    """An asyncio channel whose calls all carry the token. Reconnects with bounded back-off (0.2 to 2 s)."""
+def open_channel(
+    address: str, token: str, *, root_certificate: Path | None = None
+) -> grpc.aio.Channel:
+    """An asyncio channel whose calls all carry the token. Reconnects with bounded back-off (0.2 to
+    2 s).
+    """
     interceptors = [
         _UnaryToken(token),
         _StreamToken(token),
@@ -156,7 +176,9 @@ def open_channel(address: str, token: str, *, root_certificate: Path | None = No
     ]
     if root_certificate is not None:
         credentials = grpc.ssl_channel_credentials(root_certificate.read_bytes())
-        return grpc.aio.secure_channel(address, credentials, options=_CHANNEL_OPTIONS, interceptors=interceptors)
+        return grpc.aio.secure_channel(
+            address, credentials, options=_CHANNEL_OPTIONS, interceptors=interceptors
+        )
     return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS, interceptors=interceptors)
 
 
@@ -168,7 +190,9 @@ def read_or_create_token(path: Path) -> str:
     """
     if not path.exists():
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        with os.fdopen(
+            os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w"
+        ) as file:
             file.write(secrets.token_urlsafe(32) + "\n")
         try:
             os.link(temporary, path)  # whole or not at all, and the first of several wins
@@ -204,7 +228,9 @@ class _UnaryToken(grpc.aio.UnaryUnaryClientInterceptor):
     def __init__(self, token: str) -> None:
         self._token = token
 
-    async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+    async def intercept_unary_unary(
+        self, continuation: Any, client_call_details: Any, request: Any
+    ) -> Any:
         return await continuation(_with_token(client_call_details, self._token), request)
 
 
@@ -212,7 +238,9 @@ class _StreamToken(grpc.aio.UnaryStreamClientInterceptor):
     def __init__(self, token: str) -> None:
         self._token = token
 
-    async def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+    async def intercept_unary_stream(
+        self, continuation: Any, client_call_details: Any, request: Any
+    ) -> Any:
         return await continuation(_with_token(client_call_details, self._token), request)
 
 
@@ -220,7 +248,9 @@ class _StreamUnaryToken(grpc.aio.StreamUnaryClientInterceptor):
     def __init__(self, token: str) -> None:
         self._token = token
 
-    async def intercept_stream_unary(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
+    async def intercept_stream_unary(
+        self, continuation: Any, client_call_details: Any, request_iterator: Any
+    ) -> Any:
         return await continuation(_with_token(client_call_details, self._token), request_iterator)
 
 
@@ -228,7 +258,9 @@ class _StreamStreamToken(grpc.aio.StreamStreamClientInterceptor):
     def __init__(self, token: str) -> None:
         self._token = token
 
-    async def intercept_stream_stream(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
+    async def intercept_stream_stream(
+        self, continuation: Any, client_call_details: Any, request_iterator: Any
+    ) -> Any:
         return await continuation(_with_token(client_call_details, self._token), request_iterator)
 
 

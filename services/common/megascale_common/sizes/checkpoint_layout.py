@@ -1,8 +1,10 @@
-"""How a rank's training state lies in a snapshot slot: the contract between the trainer and the checkpoint daemon.
+"""How a rank's training state lies in a snapshot slot: the contract between the trainer and the
+checkpoint daemon.
 
-A slot is one flat run of bytes. Each :class:`ShardPiece` says which part of which logical parameter (and which
-optimizer state of it) lies at which offset, so that the daemon can write standard files, and any later layout can
-find what it needs. Values are in the host's byte order (little-endian) and C order.
+A slot is one flat run of bytes. Each :class:`ShardPiece` says which part of which logical parameter
+(and which optimizer state of it) lies at which offset, so that the daemon can write standard files,
+and any later layout can find what it needs. Values are in the host's byte order (little-endian) and
+C order.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float64": 8}
 class ShardPiece:
     """A contiguous piece of one parameter's state in a slot.
 
-    ``start``/``stop`` bound the tensor-parallel box inside ``global_shape`` (one entry per dimension);
-    ``flat_start``/``flat_stop`` bound the piece inside that box, flattened in C order (data-parallel sharding cuts
-    flat buffers). ``primary`` is true on the one rank that writes this piece to storage; replicas only keep it.
+    ``start``/``stop`` bound the tensor-parallel box inside ``global_shape`` (one entry per
+    dimension); ``flat_start``/``flat_stop`` bound the piece inside that box, flattened in C order
+    (data-parallel sharding cuts flat buffers). ``primary`` is true on the one rank that writes this
+    piece to storage; replicas only keep it.
     """
 
     name: str
@@ -51,9 +54,12 @@ class ShardPiece:
     def check(self) -> None:
         """Raise ValueError when the piece contradicts itself."""
         if self.dtype not in DTYPE_BYTES:
-            raise ValueError(f"{self.name}: dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+            raise ValueError(
+                f"{self.name}: dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}"
+            )
         inside = all(
-            0 <= low <= high <= size for low, high, size in zip(self.start, self.stop, self.global_shape, strict=True)
+            0 <= low <= high <= size
+            for low, high, size in zip(self.start, self.stop, self.global_shape, strict=True)
         )
         if not inside or not 0 <= self.flat_start <= self.flat_stop <= math.prod(self.box_shape):
             raise ValueError(f"{self.name}: piece lies outside its parameter: {self}")
@@ -85,8 +91,13 @@ def layout_from_dict(values: Mapping[str, Any]) -> ShardLayout:
     layout = ShardLayout(pieces, int(values["slot_bytes"]))
     for piece in pieces:
         piece.check()
-        if piece.slot_offset_bytes < 0 or piece.slot_offset_bytes + piece.size_bytes > layout.slot_bytes:
-            raise ValueError(f"{piece.name}: piece lies outside the slot of {layout.slot_bytes} bytes")
+        if (
+            piece.slot_offset_bytes < 0
+            or piece.slot_offset_bytes + piece.size_bytes > layout.slot_bytes
+        ):
+            raise ValueError(
+                f"{piece.name}: piece lies outside the slot of {layout.slot_bytes} bytes"
+            )
     return layout
 
 

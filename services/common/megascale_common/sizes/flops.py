@@ -1,10 +1,11 @@
 """Floating-point operations per token, and model FLOPs utilisation (MFU) counted both ways.
 
-Published figures mix two counts of attention, so both are always given side by side: *exact* counts the scores that
-the causal mask or window leaves, *full* counts every pair of tokens. For a parallel or serial GELU model with
-f = 4 h and as many key/value heads as heads, *full* is 72 L h^2 (1 + s / 6h + V / 12hL) per token (Narayanan et al.,
-arXiv 2104.04473, without recomputation). A multiply-add is two operations; backward costs twice what forward does.
-Norms, activations, padding, recomputed work and the shortening of attention by document boundaries are not counted.
+Published figures mix two counts of attention, so both are always given side by side: *exact* counts
+the scores that the causal mask or window leaves, *full* counts every pair of tokens. For a parallel
+or serial GELU model with f = 4 h and as many key/value heads as heads, *full* is 72 L h^2 (1 + s /
+6h + V / 12hL) per token (Narayanan et al., arXiv 2104.04473, without recomputation). A multiply-add
+is two operations; backward costs twice what forward does. Norms, activations, padding, recomputed
+work and the shortening of attention by document boundaries are not counted.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from megascale_common.job.config import ModelConfig
 _FORWARD_AND_BACKWARD = 3
 _MULTIPLY_ADD = 2
 
-# Dense bf16 peak of one device in FLOP/s, by part of the name that CUDA reports (NVIDIA data sheets, without sparsity).
+# Dense bf16 peak of one device in FLOP/s, by part of the name that CUDA reports (NVIDIA data
+# sheets, without sparsity).
 _PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
     ("H200", 989e12),
     ("H100 PCIe", 756e12),
@@ -27,7 +29,9 @@ _PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class FlopsPerToken:
-    """Training FLOPs (forward and backward) per token: in GEMMs, in exactly masked attention, in full attention."""
+    """Training FLOPs (forward and backward) per token: in GEMMs, in exactly masked attention, in
+    full attention.
+    """
 
     gemm: float
     attention_exact: float
@@ -59,13 +63,18 @@ def flops_per_token(model: ModelConfig) -> FlopsPerToken:
     gates = 2 if model.mlp == "swiglu" else 1
     layer = model.hidden_size * (2 * query + 2 * key_value + (gates + 1) * model.ffn_width)
     weights = model.layers * layer + model.hidden_size * model.vocab_size
-    per_key = 2 * query  # one multiply-add each for the score and for the weighted value, per query width
+    per_key = (
+        2 * query
+    )  # one multiply-add each for the score and for the weighted value, per query width
     cost = _FORWARD_AND_BACKWARD * _MULTIPLY_ADD
     return FlopsPerToken(
         gemm=float(cost * weights),
         attention_exact=cost
         * per_key
-        * sum(mean_keys(model.sequence_length, model.window_of(layer)) for layer in range(model.layers)),
+        * sum(
+            mean_keys(model.sequence_length, model.window_of(layer))
+            for layer in range(model.layers)
+        ),
         attention_full=float(cost * model.layers * per_key * model.sequence_length),
     )
 
@@ -77,12 +86,16 @@ def mean_keys(sequence: int, window: int) -> float:
 
 
 def peak_bf16_flops(device_name: str) -> float | None:
-    """Dense bf16 peak of one device in FLOP/s; None where none is known (a CPU), and then there is no MFU."""
+    """Dense bf16 peak of one device in FLOP/s; None where none is known (a CPU), and then there is
+    no MFU.
+    """
     return next((peak for part, peak in _PEAK_BF16_FLOPS if part in device_name), None)
 
 
 def mfu(model: ModelConfig, tokens_per_s: float, devices: int, device_name: str) -> Mfu | None:
-    """MFU of ``devices`` devices that train ``tokens_per_s`` tokens per second together; None without a known peak."""
+    """MFU of ``devices`` devices that train ``tokens_per_s`` tokens per second together; None
+    without a known peak.
+    """
     peak = peak_bf16_flops(device_name)
     if peak is None:
         return None

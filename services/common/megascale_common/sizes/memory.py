@@ -1,14 +1,15 @@
 """An estimate of the device memory of one rank, from the job alone.
 
-Parameters, gradients and optimizer states are exact: they are the flat buffers of the parameter table. Activations are
-a count of what the operators keep for backward. Peer memory (``overlap.tp``) is taken from the device outside torch's
-allocator, so that ``torch.cuda.max_memory_allocated`` does not count it. Left out are the allocator's fragmentation,
-workspaces of libraries, communicators' buffers and the device context: expect the device to report more. Left out too
-are dense attention masks, where no kernel takes documents or windows, and the working memory of the one that does.
+Parameters, gradients and optimizer states are exact: they are the flat buffers of the parameter
+table. Activations are a count of what the operators keep for backward. Peer memory (``overlap.tp``)
+is taken from the device outside torch's allocator, so that ``torch.cuda.max_memory_allocated`` does
+not count it. Left out are the allocator's fragmentation, workspaces of libraries, communicators'
+buffers and the device context: expect the device to report more. Left out too are dense attention
+masks, where no kernel takes documents or windows, and the working memory of the one that does.
 
-A layer keeps, per token and in elements, with h the hidden size, q and kv a rank's columns of q and of k or v, f its
-FFN width and c that of its columns in the input GEMM (2f for swiglu, else f); kernels that are chosen by the device
-(``auto``) count as fused:
+A layer keeps, per token and in elements, with h the hidden size, q and kv a rank's columns of q and
+of k or v, f its FFN width and c that of its columns in the input GEMM (2f for swiglu, else f);
+kernels that are chosen by the device (``auto``) count as fused:
 
 ======================================  ===================  ===================  =========
 what                                    parallel block       serial block         selective
@@ -59,7 +60,8 @@ def rank_memory(config: JobConfig, rank: int) -> RankMemory:
     """The estimate for ``rank``.
 
     Raises:
-        ValueError: the layout cannot hold the model (:func:`megascale_common.sizes.parameter_table.parameter_table`).
+        ValueError: the layout cannot hold the model
+            (:func:`megascale_common.sizes.parameter_table.parameter_table`).
     """
     table = parameter_table(config, rank)
     elements = sum(plan.elements for plan in table.buffers)
@@ -78,16 +80,22 @@ def rank_memory(config: JobConfig, rank: int) -> RankMemory:
 
 
 def largest_rank_memory(config: JobConfig) -> RankMemory:
-    """The estimate of the rank that needs most: the stages of one replica are looked at, the rest are like them."""
+    """The estimate of the rank that needs most: the stages of one replica are looked at, the rest
+    are like them.
+    """
     layout = config.layout
-    return max((rank_memory(config, rank) for rank in layout.group_of(0, ("pp",))), key=lambda need: need.total_bytes)
+    return max(
+        (rank_memory(config, rank) for rank in layout.group_of(0, ("pp",))),
+        key=lambda need: need.total_bytes,
+    )
 
 
 def _alive_layers(config: JobConfig, table: ParameterTable) -> int:
-    """Layers times micro-batches whose activations are alive at once, at the end of the pipeline's warm-up.
+    """Layers times micro-batches whose activations are alive at once, at the end of the pipeline's
+    warm-up.
 
-    1F1B: pp - stage micro-batches. Interleaved: the first 2 (pp - stage - 1) + (chunks - 1) pp + 1 forwards, which
-    visit the chunks in turn, pp micro-batches each (arXiv 2104.04473, section 2.2).
+    1F1B: pp - stage micro-batches. Interleaved: the first 2 (pp - stage - 1) + (chunks - 1) pp + 1
+    forwards, which visit the chunks in turn, pp micro-batches each (arXiv 2104.04473, section 2.2).
     """
     pp, chunks = config.parallelism.pp, table.chunks
     after = pp - table.at.pp - 1
@@ -97,7 +105,9 @@ def _alive_layers(config: JobConfig, table: ParameterTable) -> int:
 
 
 def _layer_bytes(config: JobConfig, recompute: str | None = None) -> int:
-    """What one layer keeps of one micro-batch, in bytes; hidden states are cut over tp, gathered ones are whole."""
+    """What one layer keeps of one micro-batch, in bytes; hidden states are cut over tp, gathered
+    ones are whole.
+    """
     model, tp = config.model, config.parallelism.tp
     recompute = recompute or config.parallelism.recompute
     plain = config.training.kernels == "torch"
@@ -112,19 +122,25 @@ def _layer_bytes(config: JobConfig, recompute: str | None = None) -> int:
     width = local_width(model.ffn_width, tp)
     ffn = width * (2 if model.mlp == "swiglu" else 1)
     kept = norms * (hidden // tp + hidden)  # input of each norm; gathered input of each input GEMM
-    kept += tokens * (heads + ffn + query + width)  # result of the input GEMM; input of the output GEMM
+    kept += tokens * (
+        heads + ffn + query + width
+    )  # result of the input GEMM; input of the output GEMM
     if recompute == "none":
         kept += tokens * query  # the attention's own output
-        # Rotated q, k, v take the place of the input GEMM's result, unless the merged activation still needs that.
+        # Rotated q, k, v take the place of the input GEMM's result, unless the merged activation
+        # still needs that.
         kept += tokens * heads if model.block == "parallel" else 0
         kept += tokens * width if model.mlp == "swiglu" and plain else 0  # silu(gate)
-    wide = norms * hidden // tp * _FLOAT32_BYTES if model.norm == "rmsnorm" and plain else 0  # its intermediate
+    wide = (
+        norms * hidden // tp * _FLOAT32_BYTES if model.norm == "rmsnorm" and plain else 0
+    )  # its intermediate
     return kept * size + wide
 
 
 def _head_bytes(config: JobConfig) -> int:
-    """What the vocabulary head needs of the one micro-batch in it: logits, whose gradient takes their place, and
-    beside them, while torch's own operators compute either, one float32 intermediate.
+    """What the vocabulary head needs of the one micro-batch in it: logits, whose gradient takes
+    their place, and beside them, while torch's own operators compute either, one float32
+    intermediate.
     """
     wide = _FLOAT32_BYTES if config.training.kernels == "torch" else 0
     model, size = config.model, _PARAMETER_BYTES[config.training.precision]
@@ -134,8 +150,8 @@ def _head_bytes(config: JobConfig) -> int:
 
 
 def _peer_memory_bytes(config: JobConfig) -> int:
-    """What overlapped tensor parallelism exchanges hidden states [S, B, H] through, or would: ranks that cannot
-    reach each other's memory take none.
+    """What overlapped tensor parallelism exchanges hidden states [S, B, H] through, or would: ranks
+    that cannot reach each other's memory take none.
     """
     parallel, model = config.parallelism, config.model
     if not parallel.overlap.tp or parallel.tp == 1:

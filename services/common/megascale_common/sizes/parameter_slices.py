@@ -1,17 +1,20 @@
-"""Parameter slices: the vocabulary in which a rank says what it holds, and where it lies in its flat buffers.
+"""Parameter slices: the vocabulary in which a rank says what it holds, and where it lies in its
+flat buffers.
 
-A :class:`ParameterTable` (built by :mod:`megascale_common.sizes.parameter_table`) is what initialisation, training, gradient
-clipping, the optimizer, snapshots and resharding all read.
-*Logical* names (``layers.3.q.weight``) and global shapes never change with the layout; *stored* tensors are what the
-GEMMs use. A stored tensor may merge several logical parameters: rank r's input projection holds the rows
-``[q_r | k_r | v_r | gate_r | up_r]``. Output projections are stored input-major, ``[attention_r | ffn_r]`` rows by
-``hidden`` columns, that is as ``[in, out]``: then every logical box is a block of whole rows, one contiguous run both
-in the flat buffer and in the flattened global parameter, and the merged output projection is still one GEMM.
+A :class:`ParameterTable` (built by :mod:`megascale_common.sizes.parameter_table`) is what
+initialisation, training, gradient clipping, the optimizer, snapshots and resharding all read.
+*Logical* names (``layers.3.q.weight``) and global shapes never change with the layout; *stored*
+tensors are what the GEMMs use. A stored tensor may merge several logical parameters: rank r's input
+projection holds the rows ``[q_r | k_r | v_r | gate_r | up_r]``. Output projections are stored
+input-major, ``[attention_r | ffn_r]`` rows by ``hidden`` columns, that is as ``[in, out]``: then
+every logical box is a block of whole rows, one contiguous run both in the flat buffer and in the
+flattened global parameter, and the merged output projection is still one GEMM.
 
-A pipeline stage keeps two flat buffers. ``sharded`` is cut over tp; ``replicated`` (norms, row-parallel biases,
-learned positions) is held whole by every tp rank, and its gradients are partial sums until they are summed over tp.
-Each buffer is cut into buckets of whole layers in the order of forward, padded so that the dp ranks own equal,
-aligned shards (ZeRO-2 of MegaScale section 3.1). Units of all offsets and sizes here are elements.
+A pipeline stage keeps two flat buffers. ``sharded`` is cut over tp; ``replicated`` (norms,
+row-parallel biases, learned positions) is held whole by every tp rank, and its gradients are
+partial sums until they are summed over tp. Each buffer is cut into buckets of whole layers in the
+order of forward, padded so that the dp ranks own equal, aligned shards (ZeRO-2 of MegaScale section
+3.1). Units of all offsets and sizes here are elements.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ Initial = Literal["normal", "zeros", "ones"]
 class ParameterSlice:
     """The rows ``start[0]:stop[0]`` of one logical parameter, at ``offset`` of ``buffer``.
 
-    ``replicated_over`` names the axes whose ranks hold the same slice; ``std`` is the deviation of ``normal`` values.
+    ``replicated_over`` names the axes whose ranks hold the same slice; ``std`` is the deviation of
+    ``normal`` values.
     """
 
     name: str
@@ -91,7 +95,9 @@ class BufferPlan:
 
 @dataclass(frozen=True, slots=True)
 class ShardRange:
-    """What this rank owns of one bucket: ``start:stop`` of ``buffer``, at ``shard_offset`` of its flat shard."""
+    """What this rank owns of one bucket: ``start:stop`` of ``buffer``, at ``shard_offset`` of its
+    flat shard.
+    """
 
     buffer: str
     start: int
@@ -101,9 +107,11 @@ class ShardRange:
 
 @dataclass(frozen=True, slots=True)
 class ModelChunk:
-    """A virtual pipeline stage: its transformer layers, after the embedding if ``first``, before the head if ``last``.
+    """A virtual pipeline stage: its transformer layers, after the embedding if ``first``, before
+    the head if ``last``.
 
-    Of P pipeline stages, stage p holds the virtual stages p, p + P, p + 2 P and so on: one without interleaving.
+    Of P pipeline stages, stage p holds the virtual stages p, p + P, p + 2 P and so on: one without
+    interleaving.
     """
 
     layers: range
@@ -119,7 +127,9 @@ class ModelChunk:
 
 @dataclass(frozen=True, slots=True)
 class ParameterTable:
-    """Everything one rank holds, ``chunks`` in the order of the model. No bucket holds layers of two chunks."""
+    """Everything one rank holds, ``chunks`` in the order of the model. No bucket holds layers of
+    two chunks.
+    """
 
     at: Coordinates
     dp: int
@@ -145,8 +155,13 @@ class ParameterTable:
         return sum(buffer.elements for buffer in self.buffers) // self.dp
 
     def overlaps(self) -> Iterator[tuple[ShardRange, ParameterSlice, int, int]]:
-        """Every (range, slice, start, stop) with ``start:stop`` of the buffer in both; in order of the shard."""
-        by_buffer = {buffer.name: [s for s in self.slices if s.buffer == buffer.name] for buffer in self.buffers}
+        """Every (range, slice, start, stop) with ``start:stop`` of the buffer in both; in order of
+        the shard.
+        """
+        by_buffer = {
+            buffer.name: [s for s in self.slices if s.buffer == buffer.name]
+            for buffer in self.buffers
+        }
         for owned in self.shard_ranges:
             for piece in by_buffer[owned.buffer]:
                 start = max(owned.start, piece.offset)

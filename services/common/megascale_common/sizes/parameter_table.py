@@ -1,4 +1,5 @@
-"""The parameter table of a rank, computed from the job alone: pure, so that every process can know every rank's table.
+"""The parameter table of a rank, computed from the job alone: pure, so that every process can know
+every rank's table.
 
 Also :func:`shard_layout`, the byte image of a rank's optimizer shard in a snapshot slot.
 """
@@ -23,9 +24,13 @@ from megascale_common.sizes.parameter_slices import (
 )
 
 ALIGNMENT = 64  # elements: 128 bytes of bf16, what wide loads and cuBLAS want
-WIDTH_MULTIPLE = 8  # local FFN and vocabulary widths: bf16 tensor cores want K and N in steps of 16 bytes
+WIDTH_MULTIPLE = (
+    8  # local FFN and vocabulary widths: bf16 tensor cores want K and N in steps of 16 bytes
+)
 STATES: tuple[State, ...] = ("master", "exp_avg", "exp_avg_sq")
-STATE_BYTES = 4  # every optimizer state is float32, and so is the gradient buffer that buckets are sized by
+STATE_BYTES = (
+    4  # every optimizer state is float32, and so is the gradient buffer that buckets are sized by
+)
 SHARDED, REPLICATED = "sharded", "replicated"
 
 
@@ -33,7 +38,8 @@ def parameter_table(config: JobConfig, rank: int) -> ParameterTable:
     """The table of one rank.
 
     Raises:
-        ValueError: a size that the layout cannot divide, or a feature that is not built; names the field.
+        ValueError: a size that the layout cannot divide, or a feature that is not built; names the
+            field.
     """
     _check(config)
     sizes = config.parallelism
@@ -51,7 +57,9 @@ def parameter_table(config: JobConfig, rank: int) -> ParameterTable:
         for name, tensors in builder.units:
             layout.unit(name, tensors)
         layout.close_buckets()
-    return ParameterTable(at, sizes.dp, chunks, layout.buffers(), tuple(layout.tensors), tuple(layout.slices))
+    return ParameterTable(
+        at, sizes.dp, chunks, layout.buffers(), tuple(layout.tensors), tuple(layout.slices)
+    )
 
 
 def model_chunks(config: JobConfig, stage: int) -> tuple[ModelChunk, ...]:
@@ -63,9 +71,11 @@ def model_chunks(config: JobConfig, stage: int) -> tuple[ModelChunk, ...]:
 
 
 def stage_layers(config: JobConfig) -> tuple[range, ...]:
-    """Layer indices of each virtual stage: ``stage_layers``, else even with the remainder on the first stages.
+    """Layer indices of each virtual stage: ``stage_layers``, else even with the remainder on the
+    first stages.
 
-    The last virtual stage also computes the vocabulary head, so it is never the one that gets an extra layer.
+    The last virtual stage also computes the vocabulary head, so it is never the one that gets an
+    extra layer.
     """
     counts = config.parallelism.stage_layers
     if not counts:
@@ -82,9 +92,11 @@ def local_width(size: int, tp: int) -> int:
 
 
 def shard_layout(table: ParameterTable) -> ShardLayout:
-    """How the rank's optimizer states lie in a snapshot slot: the flat shard of each of STATES, one after the other.
+    """How the rank's optimizer states lie in a snapshot slot: the flat shard of each of STATES, one
+    after the other.
 
-    ``primary`` is true on exactly one rank for every value: tp rank 0 stands for what is replicated over tp.
+    ``primary`` is true on exactly one rank for every value: tp rank 0 stands for what is replicated
+    over tp.
     """
     pieces = []
     for number, state in enumerate(STATES):
@@ -110,7 +122,9 @@ def shard_layout(table: ParameterTable) -> ShardLayout:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Rows of one logical parameter inside a stored tensor: ``rows`` of them here, padded up to ``stored_rows``."""
+    """Rows of one logical parameter inside a stored tensor: ``rows`` of them here, padded up to
+    ``stored_rows``.
+    """
 
     name: str
     global_rows: int
@@ -137,7 +151,9 @@ class _Stored:
 
 
 class _Builder:
-    """Lists a chunk's stored tensors, unit by unit (embedding, layers, head) in the order of forward."""
+    """Lists a chunk's stored tensors, unit by unit (embedding, layers, head) in the order of
+    forward.
+    """
 
     def __init__(self, config: JobConfig, tp_rank: int) -> None:
         self._model, self._tp, self._tp_rank = config.model, config.parallelism.tp, tp_rank
@@ -147,7 +163,12 @@ class _Builder:
         """The first stage's tables: token embedding over tp, learned positions whole."""
         model = self._model
         self.units.append(("embedding", []))
-        self._tensor(SHARDED, "embedding.weight", [self._padded("embedding", model.vocab_size)], model.hidden_size)
+        self._tensor(
+            SHARDED,
+            "embedding.weight",
+            [self._padded("embedding", model.vocab_size)],
+            model.hidden_size,
+        )
         if model.positions == "learned":
             rows = model.sequence_length
             part = _Part("positions", rows, 0, rows, rows, "normal", model.initializer_std)
@@ -177,10 +198,19 @@ class _Builder:
         """The last stage's final norm and vocabulary head."""
         self.units.append(("head", []))
         self._norm("final_norm")
-        self._tensor(SHARDED, "head.weight", [self._padded("head", self._model.vocab_size)], self._model.hidden_size)
+        self._tensor(
+            SHARDED,
+            "head.weight",
+            [self._padded("head", self._model.vocab_size)],
+            self._model.hidden_size,
+        )
 
-    def _projections(self, prefix: str, kind: str, inputs: list[_Part], outputs: list[_Part]) -> None:
-        """Input and output projection of a (sub-)block; biases of outputs are added once, after the sum over tp."""
+    def _projections(
+        self, prefix: str, kind: str, inputs: list[_Part], outputs: list[_Part]
+    ) -> None:
+        """Input and output projection of a (sub-)block; biases of outputs are added once, after the
+        sum over tp.
+        """
         hidden = self._model.hidden_size
         self._tensor(SHARDED, f"{prefix}{kind}in.weight", inputs, hidden)
         if self._model.bias:
@@ -197,7 +227,9 @@ class _Builder:
 
     def _vector(self, name: str, kind: Literal["weight", "bias"], initial: Initial) -> None:
         size = self._model.hidden_size
-        self._tensor(REPLICATED, f"{name}.{kind}", [_Part(name, size, 0, size, size, initial)], None, kind)
+        self._tensor(
+            REPLICATED, f"{name}.{kind}", [_Part(name, size, 0, size, size, initial)], None, kind
+        )
 
     def _even(self, name: str, heads: int, std: float | None = None) -> _Part:
         """``heads`` heads cut evenly over tp (divisibility was checked)."""
@@ -225,7 +257,9 @@ class _Builder:
 
 
 class _Layout:
-    """Gives stored tensors their places: whole units to buckets of at most ``limit`` elements (or one unit)."""
+    """Gives stored tensors their places: whole units to buckets of at most ``limit`` elements (or
+    one unit).
+    """
 
     def __init__(self, limit: int, bucket_multiple: int) -> None:
         self._limit, self._multiple = limit, bucket_multiple
@@ -308,12 +342,30 @@ def _check(config: JobConfig) -> None:
     model, sizes = config.model, config.parallelism
     stages = sizes.pp * sizes.virtual_stages
     problems = [
-        (sizes.cp > 1 or sizes.ep > 1, "parallelism.cp and parallelism.ep must be 1: not built yet"),
-        (sizes.virtual_stages > 1 and sizes.pp == 1, "parallelism.virtual_stages must be 1 where parallelism.pp is 1"),
-        (model.tie_embeddings, "model.tie_embeddings must be false: tied embeddings are not built yet"),
-        (model.hidden_size % model.heads != 0, "model.hidden_size must be a multiple of model.heads"),
-        (model.heads % model.key_value_heads != 0, "model.heads must be a multiple of model.kv_heads"),
-        (model.heads % sizes.tp != 0, f"model.heads={model.heads} must be a multiple of parallelism.tp={sizes.tp}"),
+        (
+            sizes.cp > 1 or sizes.ep > 1,
+            "parallelism.cp and parallelism.ep must be 1: not built yet",
+        ),
+        (
+            sizes.virtual_stages > 1 and sizes.pp == 1,
+            "parallelism.virtual_stages must be 1 where parallelism.pp is 1",
+        ),
+        (
+            model.tie_embeddings,
+            "model.tie_embeddings must be false: tied embeddings are not built yet",
+        ),
+        (
+            model.hidden_size % model.heads != 0,
+            "model.hidden_size must be a multiple of model.heads",
+        ),
+        (
+            model.heads % model.key_value_heads != 0,
+            "model.heads must be a multiple of model.kv_heads",
+        ),
+        (
+            model.heads % sizes.tp != 0,
+            f"model.heads={model.heads} must be a multiple of parallelism.tp={sizes.tp}",
+        ),
         (
             model.key_value_heads % sizes.tp != 0,
             f"model.kv_heads={model.key_value_heads} must be a multiple of parallelism.tp={sizes.tp}",
@@ -328,7 +380,8 @@ def _check(config: JobConfig) -> None:
             "a virtual stage needs a layer",
         ),
         (
-            bool(sizes.stage_layers) and (len(sizes.stage_layers) != stages or sum(sizes.stage_layers) != model.layers),
+            bool(sizes.stage_layers)
+            and (len(sizes.stage_layers) != stages or sum(sizes.stage_layers) != model.layers),
             f"parallelism.stage_layers must list {stages} numbers that add up to model.layers={model.layers}",
         ),
     ]

@@ -1,9 +1,10 @@
 """Whether a job whose processes all live still advances, and which ranks hold the others up.
 
-A rank advances when it writes its status page: a step, a phase, a micro-batch, an operation entered or completed. When
-no rank does for the limit of its phase, the job hangs. Who is to blame is read off the operations: a rank inside one
-waits for the members of its group that have not entered it yet; whoever is waited for, and waits for nobody, holds the
-job up (MegaScale section 5.2: in a hang the silent rank is the culprit).
+A rank advances when it writes its status page: a step, a phase, a micro-batch, an operation entered
+or completed. When no rank does for the limit of its phase, the job hangs. Who is to blame is read
+off the operations: a rank inside one waits for the members of its group that have not entered it
+yet; whoever is waited for, and waits for nobody, holds the job up (MegaScale section 5.2: in a hang
+the silent rank is the culprit).
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from dataclasses import dataclass
 from megascale_common.job.rank_layout import RankLayout
 
 MAX_STEP_TIMES = 128
-# With fewer step times than this, nothing is known of the job's pace, and a step may take as long as the warm-up.
+# With fewer step times than this, nothing is known of the job's pace, and a step may take as long
+# as the warm-up.
 MIN_STEP_TIMES = 3
 # Last writes this close together tell nothing about who stopped first.
 SAME_TIME_S = 1.0
@@ -24,7 +26,9 @@ DONE = "DONE"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HangLimits:
-    """How long no rank may advance, in seconds. A step: max(``floor_s``, ``p99_factor`` x p99 of the step times)."""
+    """How long no rank may advance, in seconds. A step: max(``floor_s``, ``p99_factor`` x p99 of
+    the step times).
+    """
 
     floor_s: float = 60.0
     p99_factor: float = 5.0
@@ -37,10 +41,14 @@ class HangLimits:
 
     def __post_init__(self) -> None:
         if not 0 < self.floor_s < math.inf:
-            raise ValueError(f"the hang floor must be a positive number of seconds, got {self.floor_s}")
+            raise ValueError(
+                f"the hang floor must be a positive number of seconds, got {self.floor_s}"
+            )
 
     def of(self, phase: str, step_times: Sequence[float]) -> float:
-        """The limit for a rank in ``phase`` (:class:`megascale_common.node.status_page.Phase`, by name)."""
+        """The limit for a rank in ``phase`` (:class:`megascale_common.node.status_page.Phase`, by
+        name).
+        """
         generous = {
             "STARTING": self.starting_s,
             "WARMUP": self.warmup_s,
@@ -88,7 +96,9 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class RankView:
-    """Where a rank stood when it was last seen to write; ``status`` is None where its page cannot be read."""
+    """Where a rank stood when it was last seen to write; ``status`` is None where its page cannot
+    be read.
+    """
 
     rank: int
     node: str
@@ -103,7 +113,9 @@ class RankView:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """How long no rank is known to have advanced, against the limit; ``ranks`` are those that are not done."""
+    """How long no rank is known to have advanced, against the limit; ``ranks`` are those that are
+    not done.
+    """
 
     still_s: float
     limit_s: float
@@ -125,11 +137,14 @@ def p99(times: Sequence[float]) -> float:
     return sorted(times)[math.ceil(0.99 * len(times)) - 1] if times else 0.0
 
 
-def standing(beats: Sequence[Beat], step_times: Sequence[float], since_s: float, limits: HangLimits) -> Standing | None:
+def standing(
+    beats: Sequence[Beat], step_times: Sequence[float], since_s: float, limits: HangLimits
+) -> Standing | None:
     """What the beats of all nodes of a job prove; None when they prove nothing.
 
-    Time counts from ``since_s`` or the newest write of any rank up to the oldest of the beats: what happened after a
-    node was last heard of is not known, so heartbeats that stop, stop the clock with them.
+    Time counts from ``since_s`` or the newest write of any rank up to the oldest of the beats: what
+    happened after a node was last heard of is not known, so heartbeats that stop, stop the clock
+    with them.
     """
     views: list[RankView] = []
     newest_s = since_s
@@ -153,8 +168,9 @@ def standing(beats: Sequence[Beat], step_times: Sequence[float], since_s: float,
 def suspects(views: Sequence[RankView], layout: RankLayout) -> tuple[RankView, ...]:
     """The ranks that hold the others up, best guess first.
 
-    Ranks without a readable page; else those that are waited for and wait for nobody; where the operations do not
-    tell some ranks from the others, those that are behind in steps and were the first to stop writing.
+    Ranks without a readable page; else those that are waited for and wait for nobody; where the
+    operations do not tell some ranks from the others, those that are behind in steps and were the
+    first to stop writing.
     """
     silent = tuple(view for view in views if view.status is None)
     if silent:
@@ -170,7 +186,9 @@ def suspects(views: Sequence[RankView], layout: RankLayout) -> tuple[RankView, .
 
 
 def _holding_up(views: Iterable[RankView], layout: RankLayout) -> set[int]:
-    """Ends of the chains of waiting: ranks inside no operation, or waited for in one that all members have entered."""
+    """Ends of the chains of waiting: ranks inside no operation, or waited for in one that all
+    members have entered.
+    """
     entered: dict[tuple[str, tuple[int, ...]], dict[int, int]] = {}
     inside: dict[int, list[tuple[tuple[str, tuple[int, ...]], int]]] = {}
     for view in views:
@@ -181,15 +199,26 @@ def _holding_up(views: Iterable[RankView], layout: RankLayout) -> set[int]:
             if count.entered > count.completed:
                 inside[view.rank].append((group, count.entered))
     waits: dict[int, set[int]] = {
-        rank: {peer for group, number in places for peer, theirs in entered[group].items() if theirs < number}
+        rank: {
+            peer
+            for group, number in places
+            for peer, theirs in entered[group].items()
+            if theirs < number
+        }
         for rank, places in inside.items()
     }
     waited_for = set[int]().union(*waits.values())
-    return {rank for rank, peers in waits.items() if not peers and (not inside[rank] or rank in waited_for)}
+    return {
+        rank
+        for rank, peers in waits.items()
+        if not peers and (not inside[rank] or rank in waited_for)
+    }
 
 
 def _members(group: str, rank: int, layout: RankLayout) -> tuple[int, ...]:
-    """Ranks among which the group's name is unique: the trainer names a pipeline edge by its stages."""
+    """Ranks among which the group's name is unique: the trainer names a pipeline edge by its
+    stages.
+    """
     if group == "tp":
         return layout.group_of(rank, ("tp",))
     if group == "dp":

@@ -1,7 +1,8 @@
-"""What a job needs, worked out without a cluster: `megascale plan`, and what would be refused and why.
+"""What a job needs, worked out without a cluster: `megascale plan`, and what would be refused and
+why.
 
-Everything comes from the formulas that the services themselves use: the parameter table, the memory estimate, the
-FLOP count, the batch arithmetic and the rules of placement.
+Everything comes from the formulas that the services themselves use: the parameter table, the memory
+estimate, the FLOP count, the batch arithmetic and the rules of placement.
 """
 
 from __future__ import annotations
@@ -22,22 +23,31 @@ from megascale_common.sizes.parameter_table import STATE_BYTES, STATES, paramete
 DEFAULT_SLOTS = 3  # of staging memory, where it suffices
 
 
-def plan_job(spec: job_pb2.JobSpec, devices_per_node: int, device_memory_bytes: int) -> dict[str, Any]:
-    """The plan of a job as plain values, sizes in bytes; ``refused`` lists each problem with field and remedy.
+def plan_job(
+    spec: job_pb2.JobSpec, devices_per_node: int, device_memory_bytes: int
+) -> dict[str, Any]:
+    """The plan of a job as plain values, sizes in bytes; ``refused`` lists each problem with field
+    and remedy.
 
-    ``device_memory_bytes`` 0: no device in mind. A job that is refused has the other keys only where they make sense.
+    ``device_memory_bytes`` 0: no device in mind. A job that is refused has the other keys only
+    where they make sense.
     """
     try:
         config = job_spec.from_proto(spec)
     except ConfigError as error:
-        return {"name": spec.name, "refused": [{"field": error.field, "problem": error.problem, "remedy": ""}]}
+        return {
+            "name": spec.name,
+            "refused": [{"field": error.field, "problem": error.problem, "remedy": ""}],
+        }
     problems = job_validation.validate(config)
     plan: dict[str, Any] = {"name": config.name}
     try:
         memory = [rank_memory(config, rank) for rank in config.layout.group_of(0, ("pp",))]
         plan |= _model(config) | _batch(config)
     except (ValueError, ArithmeticError) as error:  # sizes that fit nowhere; the problems say which
-        problems = problems or [FieldProblem("trainer", str(error), "change the sizes that it names")]
+        problems = problems or [
+            FieldProblem("trainer", str(error), "change the sizes that it names")
+        ]
     else:
         nodes, refused = _nodes(config, devices_per_node)
         plan |= nodes | _memory(config, memory)
@@ -47,10 +57,14 @@ def plan_job(spec: job_pb2.JobSpec, devices_per_node: int, device_memory_bytes: 
 
 def _model(config: JobConfig) -> dict[str, Any]:
     alone = dataclasses.replace(config, parallelism=ParallelismConfig())
-    sizes = {piece.name: math.prod(piece.global_shape) for piece in parameter_table(alone, 0).slices}
+    sizes = {
+        piece.name: math.prod(piece.global_shape) for piece in parameter_table(alone, 0).slices
+    }
     embeddings = sum(size for name, size in sizes.items() if not name.startswith("layers."))
     flops = flops_per_token(config.model)
-    tokens = config.training.steps * config.training.global_batch_size * config.model.sequence_length
+    tokens = (
+        config.training.steps * config.training.global_batch_size * config.model.sequence_length
+    )
     return {
         "parameters": sum(sizes.values()),
         "parameters_outside_layers": embeddings,
@@ -69,7 +83,9 @@ def _batch(config: JobConfig) -> dict[str, Any]:
     return {
         "micro_batches": config.micro_batches,
         "tokens_per_step": training.global_batch_size * config.model.sequence_length,
-        "tokens_per_step_of_a_rank": training.global_batch_size * config.model.sequence_length // parallel.dp,
+        "tokens_per_step_of_a_rank": training.global_batch_size
+        * config.model.sequence_length
+        // parallel.dp,
         "pipeline_bubble": bubble / (1 + bubble),
     }
 
@@ -92,12 +108,18 @@ def _memory(config: JobConfig, stages: list[RankMemory]) -> dict[str, Any]:
     slots = config.checkpoint.slots or DEFAULT_SLOTS
     staged = config.checkpoint.interval_steps > 0
     return {
-        "memory_of_a_rank": [{**dataclasses.asdict(need), "total_bytes": need.total_bytes} for need in stages],
-        "staging_bytes_of_a_rank": max(need.optimizer_bytes for need in stages) * slots if staged else 0,
+        "memory_of_a_rank": [
+            {**dataclasses.asdict(need), "total_bytes": need.total_bytes} for need in stages
+        ],
+        "staging_bytes_of_a_rank": max(need.optimizer_bytes for need in stages) * slots
+        if staged
+        else 0,
     }
 
 
-def _too_large(config: JobConfig, stages: list[RankMemory], device_memory_bytes: int) -> list[FieldProblem]:
+def _too_large(
+    config: JobConfig, stages: list[RankMemory], device_memory_bytes: int
+) -> list[FieldProblem]:
     stage, need = max(enumerate(stages), key=lambda item: item[1].total_bytes)
     if not device_memory_bytes or need.total_bytes <= device_memory_bytes:
         return []
@@ -105,5 +127,9 @@ def _too_large(config: JobConfig, stages: list[RankMemory], device_memory_bytes:
         f"a rank of pipeline stage {stage} needs about {need.total_bytes / 2**30:.1f} GiB of the device's "
         f"{device_memory_bytes / 2**30:.1f} GiB"
     )
-    smaller = "raise tp or pp" if config.training.micro_batch_size == 1 else "raise tp or pp, lower micro_batch_size"
+    smaller = (
+        "raise tp or pp"
+        if config.training.micro_batch_size == 1
+        else "raise tp or pp, lower micro_batch_size"
+    )
     return [FieldProblem("parallelism", problem, f"{smaller}, or recompute activations")]

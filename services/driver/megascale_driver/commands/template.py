@@ -1,6 +1,8 @@
-"""What `megascale init` writes: a job file with every field, its comment and its default, and a preset filled in.
+"""What `megascale init` writes: a job file with every field, its comment and its default, and a
+preset filled in.
 
-A line that begins with ``#`` and a field's name is that field at its default: take the ``#`` away and change it.
+A line that begins with ``#`` and a field's name is that field at its default: take the ``#`` away
+and change it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ _INDENT = "  "
 _SOURCES = [{"prefix": "corpus"}]
 _BYTES = {"sources": _SOURCES, "tokenizer": {"kind": "bytes"}}
 _BPE = {"sources": _SOURCES, "tokenizer": {"kind": "bpe", "path": "corpus.tokenizer.json"}}
-_TOKENIZE_BPE = "megascale data tokenize YOUR_TEXT --tokenizer bpe --vocab-size 32000 --output corpus"
+_TOKENIZE_BPE = (
+    "megascale data tokenize YOUR_TEXT --tokenizer bpe --vocab-size 32000 --output corpus"
+)
 _CHECKPOINT = {"uri": "checkpoints", "interval_steps": 100}
 _LARGE: dict[str, Any] = {
     "block": "serial",
@@ -31,15 +35,27 @@ _LARGE: dict[str, Any] = {
     "sequence_length": 2048,
 }
 
-# Each is a whole job but for its corpus; sizes in the summaries are those that `megascale plan` prints.
+# Each is a whole job but for its corpus; sizes in the summaries are those that `megascale plan`
+# prints.
 _PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {
         "summary": "0.85 million parameters on 8 CPU ranks: `megascale up --nodes 3 --devices-per-node 4 --device cpu`",
         "tokenize": "megascale data tokenize YOUR_TEXT --output corpus",
         "data": _BYTES,
-        "model": {"layers": 4, "hidden_size": 128, "heads": 4, "vocab_size": 257, "sequence_length": 128},
+        "model": {
+            "layers": 4,
+            "hidden_size": 128,
+            "heads": 4,
+            "vocab_size": 257,
+            "sequence_length": 128,
+        },
         "parallelism": {"tp": 2, "dp": 2, "pp": 2},
-        "training": {"steps": 200, "global_batch_size": 16, "micro_batch_size": 2, "precision": "fp32"},
+        "training": {
+            "steps": 200,
+            "global_batch_size": 16,
+            "micro_batch_size": 2,
+            "precision": "fp32",
+        },
         "optimizer": {"learning_rate": 2e-3},
         "schedule": {"warmup_steps": 10},
         "checkpoint": {"uri": "checkpoints", "interval_steps": 20},
@@ -50,7 +66,12 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "data": _BPE,
         "model": {**_LARGE, "layers": 24, "hidden_size": 2048, "heads": 16, "ffn_size": 5632},
         "parallelism": {"tp": 2, "dp": 2, "pp": 2},
-        "training": {"steps": 10_000, "global_batch_size": 128, "micro_batch_size": 4, "precision": "bf16"},
+        "training": {
+            "steps": 10_000,
+            "global_batch_size": 128,
+            "micro_batch_size": 4,
+            "precision": "bf16",
+        },
         "optimizer": {"learning_rate": 3e-4},
         "schedule": {"warmup_steps": 500},
         "checkpoint": _CHECKPOINT,
@@ -61,7 +82,12 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "data": _BPE,
         "model": {**_LARGE, "layers": 32, "hidden_size": 4096, "heads": 32, "ffn_size": 11008},
         "parallelism": {"tp": 4, "dp": 2, "pp": 2},
-        "training": {"steps": 100_000, "global_batch_size": 512, "micro_batch_size": 2, "precision": "bf16"},
+        "training": {
+            "steps": 100_000,
+            "global_batch_size": 512,
+            "micro_batch_size": 2,
+            "precision": "bf16",
+        },
         "optimizer": {"learning_rate": 3e-4},
         "schedule": {"warmup_steps": 2000},
         "checkpoint": _CHECKPOINT,
@@ -78,10 +104,21 @@ def job_template(preset: str, name: str) -> str:
         ValueError: ``name`` is no name for a job.
     """
     if not is_dns_label(name):
-        raise ValueError(f"{name!r} is not a DNS-1123 label: use 1 to 63 of a-z, 0-9 and '-', no '-' at the ends")
+        raise ValueError(
+            f"{name!r} is not a DNS-1123 label: use 1 to 63 of a-z, 0-9 and '-', no '-' at the ends"
+        )
     chosen = _PRESETS[preset]
-    trainer = {key: value for key, value in chosen.items() if key not in ("summary", "tokenize", "checkpoint")}
-    values = {"name": name, "trainer": trainer, "checkpoint": chosen["checkpoint"], "recovery": {"spare_nodes": 1}}
+    trainer = {
+        key: value
+        for key, value in chosen.items()
+        if key not in ("summary", "tokenize", "checkpoint")
+    }
+    values = {
+        "name": name,
+        "trainer": trainer,
+        "checkpoint": chosen["checkpoint"],
+        "recovery": {"spare_nodes": 1},
+    }
     head = [
         f"A job: {chosen['summary']}.",
         "`megascale plan FILE` says what it needs; `megascale submit FILE --watch` runs it.",
@@ -89,7 +126,9 @@ def job_template(preset: str, name: str) -> str:
         "Every field is here. A line `#field: value` is a field at its default: take the # away and change it.",
         "Relative paths start at this file's folder.",
     ]
-    return "\n".join([*(f"# {line}" for line in head), "", *_message(job_fields(), values, 0)]) + "\n"
+    return (
+        "\n".join([*(f"# {line}" for line in head), "", *_message(job_fields(), values, 0)]) + "\n"
+    )
 
 
 def _message(message: MessageFields, values: Mapping[str, Any], depth: int) -> Iterator[str]:

@@ -46,29 +46,48 @@ _SENTENCES = {
 @app.command()
 def up(
     nodes: Annotated[int, typer.Option(min=1, max=256, help="Nodes, named n1 to nN.")] = 3,
-    devices_per_node: Annotated[int, typer.Option(min=1, max=64, help="Devices (CPU: ranks) of each node.")] = 4,
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: GPUs if there are enough.")] = "auto",
-    run_folder: Annotated[Path, typer.Option(help="Where state, logs and the token live.")] = Path("runs/local"),
+    devices_per_node: Annotated[
+        int, typer.Option(min=1, max=64, help="Devices (CPU: ranks) of each node.")
+    ] = 4,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="auto: GPUs if there are enough.")
+    ] = "auto",
+    run_folder: Annotated[Path, typer.Option(help="Where state, logs and the token live.")] = Path(
+        "runs/local"
+    ),
     cluster: Annotated[str, typer.Option(help="Name of the cluster.")] = "local",
-    nodes_per_switch: Annotated[int, typer.Option(min=1, help="Nodes with the same topology label `switch`.")] = 4,
-    etcd_endpoints: Annotated[str, typer.Option(help="host:port[,...] of an etcd that runs; default: our own.")] = "",
-    heartbeat_interval_s: Annotated[float, typer.Option(min=0.1, max=60, help="Interval of heartbeats.")] = 5.0,
-    hang_floor_s: Annotated[float, typer.Option(min=1, help="A step that stands still this long may hang.")] = 60.0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be started, start nothing.")] = False,
+    nodes_per_switch: Annotated[
+        int, typer.Option(min=1, help="Nodes with the same topology label `switch`.")
+    ] = 4,
+    etcd_endpoints: Annotated[
+        str, typer.Option(help="host:port[,...] of an etcd that runs; default: our own.")
+    ] = "",
+    heartbeat_interval_s: Annotated[
+        float, typer.Option(min=0.1, max=60, help="Interval of heartbeats.")
+    ] = 5.0,
+    hang_floor_s: Annotated[
+        float, typer.Option(min=1, help="A step that stands still this long may hang.")
+    ] = 60.0,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be started, start nothing.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
 ) -> None:
     """Start a whole cluster on this machine, in the foreground.
 
-    Starts etcd, a driver and the nodes, each node a process group of its own, and writes pids and addresses to
-    up.json in the run folder. A driver or etcd that ends is restarted; a node that ends is reported and stays away.
-    Ctrl-C (or SIGTERM) stops everything in order; so does the death of this process.
+    Starts etcd, a driver and the nodes, each node a process group of its own, and writes pids and
+    addresses to up.json in the run folder. A driver or etcd that ends is restarted; a node that
+    ends is reported and stays away. Ctrl-C (or SIGTERM) stops everything in order; so does the
+    death of this process.
 
     Example: [bold]megascale up --nodes 3 --devices-per-node 4 --device cpu[/bold]
     """
     if PARENT_PID_VARIABLE in os.environ:  # started by a program, not by a shell: end with it
         arm_parent_death()
     if not is_dns_label(cluster):
-        raise typer.BadParameter(f"{cluster!r} is no name: use 1 to 63 of a-z, 0-9 and '-'", param_hint="--cluster")
+        raise typer.BadParameter(
+            f"{cluster!r} is no name: use 1 to 63 of a-z, 0-9 and '-'", param_hint="--cluster"
+        )
     try:
         kind = choose_device(device, nodes * devices_per_node)
     except ValueError as error:
@@ -112,7 +131,10 @@ async def _run(options: LocalOptions, as_json: bool) -> int:
         if as_json:
             print(json.dumps({"event": kind, **fields}), flush=True)
         else:
-            plain = {name: escape(value) if isinstance(value, str) else value for name, value in fields.items()}
+            plain = {
+                name: escape(value) if isinstance(value, str) else value
+                for name, value in fields.items()
+            }
             _console.print(_SENTENCES[kind].format(**plain), soft_wrap=True)
 
     asked_to_stop = asyncio.Event()

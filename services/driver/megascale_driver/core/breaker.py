@@ -1,8 +1,9 @@
-"""The breaker against mass eviction: hard facts are counted, inferred verdicts are held back above the limit.
+"""The breaker against mass eviction: hard facts are counted, inferred verdicts are held back above
+the limit.
 
-A blind or cut-off driver must not take running jobs apart. Only nodes that a job loses count. Above max(share of the
-nodes, nodes) in the window inferred verdicts are only observed; when the window has passed, silence is counted anew
-(no backlog is replayed).
+A blind or cut-off driver must not take running jobs apart. Only nodes that a job loses count. Above
+max(share of the nodes, nodes) in the window inferred verdicts are only observed; when the window
+has passed, silence is counted anew (no backlog is replayed).
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def count(draft: Draft, node: str) -> None:
 
 
 def allows(draft: Draft, node: str) -> bool:
-    """Whether an inferred verdict against ``node`` may take effect; counts it, or trips the breaker."""
+    """Whether an inferred verdict against ``node`` may take effect; counts it, or trips the
+    breaker.
+    """
     breaker = draft.breaker
     if breaker.tripped_at_s:
         return False
@@ -58,6 +61,11 @@ def refresh(draft: Draft) -> None:
         draft.set(silence_hold_until_s=draft.now_s + draft.policy.heartbeat_interval_s)
         for name, node in list(draft.nodes.items()):
             draft.node(name, last_seen_s=max(node.last_seen_s, draft.now_s), probe_failed_at_s=0.0)
-        draft.log("BREAKER_RESET", "inferred verdicts are enforced again", subject="cluster", policy="breaker")
+        draft.log(
+            "BREAKER_RESET",
+            "inferred verdicts are enforced again",
+            subject="cluster",
+            policy="breaker",
+        )
     elif recent != breaker.evictions:
         draft.breaker = replace(breaker, evictions=recent)

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from megascale_driver.core.state import Desired, DesiredPhase, Job, JobPhase, Node, ProfileCommand, TraceState
+from megascale_driver.core.state import (
+    Desired,
+    DesiredPhase,
+    Job,
+    JobPhase,
+    Node,
+    ProfileCommand,
+    TraceState,
+)
 
 IDLE = Desired()
 
@@ -10,7 +18,8 @@ IDLE = Desired()
 def desired_of(node: Node, job: Job | None) -> Desired:
     """The desired state of ``node``, whose attempt (if any) is that of ``job``.
 
-    A node that restarted since its attempt was placed is IDLE: its workers are gone, and the attempt with them.
+    A node that restarted since its attempt was placed is IDLE: its workers are gone, and the
+    attempt with them.
     """
     slot = job.slot_of(node.name) if job is not None else None
     if job is None or slot is None or job.phase is JobPhase.STOPPING:
@@ -30,7 +39,11 @@ def _profile_on(node: str, job: Job) -> ProfileCommand | None:
     profile = job.profile
     if profile is None or profile.attempt != job.attempt:
         return None
-    ranks = tuple(t.rank for t in profile.traces if t.node == node and t.state is TraceState.PENDING)
+    ranks = tuple(
+        t.rank for t in profile.traces if t.node == node and t.state is TraceState.PENDING
+    )
     if not ranks:
         return None
-    return ProfileCommand(profile.id, profile.first_step, profile.last_step, ranks, profile.not_after_s)
+    return ProfileCommand(
+        profile.id, profile.first_step, profile.last_step, ranks, profile.not_after_s
+    )

@@ -57,7 +57,10 @@ class Draft:
 
     def holder_of(self, node: str) -> Job | None:
         """The job whose attempt runs on the node, as it stands now."""
-        return next((job for job in self.jobs.values() if job.active and job.slot_of(node) is not None), None)
+        return next(
+            (job for job in self.jobs.values() if job.active and job.slot_of(node) is not None),
+            None,
+        )
 
     def holders(self) -> dict[str, Job]:
         """Every node whose attempt is under way, with its job."""
@@ -97,7 +100,20 @@ class Draft:
             self._log_seq += 1
             seq = self._log_seq
         self._audit.append(
-            Audit(job, seq, self.now_s, actor, subject, reason, message, policy, mode, attempt, evidence, outcome)
+            Audit(
+                job,
+                seq,
+                self.now_s,
+                actor,
+                subject,
+                reason,
+                message,
+                policy,
+                mode,
+                attempt,
+                evidence,
+                outcome,
+            )
         )
 
     def finish(self) -> tuple[Cluster, Outcome]:
@@ -120,7 +136,12 @@ class Draft:
         for name, job in self.jobs.items():
             old = self.state.jobs.get(name)
             if old is None or _role(old) != _role(job):
-                touched.update((slot.node, None) for held in (old, job) if held is not None for slot in held.slots)
+                touched.update(
+                    (slot.node, None)
+                    for held in (old, job)
+                    if held is not None
+                    for slot in held.slots
+                )
         for name, node in self.nodes.items():
             before = self.state.nodes.get(name)
             if before is not node and (before is None or before.identity is not node.identity):
@@ -132,10 +153,20 @@ class Draft:
             if name in self.nodes:
                 wanted = desired_of(self.nodes[name], holders.get(name))
                 if wanted != self.nodes[name].desired:
-                    self.node(name, desired=wanted, desired_version=self.nodes[name].desired_version + 1)
+                    self.node(
+                        name, desired=wanted, desired_version=self.nodes[name].desired_version + 1
+                    )
                     self.command(name)
 
 
 def _role(job: Job) -> tuple[object, ...]:
     """Whatever of a job decides its nodes' desired state."""
-    return (job.phase, job.attempt, job.slots, job.store_endpoint, job.restore, job.committer_endpoint, job.profile)
+    return (
+        job.phase,
+        job.attempt,
+        job.slots,
+        job.store_endpoint,
+        job.restore,
+        job.committer_endpoint,
+        job.profile,
+    )

@@ -1,6 +1,7 @@
 """What goes into the core and what comes out of it. Time enters only in events.
 
-Effects are asked for, not guaranteed: each is repeated by the core as long as the state still wants it.
+Effects are asked for, not guaranteed: each is repeated by the core as long as the state still wants
+it.
 """
 
 from __future__ import annotations
@@ -54,9 +55,11 @@ class LeaderStarted:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed. ``steps`` holds (job, attempt, step) of the newest records since the last tick.
+    """Time has passed. ``steps`` holds (job, attempt, step) of the newest records since the last
+    tick.
 
-    ``loop_blocked`` says that the driver itself stood still, so silence of others proves nothing for a while.
+    ``loop_blocked`` says that the driver itself stood still, so silence of others proves nothing
+    for a while.
     """
 
     now_s: float
@@ -166,9 +169,11 @@ class UncordonRequested:
 
 @dataclass(frozen=True, slots=True)
 class ProfileRequested:
-    """Someone wants a profile of a running job. ``first_step`` 0: the nearest that all ranks hear of in time.
+    """Someone wants a profile of a running job. ``first_step`` 0: the nearest that all ranks hear
+    of in time.
 
-    ``newest_step`` and ``step_time_s`` are those of the attempt's newest step record; 0 where there is none.
+    ``newest_step`` and ``step_time_s`` are those of the attempt's newest step record; 0 where there
+    is none.
     """
 
     now_s: float
@@ -183,12 +188,21 @@ class ProfileRequested:
     request: RequestKey | None = None
 
 
-Mutation = JobSubmitted | CancelRequested | EvictRequested | CordonRequested | UncordonRequested | ProfileRequested
+Mutation = (
+    JobSubmitted
+    | CancelRequested
+    | EvictRequested
+    | CordonRequested
+    | UncordonRequested
+    | ProfileRequested
+)
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptOpened:
-    """The committer, at ``committer_endpoint``, has opened the attempt. ``refused`` names what was passed over."""
+    """The committer, at ``committer_endpoint``, has opened the attempt. ``refused`` names what was
+    passed over.
+    """
 
     now_s: float
     job: str
@@ -209,13 +223,23 @@ class OpenFailed:
 
 
 Event = (
-    LeaderStarted | Tick | NodeHello | NodeReport | StreamReset | ProbeResult | Mutation | AttemptOpened | OpenFailed
+    LeaderStarted
+    | Tick
+    | NodeHello
+    | NodeReport
+    | StreamReset
+    | ProbeResult
+    | Mutation
+    | AttemptOpened
+    | OpenFailed
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """One fact behind a decision: its kind, where it comes from, what it says, and where to read it."""
+    """One fact behind a decision: its kind, where it comes from, what it says, and where to read
+    it.
+    """
 
     kind: str
     source: str
@@ -225,7 +249,9 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """A line of the audit log. ``log`` is the job whose log it stands in; empty: the cluster's own log."""
+    """A line of the audit log. ``log`` is the job whose log it stands in; empty: the cluster's own
+    log.
+    """
 
     log: str
     seq: int
@@ -271,10 +297,11 @@ Effect = OpenAttempt | Probe
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one event led to beside the new state. ``commanded``: nodes whose desired state must be sent.
+    """What one event led to beside the new state. ``commanded``: nodes whose desired state must be
+    sent.
 
-    ``refusal``: the request was refused, and why; empty when it was carried out. ``refusal_detail``: in words, where
-    the word alone does not say it.
+    ``refusal``: the request was refused, and why; empty when it was carried out.
+    ``refusal_detail``: in words, where the word alone does not say it.
     """
 
     effects: tuple[Effect, ...] = ()

@@ -5,7 +5,15 @@ from __future__ import annotations
 from megascale_driver.core import hang
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.scheduling import candidate, usable
-from megascale_driver.core.state import AttemptPhase, Cluster, Disposition, Job, JobPhase, Liveness, Node
+from megascale_driver.core.state import (
+    AttemptPhase,
+    Cluster,
+    Disposition,
+    Job,
+    JobPhase,
+    Liveness,
+    Node,
+)
 from megascale_driver.placement.gang import place
 
 
@@ -28,9 +36,14 @@ def explain(state: Cluster, name: str, now_s: float, policy: Policy) -> str:
 
 
 def needs(job: Job, nodes: list[Node]) -> str:
-    """What the job needs, in the size of the nodes that the cluster has: ``2 nodes with 4 cpu devices``."""
+    """What the job needs, in the size of the nodes that the cluster has: ``2 nodes with 4 cpu
+    devices``.
+    """
     world, tp = job.config.layout.world_size, job.config.layout.tp
-    shapes = sorted({(len(c.devices), c.kind) for c in map(candidate, nodes) if len(c.devices) >= tp}, reverse=True)
+    shapes = sorted(
+        {(len(c.devices), c.kind) for c in map(candidate, nodes) if len(c.devices) >= tp},
+        reverse=True,
+    )
     if not shapes:
         return f"{world} devices in groups of {tp} on one node"
     size, kind = shapes[0]
@@ -42,18 +55,35 @@ def needs(job: Job, nodes: list[Node]) -> str:
 
 def _waiting(state: Cluster, job: Job) -> str:
     nodes = list(state.nodes.values())
-    taken = {slot.node: other.name for other in state.jobs.values() if other.active for slot in other.slots}
-    reserved = {spare: other.name for other in state.jobs.values() if other.name != job.name for spare in other.spares}
+    taken = {
+        slot.node: other.name
+        for other in state.jobs.values()
+        if other.active
+        for slot in other.slots
+    }
+    reserved = {
+        spare: other.name
+        for other in state.jobs.values()
+        if other.name != job.name
+        for spare in other.spares
+    }
     idle = [n for n in nodes if usable(n) and n.name not in taken and n.name not in reserved]
     count = len(idle)
-    parts = [f"needs {needs(job, nodes)}", f"{count} schedulable {'node is' if count == 1 else 'nodes are'} idle"]
+    parts = [
+        f"needs {needs(job, nodes)}",
+        f"{count} schedulable {'node is' if count == 1 else 'nodes are'} idle",
+    ]
     layout = job.config.layout
     if place(layout.world_size, layout.tp, [candidate(n) for n in idle]) is not None:
         parts.append("it is about to be placed")
     idle_names = {n.name for n in idle}
     blocked = [_blocked(n, taken, reserved) for n in nodes if n.name not in idle_names]
     text = ", ".join(parts)
-    return text + ("; " + "; ".join(blocked[:8]) if blocked else "") + (f" ({job.reason})" if job.attempt else "")
+    return (
+        text
+        + ("; " + "; ".join(blocked[:8]) if blocked else "")
+        + (f" ({job.reason})" if job.attempt else "")
+    )
 
 
 def _blocked(node: Node, taken: dict[str, str], reserved: dict[str, str]) -> str:

@@ -1,8 +1,9 @@
 """A running job that stands still with all its processes alive is noticed and given a new attempt.
 
-The verdict is an inference from status pages, so it costs no node anything at the first time: the attempt ends and all
-nodes check themselves. A node whose ranks hold the job up twice in a row without progress is left by the job
-(:mod:`megascale_driver.core.recovery`). Nodes that are not heard of belong to :mod:`megascale_driver.core.liveness`.
+The verdict is an inference from status pages, so it costs no node anything at the first time: the
+attempt ends and all nodes check themselves. A node whose ranks hold the job up twice in a row
+without progress is left by the job (:mod:`megascale_driver.core.recovery`). Nodes that are not
+heard of belong to :mod:`megascale_driver.core.liveness`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,15 @@ from megascale_driver.analysis.progress import Beat, RankView, Standing, p99, st
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import Evidence
 from megascale_driver.core.policy import Policy
-from megascale_driver.core.state import AttemptPhase, Fault, FaultKind, Job, JobPhase, Liveness, Node
+from megascale_driver.core.state import (
+    AttemptPhase,
+    Fault,
+    FaultKind,
+    Job,
+    JobPhase,
+    Liveness,
+    Node,
+)
 
 MAX_EVIDENCE = 16
 MAX_NAMED = 4
@@ -47,11 +56,18 @@ def check(draft: Draft, job: Job) -> Job:
 
 
 def observed(nodes: Mapping[str, Node], job: Job, policy: Policy) -> Standing | None:
-    """How the job stands by the newest heartbeats; None while a node of it is not heard of or speaks of no rank."""
+    """How the job stands by the newest heartbeats; None while a node of it is not heard of or
+    speaks of no rank.
+    """
     beats: list[Beat] = []
     for slot in job.slots:
         node = nodes.get(slot.node)
-        if node is None or node.report is None or node.liveness is not Liveness.ALIVE or not node.connected:
+        if (
+            node is None
+            or node.report is None
+            or node.liveness is not Liveness.ALIVE
+            or not node.connected
+        ):
             return None
         report = node.report
         if (report.job, report.attempt) != (job.name, job.attempt) or report.phase not in _AT_WORK:
@@ -61,7 +77,9 @@ def observed(nodes: Mapping[str, Node], job: Job, policy: Policy) -> Standing | 
 
 
 def describe(nodes: Mapping[str, Node], job: Job, now_s: float, policy: Policy) -> str:
-    """For people: since when no step is completed and who stands where; empty while the job keeps its pace."""
+    """For people: since when no step is completed and who stands where; empty while the job keeps
+    its pace.
+    """
     still_s = now_s - _since_s(job)
     if still_s < max(policy.suspect_after_s, policy.still_intervals * p99(job.step_times)):
         return ""
@@ -85,7 +103,9 @@ def _evidence(guilty: tuple[RankView, ...], found: Standing) -> tuple[Evidence, 
     for view in (*guilty, *others)[:MAX_EVIDENCE]:
         digest = "no status page that can be read"
         if view.status is not None:
-            inside = [count.group for count in view.status.operations if count.entered > count.completed]
+            inside = [
+                count.group for count in view.status.operations if count.entered > count.completed
+            ]
             digest = f"phase {view.status.phase}, step {view.status.step}, status {view.status.age_s:.1f} s old"
             if view.status.operations:
                 digest += f", inside {', '.join(inside)}" if inside else ", inside no operation"

@@ -1,8 +1,8 @@
 """The life of a job: one step of its machine whenever something about it or its nodes has changed.
 
-QUEUED -> PREPARING -> STARTING -> RUNNING -> SUCCEEDED, and from any of them over STOPPING back to QUEUED (a new
-attempt) or to FAILED or CANCELLED. Attempts never overlap: the next is placed when the last one's nodes have said that
-they stand idle, or are dead, or have been given up.
+QUEUED -> PREPARING -> STARTING -> RUNNING -> SUCCEEDED, and from any of them over STOPPING back to
+QUEUED (a new attempt) or to FAILED or CANCELLED. Attempts never overlap: the next is placed when
+the last one's nodes have said that they stand idle, or are dead, or have been given up.
 """
 
 from __future__ import annotations
@@ -48,7 +48,13 @@ def submit(draft: Draft, event: JobSubmitted) -> None:
         name, event.config, created_at_s=draft.now_s, updated_at_s=draft.now_s, timer_s=draft.now_s,
         reason="waits for nodes",
     )  # fmt: skip
-    draft.log("SUBMITTED", f"submitted by {event.actor}", subject=f"jobs/{name}", job=name, actor=event.actor)
+    draft.log(
+        "SUBMITTED",
+        f"submitted by {event.actor}",
+        subject=f"jobs/{name}",
+        job=name,
+        actor=event.actor,
+    )
 
 
 def cancel(draft: Draft, event: CancelRequested) -> None:
@@ -69,7 +75,9 @@ def cancel(draft: Draft, event: CancelRequested) -> None:
 
 
 def advance(draft: Draft, name: str, reporter: str = "") -> None:
-    """Move the job on as far as its nodes' reports and the clock allow; ``reporter``: only that node has news."""
+    """Move the job on as far as its nodes' reports and the clock allow; ``reporter``: only that
+    node has news.
+    """
     job = draft.jobs[name]
     if not job.active:
         return
@@ -131,7 +139,9 @@ def steps_seen(draft: Draft, name: str, attempt: int, step: int) -> None:
     job = draft.jobs.get(name)
     if job is None or attempt != job.attempt or step <= job.step:
         return
-    interval_s = (draft.now_s - job.last_step_at_s) / (step - job.step) if job.last_step_at_s else 0.0
+    interval_s = (
+        (draft.now_s - job.last_step_at_s) / (step - job.step) if job.last_step_at_s else 0.0
+    )
     draft.job(
         name, step=step, best_step=max(step, job.best_step), last_step_at_s=draft.now_s, step_interval_s=interval_s,
         step_times=add_step_time(job.step_times, interval_s),
@@ -139,7 +149,10 @@ def steps_seen(draft: Draft, name: str, attempt: int, step: int) -> None:
 
 
 def _advance_preparing(draft: Draft, job: Job) -> None:
-    if any(_report_phase(draft.nodes.get(slot.node), job) is not AttemptPhase.PREPARED for slot in job.slots):
+    if any(
+        _report_phase(draft.nodes.get(slot.node), job) is not AttemptPhase.PREPARED
+        for slot in job.slots
+    ):
         return
     first = draft.nodes[job.slots[0].node]
     if not job.config.checkpoint.uri:
@@ -178,7 +191,11 @@ def _start(draft: Draft, job: Job, restore: Restore, committer_endpoint: str) ->
 
 def _advance_starting(draft: Draft, job: Job) -> None:
     if all(_report_phase(draft.nodes.get(slot.node), job) in STARTED for slot in job.slots):
-        draft.job(job.name, phase=JobPhase.RUNNING, reason=f"attempt {job.attempt} runs on {len(job.slots)} nodes")
+        draft.job(
+            job.name,
+            phase=JobPhase.RUNNING,
+            reason=f"attempt {job.attempt} runs on {len(job.slots)} nodes",
+        )
         draft.log(
             "ATTEMPT_STARTED", f"all {job.config.layout.world_size} workers of attempt {job.attempt} run",
             subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt,
@@ -186,19 +203,29 @@ def _advance_starting(draft: Draft, job: Job) -> None:
 
 
 def _advance_running(draft: Draft, job: Job) -> None:
-    if all(_report_phase(draft.nodes.get(slot.node), job) is AttemptPhase.FINISHED for slot in job.slots):
+    if all(
+        _report_phase(draft.nodes.get(slot.node), job) is AttemptPhase.FINISHED
+        for slot in job.slots
+    ):
         _end(draft, job, JobPhase.SUCCEEDED, f"all {job.config.training.steps} steps are done")
 
 
 def _check_deadline(draft: Draft, job: Job) -> Job:
-    limits = {JobPhase.PREPARING: draft.policy.prepare_timeout_s, JobPhase.STARTING: draft.policy.start_timeout_s}
+    limits = {
+        JobPhase.PREPARING: draft.policy.prepare_timeout_s,
+        JobPhase.STARTING: draft.policy.start_timeout_s,
+    }
     limit_s, since_s = limits.get(job.phase), job.timer_s
     if job.phase is JobPhase.PREPARING and job.open_since_s:
         limit_s, since_s = draft.policy.open_timeout_s, job.open_since_s
     if limit_s is None or draft.now_s - since_s < limit_s:
         return job
     wanted = {AttemptPhase.PREPARED} if job.phase is JobPhase.PREPARING else STARTED
-    late = [slot.node for slot in job.slots if _report_phase(draft.nodes.get(slot.node), job) not in wanted]
+    late = [
+        slot.node
+        for slot in job.slots
+        if _report_phase(draft.nodes.get(slot.node), job) not in wanted
+    ]
     # Several late nodes have a common cause, which is none of them.
     blamed = late[0] if len(late) == 1 else ""
     message = f"{job.phase.lower()} took longer than {limit_s:g} s; not ready: {', '.join(late) or 'the committer'}"
@@ -228,7 +255,9 @@ def _why(job: Job) -> str:
 
 
 def _advance_stopping(draft: Draft, job: Job) -> None:
-    """Go on when every node of the attempt stands idle or is gone; give up on those that do not answer in time."""
+    """Go on when every node of the attempt stands idle or is gone; give up on those that do not
+    answer in time.
+    """
     waiting = [slot for slot in job.slots if not _stopped(draft.nodes.get(slot.node), slot)]
     overdue = draft.now_s - job.timer_s >= draft.policy.stop_timeout_s
     if waiting and not overdue:
@@ -253,13 +282,19 @@ def _advance_stopping(draft: Draft, job: Job) -> None:
     if job.after_stop is JobPhase.QUEUED:
         job = recovery.settle(draft, job)
     if job.after_stop is JobPhase.QUEUED:
-        draft.job(job.name, phase=JobPhase.QUEUED, reason=f"waits for nodes after: {job.stop_reason}")
+        draft.job(
+            job.name, phase=JobPhase.QUEUED, reason=f"waits for nodes after: {job.stop_reason}"
+        )
     else:
         _end(draft, job, job.after_stop, job.stop_reason)
 
 
 def _stopped(node: Node | None, slot: Slot) -> bool:
-    if node is None or node.liveness is Liveness.DEAD or node.identity.incarnation != slot.incarnation:
+    if (
+        node is None
+        or node.liveness is Liveness.DEAD
+        or node.identity.incarnation != slot.incarnation
+    ):
         return True
     report = node.report
     idle = report is not None and report.phase is AttemptPhase.IDLE
@@ -279,12 +314,18 @@ def _end(draft: Draft, job: Job, phase: JobPhase, why: str) -> None:
 
 def _report_phase(node: Node | None, job: Job) -> AttemptPhase | None:
     """Where the node stands in this attempt; None when it speaks of another, or not at all."""
-    if node is None or node.report is None or (node.report.job, node.report.attempt) != (job.name, job.attempt):
+    if (
+        node is None
+        or node.report is None
+        or (node.report.job, node.report.attempt) != (job.name, job.attempt)
+    ):
         return None
     return node.report.phase
 
 
 def restart_timers(draft: Draft) -> None:
-    """A new leader gives every phase its full time and asks again what its predecessor may have asked."""
+    """A new leader gives every phase its full time and asks again what its predecessor may have
+    asked.
+    """
     for name, job in list(draft.jobs.items()):
         draft.jobs[name] = replace(job, timer_s=draft.now_s, open_asked=False, open_since_s=0.0)

@@ -1,8 +1,10 @@
 """Who is there: verdicts over hellos, heartbeats, broken streams, probes and silence.
 
-A refused connection after a broken stream is positive evidence that the process is gone: DEAD at once. Silence alone
-is an inference: it takes longer, wants a corroboration, and passes through the breaker. A job that completes steps
-proves all its nodes alive (MegaScale section 4.1: heartbeats tell where, progress tells whether).
+A refused connection after a broken stream is positive evidence that the process is gone: DEAD at
+once. Silence alone
+is an inference: it takes longer, wants a corroboration, and passes through the breaker. A job that
+completes steps proves all its nodes alive (MegaScale section 4.1: heartbeats tell where, progress
+tells whether).
 """
 
 from __future__ import annotations
@@ -29,8 +31,13 @@ def probe_result(draft: Draft, event: ProbeResult) -> None:
         return
     if event.outcome == "alive":
         unlinked_since_s = node.reset_at_s or draft.cluster("leader_since_s")
-        if not node.connected and draft.now_s - unlinked_since_s >= draft.policy.dead_uncorroborated_after_s:
-            return  # a process that answers but cannot take orders is of no use: its silence counts from here on
+        if (
+            not node.connected
+            and draft.now_s - unlinked_since_s >= draft.policy.dead_uncorroborated_after_s
+        ):
+            # a process that answers but cannot take orders is of no use: its silence counts from
+            # here on
+            return
         draft.node(node.name, last_seen_s=draft.now_s, probe_failed_at_s=0.0)
         if node.liveness is Liveness.SUSPECT and node.connected:
             draft.node(node.name, liveness=Liveness.ALIVE)
@@ -40,12 +47,18 @@ def probe_result(draft: Draft, event: ProbeResult) -> None:
         if draft.now_s < draft.cluster("grace_until_s") and not node.reset_at_s:
             return
         evidence = (
-            Evidence("stream", f"nodes/{node.name}", "reset" if node.reset_at_s else "never opened in this term"),
+            Evidence(
+                "stream",
+                f"nodes/{node.name}",
+                "reset" if node.reset_at_s else "never opened in this term",
+            ),
             Evidence("probe", node.identity.executor_endpoint, "connection refused"),
         )
         if draft.holder_of(node.name) is not None:
             breaker.count(draft, node.name)
-        _declare_dead(draft, node, "its link broke and its port refuses connections", "process-gone", evidence)
+        _declare_dead(
+            draft, node, "its link broke and its port refuses connections", "process-gone", evidence
+        )
 
 
 def judge_silence(draft: Draft) -> None:
@@ -71,9 +84,17 @@ def judge_silence(draft: Draft) -> None:
         limit_s = policy.dead_after_s if corroboration else policy.dead_uncorroborated_after_s
         # Without a job the verdict costs nothing: the node is alive again with its next word.
         if age_s >= limit_s and (job is None or breaker.allows(draft, node.name)):
-            silence = Evidence("silence", f"nodes/{node.name}", f"{age_s:.1f} s without a sign of life")
-            why = f"it has been silent for {age_s:.1f} s" + (f" and {corroboration}" if corroboration else "")
-            evidence = (silence, Evidence("corroboration", "driver", corroboration)) if corroboration else (silence,)
+            silence = Evidence(
+                "silence", f"nodes/{node.name}", f"{age_s:.1f} s without a sign of life"
+            )
+            why = f"it has been silent for {age_s:.1f} s" + (
+                f" and {corroboration}" if corroboration else ""
+            )
+            evidence = (
+                (silence, Evidence("corroboration", "driver", corroboration))
+                if corroboration
+                else (silence,)
+            )
             _declare_dead(draft, draft.nodes[node.name], why, "silence", evidence)
 
 
@@ -92,7 +113,9 @@ def _corroboration(draft: Draft, node: Node, job: Job | None) -> str:
         return "a probe of its port failed"
     if job is not None and job.phase is JobPhase.RUNNING and job.step_interval_s:
         still_s = draft.now_s - job.last_step_at_s
-        if still_s > max(draft.policy.suspect_after_s, draft.policy.still_intervals * job.step_interval_s):
+        if still_s > max(
+            draft.policy.suspect_after_s, draft.policy.still_intervals * job.step_interval_s
+        ):
             return f"job {job.name} has stood still for {still_s:.1f} s"
     return ""
 
@@ -111,7 +134,9 @@ def _suspect(draft: Draft, node: Node, job: Job | None, age_s: float) -> None:
     )
 
 
-def _declare_dead(draft: Draft, node: Node, why: str, policy: str, evidence: tuple[Evidence, ...]) -> None:
+def _declare_dead(
+    draft: Draft, node: Node, why: str, policy: str, evidence: tuple[Evidence, ...]
+) -> None:
     job = draft.holder_of(node.name)
     draft.node(node.name, liveness=Liveness.DEAD)
     draft.log(

@@ -1,7 +1,9 @@
-"""The core of the driver: ``step(state, event) -> (state, outcome)``. Pure: no I/O, no clock, no random.
+"""The core of the driver: ``step(state, event) -> (state, outcome)``. Pure: no I/O, no clock, no
+random.
 
-The shell commits what differs between the two states, together with the audit lines, before it lets any desired state
-or effect leave the process. Equal states and events give equal outcomes, which the simulation rests on.
+The shell commits what differs between the two states, together with the audit lines, before it lets
+any desired state or effect leave the process. Equal states and events give equal outcomes, which
+the simulation rests on.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ def step(state: Cluster, event: Event, policy: Policy) -> tuple[Cluster, Outcome
     """Take in one event. ``policy`` holds every limit; the state that is passed in stays as it was."""
     draft = Draft(state, policy, event.now_s)
     if isinstance(event, NodeReport):
-        # The steady stream of heartbeats that say nothing new stays cheap; ticks look at everything.
+        # The steady stream of heartbeats that say nothing new stays cheap; ticks look at
+        # everything.
         job = nodes.report(draft, event)
         if job is not None:
             jobs.advance(draft, job.name, event.node)
@@ -95,7 +98,9 @@ def _mutate(draft: Draft, event: Mutation) -> None:
         subject = f"nodes/{event.node}"
         nodes.set_disposition(draft, event)
     if event.request is not None and not draft.refusal:
-        draft.requests[event.request.request_id] = Request(kind, subject, event.request.digest, draft.now_s)
+        draft.requests[event.request.request_id] = Request(
+            kind, subject, event.request.digest, draft.now_s
+        )
 
 
 def _seen_before(draft: Draft, kind: str, key: RequestKey) -> bool:
@@ -128,4 +133,9 @@ def _leader_started(draft: Draft, event: LeaderStarted) -> None:
     for name in list(draft.nodes):
         draft.node(name, last_seen_s=event.now_s)
     jobs.restart_timers(draft)
-    draft.log("LEADER_ELECTED", f"the driver at {event.address} leads", subject="driver", policy="election")
+    draft.log(
+        "LEADER_ELECTED",
+        f"the driver at {event.address} leads",
+        subject="driver",
+        policy="election",
+    )

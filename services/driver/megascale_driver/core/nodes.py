@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from megascale_driver.core import breaker, profiles
 from megascale_driver.core.draft import Draft
-from megascale_driver.core.events import CordonRequested, EvictRequested, NodeHello, NodeReport, UncordonRequested
+from megascale_driver.core.events import (
+    CordonRequested,
+    EvictRequested,
+    NodeHello,
+    NodeReport,
+    UncordonRequested,
+)
 from megascale_driver.core.state import Disposition, Job, Liveness, Node, Progress, Report
 
 SELF_CHECK = "self-check"  # the policy by which a failed self-check quarantines
 
 
 def hello(draft: Draft, event: NodeHello) -> None:
-    """A node opened its link: it is alive. A new incarnation has lost everything that the old one ran."""
+    """A node opened its link: it is alive. A new incarnation has lost everything that the old one
+    ran.
+    """
     known = draft.nodes.get(event.node)
     if known is None:
         draft.nodes[event.node] = Node(event.node)
@@ -38,8 +46,12 @@ def hello(draft: Draft, event: NodeHello) -> None:
 
 
 def _give_another_chance(draft: Draft, node: Node) -> None:
-    """What failed a self-check may have been mended with the restart; the next PREPARE checks the node again."""
-    draft.node(node.name, disposition=Disposition.SCHEDULABLE, disposition_reason="", disposition_policy="")
+    """What failed a self-check may have been mended with the restart; the next PREPARE checks the
+    node again.
+    """
+    draft.node(
+        node.name, disposition=Disposition.SCHEDULABLE, disposition_reason="", disposition_policy=""
+    )
     _welcome_back(draft, node.name)
     draft.log(
         "NODE_UNCORDONED", f"node {node.name} was started anew and may get work again",
@@ -73,7 +85,11 @@ def report(draft: Draft, event: NodeReport) -> Job | None:
         _committed(draft, node.name, progress)
     profiles.report(draft, node.name, event.report)
     before = node.report
-    if before is not None and node.liveness is Liveness.ALIVE and _news(before) == _news(event.report):
+    if (
+        before is not None
+        and node.liveness is Liveness.ALIVE
+        and _news(before) == _news(event.report)
+    ):
         return None
     return draft.holder_of(node.name)
 
@@ -98,11 +114,18 @@ def _committed(draft: Draft, node: str, progress: Progress) -> None:
         return
     if progress.committed_by_attempt > job.attempt:
         return  # no such attempt was ever issued: a lying or foreign daemon
-    if progress.committed_by_attempt == job.attempt and progress.committed_step in job.refused_steps:
-        # The number stands for another state now: what was refused had been written by an earlier attempt.
+    if (
+        progress.committed_by_attempt == job.attempt
+        and progress.committed_step in job.refused_steps
+    ):
+        # The number stands for another state now: what was refused had been written by an earlier
+        # attempt.
         rest = tuple(step for step in job.refused_steps if step != progress.committed_step)
         job = draft.job(job.name, refused_steps=rest)
-    if (progress.committed_step, progress.committed_by_attempt) <= (job.committed_step, job.committed_by_attempt):
+    if (progress.committed_step, progress.committed_by_attempt) <= (
+        job.committed_step,
+        job.committed_by_attempt,
+    ):
         return
     draft.job(
         job.name,
@@ -120,7 +143,9 @@ def _committed(draft: Draft, node: str, progress: Progress) -> None:
     )
 
 
-def set_disposition(draft: Draft, event: EvictRequested | CordonRequested | UncordonRequested) -> None:
+def set_disposition(
+    draft: Draft, event: EvictRequested | CordonRequested | UncordonRequested
+) -> None:
     """Do with a node as somebody wants; what is so already stays as it is."""
     node = draft.nodes.get(event.node)
     if node is None:
@@ -142,7 +167,10 @@ def _cordon(draft: Draft, node: Node, event: CordonRequested) -> None:
         return
     job = draft.holder_of(node.name)
     draft.node(
-        node.name, disposition=Disposition.CORDONED, disposition_reason=event.reason, disposition_policy="manual"
+        node.name,
+        disposition=Disposition.CORDONED,
+        disposition_reason=event.reason,
+        disposition_policy="manual",
     )
     draft.log(
         "NODE_CORDONED", f"node {node.name} gets no new work: {event.reason}", subject=f"nodes/{node.name}",
@@ -152,11 +180,15 @@ def _cordon(draft: Draft, node: Node, event: CordonRequested) -> None:
 
 
 def _uncordon(draft: Draft, node: Node, event: UncordonRequested) -> None:
-    """Work may come again. Whoever puts a quarantined node back vouches for it: jobs that left it may return."""
+    """Work may come again. Whoever puts a quarantined node back vouches for it: jobs that left it
+    may return.
+    """
     if node.disposition is Disposition.SCHEDULABLE:
         return
     before = node.disposition
-    draft.node(node.name, disposition=Disposition.SCHEDULABLE, disposition_reason="", disposition_policy="")
+    draft.node(
+        node.name, disposition=Disposition.SCHEDULABLE, disposition_reason="", disposition_policy=""
+    )
     if before is Disposition.QUARANTINED:
         _welcome_back(draft, node.name)
     holder = draft.holder_of(node.name)
@@ -172,7 +204,12 @@ def quarantine(draft: Draft, name: str, reason: str, *, actor: str = "driver", p
     if draft.nodes[name].disposition is Disposition.QUARANTINED:
         return
     job = draft.holder_of(name)
-    draft.node(name, disposition=Disposition.QUARANTINED, disposition_reason=reason, disposition_policy=policy)
+    draft.node(
+        name,
+        disposition=Disposition.QUARANTINED,
+        disposition_reason=reason,
+        disposition_policy=policy,
+    )
     breaker.count(draft, name)
     if job is not None and name not in job.evicted:
         draft.job(job.name, evicted=(*job.evicted, name))

@@ -1,7 +1,8 @@
 """What broke an attempt, who is to blame, and whether the job may try again.
 
-When one rank goes, all its peers report errors of their collectives within a second: symptoms. The culprit is the
-earliest explicit failure, or the node that is gone. A damaged checkpoint blames no node: the step is refused.
+When one rank goes, all its peers report errors of their collectives within a second: symptoms. The
+culprit is the earliest explicit failure, or the node that is gone. A damaged checkpoint blames no
+node: the step is refused.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ FREE_OF_CHARGE = frozenset({FaultKind.NODE_EVICTED})
 
 
 def observe(draft: Draft, job: Job, node: str = "") -> Job:
-    """Record every fault of the attempt that is not yet recorded, with its event; of one node only if it is named."""
+    """Record every fault of the attempt that is not yet recorded, with its event; of one node only
+    if it is named.
+    """
     known = {(fault.node, fault.kind) for fault in job.faults}
     for slot in job.slots:
         if node and slot.node != node:
@@ -43,7 +46,9 @@ def observe(draft: Draft, job: Job, node: str = "") -> Job:
 
 
 def settle(draft: Draft, job: Job) -> Job:
-    """Blame, count and decide, once the attempt has stopped; sets ``after_stop`` to FAILED when a budget is spent."""
+    """Blame, count and decide, once the attempt has stopped; sets ``after_stop`` to FAILED when a
+    budget is spent.
+    """
     faults = job.faults
     job = _charge(draft, job)
     if any(f.kind is FaultKind.CHECKPOINT_CORRUPT for f in faults):
@@ -70,9 +75,18 @@ def _fault_of(draft: Draft, job: Job, slot: Slot) -> Fault | None:
         message = f"node {slot.node} is quarantined: {node.disposition_reason}"
         return Fault(FaultKind.NODE_EVICTED, slot.node, now_s, message)
     if node.identity.incarnation and node.identity.incarnation != slot.incarnation:
-        return Fault(FaultKind.NODE_RESTARTED, slot.node, now_s, f"the executor of node {slot.node} was restarted")
+        return Fault(
+            FaultKind.NODE_RESTARTED,
+            slot.node,
+            now_s,
+            f"the executor of node {slot.node} was restarted",
+        )
     report = node.report
-    if report is None or (report.job, report.attempt, report.phase) != (job.name, job.attempt, AttemptPhase.FAILED):
+    if report is None or (report.job, report.attempt, report.phase) != (
+        job.name,
+        job.attempt,
+        AttemptPhase.FAILED,
+    ):
         return None
     failed = [check for check in report.checks if check.verdict == "FAIL"]
     if failed and all(check.name == MEMORY_ROOM for check in failed):
@@ -85,7 +99,9 @@ def _fault_of(draft: Draft, job: Job, slot: Slot) -> Fault | None:
     return _worker_fault(node, report.workers, report.failure, now_s)
 
 
-def _worker_fault(node: Node, workers: tuple[WorkerReport, ...], failure: str, now_s: float) -> Fault:
+def _worker_fault(
+    node: Node, workers: tuple[WorkerReport, ...], failure: str, now_s: float
+) -> Fault:
     # A worker that ended with status 0 before its last step carries an error kind, too.
     bad = (w for w in workers if w.exited and (w.exit_status != 0 or w.error_kind))
     ended = sorted(bad, key=lambda w: (_secondary(w), w.exited_at_s, w.rank))
@@ -103,18 +119,27 @@ def _worker_fault(node: Node, workers: tuple[WorkerReport, ...], failure: str, n
     if first.exit_status < 0:
         how = f"was killed by {SIGNALS.get(-first.exit_status, f'signal {-first.exit_status}')}"
     last_line = first.error.strip().splitlines()[-1][:300] if first.error.strip() else ""
-    message = f"rank {first.rank} on node {node.name} {how}" + (f": {last_line}" if last_line else "")
+    message = f"rank {first.rank} on node {node.name} {how}" + (
+        f": {last_line}" if last_line else ""
+    )
     return Fault(kind, node.name, first.exited_at_s or now_s, message, first.rank)
 
 
 def _secondary(worker: WorkerReport) -> bool:
-    """Whether its end only follows from another's: a collective without a peer, or killed by its agent."""
-    return worker.error_kind == "COLLECTIVE" or (worker.error_kind == "STOPPED" and worker.exit_status in (-9, 0))
+    """Whether its end only follows from another's: a collective without a peer, or killed by its
+    agent.
+    """
+    return worker.error_kind == "COLLECTIVE" or (
+        worker.error_kind == "STOPPED" and worker.exit_status in (-9, 0)
+    )
 
 
 def _announce(draft: Draft, job: Job, fault: Fault) -> None:
     subject = f"nodes/{fault.node}"
-    if fault.kind in (FaultKind.NODE_DEAD, FaultKind.NODE_RESTARTED) and fault.node not in job.evicted:
+    if (
+        fault.kind in (FaultKind.NODE_DEAD, FaultKind.NODE_RESTARTED)
+        and fault.node not in job.evicted
+    ):
         if fault.kind is FaultKind.NODE_DEAD:
             draft.job(job.name, evicted=(*job.evicted, fault.node))
         reason: Reason = "NODE_EVICTED" if fault.kind is FaultKind.NODE_DEAD else "NODE_RESTARTED"
@@ -125,8 +150,18 @@ def _announce(draft: Draft, job: Job, fault: Fault) -> None:
     elif fault.kind is FaultKind.CHECK_FAILED and breaker.allows(draft, fault.node):
         nodes.quarantine(draft, fault.node, fault.message, policy=nodes.SELF_CHECK)
     elif fault.kind is FaultKind.CHECK_FAILED:
-        _leave(draft, job, fault, "self-check", "too many nodes were lost lately: only this job leaves it")
-    elif fault.kind in (FaultKind.WORKER_EXITED, FaultKind.WORKER_SYMPTOM, FaultKind.CHECKPOINT_CORRUPT):
+        _leave(
+            draft,
+            job,
+            fault,
+            "self-check",
+            "too many nodes were lost lately: only this job leaves it",
+        )
+    elif fault.kind in (
+        FaultKind.WORKER_EXITED,
+        FaultKind.WORKER_SYMPTOM,
+        FaultKind.CHECKPOINT_CORRUPT,
+    ):
         symptom = fault.kind is FaultKind.WORKER_SYMPTOM
         draft.log(
             "WORKER_EXITED", fault.message, subject=subject, job=job.name, attempt=job.attempt,
@@ -146,7 +181,9 @@ def _charge(draft: Draft, job: Job) -> Job:
         job.name,
         restarts=job.restarts + 1,
         # A refused checkpoint is a step forward: the next attempt restores another one.
-        restarts_without_progress=0 if progressed else job.restarts_without_progress + (0 if corrupt else 1),
+        restarts_without_progress=0
+        if progressed
+        else job.restarts_without_progress + (0 if corrupt else 1),
         node_failures={} if progressed else job.node_failures,
         progress_mark=mark,
     )
@@ -167,14 +204,18 @@ def _refuse_checkpoint(draft: Draft, job: Job) -> Job:
 
 
 def _judge_size(draft: Draft, job: Job) -> None:
-    """A job that never fitted ends at once; one that ran before leaves the node, whose memory others have taken."""
+    """A job that never fitted ends at once; one that ran before leaves the node, whose memory
+    others have taken.
+    """
     if not max(job.best_step, job.committed_step, job.progress_mark):
         first = next(f for f in job.faults if f.kind is FaultKind.JOB_TOO_BIG)
         draft.job(job.name, after_stop=JobPhase.FAILED, stop_reason=first.message)
         return
     for fault in job.faults:
         if fault.kind is FaultKind.JOB_TOO_BIG:
-            outcome = f"job {job.name} takes another node where there is one; other jobs may still use it"
+            outcome = (
+                f"job {job.name} takes another node where there is one; other jobs may still use it"
+            )
             _leave(draft, draft.jobs[job.name], fault, "memory-room", outcome)
 
 
@@ -191,18 +232,25 @@ def _leave(draft: Draft, job: Job, fault: Fault, policy: str, outcome: str) -> N
 def _blame(draft: Draft, job: Job) -> None:
     """Count a worker failure against its node; the job leaves a node that fails it again and again.
 
-    Other jobs may still use the node: whether it or the job's own code is at fault cannot be told from here.
+    Other jobs may still use the node: whether it or the job's own code is at fault cannot be told
+    from here.
     """
     gone = {f.node for f in job.faults if f.kind in (FaultKind.NODE_DEAD, FaultKind.NODE_EVICTED)}
     guilty = culprit(
-        tuple(f for f in job.faults if f.kind in (FaultKind.WORKER_EXITED, FaultKind.DEADLINE, FaultKind.HANG))
+        tuple(
+            f
+            for f in job.faults
+            if f.kind in (FaultKind.WORKER_EXITED, FaultKind.DEADLINE, FaultKind.HANG)
+        )
     )
     if guilty is None or not guilty.node or gone:
         return
     count = job.node_failures.get(guilty.node, 0) + 1
     job = draft.job(job.name, node_failures={**job.node_failures, guilty.node: count})
     elsewhere = any(failures for name, failures in job.node_failures.items() if name != guilty.node)
-    patience = draft.policy.node_hangs if guilty.kind is FaultKind.HANG else draft.policy.node_failures
+    patience = (
+        draft.policy.node_hangs if guilty.kind is FaultKind.HANG else draft.policy.node_failures
+    )
     if count < patience or elsewhere or guilty.node in job.evicted:
         return  # failures that follow the job from node to node are the job's own
     draft.job(job.name, evicted=(*job.evicted, guilty.node))

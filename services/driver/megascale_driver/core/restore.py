@@ -8,17 +8,25 @@ from megascale_driver.core.state import Job, Node
 
 
 def sealed_everywhere(job: Job, nodes: Mapping[str, Node]) -> tuple[int, int]:
-    """(step, attempt) of the newest snapshot that every rank of the attempt finds sealed on its own node; (0, 0): none.
+    """(step, attempt) of the newest snapshot that every rank of the attempt finds sealed on its own
+    node; (0, 0): none.
 
-    A snapshot counts where one attempt wrote it for all ranks. Refused steps and attempts never issued do not count.
+    A snapshot counts where one attempt wrote it for all ranks. Refused steps and attempts never
+    issued do not count.
     """
     common: set[tuple[int, int]] | None = None
     for slot in job.slots:
         node = nodes.get(slot.node)
         held: dict[int, set[tuple[int, int]]] = {rank: set() for rank in slot.ranks}
-        for progress in node.report.progress if node is not None and node.report is not None else ():
+        for progress in (
+            node.report.progress if node is not None and node.report is not None else ()
+        ):
             for sealed in progress.sealed if progress.job == job.name else ():
-                if sealed.rank in held and sealed.layout_digest and 0 < sealed.attempt < job.attempt:
+                if (
+                    sealed.rank in held
+                    and sealed.layout_digest
+                    and 0 < sealed.attempt < job.attempt
+                ):
                     held[sealed.rank].add((sealed.step, sealed.attempt))
         for steps in held.values():
             common = set(steps) if common is None else common & steps

@@ -19,7 +19,9 @@ from megascale_driver.placement.gang import Candidate, Part, place, replace_lost
 
 
 def schedule(draft: Draft) -> None:
-    """Place queued jobs, highest priority and oldest first; then complete the spares of active ones."""
+    """Place queued jobs, highest priority and oldest first; then complete the spares of active
+    ones.
+    """
     if draft.now_s < draft.cluster("grace_until_s") and any(
         node.liveness is Liveness.UNKNOWN for node in draft.nodes.values()
     ):
@@ -57,7 +59,9 @@ def usable(node: Node) -> bool:
 def idle_nodes(draft: Draft, job: Job) -> list[Node]:
     """Usable nodes that no other job holds, neither for its ranks nor as a spare."""
     taken = {slot.node for other in draft.jobs.values() if other.active for slot in other.slots}
-    taken |= {name for other in draft.jobs.values() if other.name != job.name for name in other.spares}
+    taken |= {
+        name for other in draft.jobs.values() if other.name != job.name for name in other.spares
+    }
     return [node for node in draft.nodes.values() if node.name not in taken and usable(node)]
 
 
@@ -67,11 +71,15 @@ def _place_job(draft: Draft, job: Job) -> None:
     if parts is None:
         preferred = [c for c in free.values() if c.name not in job.evicted]
         layout = job.config.layout
-        parts = place(layout.world_size, layout.tp, preferred) or place(layout.world_size, layout.tp, free.values())
+        parts = place(layout.world_size, layout.tp, preferred) or place(
+            layout.world_size, layout.tp, free.values()
+        )
     if parts is None:
         return
     before = {slot.node for slot in job.slots}
-    slots = tuple(Slot(p.node, p.ranks, p.devices, draft.nodes[p.node].identity.incarnation) for p in parts)
+    slots = tuple(
+        Slot(p.node, p.ranks, p.devices, draft.nodes[p.node].identity.incarnation) for p in parts
+    )
     number = job.attempt + 1
     newcomers = tuple(p.node for p in parts if p.node not in before) if before else ()
     used = {p.node for p in parts}
@@ -100,7 +108,9 @@ def _place_job(draft: Draft, job: Job) -> None:
 
 
 def _replacement(job: Job, free: dict[str, Candidate]) -> tuple[Part, ...] | None:
-    """The last placement with its lost nodes replaced; nodes that the job was taken off are not used."""
+    """The last placement with its lost nodes replaced; nodes that the job was taken off are not
+    used.
+    """
     parts = [Part(slot.node, slot.ranks, slot.devices) for slot in job.slots]
     names = {part.node for part in parts}
     welcome = {name: c for name, c in free.items() if name not in job.evicted}
@@ -110,7 +120,9 @@ def _replacement(job: Job, free: dict[str, Candidate]) -> tuple[Part, ...] | Non
     return replace_lost(parts, survivors, named, others)
 
 
-def _log_placement(draft: Draft, job: Job, parts: tuple[Part, ...], newcomers: tuple[str, ...]) -> None:
+def _log_placement(
+    draft: Draft, job: Job, parts: tuple[Part, ...], newcomers: tuple[str, ...]
+) -> None:
     number = job.attempt + 1
     where = "; ".join(f"{p.node}: ranks {p.ranks[0]}-{p.ranks[-1]}" for p in parts[:16])
     subject = f"jobs/{job.name}"
@@ -120,7 +132,14 @@ def _log_placement(draft: Draft, job: Job, parts: tuple[Part, ...], newcomers: t
                 "SPARE_ASSIGNED", f"spare {name} takes over", subject=f"nodes/{name}",
                 job=job.name, attempt=number, policy="placement",
             )  # fmt: skip
-    draft.log("PLACED", f"placed on {where}", subject=subject, job=job.name, attempt=number, policy="placement")
+    draft.log(
+        "PLACED",
+        f"placed on {where}",
+        subject=subject,
+        job=job.name,
+        attempt=number,
+        policy="placement",
+    )
     draft.log(
         "ATTEMPT_PREPARING", f"attempt {number}: its nodes reserve devices and check themselves",
         subject=subject, job=job.name, attempt=number,
@@ -133,7 +152,9 @@ def _name_spares(draft: Draft, job: Job) -> None:
     missing = job.config.recovery.spare_nodes - len(job.spares)
     if missing <= 0:
         return
-    waiting = any(other.phase is JobPhase.QUEUED and other.name != job.name for other in draft.jobs.values())
+    waiting = any(
+        other.phase is JobPhase.QUEUED and other.name != job.name for other in draft.jobs.values()
+    )
     if waiting:
         return  # nodes go to jobs that wait before they idle as spares
     parts = [Part(slot.node, slot.ranks, slot.devices) for slot in job.slots]

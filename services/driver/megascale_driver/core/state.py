@@ -1,7 +1,8 @@
 """The driver's whole memory as frozen values: nodes, jobs, breaker, requests.
 
-Times are Unix seconds as events carried them in. Fields marked volatile are rebuilt from hellos and heartbeats after a
-change of leader; all others are committed to etcd before anything that follows from them leaves the driver.
+Times are Unix seconds as events carried them in. Fields marked volatile are rebuilt from hellos and
+heartbeats after a change of leader; all others are committed to etcd before anything that follows
+from them leaves the driver.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class JobPhase(enum.StrEnum):
     CANCELLED = "CANCELLED"
 
 
-ACTIVE_PHASES = frozenset({JobPhase.PREPARING, JobPhase.STARTING, JobPhase.RUNNING, JobPhase.STOPPING})
+ACTIVE_PHASES = frozenset(
+    {JobPhase.PREPARING, JobPhase.STARTING, JobPhase.RUNNING, JobPhase.STOPPING}
+)
 TERMINAL_PHASES = frozenset({JobPhase.SUCCEEDED, JobPhase.FAILED, JobPhase.CANCELLED})
 
 
@@ -73,9 +76,11 @@ class DesiredPhase(enum.StrEnum):
 
 
 class FaultKind(enum.StrEnum):
-    """What broke an attempt. WORKER_SYMPTOM is a peer's error that only shows that another rank is gone.
+    """What broke an attempt. WORKER_SYMPTOM is a peer's error that only shows that another rank is
+    gone.
 
-    JOB_TOO_BIG is a fact about the job on a node that is sound; DEADLINE names a node only if one alone was late.
+    JOB_TOO_BIG is a fact about the job on a node that is sound; DEADLINE names a node only if one
+    alone was late.
     """
 
     NODE_DEAD = "NODE_DEAD"
@@ -158,7 +163,9 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class TraceReport:
-    """What a node says of one rank's trace. ``profile`` is the profile's id, ``detail`` why there is no trace."""
+    """What a node says of one rank's trace. ``profile`` is the profile's id, ``detail`` why there
+    is no trace.
+    """
 
     profile: str
     rank: int
@@ -169,7 +176,9 @@ class TraceReport:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a heartbeat says. ``desired_version`` is 0 when the node has not yet seen this leader's epoch."""
+    """What a heartbeat says. ``desired_version`` is 0 when the node has not yet seen this leader's
+    epoch.
+    """
 
     desired_version: int = 0
     job: str = ""
@@ -211,7 +220,9 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A node's part in an attempt: ``ranks[i]`` runs on device ``devices[i]`` of this incarnation of the node."""
+    """A node's part in an attempt: ``ranks[i]`` runs on device ``devices[i]`` of this incarnation
+    of the node.
+    """
 
     node: str
     ranks: tuple[int, ...]
@@ -251,7 +262,8 @@ class Node:
     identity: Identity = field(default_factory=Identity)
     disposition: Disposition = Disposition.SCHEDULABLE
     disposition_reason: str = ""
-    # Which rule set the disposition; a quarantine by self-check ends with the incarnation that failed it.
+    # Which rule set the disposition; a quarantine by self-check ends with the incarnation that
+    # failed it.
     disposition_policy: str = ""
     liveness: Liveness = field(default=Liveness.UNKNOWN, metadata=VOLATILE)
     connected: bool = field(default=False, metadata=VOLATILE)
@@ -305,7 +317,9 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Steps of one attempt that chosen ranks trace, both ends included; none of them begins after ``not_after_s``."""
+    """Steps of one attempt that chosen ranks trace, both ends included; none of them begins after
+    ``not_after_s``.
+    """
 
     id: str
     attempt: int
@@ -386,7 +400,9 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Breaker:
-    """Evictions of the last window and whether inferred ones are only observed now (0: they are enforced)."""
+    """Evictions of the last window and whether inferred ones are only observed now (0: they are
+    enforced).
+    """
 
     evictions: tuple[tuple[float, str], ...] = ()
     tripped_at_s: float = 0.0
@@ -417,7 +433,10 @@ class Cluster:
 
     def holder_of(self, node: str) -> Job | None:
         """The job whose attempt runs on the node, if any."""
-        return next((job for job in self.jobs.values() if job.active and job.slot_of(node) is not None), None)
+        return next(
+            (job for job in self.jobs.values() if job.active and job.slot_of(node) is not None),
+            None,
+        )
 
 
 def persistent_fields(kind: type[Any]) -> tuple[str, ...]:
@@ -429,4 +448,6 @@ def differs(old: Any, new: Any) -> bool:
     """Whether a committed field of ``new`` differs from ``old`` (of the same type, or None)."""
     if old is new:
         return False
-    return old is None or any(getattr(old, name) != getattr(new, name) for name in persistent_fields(type(new)))
+    return old is None or any(
+        getattr(old, name) != getattr(new, name) for name in persistent_fields(type(new))
+    )

@@ -1,7 +1,9 @@
-"""The audit log as the driver holds it: the newest lines of all logs in one order, listed and followed with tokens.
+"""The audit log as the driver holds it: the newest lines of all logs in one order, listed and
+followed with tokens.
 
-The order is that of etcd's revisions and, within one transaction, of the logs' names, so a driver that takes over holds
-the same lines in the same order as the one before. A token names the last line seen; it is good at every driver.
+The order is that of etcd's revisions and, within one transaction, of the logs' names, so a driver
+that takes over holds the same lines in the same order as the one before. A token names the last
+line seen; it is good at every driver.
 """
 
 from __future__ import annotations
@@ -69,10 +71,12 @@ class AuditLog:
         return self._lines[self._position(_parse(token)) - self._first if token else 0 :]
 
     def follow(self, token: str, wanted: Callable[[Audit], bool]) -> AsyncIterator[Audit]:
-        """Wanted lines behind ``token`` ("": behind what is the newest now) as they come, without end.
+        """Wanted lines behind ``token`` ("": behind what is the newest now) as they come, without
+        end.
 
         Raises:
-            TokenExpired: the line is no longer held; from the iterator: the reader has fallen too far behind.
+            TokenExpired: the line is no longer held; from the iterator: the reader has fallen too
+                far behind.
             ValueError: not a token.
         """
         last = _parse(token) if token else self._newest_key()
@@ -80,7 +84,9 @@ class AuditLog:
             self._position(last)
         return self._follow(last, wanted)
 
-    async def _follow(self, last: tuple[str, int] | None, wanted: Callable[[Audit], bool]) -> AsyncIterator[Audit]:
+    async def _follow(
+        self, last: tuple[str, int] | None, wanted: Callable[[Audit], bool]
+    ) -> AsyncIterator[Audit]:
         while True:
             changed = self._changed
             # Looked up by name each time: a new term loads the log anew, and positions with it.
@@ -105,7 +111,9 @@ class AuditLog:
             return found + 1
         log, seq = key
         if 0 < seq <= self._newest.get(log, 0):
-            raise TokenExpired(f"the line behind the token is no longer among the newest {self._held}")
+            raise TokenExpired(
+                f"the line behind the token is no longer among the newest {self._held}"
+            )
         raise ValueError(f"{_text(key)!r} names no line of the audit log")
 
 

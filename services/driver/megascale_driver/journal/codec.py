@@ -1,7 +1,8 @@
 """Values of the core <-> JSON for etcd, by the types of their fields.
 
-Volatile fields and those kept under keys of their own stay out. Reading is lenient where versions may differ: an absent
-field takes its default, an unknown one is passed over; a wrong type is an error that names the field.
+Volatile fields and those kept under keys of their own stay out. Reading is lenient where versions
+may differ: an absent field takes its default, an unknown one is passed over; a wrong type is an
+error that names the field.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _build(kind: type[Any], values: Any, where: str, separate: Mapping[str, Any] | None = None) -> Any:
+def _build(
+    kind: type[Any], values: Any, where: str, separate: Mapping[str, Any] | None = None
+) -> Any:
     if not isinstance(values, Mapping):
         raise CodecError(f"{where}: expected an object, got {type(values).__name__}")
     hints = typing.get_type_hints(kind)

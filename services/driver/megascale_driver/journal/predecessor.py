@@ -1,7 +1,9 @@
-"""A leader that died on this host need not be waited for: its process is seen to be gone, its key is removed.
+"""A leader that died on this host need not be waited for: its process is seen to be gone, its key
+is removed.
 
-The lease (10 s) still guards every other case. The same boot, the same process-id namespace and a process id that is
-free or was taken by a later process are positive evidence; anything less is left to the lease.
+The lease (10 s) still guards every other case. The same boot, the same process-id namespace and a
+process id that is free or was taken by a later process are positive evidence; anything less is left
+to the lease.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ _log = logs.get(__name__)
 
 
 def self_description(address: str) -> dict[str, str | int]:
-    """Value of the leader key: where this driver serves, and how to tell whether its process is still there."""
+    """Value of the leader key: where this driver serves, and how to tell whether its process is
+    still there.
+    """
     return {
         "address": address,
         "build": identity.build(),
@@ -32,9 +36,11 @@ def self_description(address: str) -> dict[str, str | int]:
 
 
 async def clear_dead_leader(client: EtcdClient, own_value: bytes | None = None) -> bool:
-    """Remove the leader key if its holder was a process of this host that is gone; whether it was removed.
+    """Remove the leader key if its holder was a process of this host that is gone; whether it was
+    removed.
 
-    So is a key with ``own_value``, the caller's: it led before, and could not resign while etcd was away.
+    So is a key with ``own_value``, the caller's: it led before, and could not resign while etcd was
+    away.
     """
     holder = await client.get(LEADER_KEY)
     if holder is None or not (holder.value == own_value or is_gone(holder.value)):
@@ -45,7 +51,9 @@ async def clear_dead_leader(client: EtcdClient, own_value: bytes | None = None) 
 
 
 def is_gone(value: bytes) -> bool:
-    """Whether the leader that wrote ``value`` is known to be gone; False where that cannot be told from here."""
+    """Whether the leader that wrote ``value`` is known to be gone; False where that cannot be told
+    from here.
+    """
     try:
         found = json.loads(value)
     except ValueError:
@@ -66,7 +74,9 @@ def _pid_namespace() -> str:
 
 
 def _start_time(pid: int) -> str:
-    """Start time of a live process in clock ticks since boot; empty when there is none, or only its zombie."""
+    """Start time of a live process in clock ticks since boot; empty when there is none, or only its
+    zombie.
+    """
     try:
         # The command name may hold spaces and parentheses: what counts comes after the last one.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

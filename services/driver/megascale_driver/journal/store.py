@@ -1,9 +1,10 @@
 """The driver's memory in etcd: loaded by a new leader, changed only by fenced transactions.
 
-Keys under the cluster's prefix: ``meta``, ``driver/leader``, ``log/{seq}``, ``breaker``, ``nodes/{n}``,
-``requests/{id}``, ``jobs/{j}/head``, ``jobs/{j}/specs/{rev}``, ``jobs/{j}/attempts/{n}``, ``jobs/{j}/log/{seq}``.
-Every transaction compares the leader key's create revision and the mod revision of each key that it puts, and carries
-an id, so that an unknown outcome is settled by sending the identical transaction again.
+Keys under the cluster's prefix: ``meta``, ``driver/leader``, ``log/{seq}``, ``breaker``,
+``nodes/{n}``, ``requests/{id}``, ``jobs/{j}/head``, ``jobs/{j}/specs/{rev}``,
+``jobs/{j}/attempts/{n}``, ``jobs/{j}/log/{seq}``. Every transaction compares the leader key's
+create revision and the mod revision of each key that it puts, and carries an id, so that an unknown
+outcome is settled by sending the identical transaction again.
 """
 
 from __future__ import annotations
@@ -68,30 +69,48 @@ class Store:
         """
         listing = await self._client.get_prefix("")
         values = {item.key: item.value for item in listing.items if item.key != LEADER_KEY}
-        self._revisions = {item.key: item.mod_revision for item in listing.items if item.key != LEADER_KEY}
+        self._revisions = {
+            item.key: item.mod_revision for item in listing.items if item.key != LEADER_KEY
+        }
         generation = await self._meta(values.get("meta"))
         jobs = {name: _load_job(name, values) for name in _job_names(values)}
         # A log line is written once, so its key's revision orders it among the lines of all logs.
-        lines = [(self._revisions[key], codec.load(Audit, value)) for key, value in values.items() if _is_log(key)]
-        audit = tuple(line for _, line in sorted(lines, key=lambda item: (item[0], item[1].log, item[1].seq)))
+        lines = [
+            (self._revisions[key], codec.load(Audit, value))
+            for key, value in values.items()
+            if _is_log(key)
+        ]
+        audit = tuple(
+            line for _, line in sorted(lines, key=lambda item: (item[0], item[1].log, item[1].seq))
+        )
         own = [line.seq for line in audit if not line.log]
         cluster = Cluster(
-            nodes={key[6:]: codec.load(Node, value) for key, value in values.items() if key.startswith("nodes/")},
+            nodes={
+                key[6:]: codec.load(Node, value)
+                for key, value in values.items()
+                if key.startswith("nodes/")
+            },
             jobs=jobs,
             requests={
-                key[9:]: codec.load(Request, value) for key, value in values.items() if key.startswith("requests/")
+                key[9:]: codec.load(Request, value)
+                for key, value in values.items()
+                if key.startswith("requests/")
             },
             breaker=codec.load(Breaker, values["breaker"]) if "breaker" in values else Breaker(),
             log_seq=max(own, default=0),
         )
         return Loaded(cluster, audit, generation)
 
-    async def commit(self, old: Cluster, new: Cluster, audit: tuple[Audit, ...], *, deadline_s: float) -> bool:
-        """Write what differs; whether there was anything. Returns only when it is known to be committed.
+    async def commit(
+        self, old: Cluster, new: Cluster, audit: tuple[Audit, ...], *, deadline_s: float
+    ) -> bool:
+        """Write what differs; whether there was anything. Returns only when it is known to be
+        committed.
 
         Raises:
             NotLeader: the write was refused; nothing of it was applied.
-            EtcdError: no answer within the deadline; the outcome may be open, so the leadership must end.
+            EtcdError: no answer within the deadline; the outcome may be open, so the leadership
+                must end.
         """
         changes = list(_changes(old, new, audit))
         for chunk in chunks(changes):
@@ -108,8 +127,8 @@ class Store:
                     "start the newer build"
                 )
             return int(found["cluster_generation"])
-        # A new etcd counts its revisions anew. By the time of its birth its epochs are above those of the one before,
-        # or executors would refuse every order.
+        # A new etcd counts its revisions anew. By the time of its birth its epochs are above those
+        # of the one before, or executors would refuse every order.
         generation = int(time.time())
         meta = {"schema_version": codec.SCHEMA_VERSION, "cluster_generation": generation}
         await self._write([("meta", json.dumps(meta).encode())], deadline_s=10.0)
@@ -125,10 +144,16 @@ class Store:
             marker, compare = "housekeeping", [*compare, self._expect("housekeeping")]
             changes = [*changes, (marker, b"{}")]
         success: list[Operation] = [
-            Put(key, _stamp(value, txn_id)) if value is not None else Delete(key) for key, value in changes
+            Put(key, _stamp(value, txn_id)) if value is not None else Delete(key)
+            for key, value in changes
         ]
         result = await txn_settled(
-            self._client, compare=compare, success=success, marker_key=marker, txn_id=txn_id, deadline_s=deadline_s
+            self._client,
+            compare=compare,
+            success=success,
+            marker_key=marker,
+            txn_id=txn_id,
+            deadline_s=deadline_s,
         )
         if isinstance(result, Rejected):
             raise NotLeader(f"the write of {', '.join(key for key, _ in changes[:4])} was refused")
@@ -140,12 +165,16 @@ class Store:
 
 
 def chunks(changes: list[tuple[str, bytes | None]]) -> Iterator[list[tuple[str, bytes | None]]]:
-    """The changes in order, in transactions of at most so many keys and bytes (one large value stands alone)."""
+    """The changes in order, in transactions of at most so many keys and bytes (one large value
+    stands alone).
+    """
     chunk: list[tuple[str, bytes | None]] = []
     size_bytes = 0
     for key, value in changes:
         more_bytes = 2 * len(key) + len(value or b"")  # the key stands in its compare, too
-        if chunk and (len(chunk) == MAX_KEYS_PER_TXN or size_bytes + more_bytes > MAX_BYTES_PER_TXN):
+        if chunk and (
+            len(chunk) == MAX_KEYS_PER_TXN or size_bytes + more_bytes > MAX_BYTES_PER_TXN
+        ):
             yield chunk
             chunk, size_bytes = [], 0
         chunk.append((key, value))
@@ -155,13 +184,20 @@ def chunks(changes: list[tuple[str, bytes | None]]) -> Iterator[list[tuple[str, 
 
 
 def _stamp(value: bytes, txn_id: str) -> bytes:
-    return json.dumps({**json.loads(value), "txn": txn_id}, separators=(",", ":"), sort_keys=True).encode()
+    return json.dumps(
+        {**json.loads(value), "txn": txn_id}, separators=(",", ":"), sort_keys=True
+    ).encode()
 
 
-def _changes(old: Cluster, new: Cluster, audit: tuple[Audit, ...]) -> Iterator[tuple[str, bytes | None]]:
+def _changes(
+    old: Cluster, new: Cluster, audit: tuple[Audit, ...]
+) -> Iterator[tuple[str, bytes | None]]:
     """(key, new value or None to delete) of everything that differs, log lines first."""
     for line in audit:
-        yield (f"jobs/{line.log}/log/{line.seq:020d}" if line.log else f"log/{line.seq:020d}"), codec.dump(line)
+        yield (
+            (f"jobs/{line.log}/log/{line.seq:020d}" if line.log else f"log/{line.seq:020d}"),
+            codec.dump(line),
+        )
     for name, job in new.jobs.items():
         before = old.jobs.get(name)
         if before is None or before.config is not job.config:
@@ -184,7 +220,9 @@ def _changes(old: Cluster, new: Cluster, audit: tuple[Audit, ...]) -> Iterator[t
 
 
 def _job_names(values: dict[str, bytes]) -> list[str]:
-    return [key.split("/")[1] for key in values if key.startswith("jobs/") and key.endswith("/head")]
+    return [
+        key.split("/")[1] for key in values if key.startswith("jobs/") and key.endswith("/head")
+    ]
 
 
 def _load_job(name: str, values: dict[str, bytes]) -> Job:
@@ -193,7 +231,11 @@ def _load_job(name: str, values: dict[str, bytes]) -> Job:
     spec = json.loads(values[f"jobs/{name}/specs/{revision}"])
     spec.pop("txn", None)
     prefix = f"jobs/{name}/attempts/"
-    records = [codec.load(AttemptRecord, value) for key, value in sorted(values.items()) if key.startswith(prefix)]
+    records = [
+        codec.load(AttemptRecord, value)
+        for key, value in sorted(values.items())
+        if key.startswith(prefix)
+    ]
     return codec.load(Job, head, config=job_config.from_dict(spec), attempts=tuple(records))
 
 

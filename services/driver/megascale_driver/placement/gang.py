@@ -1,7 +1,9 @@
-"""Gang placement: all ranks of a job at once, on the fewest switches, tensor-parallel groups inside a node.
+"""Gang placement: all ranks of a job at once, on the fewest switches, tensor-parallel groups inside
+a node.
 
-Ranks are contiguous by node, so that neighbouring ranks (tensor, then data parallel) share nodes and switches
-(MegaScale section 3.6). After a fault survivors keep their rank positions, so that their memory is still of use.
+Ranks are contiguous by node, so that neighbouring ranks (tensor, then data parallel) share nodes
+and switches (MegaScale section 3.6). After a fault survivors keep their rank positions, so that
+their memory is still of use.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ KINDS = ("cuda", "cpu")
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A node that may be used: its devices (indices, all of one kind) and its switch ("" when unknown)."""
+    """A node that may be used: its devices (indices, all of one kind) and its switch ("" when
+    unknown).
+    """
 
     name: str
     kind: str
@@ -34,7 +38,8 @@ class Part:
 def place(world_size: int, tp: int, candidates: Iterable[Candidate]) -> tuple[Part, ...] | None:
     """A fresh placement of ``world_size`` ranks, or None when the candidates do not suffice.
 
-    Only devices of one kind are mixed; cuda is preferred. A node takes whole tensor-parallel groups only.
+    Only devices of one kind are mixed; cuda is preferred. A node takes whole tensor-parallel groups
+    only.
     """
     usable = [c for c in candidates if _capacity(c, tp)]
     for kind in KINDS:
@@ -50,7 +55,8 @@ def replace_lost(
     named_spares: Sequence[Candidate],
     others: Sequence[Candidate],
 ) -> tuple[Part, ...] | None:
-    """The old placement with lost nodes replaced, each survivor at its old ranks; None when it cannot be had.
+    """The old placement with lost nodes replaced, each survivor at its old ranks; None when it
+    cannot be had.
 
     Named spares come first, then other nodes; among each, those on a survivor's switch.
     """
@@ -67,7 +73,11 @@ def replace_lost(
             placed.append(part)
             continue
         found = next(
-            (c for c in pool if len(c.devices) >= len(part.ranks) and (not kinds or c.kind in kinds)),
+            (
+                c
+                for c in pool
+                if len(c.devices) >= len(part.ranks) and (not kinds or c.kind in kinds)
+            ),
             None,
         )
         if found is None:
@@ -79,7 +89,9 @@ def replace_lost(
 
 
 def spares(wanted: int, parts: Sequence[Part], candidates: Iterable[Candidate]) -> tuple[str, ...]:
-    """Names of up to ``wanted`` nodes that can stand in for any node of the placement, near ones first."""
+    """Names of up to ``wanted`` nodes that can stand in for any node of the placement, near ones
+    first.
+    """
     used = {part.node for part in parts}
     need = max((len(part.ranks) for part in parts), default=0)
     fitting = [c for c in candidates if c.name not in used and len(c.devices) >= need]

@@ -1,4 +1,6 @@
-"""One child process of `megascale up`: its own process group, its log file, an end in order or by force."""
+"""One child process of `megascale up`: its own process group, its log file, an end in order or by
+force.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ LOG_TAIL_BYTES = 2000
 
 
 class Child:
-    """A process that dies with us and leads a process group of its own, so that one signal ends it with its children.
+    """A process that dies with us and leads a process group of its own, so that one signal ends it
+    with its children.
 
     Construct it in the main thread: the parent-death signal fires when the spawning thread ends.
     """
@@ -48,7 +51,9 @@ class Child:
         return self._process.poll()
 
     async def stop(self, timeout_s: float) -> None:
-        """SIGTERM to the process, then, at its end or after ``timeout_s``, SIGKILL to what is left of its group."""
+        """SIGTERM to the process, then, at its end or after ``timeout_s``, SIGKILL to what is left
+        of its group.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         if self._process.returncode is None:

@@ -14,11 +14,15 @@ _QUERY_TIMEOUT_S = 10.0
 
 
 def count_gpus() -> int:
-    """GPUs that processes of this machine may use: as the driver tools list them, within $CUDA_VISIBLE_DEVICES."""
+    """GPUs that processes of this machine may use: as the driver tools list them, within
+    $CUDA_VISIBLE_DEVICES.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     present = _listed_by_tool()
     if present is None:
-        present = sum(1 for entry in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", entry.name))
+        present = sum(
+            1 for entry in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", entry.name)
+        )
     if visible is None:
         return present
     return min(present, len([word for word in visible.split(",") if word.strip()]))

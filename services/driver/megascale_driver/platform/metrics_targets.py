@@ -1,4 +1,6 @@
-"""Where a local cluster's services show their metrics, as a file that Prometheus reads (file_sd_configs)."""
+"""Where a local cluster's services show their metrics, as a file that Prometheus reads
+(file_sd_configs).
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,15 @@ TARGETS_FILE = "prometheus.json"
 
 
 def find(folder: Path, nodes: Iterable[str]) -> dict[str, str]:
-    """Addresses by ``driver``, ``executor/NODE`` and ``checkpoint/NODE``; a service that is not up is left out."""
+    """Addresses by ``driver``, ``executor/NODE`` and ``checkpoint/NODE``; a service that is not up
+    is left out.
+    """
     files = {"driver": folder / DRIVER_FILE}
     for node in nodes:
-        files |= {f"{service}/{node}": folder / "nodes" / node / name for service, name in NODE_FILES.items()}
+        files |= {
+            f"{service}/{node}": folder / "nodes" / node / name
+            for service, name in NODE_FILES.items()
+        }
     found = {}
     for service, path in files.items():
         try:

@@ -42,15 +42,38 @@ def parser() -> argparse.ArgumentParser:
     add("--cluster", required=True, help="name of the cluster; a driver of another one is refused")
     add("--node", required=True, help="name of this node, unique in the cluster")
     driver = made.add_mutually_exclusive_group(required=True)
-    driver.add_argument("--driver", default="", help="drivers as HOST:PORT[,HOST:PORT], tried in turn")
-    driver.add_argument("--driver-file", type=Path, help="file with the driver's address, read at every connection")
+    driver.add_argument(
+        "--driver", default="", help="drivers as HOST:PORT[,HOST:PORT], tried in turn"
+    )
+    driver.add_argument(
+        "--driver-file", type=Path, help="file with the driver's address, read at every connection"
+    )
     add("--token-file", type=Path, required=True, help="file with the cluster token (mode 0600)")
     add("--device", choices=("cpu", "cuda"), required=True, help="what a rank runs on")
     add("--devices", required=True, help="indices on the host that this node owns: 0,1,2,3 or 0-3")
-    add("--run-folder", type=Path, required=True, help="the cluster's folder; this node writes to nodes/NODE in it")
-    add("--topology", action="append", default=[], help="labels for placement: switch=s0[,rack=r1]; may be repeated")
-    add("--address-file", type=Path, required=True, help="where to write this agent's HOST:PORT once it serves")
-    add("--host", default="127.0.0.1", help="address of this node for its peers (default %(default)s)")
+    add(
+        "--run-folder",
+        type=Path,
+        required=True,
+        help="the cluster's folder; this node writes to nodes/NODE in it",
+    )
+    add(
+        "--topology",
+        action="append",
+        default=[],
+        help="labels for placement: switch=s0[,rack=r1]; may be repeated",
+    )
+    add(
+        "--address-file",
+        type=Path,
+        required=True,
+        help="where to write this agent's HOST:PORT once it serves",
+    )
+    add(
+        "--host",
+        default="127.0.0.1",
+        help="address of this node for its peers (default %(default)s)",
+    )
     add(
         "--metrics-bind",
         type=bind_option,
@@ -58,7 +81,9 @@ def parser() -> argparse.ArgumentParser:
         help="serve /metrics at HOST:PORT; the address is written to metrics.address "
         "and, for the checkpoint daemon, checkpoint.metrics.address in the node's folder; default: not at all",
     )
-    add("--template-command", default="", help="program that replaces the training side (for tests)")
+    add(
+        "--template-command", default="", help="program that replaces the training side (for tests)"
+    )
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     return made
 
@@ -88,10 +113,13 @@ def config_from(options: argparse.Namespace) -> AgentConfig:
 
 def main() -> int:
     """Run the agent; see ``--help``."""
-    if PARENT_PID_VARIABLE in os.environ:  # started by us (megascale up); an operator's shell may end without us
+    if (
+        PARENT_PID_VARIABLE in os.environ
+    ):  # started by us (megascale up); an operator's shell may end without us
         arm_parent_death()
     options = parser().parse_args()
-    # Read when grpc is imported. Our children exec at once; handlers for forks that do not would only write warnings.
+    # Read when grpc is imported. Our children exec at once; handlers for forks that do not would
+    # only write warnings.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     from megascale_executor.agent.node import run_node
 

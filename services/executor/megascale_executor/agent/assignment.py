@@ -44,25 +44,37 @@ def check_assignment(
     ranks, indices = list(assignment.ranks), list(assignment.devices)
     world_size = config.layout.world_size
     if not ranks or len(ranks) != len(indices):
-        raise AssignmentError(f"{len(ranks)} ranks on {len(indices)} devices: each rank needs one device")
+        raise AssignmentError(
+            f"{len(ranks)} ranks on {len(indices)} devices: each rank needs one device"
+        )
     if len(set(ranks)) != len(ranks) or len(set(indices)) != len(indices):
         raise AssignmentError(f"ranks {ranks} on devices {indices}: each may be named once only")
     unknown = sorted(set(indices) - set(devices))
     if unknown:
-        raise AssignmentError(f"devices {unknown} are not of node {node}, which owns {sorted(devices)}")
+        raise AssignmentError(
+            f"devices {unknown} are not of node {node}, which owns {sorted(devices)}"
+        )
     if len(assignment.rank_nodes) != world_size:
-        raise AssignmentError(f"{len(assignment.rank_nodes)} rank_nodes for a world size of {world_size}")
+        raise AssignmentError(
+            f"{len(assignment.rank_nodes)} rank_nodes for a world size of {world_size}"
+        )
     here = [rank for rank, name in enumerate(assignment.rank_nodes) if name == node]
     if sorted(ranks) != here:
-        raise AssignmentError(f"ranks {sorted(ranks)} are given to node {node}, but rank_nodes gives it {here}")
+        raise AssignmentError(
+            f"ranks {sorted(ranks)} are given to node {node}, but rank_nodes gives it {here}"
+        )
 
 
 def readers_of(ranks: Sequence[int], layout: RankLayout) -> dict[int, tuple[int, int]]:
-    """For each rank of the node its (reader, readers): its place among those that read the same data-parallel rank."""
+    """For each rank of the node its (reader, readers): its place among those that read the same
+    data-parallel rank.
+    """
     by_dp: dict[int, list[int]] = {}
     for rank in ranks:
         by_dp.setdefault(layout.coordinates(rank).dp, []).append(rank)
-    return {rank: (index, len(group)) for group in by_dp.values() for index, rank in enumerate(group)}
+    return {
+        rank: (index, len(group)) for group in by_dp.values() for index, rank in enumerate(group)
+    }
 
 
 def restore_plan(plan: link_pb2.RestorePlan) -> RestorePlanMessage:

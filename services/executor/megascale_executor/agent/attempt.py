@@ -1,8 +1,9 @@
-"""This node's part in an attempt, as a state machine without I/O: what is wanted, where we stand, what to do next.
+"""This node's part in an attempt, as a state machine without I/O: what is wanted, where we stand,
+what to do next.
 
-Level-triggered: only the newest desired state counts, and :meth:`AttemptState.next_action` compares it with the
-present. Whatever was missed in between does not matter. Desired states are fenced: a lower epoch, or a lower version
-within the epoch, is refused.
+Level-triggered: only the newest desired state counts, and :meth:`AttemptState.next_action` compares
+it with the present. Whatever was missed in between does not matter. Desired states are fenced: a
+lower epoch, or a lower version within the epoch, is refused.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class EpochNumber:
 
     def to_proto(self) -> types_pb2.Epoch:
         """To the wire."""
-        return types_pb2.Epoch(cluster_generation=self.cluster_generation, create_revision=self.create_revision)
+        return types_pb2.Epoch(
+            cluster_generation=self.cluster_generation, create_revision=self.create_revision
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,9 @@ class AttemptState:
             StaleDesiredState: a higher one has been seen.
         """
         if epoch < self.epoch_seen:
-            raise StaleDesiredState(f"epoch {epoch} is lower than {self.epoch_seen}, which this node has seen")
+            raise StaleDesiredState(
+                f"epoch {epoch} is lower than {self.epoch_seen}, which this node has seen"
+            )
         if epoch > self.epoch_seen:
             self.epoch_seen = epoch
             self.desired = _with_version(self.desired, 0)
@@ -103,17 +108,25 @@ class AttemptState:
             link_pb2.DESIRED_PHASE_PREPARE,
             link_pb2.DESIRED_PHASE_START,
         ):
-            raise ValueError(f"phase {desired.phase} of a desired state is not IDLE, PREPARE or START")
-        if desired.phase != link_pb2.DESIRED_PHASE_IDLE and not (desired.assignment.job and desired.assignment.attempt):
+            raise ValueError(
+                f"phase {desired.phase} of a desired state is not IDLE, PREPARE or START"
+            )
+        if desired.phase != link_pb2.DESIRED_PHASE_IDLE and not (
+            desired.assignment.job and desired.assignment.attempt
+        ):
             raise ValueError("a desired state of PREPARE or START names no job and attempt")
         self.see_epoch(EpochNumber.of(desired.epoch))
         if desired.version < self.desired.version:
-            raise StaleDesiredState(f"version {desired.version} is lower than {self.desired.version}, taken in before")
+            raise StaleDesiredState(
+                f"version {desired.version} is lower than {self.desired.version}, taken in before"
+            )
         self.desired = desired
 
     @property
     def wanted(self) -> AttemptKey:
-        """The attempt that the driver wants here; NO_ATTEMPT for idle or before the first desired state."""
+        """The attempt that the driver wants here; NO_ATTEMPT for idle or before the first desired
+        state.
+        """
         if self.desired.phase in (link_pb2.DESIRED_PHASE_PREPARE, link_pb2.DESIRED_PHASE_START):
             return AttemptKey(self.desired.assignment.job, self.desired.assignment.attempt)
         return NO_ATTEMPT

@@ -1,4 +1,6 @@
-"""The agent's ends of local sockets: messages in without blocking the loop, small messages out with descriptors."""
+"""The agent's ends of local sockets: messages in without blocking the loop, small messages out with
+descriptors.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,13 @@ class MessageChannel:
         """Send at once.
 
         Raises:
-            FramingError: the message is too large, the peer is gone, or it has left too much unread.
+            FramingError: the message is too large, the peer is gone, or it has left too much
+                unread.
         """
         if len(framing.encode(message)) > _MAX_UNREAD_BYTES:
-            raise framing.FramingError(f"message {message.get('kind')!r} exceeds {_MAX_UNREAD_BYTES} bytes")
+            raise framing.FramingError(
+                f"message {message.get('kind')!r} exceeds {_MAX_UNREAD_BYTES} bytes"
+            )
         try:
             framing.send(self._socket, message, descriptors)
         except BlockingIOError as error:

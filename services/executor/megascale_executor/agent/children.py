@@ -1,7 +1,9 @@
-"""Child processes of the agent: started from its main thread, dying with it, restarted within a budget, with log files.
+"""Child processes of the agent: started from its main thread, dying with it, restarted within a
+budget, with log files.
 
-A child stays in the agent's process group, so that killing the group kills the node. It arms its own parent-death
-signal first thing; that fires when the spawning *thread* ends, and the event loop runs on the main thread.
+A child stays in the agent's process group, so that killing the group kills the node. It arms its
+own parent-death signal first thing; that fires when the spawning *thread* ends, and the event loop
+runs on the main thread.
 """
 
 from __future__ import annotations
@@ -71,7 +73,9 @@ class RestartBudget:
         self._times: deque[float] = deque()
 
     def delay_s(self, now_s: float) -> float | None:
-        """How long to wait before the next restart, which is counted; None when the budget is spent."""
+        """How long to wait before the next restart, which is counted; None when the budget is
+        spent.
+        """
         while self._times and now_s - self._times[0] > self._window_s:
             self._times.popleft()
         if len(self._times) >= self._limit:
@@ -105,14 +109,22 @@ class SupervisedChild:
     @property
     def pid(self) -> int | None:
         """Process id; None while it does not run."""
-        return self._process.pid if self._process is not None and self._process.returncode is None else None
+        return (
+            self._process.pid
+            if self._process is not None and self._process.returncode is None
+            else None
+        )
 
     def begin(self) -> None:
         """Start the process and its supervision."""
-        self._task = asyncio.create_task(tasks.essential(self._supervise()), name=f"supervise-{self.name}")
+        self._task = asyncio.create_task(
+            tasks.essential(self._supervise()), name=f"supervise-{self.name}"
+        )
 
     def revive(self) -> None:
-        """Try a child again that was given up, with a new budget: what was wrong may have been mended."""
+        """Try a child again that was given up, with a new budget: what was wrong may have been
+        mended.
+        """
         if self.gave_up.is_set():
             self.gave_up.clear()
             self._budget = RestartBudget()
@@ -139,7 +151,9 @@ class SupervisedChild:
                 )
                 return
             self.restarts += 1
-            _log.warning("child ended and is restarted", child=self.name, status=status, delay_s=delay_s)
+            _log.warning(
+                "child ended and is restarted", child=self.name, status=status, delay_s=delay_s
+            )
             await asyncio.sleep(delay_s)
 
     async def stop(self) -> None:

@@ -1,7 +1,8 @@
-"""The node's checkpoint daemon as the agent sees it: a supervised child, its address, and its progress.
+"""The node's checkpoint daemon as the agent sees it: a supervised child, its address, and its
+progress.
 
-Training goes on without it: a worker that finds it gone skips snapshots and registers again at its next one, which is
-why a restarted daemon listens on the same socket path.
+Training goes on without it: a worker that finds it gone skips snapshots and registers again at its
+next one, which is why a restarted daemon listens on the same socket path.
 """
 
 from __future__ import annotations
@@ -39,7 +40,12 @@ class CheckpointDaemon:
     """
 
     def __init__(
-        self, config: AgentConfig, incarnation: str, token: str, socket_path: Path, on_change: Callable[[], None]
+        self,
+        config: AgentConfig,
+        incarnation: str,
+        token: str,
+        socket_path: Path,
+        on_change: Callable[[], None],
     ) -> None:
         self._config, self._incarnation, self._token = config, incarnation, token
         self.socket_path = socket_path
@@ -60,7 +66,9 @@ class CheckpointDaemon:
     def begin(self) -> None:
         """Start the daemon and follow its progress."""
         self._child.begin()
-        self._watcher = asyncio.create_task(tasks.essential(self._watch()), name="checkpoint-progress")
+        self._watcher = asyncio.create_task(
+            tasks.essential(self._watch()), name="checkpoint-progress"
+        )
 
     async def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> bool:
         """Whether it serves, within ``timeout_s``; False as soon as it is given up (again)."""
@@ -79,13 +87,17 @@ class CheckpointDaemon:
         return any(each.job == job and each.sealed for each in self.progress)
 
     async def refresh(self) -> None:
-        """Have the progress as it is now; keeps what was last pushed when the daemon does not answer."""
+        """Have the progress as it is now; keeps what was last pushed when the daemon does not
+        answer.
+        """
         if not self.endpoint:
             return
         channel = open_channel(self.endpoint, self._token)
         try:
             stub = checkpoint_pb2_grpc.CheckpointServiceStub(channel)
-            call = stub.WatchProgress(checkpoint_pb2.WatchProgressRequest(), timeout=_REFRESH_TIMEOUT_S)
+            call = stub.WatchProgress(
+                checkpoint_pb2.WatchProgressRequest(), timeout=_REFRESH_TIMEOUT_S
+            )
             async for response in call:
                 self._take(response)
                 break
@@ -115,8 +127,15 @@ class CheckpointDaemon:
         }
         if config.metrics_bind:
             options["--metrics-bind"] = f"{config.metrics_bind.rpartition(':')[0]}:0"
-            options["--metrics-address-file"] = str(config.node_folder / "checkpoint.metrics.address")
-        command = [sys.executable, "-m", "megascale_checkpoint", *(word for pair in options.items() for word in pair)]
+            options["--metrics-address-file"] = str(
+                config.node_folder / "checkpoint.metrics.address"
+            )
+        command = [
+            sys.executable,
+            "-m",
+            "megascale_checkpoint",
+            *(word for pair in options.items() for word in pair),
+        ]
         return await children.spawn(command, config.node_folder / "checkpoint.log")
 
     def _on_exit(self, status: int) -> None:
@@ -134,7 +153,9 @@ class CheckpointDaemon:
             try:
                 await self._follow(address)
             except grpc.aio.AioRpcError as error:
-                _log.warning("lost the checkpoint daemon's progress", address=address, error=error.details())
+                _log.warning(
+                    "lost the checkpoint daemon's progress", address=address, error=error.details()
+                )
             await asyncio.sleep(_RECONNECT_S)
 
     async def _follow(self, address: str) -> None:
@@ -156,7 +177,9 @@ class CheckpointDaemon:
 
 
 def _read_address(path: Path, written_since_s: float) -> str:
-    """The daemon's address; empty while the file is that of an earlier one (whose port may be another node's now)."""
+    """The daemon's address; empty while the file is that of an earlier one (whose port may be
+    another node's now).
+    """
     try:
         if path.stat().st_mtime < written_since_s - _FILE_CLOCK_LAG_S:
             return ""

@@ -1,6 +1,8 @@
-"""Self-checks on somebody's word: every check that needs no job, run now, on a node whose ranks are idle.
+"""Self-checks on somebody's word: every check that needs no job, run now, on a node whose ranks are
+idle.
 
-Nothing is recalled from earlier attempts, and nothing found here counts for later ones. An attempt that comes
+Nothing is recalled from earlier attempts, and nothing found here counts for later ones. An attempt
+that comes
 meanwhile goes first: the diagnosis is given up.
 """
 
@@ -35,7 +37,11 @@ class Diagnosis:
     """Runs checks, one call at a time."""
 
     def __init__(
-        self, devices: Sequence[DeviceFacts], node_folder: Path, templates: TemplateKeeper, daemon: CheckpointDaemon
+        self,
+        devices: Sequence[DeviceFacts],
+        node_folder: Path,
+        templates: TemplateKeeper,
+        daemon: CheckpointDaemon,
     ) -> None:
         self._devices, self._node_folder = devices, node_folder
         self._templates, self._daemon = templates, daemon
@@ -51,13 +57,17 @@ class Diagnosis:
         """
         unknown = sorted(set(wanted) - set(CHECKS))
         if unknown:
-            raise UnknownCheck(f"no check {', '.join(unknown)}; this node knows {', '.join(CHECKS)}")
+            raise UnknownCheck(
+                f"no check {', '.join(unknown)}; this node knows {', '.join(CHECKS)}"
+            )
         async with self._turn:
             running = self._running = asyncio.ensure_future(self._find(set(wanted or CHECKS)))
             try:
                 await asyncio.wait([running])
                 if running.cancelled():
-                    raise GaveWay("the node was given work before the checks were done; ask again when it is idle")
+                    raise GaveWay(
+                        "the node was given work before the checks were done; ask again when it is idle"
+                    )
                 return running.result()
             finally:
                 running.cancel()

@@ -1,8 +1,9 @@
 """Where a node's files lie, and the removal of what a dead agent of the same node left.
 
-Logs and status pages lie under the run folder. Unix sockets lie in a short private folder of their own, because the
-kernel cuts their paths at 108 bytes; it carries its owner's process id and start time, so that the next agent of the
-node can tell a dead owner from a living one even when the id is in use again.
+Logs and status pages lie under the run folder. Unix sockets lie in a short private folder of their
+own, because the kernel cuts their paths at 108 bytes; it carries its owner's process id and start
+time, so that the next agent of the node can tell a dead owner from a living one even when the id is
+in use again.
 """
 
 from __future__ import annotations
@@ -53,14 +54,16 @@ class AttemptFolder:
 
 
 def lock_node(node_folder: Path, node: str) -> int:
-    """Hold ``agent.lock`` in the node's folder for the life of this process; returns its descriptor.
+    """Hold ``agent.lock`` in the node's folder for the life of this process; returns its
+    descriptor.
 
     Raises:
         OSError: another agent holds it; the message names its process.
     """
     descriptor = os.open(node_folder / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        # The kernel drops the lock with the process, however it ends; the file itself means nothing.
+        # The kernel drops the lock with the process, however it ends; the file itself means
+        # nothing.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.pread(descriptor, 20, 0).decode(errors="replace").strip()
@@ -81,7 +84,10 @@ def attempt_folder(node_folder: Path, job: str, attempt: int) -> AttemptFolder:
 
 def newest_attempt(node_folder: Path, job: str) -> int:
     """Highest attempt of ``job`` with files on this node; 0 when there is none."""
-    numbers = [path.name.removeprefix("attempt-") for path in (node_folder / "jobs" / job).glob("attempt-*")]
+    numbers = [
+        path.name.removeprefix("attempt-")
+        for path in (node_folder / "jobs" / job).glob("attempt-*")
+    ]
     return max((int(number) for number in numbers if number.isdecimal()), default=0)
 
 
@@ -95,7 +101,8 @@ def process_start_ticks(pid: int) -> int | None:
 
 
 def create_socket_folder(cluster: str, node: str, incarnation: str) -> Path:
-    """A new private folder for this agent's sockets; removes those that dead agents of the same node left.
+    """A new private folder for this agent's sockets; removes those that dead agents of the same
+    node left.
 
     Raises:
         OSError: the folder cannot be made, or its parent belongs to somebody else.
@@ -125,7 +132,9 @@ def _owner_lives(folder: Path) -> bool:
 
 
 def _socket_parent() -> Path:
-    """``$XDG_RUNTIME_DIR/megascale`` where that is usable and short enough, else ``/tmp/megascale-UID``; mode 0700."""
+    """``$XDG_RUNTIME_DIR/megascale`` where that is usable and short enough, else
+    ``/tmp/megascale-UID``; mode 0700.
+    """
     candidates = [Path(f"/tmp/megascale-{os.getuid()}")]
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if runtime and len(runtime.encode()) < _MAX_FOLDER_BYTES - 50 and os.access(runtime, os.W_OK):
@@ -135,12 +144,16 @@ def _socket_parent() -> Path:
         parent.mkdir(mode=0o700)
     found = parent.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise OSError(f"{parent} must be a folder of mode 0700 that belongs to user {os.getuid()}; remove it")
+        raise OSError(
+            f"{parent} must be a folder of mode 0700 that belongs to user {os.getuid()}; remove it"
+        )
     return parent
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace ``path`` by a file with ``text``; readers see the old or the new one, never half of it."""
+    """Replace ``path`` by a file with ``text``; readers see the old or the new one, never half of
+    it.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text)
     temporary.replace(path)

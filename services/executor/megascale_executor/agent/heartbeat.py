@@ -51,8 +51,12 @@ def build_hello(
     )
 
 
-def build_heartbeat(runner: AttemptRunner, daemon: CheckpointDaemon, *, take_logs: bool = True) -> link_pb2.Heartbeat:
-    """What the node does now. With ``take_logs`` the log classes found so far are handed over, once."""
+def build_heartbeat(
+    runner: AttemptRunner, daemon: CheckpointDaemon, *, take_logs: bool = True
+) -> link_pb2.Heartbeat:
+    """What the node does now. With ``take_logs`` the log classes found so far are handed over,
+    once.
+    """
     state = runner.state
     beat = link_pb2.Heartbeat(
         epoch_seen=state.epoch_seen.to_proto(),

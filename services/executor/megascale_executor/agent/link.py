@@ -1,7 +1,9 @@
-"""The link to the driver: dialled by the node, dialled again for ever, and no reason to touch a worker when it is lost.
+"""The link to the driver: dialled by the node, dialled again for ever, and no reason to touch a
+worker when it is lost.
 
-Each session begins with a hello both ways. Then the driver sends desired states, and the node heartbeats: every
-interval that the driver named, and at once on change, but never more than 20 times a second.
+Each session begins with a hello both ways. Then the driver sends desired states, and the node
+heartbeats: every interval that the driver named, and at once on change, but never more than 20
+times a second.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ MIN_BEAT_GAP_S = 0.05
 DEFAULT_INTERVAL_S = 5.0
 _HELLO_TIMEOUT_S = 5.0
 _BACKOFF_S = (0.2, 2.0)
-# A driver that says nothing for so many intervals, though it must acknowledge every beat, is given up for another.
+# A driver that says nothing for so many intervals, though it must acknowledge every beat, is given
+# up for another.
 _SILENT_INTERVALS = 6
 MAX_HEARTBEAT_BYTES = 64 * 1024
 
@@ -68,7 +71,12 @@ class DriverLink:
     """
 
     def __init__(
-        self, cluster: str, token: str, addresses: Callable[[], list[str]], node: NodeSide, reports: StepReports
+        self,
+        cluster: str,
+        token: str,
+        addresses: Callable[[], list[str]],
+        node: NodeSide,
+        reports: StepReports,
     ) -> None:
         self._cluster, self._token, self._addresses = cluster, token, addresses
         self._node, self._reports = node, reports
@@ -107,11 +115,14 @@ class DriverLink:
                 try:
                     await self._session(address)
                 except asyncio.CancelledError:
-                    # gRPC cancels its call, not us, when the iterator of requests raises: that is only a lost link.
+                    # gRPC cancels its call, not us, when the iterator of requests raises: that is
+                    # only a lost link.
                     task = asyncio.current_task()
                     if task is None or task.cancelling():
                         raise
-                    _log.error("the link was cancelled from within; it is dialled again", driver=address)
+                    _log.error(
+                        "the link was cancelled from within; it is dialled again", driver=address
+                    )
                 except StaleDesiredState as error:
                     _log.warning(
                         "a driver is refused whose epoch is older than one that this node has obeyed: an old leader, "
@@ -120,7 +131,9 @@ class DriverLink:
                         reason=str(error),
                     )
                 except (grpc.aio.AioRpcError, LinkError, OSError) as error:
-                    reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+                    reason = (
+                        error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+                    )
                     _log.info("no link to the driver", driver=address, reason=reason)
                 if self._greeted.is_set():
                     backoff = lowest
@@ -135,7 +148,9 @@ class DriverLink:
         channel = open_channel(address, self._token)
         tasks: list[asyncio.Task[None]] = []
         try:
-            stub: link_pb2_grpc.ExecutorLinkServiceAsyncStub = link_pb2_grpc.ExecutorLinkServiceStub(channel)
+            stub: link_pb2_grpc.ExecutorLinkServiceAsyncStub = (
+                link_pb2_grpc.ExecutorLinkServiceStub(channel)
+            )
             call = stub.Connect(self._outgoing())
             tasks.append(asyncio.create_task(self._listen(address, call), name="link-listen"))
             tasks.append(asyncio.create_task(self._await_hello(), name="link-hello-timeout"))
@@ -153,7 +168,9 @@ class DriverLink:
         try:
             await asyncio.wait_for(self._greeted.wait(), _HELLO_TIMEOUT_S)
         except TimeoutError as error:
-            raise LinkError(f"the driver did not say hello within {_HELLO_TIMEOUT_S:.0f} s") from error
+            raise LinkError(
+                f"the driver did not say hello within {_HELLO_TIMEOUT_S:.0f} s"
+            ) from error
 
     async def _await_end(self) -> None:
         """Returns when the session should be given up: new hello, or silence."""
@@ -176,7 +193,8 @@ class DriverLink:
             try:
                 beat = self._next_heartbeat()
             except Exception:
-                # The driver must still hear that the node is there; what cannot be told stays untold until it can.
+                # The driver must still hear that the node is there; what cannot be told stays
+                # untold until it can.
                 _log.exception("a heartbeat cannot be built")
             else:
                 yield link_pb2.ConnectRequest(heartbeat=beat)
@@ -215,7 +233,9 @@ class DriverLink:
 
     def _greet(self, address: str, hello: link_pb2.DriverHello) -> None:
         if hello.cluster != self._cluster:
-            raise LinkError(f"the driver serves cluster {hello.cluster!r}; this node belongs to {self._cluster!r}")
+            raise LinkError(
+                f"the driver serves cluster {hello.cluster!r}; this node belongs to {self._cluster!r}"
+            )
         lowest, highest = PROTOCOL
         if hello.protocol.lowest > highest or hello.protocol.highest < lowest:
             raise LinkError(
@@ -224,12 +244,21 @@ class DriverLink:
             )
         self._node.see_epoch(EpochNumber.of(hello.epoch))
         asked_s = hello.heartbeat_interval.ToNanoseconds() / 1e9
-        self._interval_s = min(max(asked_s, 2 * MIN_BEAT_GAP_S), 60.0) if asked_s > 0 else DEFAULT_INTERVAL_S
+        self._interval_s = (
+            min(max(asked_s, 2 * MIN_BEAT_GAP_S), 60.0) if asked_s > 0 else DEFAULT_INTERVAL_S
+        )
         self._greeted.set()
-        _log.info("linked to the driver", driver=address, build=hello.build, heartbeat_interval_s=self._interval_s)
+        _log.info(
+            "linked to the driver",
+            driver=address,
+            build=hello.build,
+            heartbeat_interval_s=self._interval_s,
+        )
 
     def _obey(self, desired: link_pb2.DesiredState) -> None:
-        """Take in a desired state. A stale one ends the session; a senseless one is logged and changes nothing."""
+        """Take in a desired state. A stale one ends the session; a senseless one is logged and
+        changes nothing.
+        """
         try:
             self._node.desired(desired)
         except ValueError as error:
@@ -239,7 +268,8 @@ class DriverLink:
 def fit(beat: link_pb2.Heartbeat) -> link_pb2.Heartbeat:
     """Shorten a heartbeat that is over the limit, in the order of what is missed least.
 
-    Log samples go first, then error texts (they stand in the logs), then checkpoints of jobs that hold nothing here.
+    Log samples go first, then error texts (they stand in the logs), then checkpoints of jobs that
+    hold nothing here.
     """
     if beat.ByteSize() > MAX_HEARTBEAT_BYTES:
         del beat.logs[:]

@@ -1,4 +1,6 @@
-"""Log files of ranks: their last lines, their growth as it happens, and the classes of trouble that stand in them."""
+"""Log files of ranks: their last lines, their growth as it happens, and the classes of trouble that
+stand in them.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,18 @@ MAX_SAMPLE_BYTES = 512
 MAX_SIGNATURES = 32
 _MAX_SIGNATURE_CHARS = 120
 _SCAN_BYTES_PER_BEAT = 256 * 1024
-# Lines worth telling the driver. Word parts, because libraries glue them to other words (RuntimeError, NCCL_ERROR).
-_TROUBLE = re.compile(r"error|exception|fatal|nccl warn|xid|segfault|out of memory|killed|traceback", re.IGNORECASE)
+# Lines worth telling the driver. Word parts, because libraries glue them to other words
+# (RuntimeError, NCCL_ERROR).
+_TROUBLE = re.compile(
+    r"error|exception|fatal|nccl warn|xid|segfault|out of memory|killed|traceback", re.IGNORECASE
+)
 # What differs between two lines of one class: numbers, addresses, quoted names, paths.
 _VARIABLE = re.compile(r"0x[0-9a-f]+|\d+(?:[.:]\d+)*|'[^']*'|\"[^\"]*\"|/\S+", re.IGNORECASE)
 
 
 def tail(path: Path, lines: int) -> tuple[list[str], int]:
-    """The last ``lines`` lines of a file, and the offset after the last of them, where following goes on.
+    """The last ``lines`` lines of a file, and the offset after the last of them, where following
+    goes on.
 
     A line that is still being written is left out. At most 16 MiB from the end are looked at.
 
@@ -49,11 +55,15 @@ def tail(path: Path, lines: int) -> tuple[list[str], int]:
     whole, newline, unfinished = data.rpartition(b"\n")
     if not newline:
         return [], end - len(unfinished)
-    return [_text(line) for line in whole.split(b"\n")[-lines:]] if lines > 0 else [], end - len(unfinished)
+    return [_text(line) for line in whole.split(b"\n")[-lines:]] if lines > 0 else [], end - len(
+        unfinished
+    )
 
 
 async def follow(path: Path, offset: int, is_over: Callable[[], bool]) -> AsyncIterator[str]:
-    """Lines written after ``offset``, as they come, until ``is_over`` and the file has been read to its end."""
+    """Lines written after ``offset``, as they come, until ``is_over`` and the file has been read to
+    its end.
+    """
     pending = b""
     while True:
         over = is_over()  # asked before reading, so that nothing written before the end is missed
@@ -76,7 +86,9 @@ async def follow(path: Path, offset: int, is_over: Callable[[], bool]) -> AsyncI
 
 
 def signature(line: str) -> str | None:
-    """Class of a line of trouble, the same for lines that differ in numbers, names and paths; None for other lines."""
+    """Class of a line of trouble, the same for lines that differ in numbers, names and paths; None
+    for other lines.
+    """
     if _TROUBLE.search(line) is None:
         return None
     return " ".join(_VARIABLE.sub("#", line).split())[:_MAX_SIGNATURE_CHARS]
@@ -90,7 +102,9 @@ class _Position:
 
 
 class LogScanner:
-    """Reads what has been added to the ranks' logs and counts classes of trouble, bounded in reading and in memory."""
+    """Reads what has been added to the ranks' logs and counts classes of trouble, bounded in
+    reading and in memory.
+    """
 
     def __init__(self) -> None:
         self._positions: dict[Path, _Position] = {}
@@ -129,7 +143,9 @@ class LogScanner:
             known.count += 1
         elif len(self._found) < MAX_SIGNATURES:
             sample = line.strip().encode()[:MAX_SAMPLE_BYTES].decode(errors="ignore")
-            self._found[found] = link_pb2.LogFingerprint(signature=found, count=1, first_rank=rank, sample_line=sample)
+            self._found[found] = link_pb2.LogFingerprint(
+                signature=found, count=1, first_rank=rank, sample_line=sample
+            )
 
 
 def _text(line: bytes) -> str:

@@ -1,4 +1,6 @@
-"""One node: starts its parts in order, keeps them until it is told to stop, and leaves nothing behind."""
+"""One node: starts its parts in order, keeps them until it is told to stop, and leaves nothing
+behind.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ from megascale_executor.diagnostics.devices import DeviceFacts, cpu_slots, list_
 
 _log = logs.get(__name__)
 
-# The hello names the daemon's endpoint; without it in time, the link comes up first and says hello again later.
+# The hello names the daemon's endpoint; without it in time, the link comes up first and says hello
+# again later.
 _DAEMON_BEFORE_LINK_S = 5.0
 
 
@@ -65,11 +68,23 @@ class Node:
         self._sockets = folders.create_socket_folder(config.cluster, config.node, self._incarnation)
         self._reports = StepReports()
         self._daemon = CheckpointDaemon(
-            config, self._incarnation, token, self._sockets / "checkpoint.sock", self._on_daemon_change
+            config,
+            self._incarnation,
+            token,
+            self._sockets / "checkpoint.sock",
+            self._on_daemon_change,
         )
-        self._templates = TemplateKeeper(config.template_command, config.node_folder / "template.log")
+        self._templates = TemplateKeeper(
+            config.template_command, config.node_folder / "template.log"
+        )
         self.runner = AttemptRunner(
-            config, devices, self._templates, self._daemon, self._reports, self._sockets, self._changed
+            config,
+            devices,
+            self._templates,
+            self._daemon,
+            self._reports,
+            self._sockets,
+            self._changed,
         )
         side = NodeSide(
             hello=self._hello,
@@ -91,7 +106,11 @@ class Node:
         """Server, template, daemon, then the link, when there is something to tell."""
         config = self._config
         service = ExecutorService(
-            config.node_folder, self._status, self._is_active, self._holder, self.runner.diagnosis.run
+            config.node_folder,
+            self._status,
+            self._is_active,
+            self._holder,
+            self.runner.diagnosis.run,
         )
         executor_pb2_grpc.add_ExecutorServiceServicer_to_server(service, self._server.server)
         self._endpoint = await self._server.start(f"{config.host}:0", [SERVICE_NAME])
@@ -100,7 +119,9 @@ class Node:
         self._templates.begin()
         self._daemon.begin()
         folders.write_atomically(config.address_file, f"{self._endpoint}\n")
-        _log.info("node serves", node=config.node, incarnation=self._incarnation, endpoint=self._endpoint)
+        _log.info(
+            "node serves", node=config.node, incarnation=self._incarnation, endpoint=self._endpoint
+        )
         await self._daemon.wait_ready(_DAEMON_BEFORE_LINK_S)
         self._tasks = [
             asyncio.create_task(tasks.essential(self.runner.run()), name="runner"),
@@ -129,7 +150,9 @@ class Node:
 
     def _hello(self) -> link_pb2.ExecutorHello:
         self._told_checkpoint_endpoint = self._daemon.endpoint
-        return build_hello(self._config, self._incarnation, self._devices, self._endpoint, self._daemon.endpoint)
+        return build_hello(
+            self._config, self._incarnation, self._devices, self._endpoint, self._daemon.endpoint
+        )
 
     def _changed(self) -> None:
         self._link.changed()
@@ -144,9 +167,14 @@ class Node:
     def _status(self) -> executor_pb2.GetNodeStatusResponse:
         beat = self._heartbeat()
         beat.seq = self._link.seq
-        hello = build_hello(self._config, self._incarnation, self._devices, self._endpoint, self._daemon.endpoint)
+        hello = build_hello(
+            self._config, self._incarnation, self._devices, self._endpoint, self._daemon.endpoint
+        )
         return executor_pb2.GetNodeStatusResponse(
-            hello=hello, heartbeat=beat, pids=list(self._pids().values()), epoch_seen=beat.epoch_seen
+            hello=hello,
+            heartbeat=beat,
+            pids=list(self._pids().values()),
+            epoch_seen=beat.epoch_seen,
         )
 
     def _heartbeat(self) -> link_pb2.Heartbeat:
@@ -196,11 +224,15 @@ async def find_devices(config: AgentConfig) -> list[DeviceFacts]:
         DeviceQueryError: the GPUs cannot be listed.
     """
     if config.device_kind == "cpu":
-        return cpu_slots(config.devices, host.cpu_model(), host.memory_bytes("MemTotal"), identity.boot_id())
+        return cpu_slots(
+            config.devices, host.cpu_model(), host.memory_bytes("MemTotal"), identity.boot_id()
+        )
     present = {device.index: device for device in await list_gpus()}
     missing = [index for index in config.devices if index not in present]
     if missing:
-        raise OptionError(f"--devices: GPUs {missing} are not on this host, which has {sorted(present)}")
+        raise OptionError(
+            f"--devices: GPUs {missing} are not on this host, which has {sorted(present)}"
+        )
     return [present[index] for index in config.devices]
 
 
@@ -214,4 +246,6 @@ def read_token(path: Path) -> str:
         token = path.read_text().strip()
         if token:
             return token
-    raise OptionError(f"--token-file {path}: no token there; `megascale up` writes it, copy it to this node")
+    raise OptionError(
+        f"--token-file {path}: no token there; `megascale up` writes it, copy it to this node"
+    )

@@ -37,7 +37,9 @@ class Profiles:
         """What is known of the newest profile's traces."""
         return self._reports
 
-    def want(self, key: AttemptKey, command: link_pb2.ProfileCommand, workers: Sequence[Worker]) -> None:
+    def want(
+        self, key: AttemptKey, command: link_pb2.ProfileCommand, workers: Sequence[Worker]
+    ) -> None:
         """Hand the command to the workers of its ranks, once."""
         if command.id == self._id:
             return
@@ -55,14 +57,18 @@ class Profiles:
         self._note(message["id"], rank, message["state"], message["detail"], message["size_bytes"])
 
     def forget(self, folder: Path) -> None:
-        """The attempt, with its files in ``folder``, has ended: remove what its workers were writing."""
+        """The attempt, with its files in ``folder``, has ended: remove what its workers were
+        writing.
+        """
         self._id, self._reports = "", []
         for unfinished in folder.glob(f".{node_files.TRACE_PREFIX}*"):
             unfinished.unlink(missing_ok=True)
 
     def _send(self, key: AttemptKey, command: link_pb2.ProfileCommand, worker: Worker) -> None:
         first, last = command.first_step, command.last_step
-        path = self._node_folder / node_files.trace_file(key.job, key.attempt, first, last, worker.rank)
+        path = self._node_folder / node_files.trace_file(
+            key.job, key.attempt, first, last, worker.rank
+        )
         message: ProfileSteps = {
             "kind": "profile",
             "id": command.id,
@@ -79,7 +85,9 @@ class Profiles:
     def _note(self, profile: str, rank: int, state: str, detail: str, size_bytes: int = 0) -> None:
         if profile != self._id:
             return  # the driver waits for it no longer
-        _log.info("trace", profile=profile, rank=rank, state=state, detail=detail, size_bytes=size_bytes)
+        _log.info(
+            "trace", profile=profile, rank=rank, state=state, detail=detail, size_bytes=size_bytes
+        )
         self._reports.append(
             link_pb2.TraceReport(
                 profile=profile,

@@ -1,7 +1,8 @@
 """Brings the node to the desired state: prepares an attempt, starts its workers, stops them.
 
-One task reconciles: it compares the desired state with the present (:mod:`megascale_executor.agent.attempt`) and does
-the next thing. Preparing and starting run beside it, so that a newer desired state can cut them short.
+One task reconciles: it compares the desired state with the present
+(:mod:`megascale_executor.agent.attempt`) and does the next thing. Preparing and starting run beside
+it, so that a newer desired state can cut them short.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ from megascale_common.job.config import JobConfig
 from megascale_common.job.wire.spec import from_proto
 from megascale_common.service import logs
 from megascale_executor.agent import attempt, children, folders, tasks
-from megascale_executor.agent.assignment import AssignmentError, Sockets, check_assignment, worker_assignments
+from megascale_executor.agent.assignment import (
+    AssignmentError,
+    Sockets,
+    check_assignment,
+    worker_assignments,
+)
 from megascale_executor.agent.attempt import Action, AttemptState
 from megascale_executor.agent.config import AgentConfig
 from megascale_executor.agent.daemon import CHECK_NAME as DAEMON_CHECK
@@ -41,13 +47,18 @@ _log = logs.get(__name__)
 
 _STORE_BACKLOG = 4096  # every rank of the job connects at about the same time
 _STOP_RETRY_S = 1.0
-# A driver that is away hears no end either; one that takes heartbeats but no records must not hold the job for ever.
+# A driver that is away hears no end either; one that takes heartbeats but no records must not hold
+# the job for ever.
 _LAST_RECORDS_TIMEOUT_S = 60.0
-_WORKERS_TELL_FIRST_S = 1.0  # workers that the loader serves notice its end themselves, and know more of it
+_WORKERS_TELL_FIRST_S = (
+    1.0  # workers that the loader serves notice its end themselves, and know more of it
+)
 
 
 class AttemptRunner:
-    """This node's part in attempts. ``changed`` is called whenever a heartbeat has something new to tell."""
+    """This node's part in attempts. ``changed`` is called whenever a heartbeat has something new to
+    tell.
+    """
 
     def __init__(
         self,
@@ -84,12 +95,18 @@ class AttemptRunner:
     @property
     def loader_pid(self) -> int | None:
         """Process id of the data loader while it runs."""
-        return self._loader.pid if self._loader is not None and self._loader.returncode is None else None
+        return (
+            self._loader.pid
+            if self._loader is not None and self._loader.returncode is None
+            else None
+        )
 
     @property
     def folder(self) -> AttemptFolder:
         """Files of the present attempt."""
-        return folders.attempt_folder(self._config.node_folder, self.state.key.job, self.state.key.attempt)
+        return folders.attempt_folder(
+            self._config.node_folder, self.state.key.job, self.state.key.attempt
+        )
 
     def set_desired(self, desired: link_pb2.DesiredState) -> None:
         """Take in a desired state; see :meth:`AttemptState.accept` for what is refused."""
@@ -114,7 +131,9 @@ class AttemptRunner:
         self._changed()
 
     def _profile(self) -> None:
-        """Pass a wanted profile on. Before the workers run, it waits for the next wake: all of them running."""
+        """Pass a wanted profile on. Before the workers run, it waits for the next wake: all of them
+        running.
+        """
         command = part_of(self.state.desired, self.state.key)
         if command is not None and self.state.phase == attempt.RUNNING:
             self.profiles.want(self.state.key, command, self.workers)
@@ -127,13 +146,19 @@ class AttemptRunner:
             await self._stop()
         elif action is Action.PREPARE:
             self.state.begin(attempt.PREPARING)
-            self._activity = asyncio.create_task(self._guard(self._prepare(self.state.desired.assignment)))
+            self._activity = asyncio.create_task(
+                self._guard(self._prepare(self.state.desired.assignment))
+            )
         elif action is Action.START:
             self.state.begin(attempt.STARTING)
-            self._activity = asyncio.create_task(self._guard(self._start(self.state.desired.assignment)))
+            self._activity = asyncio.create_task(
+                self._guard(self._start(self.state.desired.assignment))
+            )
         elif action is Action.REFUSE_START:
             self.state.begin(attempt.PREPARING)
-            self.state.fail("this agent has not prepared the attempt that it is told to start; it was restarted")
+            self.state.fail(
+                "this agent has not prepared the attempt that it is told to start; it was restarted"
+            )
         self._changed()
 
     async def _guard(self, activity: Coroutine[Any, Any, None]) -> None:
@@ -141,8 +166,11 @@ class AttemptRunner:
         try:
             await activity
         except Exception as error:
-            # A defect of ours as well: the driver must hear of it and go on, not wait for its deadline.
-            expected = isinstance(error, (AssignmentError, TemplateError, job_config.ConfigError, OSError))
+            # A defect of ours as well: the driver must hear of it and go on, not wait for its
+            # deadline.
+            expected = isinstance(
+                error, (AssignmentError, TemplateError, job_config.ConfigError, OSError)
+            )
             _log.error("attempt failed on this node", error=str(error), exc_info=not expected)
             self.state.fail(str(error) if expected else f"{type(error).__name__}: {error}")
             await self._kill_processes()
@@ -162,7 +190,8 @@ class AttemptRunner:
             template,
             slots_held=self._daemon.holds_slots(assignment.job),
         )
-        # The workers of an earlier attempt are dead by now: what is sealed will not change any more.
+        # The workers of an earlier attempt are dead by now: what is sealed will not change any
+        # more.
         await self._daemon.refresh()
         checks = tuple(finding.to_proto() for finding in findings)
         bad = failures(findings)
@@ -177,14 +206,18 @@ class AttemptRunner:
         return [await self._daemon.check()]
 
     def _bind_store(self) -> str:
-        """Bind the rendezvous store's listening socket, which rank 0 will be handed; returns host:port."""
+        """Bind the rendezvous store's listening socket, which rank 0 will be handed; returns
+        host:port.
+        """
         self._store = socket.create_server((self._config.host, 0), backlog=_STORE_BACKLOG)
         return f"{self._config.host}:{self._store.getsockname()[1]}"
 
     async def _start(self, assignment: link_pb2.AttemptAssignment) -> None:
         assert self._job is not None
         folder = self.folder
-        sockets = Sockets(self._socket_folder / f"loader-{assignment.attempt}.sock", self._daemon.socket_path)
+        sockets = Sockets(
+            self._socket_folder / f"loader-{assignment.attempt}.sock", self._daemon.socket_path
+        )
         told = worker_assignments(assignment, self._job, self._config, folder, sockets)
         await self._start_loader(self._job, folder, sockets.loader)
         if self._job.telemetry.tensorboard and 0 in assignment.ranks:
@@ -209,10 +242,14 @@ class AttemptRunner:
         command = [sys.executable, "-m", "megascale_trainer.data.loader"]
         command += ["--socket", str(path), "--config", str(folder.config)]
         self._loader = await children.spawn(command, folder.loader_log)
-        self._loader_watch = asyncio.create_task(self._watch_loader(self._loader, folder.loader_log))
+        self._loader_watch = asyncio.create_task(
+            self._watch_loader(self._loader, folder.loader_log)
+        )
 
     async def _watch_loader(self, loader: asyncio.subprocess.Process, log: Path) -> None:
-        """Fail the attempt if the loader ends by itself: workers that have not reached it yet would wait in vain."""
+        """Fail the attempt if the loader ends by itself: workers that have not reached it yet would
+        wait in vain.
+        """
         status = await loader.wait()
         await asyncio.sleep(_WORKERS_TELL_FIRST_S)
         said = log.read_text(errors="replace").strip().rpartition("\n")[2]
@@ -249,7 +286,11 @@ class AttemptRunner:
         await tasks.cancelled(self._activity)
         self._activity = None
         while not await self._kill_processes():
-            _log.error("workers do not die; trying again", job=self.state.key.job, attempt=self.state.key.attempt)
+            _log.error(
+                "workers do not die; trying again",
+                job=self.state.key.job,
+                attempt=self.state.key.attempt,
+            )
             await asyncio.sleep(_STOP_RETRY_S)
         self._workers, self._job = None, None
         if self._events_file is not None:

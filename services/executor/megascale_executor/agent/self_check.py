@@ -1,8 +1,10 @@
-"""The self-check before an attempt: what is looked at, when an earlier result still counts, and who runs the probes.
+"""The self-check before an attempt: what is looked at, when an earlier result still counts, and who
+runs the probes.
 
-Room and presence are looked at every time. Compute and all-reduce need one process per device and, on GPUs, seconds:
-their result counts for CACHE_S more if the attempt that followed it on this node finished well, and it was had for the
-same devices. After any other end (a fault here or elsewhere in the job, a stop, a restarted agent) they run again.
+Room and presence are looked at every time. Compute and all-reduce need one process per device and,
+on GPUs, seconds: their result counts for CACHE_S more if the attempt that followed it on this node
+finished well, and it was had for the same devices. After any other end (a fault here or elsewhere
+in the job, a stop, a restarted agent) they run again.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from megascale_executor.diagnostics.devices import DeviceFacts
 from megascale_executor.diagnostics.finding import Finding
 
 CACHE_S = 900.0
-# From the last fork on. CPU ranks need a fraction of a second; CUDA and NCCL need several for their first start.
+# From the last fork on. CPU ranks need a fraction of a second; CUDA and NCCL need several for their
+# first start.
 PROBE_TIMEOUT_S = {"cpu": 15.0, "cuda": 60.0}
 
 
@@ -51,34 +54,60 @@ class SelfChecks:
         self._trusted = well
 
     async def run(
-        self, config: JobConfig, ranks: Sequence[int], indices: Sequence[int], template: Template, *, slots_held: bool
+        self,
+        config: JobConfig,
+        ranks: Sequence[int],
+        indices: Sequence[int],
+        template: Template,
+        *,
+        slots_held: bool,
     ) -> list[Finding]:
-        """All findings for an attempt of ``config`` with ``ranks`` of it on the devices ``indices``."""
+        """All findings for an attempt of ``config`` with ``ranks`` of it on the devices
+        ``indices``.
+        """
         used = [self._devices[index] for index in indices]
         findings = await device_present.check(used)
         findings.append(await asyncio.to_thread(disk_room.check, self._node_folder))
         on_cpu = used[0].kind == "cpu"
         wanted = await asyncio.to_thread(memory_room.need, config, ranks)
-        findings.append(memory_room.check_host(wanted, host.memory_bytes("MemAvailable"), on_cpu=on_cpu))
+        findings.append(
+            memory_room.check_host(wanted, host.memory_bytes("MemAvailable"), on_cpu=on_cpu)
+        )
         staging = host.STAGING_MOUNT
         findings.append(
-            memory_room.check_staging(wanted, host.free_bytes(staging), str(staging), already_held=slots_held)
+            memory_room.check_staging(
+                wanted, host.free_bytes(staging), str(staging), already_held=slots_held
+            )
         )
         return findings + await self._probe_or_recall(used, template)
 
-    async def _probe_or_recall(self, used: Sequence[DeviceFacts], template: Template) -> list[Finding]:
+    async def _probe_or_recall(
+        self, used: Sequence[DeviceFacts], template: Template
+    ) -> list[Finding]:
         now_s, indices, last = time.monotonic(), tuple(device.index for device in used), self._last
-        if self._trusted and last is not None and last.devices == indices and now_s - last.at_s < CACHE_S:
+        if (
+            self._trusted
+            and last is not None
+            and last.devices == indices
+            and now_s - last.at_s < CACHE_S
+        ):
             note = f" (found {now_s - last.at_s:.0f} s ago; the attempt since then finished well)"
-            return [replace(finding, detail=finding.detail + note, elapsed_s=0.0) for finding in last.findings]
+            return [
+                replace(finding, detail=finding.detail + note, elapsed_s=0.0)
+                for finding in last.findings
+            ]
         findings = await probe(used, template, self._node_folder / "self-check.log")
         good = all(finding.verdict in ("PASS", "SKIPPED") for finding in findings)
         self._last = _Cached(indices, tuple(findings), now_s) if good else None
         return findings
 
 
-async def probe(devices: Sequence[DeviceFacts], template: Template, log_path: Path) -> list[Finding]:
-    """Check compute on every device and all-reduce among them, in processes that the template forks."""
+async def probe(
+    devices: Sequence[DeviceFacts], template: Template, log_path: Path
+) -> list[Finding]:
+    """Check compute on every device and all-reduce among them, in processes that the template
+    forks.
+    """
     begin = time.monotonic()
     kind = devices[0].kind
     with socket.create_server(("127.0.0.1", 0), backlog=len(devices) + 8) as store:
@@ -95,17 +124,23 @@ async def probe(devices: Sequence[DeviceFacts], template: Template, log_path: Pa
             for rank, device in enumerate(devices)
         ]
         listen_fd = store.fileno() if len(devices) > 1 else None
-        answers = await asyncio.gather(*(_ask(request, template, log_path, listen_fd) for request in requests))
+        answers = await asyncio.gather(
+            *(_ask(request, template, log_path, listen_fd) for request in requests)
+        )
     targets = [f"{kind}:{device.index}" for device in devices]
     return rank_checks.judge(targets, dict(enumerate(answers)), time.monotonic() - begin)
 
 
-async def _ask(request: SelfCheck, template: Template, log_path: Path, listen_fd: int | None) -> SelfChecked | str:
+async def _ask(
+    request: SelfCheck, template: Template, log_path: Path, listen_fd: int | None
+) -> SelfChecked | str:
     """Fork one process and have its answer, or why there is none. Leaves no process."""
     channel, theirs = MessageChannel.pair()
     process: ForkedProcess | None = None
     try:
-        channel.send(dict(request), [listen_fd] if request["rank"] == 0 and listen_fd is not None else [])
+        channel.send(
+            dict(request), [listen_fd] if request["rank"] == 0 and listen_fd is not None else []
+        )
         with theirs, log_path.open("ab") as log:
             process = await template.fork(request["rank"], theirs.fileno(), log.fileno())
         timeout_s = PROBE_TIMEOUT_S[request["device_kind"]]
@@ -127,4 +162,6 @@ async def _answer(channel: MessageChannel, process: ForkedProcess) -> SelfChecke
         if message["kind"] == "self_checked":
             return cast(SelfChecked, message)
     status = await process.exited
-    return f"the probe ended with status {status} before it answered; see self-check.log of the node"
+    return (
+        f"the probe ended with status {status} before it answered; see self-check.log of the node"
+    )

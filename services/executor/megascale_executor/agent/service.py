@@ -1,4 +1,6 @@
-"""ExecutorService: the node's own face. The driver probes a silent node with it and reads the ranks' logs."""
+"""ExecutorService: the node's own face. The driver probes a silent node with it and reads the
+ranks' logs.
+"""
 
 from __future__ import annotations
 
@@ -66,17 +68,22 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"checks: {error}")
         except GaveWay as error:
             await context.abort(grpc.StatusCode.ABORTED, str(error))
-        return executor_pb2.RunNodeDiagnosticsResponse(checks=[finding.to_proto() for finding in findings])
+        return executor_pb2.RunNodeDiagnosticsResponse(
+            checks=[finding.to_proto() for finding in findings]
+        )
 
     async def TailWorkerLogs(
         self, request: executor_pb2.TailWorkerLogsRequest, context: _Context
     ) -> AsyncIterator[executor_pb2.TailWorkerLogsResponse]:
         """Last lines of a rank's log; with ``follow`` also new ones, until the attempt ends here."""
         if not is_dns_label(request.job):
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"job: {request.job!r} is not the name of a job")
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, f"job: {request.job!r} is not the name of a job"
+            )
         if not 0 <= request.lines <= MAX_LINES:
             await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT, f"lines: {request.lines} is not within 0 (the default) to {MAX_LINES}"
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"lines: {request.lines} is not within 0 (the default) to {MAX_LINES}",
             )
         number = request.attempt or folders.newest_attempt(self._node_folder, request.job)
         path = folders.attempt_folder(self._node_folder, request.job, number).log(request.rank)

@@ -10,7 +10,8 @@ from megascale.v1 import link_pb2
 from megascale_common.node.status_page import read_status_page
 from megascale_executor.agent.workers import Worker
 
-# Counts of operations say something only of a rank that stands still; a rank has seven groups at most.
+# Counts of operations say something only of a rank that stands still; a rank has seven groups at
+# most.
 STILL_AFTER_NS = 1_000_000_000
 MAX_OPERATIONS = 8
 MAX_ERROR_CHARS = 2000
@@ -40,7 +41,9 @@ def worker_status(worker: Worker, now_ns: int | None = None) -> link_pb2.WorkerS
 
 
 def encodable(text: str) -> str:
-    """The text as protobuf takes it: what is not UTF-8 (a lone surrogate of a file name) becomes a question mark."""
+    """The text as protobuf takes it: what is not UTF-8 (a lone surrogate of a file name) becomes a
+    question mark.
+    """
     return text.encode(errors="replace").decode()
 
 

@@ -14,13 +14,17 @@ _log = logs.get(__name__)
 
 
 async def cancelled(task: asyncio.Task[None] | None) -> None:
-    """Cancel a task and wait for its end, whatever that is; a cancellation of the caller still gets through."""
+    """Cancel a task and wait for its end, whatever that is; a cancellation of the caller still gets
+    through.
+    """
     if task is not None:
         task.cancel()
         await asyncio.wait({task})
 
 
-async def either(first: asyncio.Event, second: asyncio.Event, *, timeout_s: float | None = None) -> None:
+async def either(
+    first: asyncio.Event, second: asyncio.Event, *, timeout_s: float | None = None
+) -> None:
     """Wait until one of two events is set, or ``timeout_s`` has passed."""
     waits = [asyncio.ensure_future(event.wait()) for event in (first, second)]
     try:
@@ -31,7 +35,9 @@ async def either(first: asyncio.Event, second: asyncio.Event, *, timeout_s: floa
 
 
 async def essential(part: Coroutine[Any, Any, None]) -> None:
-    """Run a part of the agent that must not fail. If it does, by a defect, the agent ends: better dead than silent."""
+    """Run a part of the agent that must not fail. If it does, by a defect, the agent ends: better
+    dead than silent.
+    """
     try:
         await part
     except (Exception, asyncio.CancelledError) as error:

@@ -1,7 +1,9 @@
-"""The agent's handle on the template process: it forks the processes that need torch, and tells of their end.
+"""The agent's handle on the template process: it forks the processes that need torch, and tells of
+their end.
 
-The template has imported torch before it is needed, so a fork costs milliseconds where a fresh start costs seconds.
-Its end closes the socket and kills all that it forked, by their parent-death signals.
+The template has imported torch before it is needed, so a fork costs milliseconds where a fresh
+start costs seconds. Its end closes the socket and kills all that it forked, by their parent-death
+signals.
 """
 
 from __future__ import annotations
@@ -34,12 +36,15 @@ class TemplateError(Exception):
 
 
 class ForkedProcess:
-    """A process that the template forked. ``exited`` gives its exit status, or minus the signal's number."""
+    """A process that the template forked. ``exited`` gives its exit status, or minus the signal's
+    number.
+    """
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        # A pid may be reused after the template has reaped the process; a pidfd never means another one.
+        # A pid may be reused after the template has reaped the process; a pidfd never means another
+        # one.
         try:
             self._pidfd = os.pidfd_open(pid)
         except ProcessLookupError:
@@ -72,7 +77,9 @@ class ForkedProcess:
 
 
 class Template:
-    """One template process and what it forked. Start with :meth:`spawn`; after its end make a new one."""
+    """One template process and what it forked. Start with :meth:`spawn`; after its end make a new
+    one.
+    """
 
     def __init__(self, channel: MessageChannel) -> None:
         self._channel = channel
@@ -88,7 +95,9 @@ class Template:
         return self.end.is_set()
 
     @classmethod
-    async def spawn(cls, command: Sequence[str], log_path: Path) -> tuple[Template, asyncio.subprocess.Process]:
+    async def spawn(
+        cls, command: Sequence[str], log_path: Path
+    ) -> tuple[Template, asyncio.subprocess.Process]:
         """Start ``command`` (by default the trainer) with ``--socket-fd N``.
 
         Raises:
@@ -111,7 +120,8 @@ class Template:
         return cls(channel), process
 
     async def fork(self, rank: int, socket_fd: int, log_fd: int) -> ForkedProcess:
-        """Fork one process with the two descriptors; they may be closed here when this returns or raises.
+        """Fork one process with the two descriptors; they may be closed here when this returns or
+        raises.
 
         Raises:
             TemplateError: the template is gone, or does not fork within FORK_TIMEOUT_S.
@@ -122,7 +132,8 @@ class Template:
         try:
             self._channel.send({"kind": "fork", "rank": rank}, [socket_fd, log_fd])
             self._waiting.append(forked)
-            # Not wait_for, which on 3.11 swallows a cancellation that comes together with the answer.
+            # Not wait_for, which on 3.11 swallows a cancellation that comes together with the
+            # answer.
             async with asyncio.timeout(FORK_TIMEOUT_S):
                 return await forked
         except framing.FramingError as error:
@@ -132,10 +143,13 @@ class Template:
                 forked.result().kill()  # it came in the moment in which nobody wanted it any more
             raise
         except TimeoutError as error:
-            # It hangs. Without its socket it ends, or its keeper ends it; either way another takes its place.
+            # It hangs. Without its socket it ends, or its keeper ends it; either way another takes
+            # its place.
             self.end.set()
             self._reader.cancel()
-            raise TemplateError(f"the template process forked nothing within {FORK_TIMEOUT_S:.0f} s") from error
+            raise TemplateError(
+                f"the template process forked nothing within {FORK_TIMEOUT_S:.0f} s"
+            ) from error
 
     async def _read(self) -> None:
         try:

@@ -1,4 +1,6 @@
-"""Keeps one template process warm: started with the agent, replaced when it dies, always there for the next attempt."""
+"""Keeps one template process warm: started with the agent, replaced when it dies, always there for
+the next attempt.
+"""
 
 from __future__ import annotations
 
@@ -58,13 +60,17 @@ class TemplateKeeper:
 
     async def _start(self) -> asyncio.subprocess.Process:
         self._current, process = await Template.spawn(self._command, self._log_path)
-        self._undertaker = asyncio.create_task(_end_with(self._current, process), name="template-end")
+        self._undertaker = asyncio.create_task(
+            _end_with(self._current, process), name="template-end"
+        )
         self._arrival.set()
         return process
 
 
 async def _end_with(template: Template, process: asyncio.subprocess.Process) -> None:
-    """A template that was given up ends when its socket closes; one that hangs is killed, so that another starts."""
+    """A template that was given up ends when its socket closes; one that hangs is killed, so that
+    another starts.
+    """
     await template.end.wait()
     try:
         async with asyncio.timeout(children.TERMINATE_GRACE_S):

@@ -1,9 +1,10 @@
 """TensorBoard event files of the step record, where ``telemetry.tensorboard`` asks for them.
 
-An event file is a sequence of records: length (u64), masked CRC-32C of the length, data, masked CRC-32C of the data,
-all little-endian (TFRecord, tensorflow/core/lib/io/record_writer.cc). The data are ``Event`` messages
-(tensorflow/core/util/event.proto); of their fields a scalar needs four, which are encoded here: so the agent depends
-on no TensorFlow. Files grow by whole records; a reader may look on while the job runs.
+An event file is a sequence of records: length (u64), masked CRC-32C of the length, data, masked
+CRC-32C of the data, all little-endian (TFRecord, tensorflow/core/lib/io/record_writer.cc). The data
+are ``Event`` messages (tensorflow/core/util/event.proto); of their fields a scalar needs four,
+which are encoded here: so the agent depends on no TensorFlow. Files grow by whole records; a reader
+may look on while the job runs.
 """
 
 from __future__ import annotations
@@ -30,14 +31,18 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # protobuf wire types
 
 
 class EventFile:
-    """One event file in ``folder``. What cannot be written is logged once: curves never cost a training run."""
+    """One event file in ``folder``. What cannot be written is logged once: curves never cost a
+    training run.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._descriptor = -1
         try:
             folder.mkdir(parents=True, exist_ok=True)
             name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
-            self._descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            self._descriptor = os.open(
+                folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
+            )
         except OSError as error:
             self._give_up(error)
         self._write(_double(1, time.time()) + _text(3, _VERSION))
@@ -47,7 +52,9 @@ class EventFile:
         values = b"".join(
             _message(1, _text(1, name) + _float(2, value))
             for name, value in record.items()
-            if name not in _NOT_SCALARS and isinstance(value, int | float) and not isinstance(value, bool)
+            if name not in _NOT_SCALARS
+            and isinstance(value, int | float)
+            and not isinstance(value, bool)
         )
         header = _double(1, float(record["completed_at_s"])) + _integer(2, int(record["step"]))
         self._write(header + _message(5, values))
@@ -62,9 +69,15 @@ class EventFile:
         if self._descriptor < 0:
             return
         length = struct.pack("<Q", len(event))
-        data = length + struct.pack("<I", masked_crc32c(length)) + event + struct.pack("<I", masked_crc32c(event))
+        data = (
+            length
+            + struct.pack("<I", masked_crc32c(length))
+            + event
+            + struct.pack("<I", masked_crc32c(event))
+        )
         try:
-            # A reader takes half a record for the end of the file, and nothing that follows it would be seen.
+            # A reader takes half a record for the end of the file, and nothing that follows it
+            # would be seen.
             if os.write(self._descriptor, data) < len(data):
                 raise OSError("the disk is full")
         except OSError as error:

@@ -1,8 +1,9 @@
-"""The worker processes of one attempt on this node: start, listen, judge their end, stop all at once.
+"""The worker processes of one attempt on this node: start, listen, judge their end, stop all at
+once.
 
-The first worker that ends badly fails the attempt: the others are killed at once, because a collective with a missing
-rank only hangs, and what they would report are symptoms. A worker that was already dead at that moment keeps its own
-status, so that the driver can tell the culprit.
+The first worker that ends badly fails the attempt: the others are killed at once, because a
+collective with a missing rank only hangs, and what they would report are symptoms. A worker that
+was already dead at that moment keeps its own status, so that the driver can tell the culprit.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from megascale_executor.agent.template import ForkedProcess, Template, TemplateE
 
 _log = logs.get(__name__)
 
-# A worker that has reported an error is given this long to end by itself before it is taken for ended.
+# A worker that has reported an error is given this long to end by itself before it is taken for
+# ended.
 _EXIT_AFTER_FAILED_S = 1.0
-# After the exit, its last messages are read at once; a grandchild that holds the socket must not delay the verdict.
+# After the exit, its last messages are read at once; a grandchild that holds the socket must not
+# delay the verdict.
 _DRAIN_SOCKET_S = 0.5
 # A killed process is gone in milliseconds unless a driver call holds it in the kernel.
 KILL_TIMEOUT_S = 10.0
@@ -86,8 +89,11 @@ class WorkerSet:
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
 
-    async def start(self, assignments: Sequence[tuple[Assignment, Path]], store_listen_fd: int | None) -> None:
-        """Fork one worker per (assignment, log file) and hand each its assignment; rank 0 gets the store's socket.
+    async def start(
+        self, assignments: Sequence[tuple[Assignment, Path]], store_listen_fd: int | None
+    ) -> None:
+        """Fork one worker per (assignment, log file) and hand each its assignment; rank 0 gets the
+        store's socket.
 
         Raises:
             TemplateError: a worker could not be forked; those that run are left to :meth:`stop`.
@@ -102,7 +108,9 @@ class WorkerSet:
             if outcome is not None:
                 raise outcome
         for worker, (assignment, _) in zip(self.workers, assignments, strict=True):
-            worker.reader = asyncio.create_task(self._listen(worker), name=f"worker-{worker.rank}-messages")
+            worker.reader = asyncio.create_task(
+                self._listen(worker), name=f"worker-{worker.rank}-messages"
+            )
             watch = self._watch(worker, assignment)
             self._tasks.append(asyncio.create_task(watch, name=f"worker-{worker.rank}-exit"))
 
@@ -116,13 +124,17 @@ class WorkerSet:
         async def fork() -> None:
             with theirs, log_path.open("ab") as log:
                 # Taken down at once: a start that is cut short must still know whom to kill.
-                worker.process = await self._template.fork(worker.rank, theirs.fileno(), log.fileno())
+                worker.process = await self._template.fork(
+                    worker.rank, theirs.fileno(), log.fileno()
+                )
 
         try:
             channel.send(dict(assignment), descriptors)
         except framing.FramingError as error:
             theirs.close()
-            raise TemplateError(f"rank {worker.rank} cannot be given its assignment: {error}") from error
+            raise TemplateError(
+                f"rank {worker.rank} cannot be given its assignment: {error}"
+            ) from error
         return worker, asyncio.create_task(fork())
 
     async def _listen(self, worker: Worker) -> None:
@@ -147,7 +159,9 @@ class WorkerSet:
             detail = message["detail"]
             worker.error_kind = message["error_kind"]
             # The driver reads the damaged file's name; people read the traceback in the log.
-            worker.error = detail if worker.error_kind == "CHECKPOINT_CORRUPT" and detail else message["error"]
+            worker.error = (
+                detail if worker.error_kind == "CHECKPOINT_CORRUPT" and detail else message["error"]
+            )
             worker.failed.set()
         elif kind == "finished":
             worker.finished = True
@@ -171,7 +185,9 @@ class WorkerSet:
         await asyncio.wait({worker.reader}, timeout=_DRAIN_SOCKET_S)
         worker.exit_status, worker.exited_at_s = status, exited_at_s
         timeout_s = assignment["config"]["recovery"]["collective_timeout_s"]
-        if why := waited_in_vain(status, worker.error_kind, worker.log_path, worker.page, timeout_s):
+        if why := waited_in_vain(
+            status, worker.error_kind, worker.log_path, worker.page, timeout_s
+        ):
             worker.error_kind, worker.error = "COLLECTIVE", f"{worker.error}\n{why}".lstrip()
         worker.channel.close()
         if worker.ended_well:
@@ -182,7 +198,9 @@ class WorkerSet:
         self._events.exited()
 
     def abort(self, reason: str) -> None:
-        """Kill what runs for a reason outside the workers, and make the failure known; nothing after an end."""
+        """Kill what runs for a reason outside the workers, and make the failure known; nothing
+        after an end.
+        """
         if not self._stopping and not all(worker.ended_well for worker in self.workers):
             self._kill_for(reason)
             _log.warning("workers aborted", reason=reason)
@@ -208,13 +226,17 @@ class WorkerSet:
         reason = f"rank {culprit.rank} {how}"
         if culprit.error_kind:
             reason += f" ({culprit.error_kind})"
-        _log.warning("worker failed", rank=culprit.rank, status=culprit.exit_status, kind=culprit.error_kind)
+        _log.warning(
+            "worker failed", rank=culprit.rank, status=culprit.exit_status, kind=culprit.error_kind
+        )
         self._events.failed(reason)
 
     async def stop(self) -> bool:
-        """SIGKILL what still runs and wait for it; False when something is still there after KILL_TIMEOUT_S.
+        """SIGKILL what still runs and wait for it; False when something is still there after
+        KILL_TIMEOUT_S.
 
-        Ranks that have stood still write their stacks to their logs first: of a hang, nothing else says where it was.
+        Ranks that have stood still write their stacks to their logs first: of a hang, nothing else
+        says where it was.
         """
         self._stopping = True
         await self._write_stacks()
@@ -231,7 +253,11 @@ class WorkerSet:
 
     async def _write_stacks(self) -> None:
         now_ns = time.monotonic_ns()
-        still = [worker.process for worker in self.workers if worker.process and stands_still(worker.page, now_ns)]
+        still = [
+            worker.process
+            for worker in self.workers
+            if worker.process and stands_still(worker.page, now_ns)
+        ]
         for process in still:
             process.send_signal(STACKS_SIGNAL)
         if any(process.alive for process in still):

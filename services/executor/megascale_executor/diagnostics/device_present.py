@@ -23,11 +23,16 @@ async def check(registered: Sequence[DeviceFacts]) -> list[Finding]:
         present = await list_gpus()
     except DeviceQueryError as error:
         elapsed_s = time.monotonic() - begin
-        return [Finding(NAME, f"cuda:{device.index}", "FAIL", str(error), elapsed_s) for device in registered]
+        return [
+            Finding(NAME, f"cuda:{device.index}", "FAIL", str(error), elapsed_s)
+            for device in registered
+        ]
     return compare(registered, present, time.monotonic() - begin)
 
 
-def compare(registered: Sequence[DeviceFacts], present: Sequence[DeviceFacts], elapsed_s: float) -> list[Finding]:
+def compare(
+    registered: Sequence[DeviceFacts], present: Sequence[DeviceFacts], elapsed_s: float
+) -> list[Finding]:
     """Judge what is there now against what was registered."""
     now = {device.index: device for device in present}
     findings = []
@@ -43,6 +48,12 @@ def compare(registered: Sequence[DeviceFacts], present: Sequence[DeviceFacts], e
         else:
             verdict, detail = "PASS", f"{found.model} {found.uuid}"
         findings.append(
-            Finding(NAME, f"cuda:{device.index}", "PASS" if verdict == "PASS" else "FAIL", detail, elapsed_s)
+            Finding(
+                NAME,
+                f"cuda:{device.index}",
+                "PASS" if verdict == "PASS" else "FAIL",
+                detail,
+                elapsed_s,
+            )
         )
     return findings

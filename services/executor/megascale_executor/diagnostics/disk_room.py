@@ -27,7 +27,9 @@ def check(folder: Path) -> Finding:
             same = file.read() == _PROBE
         found = os.statvfs(folder)
     except OSError as error:
-        return Finding(NAME, target, "FAIL", f"cannot be written: {error}", time.monotonic() - begin)
+        return Finding(
+            NAME, target, "FAIL", f"cannot be written: {error}", time.monotonic() - begin
+        )
     elapsed_s = time.monotonic() - begin
     if not same:
         return Finding(NAME, target, "FAIL", "what was written does not read back", elapsed_s)
@@ -39,7 +41,11 @@ def judge(target: str, free_bytes: int, elapsed_s: float) -> Finding:
     detail = f"{free_bytes / 2**20:.0f} MiB free"
     if free_bytes < FAIL_BELOW_BYTES:
         return Finding(
-            NAME, target, "FAIL", f"{detail}: less than {FAIL_BELOW_BYTES >> 20} MiB; free some room", elapsed_s
+            NAME,
+            target,
+            "FAIL",
+            f"{detail}: less than {FAIL_BELOW_BYTES >> 20} MiB; free some room",
+            elapsed_s,
         )
     if free_bytes < DEGRADED_BELOW_BYTES:
         return Finding(NAME, target, "DEGRADED", f"{detail}: logs may fill it", elapsed_s)

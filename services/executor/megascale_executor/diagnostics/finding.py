@@ -20,7 +20,9 @@ MAX_DETAIL_CHARS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Result of one check of one ``target`` (a device, a mount point), as megascale.v1.CheckResult has it."""
+    """Result of one check of one ``target`` (a device, a mount point), as megascale.v1.CheckResult
+    has it.
+    """
 
     name: str
     target: str
@@ -31,7 +33,10 @@ class Finding:
     def to_proto(self) -> types_pb2.CheckResult:
         """For the wire; a long detail is cut."""
         result = types_pb2.CheckResult(
-            name=self.name, target=self.target, verdict=_VERDICTS[self.verdict], detail=self.detail[:MAX_DETAIL_CHARS]
+            name=self.name,
+            target=self.target,
+            verdict=_VERDICTS[self.verdict],
+            detail=self.detail[:MAX_DETAIL_CHARS],
         )
         result.elapsed.FromNanoseconds(round(self.elapsed_s * 1e9))
         return result

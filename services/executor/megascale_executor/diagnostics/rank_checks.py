@@ -1,7 +1,8 @@
-"""Self-checks that run in a process per device (compute, all_reduce): their answers turned into findings.
+"""Self-checks that run in a process per device (compute, all_reduce): their answers turned into
+findings.
 
-The processes run :mod:`megascale_trainer.process.self_check`; whoever starts them hands their answers here. An answer
-that is missing is a finding too.
+The processes run :mod:`megascale_trainer.process.self_check`; whoever starts them hands their
+answers here. An answer that is missing is a finding too.
 """
 
 from __future__ import annotations
@@ -14,8 +15,12 @@ from megascale_executor.diagnostics.finding import Finding, verdict_of
 COMPUTE, ALL_REDUCE = "compute", "all_reduce"
 
 
-def judge(targets: Sequence[str], answers: Mapping[int, SelfChecked | str], elapsed_s: float) -> list[Finding]:
-    """Findings for the devices ``targets``; ``answers`` holds by local rank an answer, or why there is none."""
+def judge(
+    targets: Sequence[str], answers: Mapping[int, SelfChecked | str], elapsed_s: float
+) -> list[Finding]:
+    """Findings for the devices ``targets``; ``answers`` holds by local rank an answer, or why there
+    is none.
+    """
     findings: list[Finding] = []
     for rank, target in enumerate(targets):
         answer = answers.get(rank, "no answer")
@@ -23,7 +28,13 @@ def judge(targets: Sequence[str], answers: Mapping[int, SelfChecked | str], elap
             findings.append(Finding(COMPUTE, target, "FAIL", answer, elapsed_s))
             continue
         findings += [
-            Finding(each["name"], each["target"], verdict_of(each["verdict"]), each["detail"], each["elapsed_s"])
+            Finding(
+                each["name"],
+                each["target"],
+                verdict_of(each["verdict"]),
+                each["detail"],
+                each["elapsed_s"],
+            )
             for each in answer["results"]
         ]
     if len(targets) == 1:

@@ -12,7 +12,14 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from megascale_trainer.data.errors import DataError
 from megascale_trainer.data.indexed import IndexedDataset, bin_path, idx_path, token_dtype
@@ -24,7 +31,9 @@ DEFAULT_BPE_VOCABULARY = 8192
 BATCH_BYTES = 8 << 20
 BATCH_DOCUMENTS = 256
 
-app = typer.Typer(help="Tokenised corpora: make them from text, look into them.", no_args_is_help=True)
+app = typer.Typer(
+    help="Tokenised corpora: make them from text, look into them.", no_args_is_help=True
+)
 _messages = Console(stderr=True)
 _output = Console()
 
@@ -41,18 +50,30 @@ class _Input:
 
 @app.command()
 def tokenize(
-    inputs: Annotated[list[Path], typer.Argument(help="Text files, or folders to search with --glob.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Path prefix of the .bin/.idx pair.")],
+    inputs: Annotated[
+        list[Path], typer.Argument(help="Text files, or folders to search with --glob.")
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Path prefix of the .bin/.idx pair.")
+    ],
     tokenizer: Annotated[
-        str, typer.Option(help="bytes, bpe (trained here), or a Hugging Face tokenizers file (.json).")
+        str,
+        typer.Option(help="bytes, bpe (trained here), or a Hugging Face tokenizers file (.json)."),
     ] = "bytes",
-    vocab_size: Annotated[int, typer.Option(help="Vocabulary of a bpe trained here.", min=1)] = DEFAULT_BPE_VOCABULARY,
+    vocab_size: Annotated[
+        int, typer.Option(help="Vocabulary of a bpe trained here.", min=1)
+    ] = DEFAULT_BPE_VOCABULARY,
     glob: Annotated[str, typer.Option(help="Which files of a folder.")] = "**/*",
-    max_bytes: Annotated[int, typer.Option(help="Stop before this many bytes of input; 0: no limit.", min=0)] = 0,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing corpus.")] = False,
+    max_bytes: Annotated[
+        int, typer.Option(help="Stop before this many bytes of input; 0: no limit.", min=0)
+    ] = 0,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an existing corpus.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Tokenise files into a .bin/.idx corpus, one document per file, files in the order of their names.
+    """Tokenise files into a .bin/.idx corpus, one document per file, files in the order of their
+    names.
 
     Example: megascale data tokenize ~/texts --glob "**/*.txt" --output corpus
     """
@@ -93,7 +114,10 @@ def inspect(
     documents: Annotated[int, typer.Option(help="How many documents to show.", min=0)] = 3,
     tokens: Annotated[int, typer.Option(help="How many tokens of each to show.", min=1)] = 64,
     tokenizer: Annotated[
-        str, typer.Option(help="bytes or a tokenizer file; by default the one beside the corpus, else bytes.")
+        str,
+        typer.Option(
+            help="bytes or a tokenizer file; by default the one beside the corpus, else bytes."
+        ),
     ] = "",
     as_json: AsJson = False,
 ) -> None:
@@ -117,18 +141,27 @@ def inspect(
             "longest_document_tokens": int(lengths.max()) if len(lengths) else 0,
             "tokenizer": chosen.kind,
         }
-        shown = [_beginning(corpus, number, tokens, chosen) for number in range(min(documents, len(lengths)))]
+        shown = [
+            _beginning(corpus, number, tokens, chosen)
+            for number in range(min(documents, len(lengths)))
+        ]
         if as_json:
             _print({**summary, "first_documents": shown}, as_json)
             return
         _print(summary, as_json)
         for number, document in enumerate(shown):
             _output.rule(f"document {number}: {document['tokens']} tokens")
-            _output.print(document["text"] if document["text"] is not None else document["ids"], markup=False)
+            _output.print(
+                document["text"] if document["text"] is not None else document["ids"], markup=False
+            )
 
 
-def _beginning(corpus: IndexedDataset, number: int, count: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The first tokens of a document; ``text`` is None where they are not of this tokenizer's vocabulary."""
+def _beginning(
+    corpus: IndexedDataset, number: int, count: int, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """The first tokens of a document; ``text`` is None where they are not of this tokenizer's
+    vocabulary.
+    """
     beginning = corpus.read(number, 0, count)
     ids: list[int] = beginning.tolist()
     decodable = all(0 <= token < tokenizer.vocab_size for token in ids)
@@ -142,7 +175,9 @@ def _find(inputs: list[Path], glob: str, max_bytes: int) -> list[_Input]:
     for path in inputs:
         if not path.exists():
             raise DataError(f"{path}: no such file or folder")
-        paths.update((found for found in path.glob(glob) if found.is_file()) if path.is_dir() else [path])
+        paths.update(
+            (found for found in path.glob(glob) if found.is_file()) if path.is_dir() else [path]
+        )
     files: list[_Input] = []
     room_bytes = max_bytes or None
     for path in sorted(paths):
@@ -155,7 +190,9 @@ def _find(inputs: list[Path], glob: str, max_bytes: int) -> list[_Input]:
             files.append(_Input(path, size_bytes))
     if not files:
         limit = f" within --max-bytes {max_bytes}" if max_bytes else ""
-        raise DataError(f"no non-empty file found{limit} in {', '.join(map(str, inputs))} with --glob {glob!r}")
+        raise DataError(
+            f"no non-empty file found{limit} in {', '.join(map(str, inputs))} with --glob {glob!r}"
+        )
     return files
 
 
@@ -181,7 +218,9 @@ def _batches(documents: Iterable[bytes]) -> Iterator[list[bytes]]:
 
 def _tokenizer(name: str, vocab_size: int, files: list[_Input], progress: Progress) -> Tokenizer:
     if name == "bpe":
-        return BpeTokenizer.train(_documents(files, progress, "learning the vocabulary"), vocab_size)
+        return BpeTokenizer.train(
+            _documents(files, progress, "learning the vocabulary"), vocab_size
+        )
     return _existing_tokenizer(name)
 
 
@@ -190,7 +229,9 @@ def _existing_tokenizer(name: str) -> Tokenizer:
         return ByteTokenizer()
     if name.endswith(".json"):
         return BpeTokenizer.load(name)
-    raise DataError(f"tokenizer {name!r} is not known: use bytes, bpe (tokenize only) or a path that ends in .json")
+    raise DataError(
+        f"tokenizer {name!r} is not known: use bytes, bpe (tokenize only) or a path that ends in .json"
+    )
 
 
 def _tokenizer_path(prefix: Path) -> Path:
@@ -198,7 +239,9 @@ def _tokenizer_path(prefix: Path) -> Path:
 
 
 def _publish_tokenizer(tokenizer: Tokenizer, prefix: Path) -> str:
-    """Keep the tokenizer beside its corpus, so that the two are found together; the file's path, empty for bytes."""
+    """Keep the tokenizer beside its corpus, so that the two are found together; the file's path,
+    empty for bytes.
+    """
     path = _tokenizer_path(prefix)
     if not isinstance(tokenizer, BpeTokenizer):
         path.unlink(missing_ok=True)  # of a corpus that was here before
@@ -243,4 +286,6 @@ def _print(summary: dict[str, Any], as_json: bool) -> None:
         return
     for name, value in summary.items():
         shown = f"{value:,}" if isinstance(value, int) else str(value) or "-"
-        typer.echo(f"{name.replace('_', ' '):<26}{shown}")  # plain lines: paths and digests are there to be copied
+        typer.echo(
+            f"{name.replace('_', ' '):<26}{shown}"
+        )  # plain lines: paths and digests are there to be copied

@@ -1,10 +1,12 @@
-"""Which source each sample of a blend comes from: deterministic interleaving with exact shares, in constant time.
+"""Which source each sample of a blend comes from: deterministic interleaving with exact shares, in
+constant time.
 
-The largest-deficit rule: sample n goes to the source that is furthest behind its share of the first n + 1 samples
-(the first such source on a tie). Shares are whole-number parts of their sum W. The deficits sum to one, so the largest
-is above zero, and no source ever gets a whole sample ahead. After W samples all deficits are whole, above minus one,
-and sum to zero: each source has had exactly its parts. So the order repeats with period W, and one table of W entries
-answers for every sample.
+The largest-deficit rule: sample n goes to the source that is furthest behind its share of the first
+n + 1 samples (the first such source on a tie). Shares are whole-number parts of their sum W. The
+deficits sum to one, so the largest is above zero, and no source ever gets a whole sample ahead.
+After W samples all deficits are whole, above minus one, and sum to zero: each source has had
+exactly its parts. So the order repeats with period W, and one table of W entries answers for every
+sample.
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
-MAX_PERIOD = 10_000  # weights finer than this are rounded to this many parts; the table costs 16 bytes a part
+# weights finer than this are rounded to this many parts; the table costs 16 bytes a part
+MAX_PERIOD = 10_000
 
 
 def parts_of(weights: Sequence[float]) -> list[int]:
-    """Whole-number parts in the proportion of ``weights``, exact in their decimal notation up to :data:`MAX_PERIOD`.
+    """Whole-number parts in the proportion of ``weights``, exact in their decimal notation up to
+    :data:`MAX_PERIOD`.
 
     Finer weights are rounded by largest remainder; every source keeps at least one part.
 
@@ -44,7 +48,9 @@ def _rounded(exact: list[Fraction]) -> list[int]:
     total = sum(exact)
     shares = [fraction / total * (MAX_PERIOD - len(exact)) for fraction in exact]
     parts = [int(share) + 1 for share in shares]
-    by_remainder = sorted(range(len(parts)), key=lambda source: (int(shares[source]) - shares[source], source))
+    by_remainder = sorted(
+        range(len(parts)), key=lambda source: (int(shares[source]) - shares[source], source)
+    )
     for source in by_remainder[: MAX_PERIOD - sum(parts)]:
         parts[source] += 1
     return parts

@@ -58,12 +58,19 @@ class LoaderClient:
         deadline = time.monotonic() + timeout_s
         self._sock = _connect(Path(socket_path), deadline)
         try:
-            request = {"kind": "open", "version": framing.PROTOCOL_VERSION, "dp_rank": dp_rank, "reader": reader}
+            request = {
+                "kind": "open",
+                "version": framing.PROTOCOL_VERSION,
+                "dp_rank": dp_rank,
+                "reader": reader,
+            }
             request |= {"stream": stream, "readers": readers, "first_sample": first_sample}
             self._send({**request, "geometry": self._geometry.to_message()})
             message, descriptors = self._receive(deadline)
             if message.get("kind") != "opened" or len(descriptors) != 1:
-                raise DataError(f"data loader answered {message.get('kind')!r} to the opening of a ring")
+                raise DataError(
+                    f"data loader answered {message.get('kind')!r} to the opening of a ring"
+                )
             self._memory = map_for_reading(self._geometry, descriptors[0])
         except BaseException:
             self._sock.close()
@@ -72,11 +79,13 @@ class LoaderClient:
     def next_step(self) -> list[MicroBatchArrays]:
         """The micro-batches of the next step, in order, as copies that the caller owns.
 
-        Each holds ``tokens``, ``targets`` and ``position`` int64, ``loss_weight`` float32 and ``document_start``
-        int32, all [micro_batch_size, sequence_length]; what they mean stands at :meth:`SampleStream.sample`.
+        Each holds ``tokens``, ``targets`` and ``position`` int64, ``loss_weight`` float32 and
+        ``document_start`` int32, all [micro_batch_size, sequence_length]; what they mean stands at
+        :meth:`SampleStream.sample`.
 
         Raises:
-            DataError: the loader is gone, reports an error, or has nothing ready within ``timeout_s``.
+            DataError: the loader is gone, reports an error, or has nothing ready within
+                ``timeout_s``.
         """
         deadline = time.monotonic() + self._timeout_s
         while self._filled <= self._read:
@@ -99,7 +108,10 @@ class LoaderClient:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -115,7 +127,8 @@ class LoaderClient:
         try:
             framing.send(self._sock, message)
         except (BrokenPipeError, ConnectionResetError):
-            # The loader has left; what it said before it did waits to be read, and says more than this error.
+            # The loader has left; what it said before it did waits to be read, and says more than
+            # this error.
             return
         except OSError as error:
             raise DataError(f"data loader cannot be reached: {error}") from error

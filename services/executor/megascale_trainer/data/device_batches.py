@@ -1,7 +1,9 @@
-"""Training batches on the device: on CUDA the next step's are copied there while the present step runs.
+"""Training batches on the device: on CUDA the next step's are copied there while the present step
+runs.
 
-A copy from ordinary memory holds the host until the device reaches it, and the device then waits for the host's next
-launches. So batches go through page-locked memory on a stream of their own, into one of two fixed sets of tensors.
+A copy from ordinary memory holds the host until the device reaches it, and the device then waits
+for the host's next launches. So batches go through page-locked memory on a stream of their own,
+into one of two fixed sets of tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ class StepBatches:
         return [batch.to(self._device) for batch in self._read()]
 
     def prefetch(self) -> None:
-        """Begin to bring the next step's to the device; call it when the present step has been launched."""
+        """Begin to bring the next step's to the device; call it when the present step has been
+        launched.
+        """
 
     def close(self) -> None:
         """Leave the loader."""
@@ -40,7 +44,9 @@ class StepBatches:
 
 
 class PrefetchedStepBatches(StepBatches):
-    """The same on CUDA, with copies that neither hold the host nor wait for what the device computes."""
+    """The same on CUDA, with copies that neither hold the host nor wait for what the device
+    computes.
+    """
 
     def __init__(self, loader: LoaderClient, device: torch.device) -> None:
         super().__init__(loader, device)
@@ -55,22 +61,27 @@ class PrefetchedStepBatches(StepBatches):
         if self._filled == self._taken:
             self.prefetch()
         at = self._taken % _SETS
-        # Whatever reads the other set has been launched by now, and the step to come reads this one.
+        # Whatever reads the other set has been launched by now, and the step to come reads this
+        # one.
         self._used[1 - at].record()
         self._copied[at].wait()
         self._taken += 1
         return self._on_device[at]
 
     def prefetch(self) -> None:
-        """Fill the set that the step before the present one has read; nothing if the next step's is under way."""
+        """Fill the set that the step before the present one has read; nothing if the next step's is
+        under way.
+        """
         if self._filled > self._taken:
             return
         batches, at = self._read(), self._filled % _SETS
         if not self._host[at]:
             self._host[at] = [batch.pin() for batch in batches]
-            # Made on the stream that computes with them, and kept: the allocator never hands this memory on.
+            # Made on the stream that computes with them, and kept: the allocator never hands this
+            # memory on.
             self._on_device[at] = [
-                batch.map(lambda tensor: torch.empty_like(tensor, device=self._device)) for batch in batches
+                batch.map(lambda tensor: torch.empty_like(tensor, device=self._device))
+                for batch in batches
             ]
             self._used[at].record()  # what used this memory before may still be running
         else:
@@ -85,7 +96,11 @@ class PrefetchedStepBatches(StepBatches):
 
 def step_batches(loader: LoaderClient, device: torch.device) -> StepBatches:
     """The kind that suits ``device``."""
-    return PrefetchedStepBatches(loader, device) if device.type == "cuda" else StepBatches(loader, device)
+    return (
+        PrefetchedStepBatches(loader, device)
+        if device.type == "cuda"
+        else StepBatches(loader, device)
+    )
 
 
 def _refilled(targets: list[MicroBatch], sources: list[MicroBatch]) -> list[MicroBatch]:

@@ -2,5 +2,6 @@
 
 
 class DataError(RuntimeError):
-    """Tokenised data is missing, damaged, does not fit the job, or its loader is gone. The message names the file
-    or the field, and the remedy."""
+    """Tokenised data is missing, damaged, does not fit the job, or its loader is gone. The message
+    names the file or the field, and the remedy.
+    """

@@ -1,11 +1,15 @@
-"""Tokenised corpora on disk: the reader of Megatron's indexed dataset format, ``PREFIX.bin`` + ``PREFIX.idx``.
+"""Tokenised corpora on disk: the reader of Megatron's indexed dataset format, ``PREFIX.bin`` +
+``PREFIX.idx``.
 
-``.bin`` holds the tokens of all sequences one after the other. ``.idx``, little-endian throughout, holds
+``.bin`` holds the tokens of all sequences one after the other. ``.idx``, little-endian throughout,
+holds
 
-    magic b"MMIDIDX\\0\\0" | version u64 = 1 | dtype code u8 | sequences u64 | document boundaries u64
-    | length of each sequence, int32 | byte offset of each sequence, int64 | document boundaries, int64
+    magic b"MMIDIDX\\0\\0" | version u64 = 1 | dtype code u8 | sequences u64 | document boundaries
+    u64 | length of each sequence, int32 | byte offset of each sequence, int64 | document
+    boundaries, int64
 
-A boundary is a sequence number; the first is 0 and the last the number of sequences, so there is one boundary more than
+A boundary is a sequence number; the first is 0 and the last the number of sequences, so there is
+one boundary more than
 documents. Source: NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py.
 """
 
@@ -48,7 +52,9 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The narrowest dtype that both this reader and Megatron's tools use for a vocabulary of this size."""
+    """The narrowest dtype that both this reader and Megatron's tools use for a vocabulary of this
+    size.
+    """
     return TOKEN_DTYPES[8] if vocab_size < 65_500 else TOKEN_DTYPES[4]
 
 
@@ -63,7 +69,8 @@ class IndexedDataset:
         token_count: tokens in all.
 
     Raises:
-        DataError: a file is missing, truncated, not of this format, or the two disagree; names the file.
+        DataError: a file is missing, truncated, not of this format, or the two disagree; names the
+            file.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -74,7 +81,9 @@ class IndexedDataset:
         starts = np.zeros(len(lengths) + 1, np.int64)
         np.cumsum(lengths, out=starts[1:])
         if not np.array_equal(offsets, starts[:-1] * self.dtype.itemsize):
-            raise DataError(f"{idx_path(prefix)}: byte offsets do not follow from the sequence lengths; tokenise again")
+            raise DataError(
+                f"{idx_path(prefix)}: byte offsets do not follow from the sequence lengths; tokenise again"
+            )
         self._document_starts: npt.NDArray[np.int64] = starts[boundaries]
         self.document_lengths: npt.NDArray[np.int64] = np.diff(self._document_starts)
         self.token_count = int(starts[-1])
@@ -91,7 +100,9 @@ class IndexedDataset:
                     f"{expected_bytes}; tokenise again"
                 )
             # An empty file cannot be mapped.
-            return np.memmap(path, self.dtype, mode="r") if expected_bytes else np.empty(0, self.dtype)
+            return (
+                np.memmap(path, self.dtype, mode="r") if expected_bytes else np.empty(0, self.dtype)
+            )
         except OSError as error:
             raise _unreadable(path, error) from error
 
@@ -101,7 +112,9 @@ class IndexedDataset:
         return len(self.document_lengths)
 
     def read(self, document: int, begin: int = 0, count: int | None = None) -> Tokens:
-        """Up to ``count`` tokens (all by default) of ``document`` from token ``begin`` on: a view, dtype as on disk."""
+        """Up to ``count`` tokens (all by default) of ``document`` from token ``begin`` on: a view,
+        dtype as on disk.
+        """
         start = int(self._document_starts[document]) + begin
         end = int(self._document_starts[document + 1])
         return self._tokens[start : end if count is None else min(end, start + count)]
@@ -118,7 +131,9 @@ def _map_bytes(path: Path) -> Buffer:
 
 def _unreadable(path: Path, error: OSError) -> DataError:
     remedy = (
-        "make it with `megascale data tokenize`, or correct data.sources" if not path.exists() else "check its rights"
+        "make it with `megascale data tokenize`, or correct data.sources"
+        if not path.exists()
+        else "check its rights"
     )
     return DataError(f"{path}: cannot be read: {error.strerror}; {remedy}")
 
@@ -128,18 +143,26 @@ def _parse_index(
 ) -> tuple[np.dtype[Any], npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """dtype, sequence lengths, byte offsets and document boundaries of an ``.idx`` file."""
     if index[: len(MAGIC)] != MAGIC[: len(index)] or not index:
-        raise DataError(f"{path}: not an indexed dataset (wrong magic); give the prefix of a .bin/.idx pair")
+        raise DataError(
+            f"{path}: not an indexed dataset (wrong magic); give the prefix of a .bin/.idx pair"
+        )
     if len(index) < HEADER.size:
         raise DataError(f"{path}: truncated in its header; tokenise again")
     _, version, code, sequences, boundaries = HEADER.unpack_from(index)
     if version != VERSION:
-        raise DataError(f"{path}: version {version} of the format; this reader knows version {VERSION}")
+        raise DataError(
+            f"{path}: version {version} of the format; this reader knows version {VERSION}"
+        )
     if code not in TOKEN_DTYPES:
-        raise DataError(f"{path}: dtype code {code} is not an integer token type (known: {sorted(TOKEN_DTYPES)})")
+        raise DataError(
+            f"{path}: dtype code {code} is not an integer token type (known: {sorted(TOKEN_DTYPES)})"
+        )
     expected_bytes = HEADER.size + 12 * sequences + 8 * boundaries
     if len(index) != expected_bytes:
         problem = "truncated" if len(index) < expected_bytes else "longer than a plain text corpus"
-        raise DataError(f"{path}: {problem}: {len(index)} bytes where its header announces {expected_bytes}")
+        raise DataError(
+            f"{path}: {problem}: {len(index)} bytes where its header announces {expected_bytes}"
+        )
     lengths = np.frombuffer(index, "<i4", sequences, HEADER.size)
     offsets = np.frombuffer(index, "<i8", sequences, HEADER.size + 4 * sequences)
     documents = np.frombuffer(index, "<i8", boundaries, HEADER.size + 12 * sequences)
@@ -147,5 +170,7 @@ def _parse_index(
         raise DataError(f"{path}: a sequence has a negative length; tokenise again")
     whole = boundaries >= 1 and documents[0] == 0 and documents[-1] == sequences
     if not whole or (np.diff(documents) < 0).any():
-        raise DataError(f"{path}: document boundaries do not run from 0 to {sequences}; tokenise again")
+        raise DataError(
+            f"{path}: document boundaries do not run from 0 to {sequences}; tokenise again"
+        )
     return TOKEN_DTYPES[code], lengths, offsets, documents

@@ -1,4 +1,6 @@
-"""The writer of tokenised corpora (format: :mod:`megascale_trainer.data.indexed`): all or nothing on disk."""
+"""The writer of tokenised corpora (format: :mod:`megascale_trainer.data.indexed`): all or nothing
+on disk.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,25 @@ from typing import Any
 import numpy as np
 
 from megascale_trainer.data.errors import DataError
-from megascale_trainer.data.indexed import HEADER, MAGIC, TOKEN_DTYPES, VERSION, Tokens, bin_path, idx_path
+from megascale_trainer.data.indexed import (
+    HEADER,
+    MAGIC,
+    TOKEN_DTYPES,
+    VERSION,
+    Tokens,
+    bin_path,
+    idx_path,
+)
 
 MAX_DOCUMENT_TOKENS = 2**31 - 1  # lengths are int32
 
 
 class IndexedWriter:
-    """Writes a corpus document by document, one sequence each; nothing appears under its name before it is whole.
+    """Writes a corpus document by document, one sequence each; nothing appears under its name
+    before it is whole.
 
-    Use it as a context manager: leaving it normally publishes ``.bin`` then ``.idx``; an exception discards both.
+    Use it as a context manager: leaving it normally publishes ``.bin`` then ``.idx``; an exception
+    discards both.
 
     Attributes:
         documents, tokens: counts so far.
@@ -33,7 +45,9 @@ class IndexedWriter:
         self._code = {known: code for code, known in TOKEN_DTYPES.items()}[np.dtype(dtype)]
         self._dtype = np.dtype(dtype)
         self._bin, self._idx = bin_path(prefix), idx_path(prefix)
-        self._temporary = [path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in (self._bin, self._idx)]
+        self._temporary = [
+            path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in (self._bin, self._idx)
+        ]
         self._lengths: list[int] = []
         self._digest = hashlib.sha256()
         self.tokens = 0
@@ -52,13 +66,20 @@ class IndexedWriter:
         """Append one document.
 
         Raises:
-            ValueError: a token does not fit the dtype, or the document is longer than the format can say.
+            ValueError: a token does not fit the dtype, or the document is longer than the format
+                can say.
         """
         limits = np.iinfo(self._dtype)
         if len(tokens) > MAX_DOCUMENT_TOKENS:
-            raise ValueError(f"document of {len(tokens)} tokens; the format holds at most {MAX_DOCUMENT_TOKENS}")
-        if len(tokens) and not (limits.min <= int(tokens.min()) and int(tokens.max()) <= limits.max):
-            raise ValueError(f"token ids {tokens.min()}..{tokens.max()} do not fit {self._dtype.name}")
+            raise ValueError(
+                f"document of {len(tokens)} tokens; the format holds at most {MAX_DOCUMENT_TOKENS}"
+            )
+        if len(tokens) and not (
+            limits.min <= int(tokens.min()) and int(tokens.max()) <= limits.max
+        ):
+            raise ValueError(
+                f"token ids {tokens.min()}..{tokens.max()} do not fit {self._dtype.name}"
+            )
         data = np.ascontiguousarray(tokens, self._dtype).tobytes()
         self._file.write(data)
         self._digest.update(data)
@@ -69,7 +90,10 @@ class IndexedWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         try:
             if kind is None:
@@ -90,7 +114,8 @@ class IndexedWriter:
             file.write(offsets.astype("<i8").tobytes())
             file.write(np.arange(count + 1, dtype="<i8").tobytes())
             _sync(file)
-        # The index makes a corpus exist: an old one goes first, so that a crash never leaves it beside new tokens.
+        # The index makes a corpus exist: an old one goes first, so that a crash never leaves it
+        # beside new tokens.
         self._idx.unlink(missing_ok=True)
         self._temporary[0].replace(self._bin)
         self._temporary[1].replace(self._idx)

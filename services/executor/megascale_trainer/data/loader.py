@@ -1,9 +1,11 @@
-"""The data loader process: one per node, it prepares step batches for all workers of the node, ahead of need.
+"""The data loader process: one per node, it prepares step batches for all workers of the node,
+ahead of need.
 
     python -m megascale_trainer.data.loader --socket PATH --config JOB.json
 
-It listens on a unix socket that only its user may open, runs without torch, and dies with the process that started it.
-What it says to workers stands at :mod:`megascale_trainer.data.loader_server`.
+It listens on a unix socket that only its user may open, runs without torch, and dies with the
+process that started it. What it says to workers stands at
+:mod:`megascale_trainer.data.loader_server`.
 """
 
 from __future__ import annotations
@@ -28,10 +30,12 @@ from megascale_trainer.data.ring import Geometry
 
 
 def listen(path: Path) -> socket.socket:
-    """A listening unix socket at ``path``, mode 0600; a socket file that a dead loader left is replaced.
+    """A listening unix socket at ``path``, mode 0600; a socket file that a dead loader left is
+    replaced.
 
     Raises:
-        OSError: the path is in use by something else, too long for a unix socket, or cannot be written.
+        OSError: the path is in use by something else, too long for a unix socket, or cannot be
+            written.
     """
     if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
         with socket.socket(socket.AF_UNIX) as probe:
@@ -52,7 +56,9 @@ def listen(path: Path) -> socket.socket:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the loader of one node until it is told to stop; exits with status 2 when it cannot start."""
+    """Run the loader of one node until it is told to stop; exits with status 2 when it cannot
+    start.
+    """
     arm_parent_death()
     parser = argparse.ArgumentParser(
         prog="megascale-loader", description="Prepare step batches for the workers of a node."
@@ -67,7 +73,10 @@ def main(arguments: list[str] | None = None) -> None:
         geometry = Geometry.of(config)
         listener = listen(options.socket)
     except (OSError, ValueError, ConfigError, DataError) as error:
-        print(f"data loader cannot start ({options.config}, {options.socket}): {error}", file=sys.stderr)
+        print(
+            f"data loader cannot start ({options.config}, {options.socket}): {error}",
+            file=sys.stderr,
+        )
         sys.exit(2)
     try:
         server = LoaderServer(listener, geometry, _open_streams(config))

@@ -8,9 +8,11 @@ Messages (:mod:`megascale_common.node.framing`) over the unix socket:
     worker: release {}           one more step has been copied out
     loader: error {message}      this worker gets no more data
 
-The tp and pp ranks of one data-parallel rank (its readers) share a ring, so each step is packed once. One thread serves
-all: it packs a step whenever a ring has a free slot, and blocks in the kernel otherwise. The stream of held-out data
-repeats itself after ``evaluation.batches`` steps, so that every evaluation reads the same.
+The tp and pp ranks of one data-parallel rank (its readers) share a ring, so each step is packed
+once. One thread serves
+all: it packs a step whenever a ring has a free slot, and blocks in the kernel otherwise. The stream
+of held-out data repeats itself after ``evaluation.batches`` steps, so that every evaluation reads
+the same.
 """
 
 from __future__ import annotations
@@ -29,13 +31,16 @@ from megascale_trainer.data.ring import Geometry, create_memory
 
 MAX_READERS = 256  # of one data-parallel rank on one node
 MAX_CONNECTIONS = 512  # below the usual limit of 1024 descriptors
-_SEND_TIMEOUT_S = 10.0  # never reached by a live worker: it is owed at most `slots` short messages at a time
+_SEND_TIMEOUT_S = (
+    10.0  # never reached by a live worker: it is owed at most `slots` short messages at a time
+)
 _RECEIVE_BYTES = 65536
 
 
 @dataclass(frozen=True)
 class Stream:
-    """A stream that workers may open: its samples, or why there are none, which every worker that opens is told.
+    """A stream that workers may open: its samples, or why there are none, which every worker that
+    opens is told.
 
     ``repeat_after`` is the number of samples after which it starts again; 0: never.
     """
@@ -55,7 +60,9 @@ class _Connection:
 
 
 class _Ring:
-    """The step batches of one data-parallel rank, from ``first_sample`` on, and who has read how far."""
+    """The step batches of one data-parallel rank, from ``first_sample`` on, and who has read how
+    far.
+    """
 
     def __init__(
         self,
@@ -76,7 +83,9 @@ class _Ring:
 
     @property
     def has_free_slot(self) -> bool:
-        """Whether the slot to fill next has been released by every reader, those yet to join included."""
+        """Whether the slot to fill next has been released by every reader, those yet to join
+        included.
+        """
         return self.filled - min(self._released) < self._geometry.slots
 
     def fill(self) -> None:
@@ -90,7 +99,9 @@ class _Ring:
         begin = self.first_sample + self.filled * shape.samples_per_step
         if self._repeat_after:
             begin %= self._repeat_after
-        numbers = sample_numbers(begin, shape.micro_batches, shape.micro_batch_size, shape.dp, self._dp_rank)
+        numbers = sample_numbers(
+            begin, shape.micro_batches, shape.micro_batch_size, shape.dp, self._dp_rank
+        )
         for micro_batch, row_numbers in enumerate(numbers):
             for row, number in enumerate(row_numbers):
                 for name, values in self._samples.sample(int(number)).items():
@@ -120,22 +131,29 @@ class _Ring:
 
 
 class LoaderServer:
-    """Serves rings over a listening unix socket, for as long as the process lives: its end gives everything back.
+    """Serves rings over a listening unix socket, for as long as the process lives: its end gives
+    everything back.
 
     Args:
         streams: what workers may open, by name.
     """
 
-    def __init__(self, listener: socket.socket, geometry: Geometry, streams: Mapping[str, Stream]) -> None:
+    def __init__(
+        self, listener: socket.socket, geometry: Geometry, streams: Mapping[str, Stream]
+    ) -> None:
         self._listener, self._geometry, self._streams = listener, geometry, streams
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._connections: set[_Connection] = set()
-        self._rings: dict[tuple[str, int], _Ring] = {}  # by stream and data-parallel rank: those that readers may join
+        self._rings: dict[
+            tuple[str, int], _Ring
+        ] = {}  # by stream and data-parallel rank: those that readers may join
         self._old_rings: set[_Ring] = set()  # abandoned ones, until their last reader leaves
 
     def run_once(self) -> None:
-        """Serve what waits on the sockets, then pack at most one step for each ring; block while there is no work."""
+        """Serve what waits on the sockets, then pack at most one step for each ring; block while
+        there is no work.
+        """
         busy = any(ring.has_free_slot for ring in self._all_rings())
         for key, _ in self._selector.select(0 if busy else None):
             if key.data is None:
@@ -166,7 +184,10 @@ class LoaderServer:
             for message in messages:
                 self._answer(connection, message)
         except (DataError, ValueError, TypeError, KeyError) as error:
-            self._refuse(connection, str(error) if isinstance(error, DataError) else f"bad message: {error!r}")
+            self._refuse(
+                connection,
+                str(error) if isinstance(error, DataError) else f"bad message: {error!r}",
+            )
         except OSError:
             self._drop(connection)
         else:
@@ -183,7 +204,9 @@ class LoaderServer:
 
     def _open(self, connection: _Connection, message: framing.Message) -> None:
         if message["version"] != framing.PROTOCOL_VERSION:
-            raise DataError(f"worker speaks version {message['version']}, loader {framing.PROTOCOL_VERSION}")
+            raise DataError(
+                f"worker speaks version {message['version']}, loader {framing.PROTOCOL_VERSION}"
+            )
         if message["geometry"] != self._geometry.to_message():
             raise DataError(
                 f"worker and loader were given different jobs: {message['geometry']} and {self._geometry.to_message()}"
@@ -194,7 +217,11 @@ class LoaderServer:
             raise DataError(f"reader {reader} of dp rank {message['dp_rank']} is connected already")
         connection.ring, connection.reader = ring, reader
         ring.members[reader] = connection
-        opened = {"kind": "opened", "version": framing.PROTOCOL_VERSION, "geometry": self._geometry.to_message()}
+        opened = {
+            "kind": "opened",
+            "version": framing.PROTOCOL_VERSION,
+            "geometry": self._geometry.to_message(),
+        }
         framing.send(connection.sock, opened, [ring.descriptor])
         framing.send(connection.sock, {"kind": "ready", "filled": ring.filled})
 
@@ -213,7 +240,9 @@ class LoaderServer:
         if ring is None or ring.abandoned:
             if ring is not None:
                 self._old_rings.add(ring)
-            ring = _Ring(stream.samples, self._geometry, dp_rank, first_sample, readers, stream.repeat_after)
+            ring = _Ring(
+                stream.samples, self._geometry, dp_rank, first_sample, readers, stream.repeat_after
+            )
             self._rings[name, dp_rank] = ring
         if (ring.first_sample, ring.readers) != (first_sample, readers):
             raise DataError(
@@ -227,7 +256,9 @@ class LoaderServer:
         try:
             ring.fill()
         except DataError as error:
-            problem = str(error)  # acted upon below: while the error lives, its frames hold views of the ring
+            problem = str(
+                error
+            )  # acted upon below: while the error lives, its frames hold views of the ring
         for member in list(ring.members.values()):
             if problem:
                 self._refuse(member, problem)

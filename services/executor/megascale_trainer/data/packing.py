@@ -1,14 +1,18 @@
-"""From a global sample number to its tokens: documents shuffled by epoch, laid end to end, cut into sequences. Pure.
+"""From a global sample number to its tokens: documents shuffled by epoch, laid end to end, cut into
+sequences. Pure.
 
-The position of a run is one number, its consumed samples. Sample n of the run never depends on the batch size, on the
-data-parallel size, or on what was read before: a resumed run, also one with another layout, continues the same stream.
+The position of a run is one number, its consumed samples. Sample n of the run never depends on the
+batch size, on the data-parallel size, or on what was read before: a resumed run, also one with
+another layout, continues the same stream.
 
 * :class:`~megascale_trainer.data.blend.Blend` names the source and the sample's number j within it.
-* A source is an endless stream of tokens: epoch after epoch, each with all its documents in an order of its own, drawn
-  from (data.seed, source, epoch) alone. Sample j reads tokens j*S .. j*S + S of it, the last one only as a target: each
-  token of an epoch is an input exactly once, and nothing is ever padded.
-* Within a global batch of G samples that starts at sample c, row b of micro-batch m of data-parallel rank d is sample
-  c + (m * dp + d) * micro_batch_size + b. So the batch is always c .. c + G - 1, in this order, whatever dp is.
+* A source is an endless stream of tokens: epoch after epoch, each with all its documents in an
+  order of its own, drawn from (data.seed, source, epoch) alone. Sample j reads tokens j*S .. j*S +
+  S of it, the last one only as a target: each token of an epoch is an input exactly once, and
+  nothing is ever padded.
+* Within a global batch of G samples that starts at sample c, row b of micro-batch m of
+  data-parallel rank d is sample c + (m * dp + d) * micro_batch_size + b. So the batch is always c
+  .. c + G - 1, in this order, whatever dp is.
 """
 
 from __future__ import annotations
@@ -49,7 +53,9 @@ class Documents(Protocol):
 def sample_numbers(
     first_sample: int, micro_batches: int, micro_batch_size: int, dp: int, dp_rank: int
 ) -> npt.NDArray[np.int64]:
-    """Samples of one data-parallel rank in the step at ``first_sample``: int64 [micro_batches, micro_batch_size]."""
+    """Samples of one data-parallel rank in the step at ``first_sample``: int64 [micro_batches,
+    micro_batch_size].
+    """
     micro_batch = np.arange(micro_batches, dtype=np.int64)[:, None]
     row = np.arange(micro_batch_size, dtype=np.int64)[None, :]
     return first_sample + (micro_batch * dp + dp_rank) * micro_batch_size + row
@@ -58,7 +64,8 @@ def sample_numbers(
 def document_order(seed: int, source: int, epoch: int, documents: int) -> npt.NDArray[np.int64]:
     """The order of a source's documents in one epoch.
 
-    Sorted by raw Philox output, a stream that numpy keeps (NEP 19); `Generator.permutation` may change with a release.
+    Sorted by raw Philox output, a stream that numpy keeps (NEP 19); `Generator.permutation` may
+    change with a release.
     """
     digest = hashlib.sha256(f"documents/{seed}/{source}/{epoch}".encode()).digest()
     keys = np.random.Philox(key=int.from_bytes(digest[:16], "little")).random_raw(documents)
@@ -78,12 +85,17 @@ class SourceStream:
         self._nonempty = np.flatnonzero(documents.document_lengths)
         self._lengths = documents.document_lengths[self._nonempty]
         self._tokens_per_epoch = int(self._lengths.sum())
-        self._epochs: OrderedDict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = OrderedDict()
+        self._epochs: OrderedDict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = (
+            OrderedDict()
+        )
         if not self._tokens_per_epoch:
-            raise DataError(f"{documents.prefix}: has no tokens; leave it out of data.sources or tokenise again")
+            raise DataError(
+                f"{documents.prefix}: has no tokens; leave it out of data.sources or tokenise again"
+            )
 
     def read(self, begin: int, count: int) -> tuple[Tokens, list[int]]:
-        """``count`` tokens from ``begin`` on, int64 [count], and the offsets in them where pieces of documents start.
+        """``count`` tokens from ``begin`` on, int64 [count], and the offsets in them where pieces
+        of documents start.
 
         Offset 0 is always among them, also in the middle of a document.
         """
@@ -96,7 +108,9 @@ class SourceStream:
             number = int(np.searchsorted(ends, place, side="right"))
             while filled < count and number < len(order):
                 skipped = place - int(ends[number] - self._lengths[order[number]])
-                piece = self._documents.read(int(self._nonempty[order[number]]), skipped, count - filled)
+                piece = self._documents.read(
+                    int(self._nonempty[order[number]]), skipped, count - filled
+                )
                 tokens[filled : filled + len(piece)] = piece
                 starts.append(filled)
                 filled += len(piece)
@@ -134,7 +148,10 @@ class SampleStream:
             self._blend = Blend([source.weight for source in config.data.sources])
         except ValueError as error:
             raise DataError(str(error)) from error
-        self._sources = [SourceStream(documents, number, config.data.seed) for number, documents in enumerate(corpora)]
+        self._sources = [
+            SourceStream(documents, number, config.data.seed)
+            for number, documents in enumerate(corpora)
+        ]
 
     @classmethod
     def open(cls, config: JobConfig) -> SampleStream:
@@ -148,9 +165,10 @@ class SampleStream:
     def sample(self, number: int) -> Arrays:
         """Sample ``number``, each array of length S = model.sequence_length.
 
-        ``tokens`` and ``targets`` int64; ``loss_weight`` float32, 0 where the target opens another document, else 1;
-        ``document_start`` int32, the index in the sequence at which the token's document starts (0 everywhere without
-        data.document_attention); ``position`` int64, the index less ``document_start``.
+        ``tokens`` and ``targets`` int64; ``loss_weight`` float32, 0 where the target opens another
+        document, else 1; ``document_start`` int32, the index in the sequence at which the token's
+        document starts (0 everywhere without data.document_attention); ``position`` int64, the
+        index less ``document_start``.
 
         Raises:
             DataError: a token id is outside the model's vocabulary.
@@ -159,7 +177,9 @@ class SampleStream:
         length = self._sequence_length
         window, starts = self._sources[source].read(ordinal * length, length + 1)
         self._check_vocabulary(window, source, number)
-        boundaries = np.array(starts[1:], np.int64)  # the piece at offset 0 opens the sequence, it crosses nothing
+        boundaries = np.array(
+            starts[1:], np.int64
+        )  # the piece at offset 0 opens the sequence, it crosses nothing
         loss_weight = np.ones(length, np.float32)
         loss_weight[boundaries - 1] = 0.0
         document_start = np.zeros(length, np.int32)

@@ -1,9 +1,11 @@
-"""The shared memory between the loader and the workers of one data-parallel rank: a ring of step batches.
+"""The shared memory between the loader and the workers of one data-parallel rank: a ring of step
+batches.
 
-A slot holds one step's micro-batches: five arrays [micro_batches, micro_batch_size, sequence_length] of four-byte
-items, one after the other. The memory is a memfd: it has no name, and is gone when the last process that maps it is.
-Signals are messages over the socket (:mod:`megascale_trainer.data.loader_server`), which also order the
-memory: a worker reads a slot after the message that announces it, and the loader refills it after all its releases.
+A slot holds one step's micro-batches: five arrays [micro_batches, micro_batch_size,
+sequence_length] of four-byte items, one after the other. The memory is a memfd: it has no name, and
+is gone when the last process that maps it is. Signals are messages over the socket
+(:mod:`megascale_trainer.data.loader_server`), which also order the memory: a worker reads a slot
+after the message that announces it, and the loader refills it after all its releases.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from megascale_trainer.data.errors import DataError
 
 SLOTS = 3  # the step that is being read, the next one ready, and one to fill meanwhile
 _ITEM_BYTES = 4
-# Token ids fit int32 (the index format's own widest common choice); workers widen them when they copy.
+# Token ids fit int32 (the index format's own widest common choice); workers widen them when they
+# copy.
 _RING_DTYPES: Mapping[str, str] = {
     "tokens": "<i4",
     "targets": "<i4",
@@ -58,7 +61,11 @@ class Geometry:
             DataError: training.global_batch_size is not a multiple of micro_batch_size * dp.
         """
         rows, dp = config.training.micro_batch_size, config.parallelism.dp
-        if rows < 1 or config.training.global_batch_size < 1 or config.training.global_batch_size % (rows * dp):
+        if (
+            rows < 1
+            or config.training.global_batch_size < 1
+            or config.training.global_batch_size % (rows * dp)
+        ):
             raise DataError(
                 f"training.global_batch_size={config.training.global_batch_size} is not a multiple of "
                 f"micro_batch_size * dp = {rows} * {dp}; choose one that is"
@@ -86,7 +93,9 @@ class Geometry:
         return asdict(self)
 
     def views(self, memory: mmap.mmap, slot: int) -> dict[str, npt.NDArray[Any]]:
-        """The five arrays of ``slot``, each [micro_batches, micro_batch_size, sequence_length], without a copy."""
+        """The five arrays of ``slot``, each [micro_batches, micro_batch_size, sequence_length],
+        without a copy.
+        """
         shape = (self.micro_batches, self.micro_batch_size, self.sequence_length)
         field_bytes = self.slot_bytes // len(_RING_DTYPES)
         return {

@@ -1,6 +1,8 @@
-"""Tokenizers: from the bytes of a document to token ids that end with the end-of-document token, and back to text.
+"""Tokenizers: from the bytes of a document to token ids that end with the end-of-document token,
+and back to text.
 
-Two kinds: ``bytes`` needs no file and loses nothing; ``bpe`` is a byte-level BPE in a Hugging Face tokenizers file.
+Two kinds: ``bytes`` needs no file and loses nothing; ``bpe`` is a byte-level BPE in a Hugging Face
+tokenizers file.
 """
 
 from __future__ import annotations
@@ -53,11 +55,17 @@ class ByteTokenizer:
 
     def encode(self, documents: Sequence[bytes]) -> list[Tokens]:
         """uint16 [bytes + 1] each; see :class:`Tokenizer`."""
-        return [np.append(np.frombuffer(document, np.uint8), np.uint16(BYTE_VALUES)) for document in documents]
+        return [
+            np.append(np.frombuffer(document, np.uint8), np.uint16(BYTE_VALUES))
+            for document in documents
+        ]
 
     def decode(self, tokens: Tokens) -> str:
         """See :class:`Tokenizer`."""
-        parts = [END_OF_DOCUMENT.encode() if token == BYTE_VALUES else bytes([token]) for token in tokens.tolist()]
+        parts = [
+            END_OF_DOCUMENT.encode() if token == BYTE_VALUES else bytes([token])
+            for token in tokens.tolist()
+        ]
         return b"".join(parts).decode("utf-8", "replace")
 
 
@@ -65,7 +73,8 @@ class BpeTokenizer:
     """A byte-level BPE, as the JSON text of a Hugging Face tokenizers file.
 
     Raises:
-        DataError: the library is not installed, the text is not such a file, or it names no end-of-document token.
+        DataError: the library is not installed, the text is not such a file, or it names no
+            end-of-document token.
     """
 
     kind = "bpe"
@@ -81,7 +90,9 @@ class BpeTokenizer:
         ids = [self._tokenizer.token_to_id(name) for name in _END_NAMES]
         known = [number for number in ids if number is not None]
         if not known:
-            raise DataError(f"{source}: names no end-of-document token; it needs one of {', '.join(_END_NAMES)}")
+            raise DataError(
+                f"{source}: names no end-of-document token; it needs one of {', '.join(_END_NAMES)}"
+            )
         self._end = known[0]
         self.json_text = json_text
         self.sha256 = hashlib.sha256(json_text.encode()).hexdigest()
@@ -90,7 +101,9 @@ class BpeTokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> BpeTokenizer:
-        """The tokenizer in the file at ``path``; raises DataError as the class does, or when it cannot be read."""
+        """The tokenizer in the file at ``path``; raises DataError as the class does, or when it
+        cannot be read.
+        """
         try:
             return cls(Path(path).read_bytes().decode("utf-8"), str(path))
         except (OSError, UnicodeDecodeError) as error:
@@ -105,7 +118,9 @@ class BpeTokenizer:
         """
         library = _tokenizers()
         if vocab_size < MIN_BPE_VOCABULARY:
-            raise DataError(f"a byte-level BPE needs a vocabulary of at least {MIN_BPE_VOCABULARY}, not {vocab_size}")
+            raise DataError(
+                f"a byte-level BPE needs a vocabulary of at least {MIN_BPE_VOCABULARY}, not {vocab_size}"
+            )
         tokenizer = library.Tokenizer(library.models.BPE())
         tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = library.decoders.ByteLevel()
@@ -115,11 +130,14 @@ class BpeTokenizer:
             initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        tokenizer.train_from_iterator((document.decode("utf-8", "replace") for document in documents), trainer)
+        tokenizer.train_from_iterator(
+            (document.decode("utf-8", "replace") for document in documents), trainer
+        )
         return cls(tokenizer.to_str(pretty=False), "trained tokenizer")
 
     def encode(self, documents: Sequence[bytes]) -> list[Tokens]:
-        """int32 [tokens + 1] each; bytes that are not UTF-8 become replacement characters. Uses all cores.
+        """int32 [tokens + 1] each; bytes that are not UTF-8 become replacement characters. Uses all
+        cores.
 
         See :class:`Tokenizer`.
         """

@@ -1,4 +1,6 @@
-"""The first stage's input: a token embedding whose rows are cut over tp, and learned positions where asked for."""
+"""The first stage's input: a token embedding whose rows are cut over tp, and learned positions
+where asked for.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def embed(batch: MicroBatch, weights: Weights, model: ModelConfig, tp: Group) ->
     local = batch.tokens.t() - tp.index * table.value.shape[0]
     hidden = reduce_scatter_sequence(_lookup(local, table), tp)
     if model.positions == "learned":
-        hidden = hidden + _lookup(sequence_part(batch.position.t(), tp), weights["positions.weight"])
+        hidden = hidden + _lookup(
+            sequence_part(batch.position.t(), tp), weights["positions.weight"]
+        )
     return hidden
 
 
@@ -31,10 +35,13 @@ def _lookup(index: torch.Tensor, table: Weight) -> torch.Tensor:
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, index: torch.Tensor, table: torch.Tensor, main_grad: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, index: torch.Tensor, table: torch.Tensor, main_grad: torch.Tensor
+    ) -> torch.Tensor:
         rows = table.shape[0]
         outside = (index < 0) | (index >= rows)
-        # Not clamped: backward adds up what lands in one row one by one, and that would be all tokens of other ranks.
+        # Not clamped: backward adds up what lands in one row one by one, and that would be all
+        # tokens of other ranks.
         inside = index.remainder(rows)
         ctx.save_for_backward(inside, outside)
         ctx.main_grad = main_grad
@@ -44,6 +51,7 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:
         inside, outside = ctx.saved_tensors
         rows = gradient.masked_fill(outside[..., None], 0.0).to(ctx.main_grad.dtype)
-        # index_put sorts the indices on CUDA: the sum has one order, where atomics would give a new one each run
+        # index_put sorts the indices on CUDA: the sum has one order, where atomics would give a new
+        # one each run
         ctx.main_grad.index_put_((inside,), rows, accumulate=True)
         return None, None, None

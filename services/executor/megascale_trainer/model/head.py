@@ -1,4 +1,6 @@
-"""The last stage's output: final norm, vocabulary-parallel head and the weighted loss of one micro-batch."""
+"""The last stage's output: final norm, vocabulary-parallel head and the weighted loss of one
+micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ def loss_sums(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The objective of a micro-batch and what is reported of it, both as *sums* over tokens.
 
-    The division by the global batch's weight is left to the end of the step, when that weight is known: so replicas
-    and micro-batches of unequal weight are exact.
+    The division by the global batch's weight is left to the end of the step, when that weight is
+    known: so replicas and micro-batches of unequal weight are exact.
 
     Args:
         hidden: [S / tp, B, H].
@@ -42,7 +44,12 @@ def loss_sums(
     logits = column_parallel(normed, table, tp).flatten(0, 1)
     columns = max(0, min(width, vocabulary - first))
     entropy, log_z = operators.cross_entropy(
-        logits, batch.targets.t().flatten(), first, columns, tp.group.all_reduce_max, tp.group.all_reduce
+        logits,
+        batch.targets.t().flatten(),
+        first,
+        columns,
+        tp.group.all_reduce_max,
+        tp.group.all_reduce,
     )
     weight = batch.loss_weight.t().flatten()
     entropy_sum = (weight * entropy).sum()

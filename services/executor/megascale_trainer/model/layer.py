@@ -1,8 +1,10 @@
 """One transformer layer: a function of its input, the micro-batch's context and its weights.
 
-Parallel block (MegaScale section 3.1): y = x + Attention(LN(x)) + MLP(LN(x)) with one norm, one merged input GEMM and
-one merged output GEMM. Serial block: y = x + Attention(LN(x)), then y + MLP(LN(y)). Hidden states are [S / tp, B, H]:
-sequence first, so that gathering a sequence is a concatenation of contiguous memory.
+Parallel block (MegaScale section 3.1): y = x + Attention(LN(x)) + MLP(LN(x)) with one norm, one
+merged input GEMM and
+one merged output GEMM. Serial block: y = x + Attention(LN(x)), then y + MLP(LN(y)). Hidden states
+are [S / tp, B, H]: sequence first, so that gathering a sequence is a concatenation of contiguous
+memory.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ from megascale_trainer.weights import Weight, Weights
 class Context:
     """What layers of one window share for one micro-batch.
 
-    ``rotary`` is None with learned positions. ``recompute_core`` drops what lies between a layer's input and output
-    GEMMs after forward and computes it again in backward (recompute: selective).
+    ``rotary`` is None with learned positions. ``recompute_core`` drops what lies between a layer's
+    input and output GEMMs after forward and computes it again in backward (recompute: selective).
     """
 
     operators: Operators
@@ -38,8 +40,12 @@ class Context:
     recompute_core: bool
 
 
-def batch_context(batch: MicroBatch, config: JobConfig, window: int, operators: Operators) -> Context:
-    """The context of one micro-batch for the layers with this sliding ``window`` (0: full causal attention)."""
+def batch_context(
+    batch: MicroBatch, config: JobConfig, window: int, operators: Operators
+) -> Context:
+    """The context of one micro-batch for the layers with this sliding ``window`` (0: full causal
+    attention).
+    """
     model = config.model
     mask = attention_mask(
         batch.tokens.shape[1],
@@ -53,22 +59,35 @@ def batch_context(batch: MicroBatch, config: JobConfig, window: int, operators: 
     return Context(operators, mask, rotary, config.parallelism.recompute == "selective")
 
 
-def layer(x: torch.Tensor, context: Context, weights: Weights, model: ModelConfig, tp: TensorParallel) -> torch.Tensor:
-    """[S / tp, B, H] to [S / tp, B, H]; ``weights`` are the layer's own, by their names inside the layer."""
+def layer(
+    x: torch.Tensor, context: Context, weights: Weights, model: ModelConfig, tp: TensorParallel
+) -> torch.Tensor:
+    """[S / tp, B, H] to [S / tp, B, H]; ``weights`` are the layer's own, by their names inside the
+    layer.
+    """
     operators = context.operators
     attend = partial(
-        operators.core, heads=_local_heads(model, tp), rotary=context.rotary, mask=context.mask, activation=None
+        operators.core,
+        heads=_local_heads(model, tp),
+        rotary=context.rotary,
+        mask=context.mask,
+        activation=None,
     )
     if model.block == "parallel":
         x, normed = normalise(x, None, weights, "norm", model, operators)
         inputs = _input(normed, weights, "", tp)
-        joined = _core(partial(attend, bias=weights.get("in.bias"), activation=model.mlp), inputs, context)
+        joined = _core(
+            partial(attend, bias=weights.get("in.bias"), activation=model.mlp), inputs, context
+        )
         biases = _biases(weights, "attention_out", "ffn_out")
         return operators.add(x, _output(joined, weights, "", tp), biases)
     x, normed = normalise(x, None, weights, "attention_norm", model, operators)
     inputs = _input(normed, weights, "attention_", tp)
     attended = _core(partial(attend, bias=weights.get("attention_in.bias")), inputs, context)
-    attended, biases = _output(attended, weights, "attention_", tp), _biases(weights, "attention_out")
+    attended, biases = (
+        _output(attended, weights, "attention_", tp),
+        _biases(weights, "attention_out"),
+    )
     x, normed = normalise(attended, x, weights, "ffn_norm", model, operators, biases)
     inputs = _input(normed, weights, "ffn_", tp)
     activate = partial(operators.activate, bias=weights.get("ffn_in.bias"), activation=model.mlp)
@@ -85,7 +104,9 @@ def normalise(
     operators: Operators,
     added: Sequence[Weight] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x`` + its biases ``added`` + ``residual`` (None: ``x``), and the norm ``name`` of the model's kind of it."""
+    """``x`` + its biases ``added`` + ``residual`` (None: ``x``), and the norm ``name`` of the
+    model's kind of it.
+    """
     weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
     return operators.norm(x, residual, weight, bias, model.norm, model.norm_epsilon, added)
 
@@ -95,12 +116,16 @@ def _local_heads(model: ModelConfig, tp: TensorParallel) -> Heads:
 
 
 def _input(x: torch.Tensor, weights: Weights, kind: str, tp: TensorParallel) -> torch.Tensor:
-    """Column-parallel projection: [S / tp, B, H] to this rank's columns for the whole sequence, [S, B, width]."""
+    """Column-parallel projection: [S / tp, B, H] to this rank's columns for the whole sequence, [S,
+    B, width].
+    """
     return column_parallel(x, weights[f"{kind}in.weight"], tp)  # what reads it adds the bias
 
 
 def _output(x: torch.Tensor, weights: Weights, kind: str, tp: TensorParallel) -> torch.Tensor:
-    """Row-parallel projection: [S, B, width] to [S / tp, B, H], summed over tp; what adds it adds its biases, once."""
+    """Row-parallel projection: [S, B, width] to [S / tp, B, H], summed over tp; what adds it adds
+    its biases, once.
+    """
     return row_parallel(x, weights[f"{kind}out.weight"], tp)
 
 
@@ -109,9 +134,15 @@ def _biases(weights: Weights, *names: str) -> list[Weight]:
     return [bias for name in names if (bias := weights.get(f"{name}.bias")) is not None]
 
 
-def _core(function: Callable[[torch.Tensor], torch.Tensor], inputs: torch.Tensor, context: Context) -> torch.Tensor:
-    """``function`` of the input GEMM's result: attention, activation or both; kept or recomputed in backward."""
+def _core(
+    function: Callable[[torch.Tensor], torch.Tensor], inputs: torch.Tensor, context: Context
+) -> torch.Tensor:
+    """``function`` of the input GEMM's result: attention, activation or both; kept or recomputed in
+    backward.
+    """
     if not context.recompute_core:
         return function(inputs)
-    recomputed: torch.Tensor = checkpoint(function, inputs, use_reentrant=False, preserve_rng_state=False)
+    recomputed: torch.Tensor = checkpoint(
+        function, inputs, use_reentrant=False, preserve_rng_state=False
+    )
     return recomputed

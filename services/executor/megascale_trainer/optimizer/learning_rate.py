@@ -10,8 +10,9 @@ from megascale_common.job.config import JobConfig
 def learning_rate(config: JobConfig, step: int) -> float:
     """Learning rate of update ``step``, counted from 0.
 
-    It rises linearly over the first ``schedule.warmup_steps`` updates, reaches ``optimizer.learning_rate`` at the last
-    of them, and falls by ``schedule.decay`` to ``schedule.min_ratio`` of that at update ``training.steps - 1``.
+    It rises linearly over the first ``schedule.warmup_steps`` updates, reaches
+    ``optimizer.learning_rate`` at the last of them, and falls by ``schedule.decay`` to
+    ``schedule.min_ratio`` of that at update ``training.steps - 1``.
     """
     schedule, peak = config.schedule, config.optimizer.learning_rate
     if step < schedule.warmup_steps:

@@ -1,7 +1,10 @@
-"""What decides, on the device, how an update is applied: clip factor, scale of the gradients, and whether it is finite.
+"""What decides, on the device, how an update is applied: clip factor, scale of the gradients, and
+whether it is finite.
 
-One all-reduce over all ranks at the end of a step carries everything that is a sum over ranks, in float64. Nothing
-here waits for the device: the results are tensors that the update reads, and the host looks at them later.
+One all-reduce over all ranks at the end of a step carries everything that is a sum over ranks, in
+float64. Nothing
+here waits for the device: the results are tensors that the update reads, and the host looks at them
+later.
 """
 
 from __future__ import annotations
@@ -21,8 +24,9 @@ _CLIP_EPSILON = 1e-6  # keeps the clip factor finite at norm 0
 class StepTotals:
     """Sums over all ranks, float64 scalars on the device.
 
-    ``entropy``, ``z_loss`` and ``weight`` are sums over the tokens of the global batch; ``squared_norm`` is that of the
-    gradient of their sum, each parameter counted once; ``broken_ranks`` counts ranks with a non-finite gradient.
+    ``entropy``, ``z_loss`` and ``weight`` are sums over the tokens of the global batch;
+    ``squared_norm`` is that of the gradient of their sum, each parameter counted once;
+    ``broken_ranks`` counts ranks with a non-finite gradient.
     """
 
     entropy: torch.Tensor
@@ -35,7 +39,9 @@ class StepTotals:
 
 @dataclass(frozen=True)
 class StepControl:
-    """Device scalars. ``scale`` (float32) makes clipped means of summed gradients; ``apply`` (float32) is 1 or 0."""
+    """Device scalars. ``scale`` (float32) makes clipped means of summed gradients; ``apply``
+    (float32) is 1 or 0.
+    """
 
     norm: torch.Tensor
     clip: torch.Tensor
@@ -52,16 +58,19 @@ def local_totals(
 ) -> torch.Tensor:
     """This rank's share of the totals, float64 [6], ready to be summed over all ranks.
 
-    The loss is the same on all tp ranks, and so is what is replicated over tp: tp rank 0 alone brings them.
+    The loss is the same on all tp ranks, and so is what is replicated over tp: tp rank 0 alone
+    brings them.
     """
     first = at.tp == 0
     zero = torch.zeros((), dtype=torch.float64, device=device)
     losses = torch.stack(tuple(loss_sums)).sum(dim=0) if loss_sums and first else zero.expand(3)
     shards = [shard for plan, shard in gradients if first or not plan.replicated_over]
-    # On CUDA a norm of one tensor in another dtype makes a copy of it in that dtype first: here twice its size.
+    # On CUDA a norm of one tensor in another dtype makes a copy of it in that dtype first: here
+    # twice its size.
     norms = torch._foreach_norm(shards, 2, torch.float64) if shards else (zero,)
     squared_norm = torch.stack(tuple(norms)).square().sum()
-    # A NaN would hide how many ranks have one, so ranks count themselves and a broken rank adds nothing to the norm.
+    # A NaN would hide how many ranks have one, so ranks count themselves and a broken rank adds
+    # nothing to the norm.
     finite = squared_norm.isfinite()
     squared_norm = torch.where(finite, squared_norm, zero)
     rest = torch.stack((squared_norm, 1.0 - finite.double(), zero + vote))
@@ -69,13 +78,24 @@ def local_totals(
 
 
 def step_control(vector: torch.Tensor, clip_norm: float) -> tuple[StepTotals, StepControl]:
-    """Clip factor min(1, clip_norm / norm) over the whole model, and the finite flag, from the summed vector [6].
+    """Clip factor min(1, clip_norm / norm) over the whole model, and the finite flag, from the
+    summed vector [6].
 
-    ``clip_norm`` 0 turns clipping off. An update is applied if all gradients, the loss and its weight are usable.
+    ``clip_norm`` 0 turns clipping off. An update is applied if all gradients, the loss and its
+    weight are usable.
     """
     totals = StepTotals(*vector.unbind())
     norm = totals.squared_norm.sqrt() / totals.weight
-    clip = (clip_norm / (norm + _CLIP_EPSILON)).clamp(max=1.0) if clip_norm > 0 else torch.ones_like(norm)
-    usable = (totals.broken_ranks == 0) & norm.isfinite() & totals.entropy.isfinite() & (totals.weight > 0)
+    clip = (
+        (clip_norm / (norm + _CLIP_EPSILON)).clamp(max=1.0)
+        if clip_norm > 0
+        else torch.ones_like(norm)
+    )
+    usable = (
+        (totals.broken_ranks == 0)
+        & norm.isfinite()
+        & totals.entropy.isfinite()
+        & (totals.weight > 0)
+    )
     scale = torch.where(usable, clip / totals.weight, torch.zeros_like(clip)).float()
     return totals, StepControl(norm, clip, scale, usable.float())

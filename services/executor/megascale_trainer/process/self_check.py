@@ -1,9 +1,10 @@
-"""Self-check of one device and of the path between a node's ranks, run in a process forked for it before an attempt.
+"""Self-check of one device and of the path between a node's ranks, run in a process forked for it
+before an attempt.
 
-The child runs where a worker would run: same template, same device index, same library versions. It multiplies
-matrices whose exact product is known, then all-reduces among the node's ranks a vector whose exact sum is known
-(MegaScale section 4.3, the intra-node tests). The agent reads the answer; see SelfCheck in
-:mod:`megascale_common.node.messages`.
+The child runs where a worker would run: same template, same device index, same library versions. It
+multiplies matrices whose exact product is known, then all-reduces among the node's ranks a vector
+whose exact sum is known (MegaScale section 4.3, the intra-node tests). The agent reads the answer;
+see SelfCheck in :mod:`megascale_common.node.messages`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def all_reduce_check(
     timeout_s: float,
     store_listen_fd: int | None = None,
 ) -> SelfChecked:
-    """Check this rank's device, then all-reduce among the ``world_size`` ranks of the node; never raises.
+    """Check this rank's device, then all-reduce among the ``world_size`` ranks of the node; never
+    raises.
 
     Args:
         rank, world_size: position among the node's ranks that check together.
@@ -58,14 +60,17 @@ def all_reduce_check(
             _timed(
                 "all_reduce",
                 target,
-                lambda: _meet_and_reduce(rank, world_size, store_port, device, timeout_s, store_listen_fd),
+                lambda: _meet_and_reduce(
+                    rank, world_size, store_port, device, timeout_s, store_listen_fd
+                ),
             )
         )
     return {"kind": "self_checked", "rank": rank, "results": results}
 
 
 def check_compute(device: torch.device) -> str:
-    """Multiply integer-valued fp32 matrices whose product is exact in fp32, tf32 and bf16 inputs; compare all of it.
+    """Multiply integer-valued fp32 matrices whose product is exact in fp32, tf32 and bf16 inputs;
+    compare all of it.
 
     Returns what was done.
 
@@ -80,12 +85,16 @@ def check_compute(device: torch.device) -> str:
     for repeat in range(repeats):
         wrong = int((a @ b != expected).sum())
         if wrong:
-            raise CheckFailed(f"{wrong} of {size * size} elements of a known product are wrong (repeat {repeat + 1})")
+            raise CheckFailed(
+                f"{wrong} of {size * size} elements of a known product are wrong (repeat {repeat + 1})"
+            )
     return f"{repeats} products of {size}x{size} equal the known answer"
 
 
 def _known_product(size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Two matrices that repeat every 16 rows or columns, so that their product is one 16x16 tile over and over."""
+    """Two matrices that repeat every 16 rows or columns, so that their product is one 16x16 tile
+    over and over.
+    """
     inner, edge = np.arange(size), np.arange(size) % _PERIOD
     left = (edge[:, None] * 5 + inner[None, :] * 3) % 7 - 3
     right = (inner[:, None] * 2 + edge[None, :] * 3) % 5 - 2
@@ -94,11 +103,18 @@ def _known_product(size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _meet_and_reduce(
-    rank: int, world_size: int, store_port: int, device: torch.device, timeout_s: float, store_listen_fd: int | None
+    rank: int,
+    world_size: int,
+    store_port: int,
+    device: torch.device,
+    timeout_s: float,
+    store_listen_fd: int | None,
 ) -> str:
     timeout = timedelta(seconds=timeout_s)
     if device.type == "cpu":
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # these ranks share a host; no name look-up is needed
+        os.environ["GLOO_SOCKET_IFNAME"] = (
+            "lo"  # these ranks share a host; no name look-up is needed
+        )
     else:
         torch.cuda.set_device(device)
     store = TCPStore(
@@ -136,4 +152,10 @@ def _timed(name: str, target: str, check: Callable[[], str]) -> SelfCheckResult:
     except Exception as error:
         # Whatever the device or the library throws is the finding.
         verdict, detail = "FAIL", f"{type(error).__name__}: {error}"[:2000]
-    return {"name": name, "target": target, "verdict": verdict, "detail": detail, "elapsed_s": time.monotonic() - begin}
+    return {
+        "name": name,
+        "target": target,
+        "verdict": verdict,
+        "detail": detail,
+        "elapsed_s": time.monotonic() - begin,
+    }

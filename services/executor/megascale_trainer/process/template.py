@@ -1,9 +1,10 @@
-"""The template process: it has imported torch, never touched CUDA, runs one thread, and forks workers on request.
+"""The template process: it has imported torch, never touched CUDA, runs one thread, and forks
+workers on request.
 
-A restart after a fault must not pay the import of torch again (1.5 s alone, 4 to 6 s for eight processes at once on
-two cores); a fork takes milliseconds and shares the imported pages. The contract with the agent stands in
-:mod:`megascale_common.node.messages`. A worker arms its own parent-death signal on this process, so that killing
-the template kills the node's workers.
+A restart after a fault must not pay the import of torch again (1.5 s alone, 4 to 6 s for eight
+processes at once on two cores); a fork takes milliseconds and shares the imported pages. The
+contract with the agent stands in :mod:`megascale_common.node.messages`. A worker arms its own
+parent-death signal on this process, so that killing the template kills the node's workers.
 """
 
 from __future__ import annotations
@@ -29,13 +30,16 @@ _KILLED_EXIT_CODE = 1
 def serve(agent: socket.socket) -> None:
     """Serve fork requests until the agent closes its end; then kill what still runs and return."""
     torch.set_num_threads(1)
-    # One thread only, or a fork would copy locks that nobody holds; frozen objects keep shared pages shared.
+    # One thread only, or a fork would copy locks that nobody holds; frozen objects keep shared
+    # pages shared.
     gc.collect()
     gc.freeze()
     children: dict[int, int] = {}  # pid -> pidfd
     selector = selectors.DefaultSelector()
     selector.register(agent, selectors.EVENT_READ)
-    framing.send(agent, {"kind": "hello", "version": framing.PROTOCOL_VERSION, "torch": torch.__version__})
+    framing.send(
+        agent, {"kind": "hello", "version": framing.PROTOCOL_VERSION, "torch": torch.__version__}
+    )
     try:
         while True:
             for key, _ in selector.select():
@@ -49,7 +53,9 @@ def serve(agent: socket.socket) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _answer(agent: socket.socket, selector: selectors.BaseSelector, children: dict[int, int]) -> bool:
+def _answer(
+    agent: socket.socket, selector: selectors.BaseSelector, children: dict[int, int]
+) -> bool:
     """Fork as asked; False when the agent has closed the socket."""
     request = framing.receive(agent)
     if request is None:
@@ -71,7 +77,9 @@ def _answer(agent: socket.socket, selector: selectors.BaseSelector, children: di
     return True
 
 
-def _reap(agent: socket.socket, selector: selectors.BaseSelector, children: dict[int, int], pid: int) -> None:
+def _reap(
+    agent: socket.socket, selector: selectors.BaseSelector, children: dict[int, int], pid: int
+) -> None:
     _, status = os.waitpid(pid, 0)
     descriptor = children.pop(pid)
     selector.unregister(descriptor)
@@ -80,7 +88,9 @@ def _reap(agent: socket.socket, selector: selectors.BaseSelector, children: dict
 
 
 def _run_child(parent_pid: int, socket_descriptor: int, log: int) -> NoReturn:
-    """Body of a forked process: arm, redirect output, do the one thing its first message asks for, exit."""
+    """Body of a forked process: arm, redirect output, do the one thing its first message asks for,
+    exit.
+    """
     status = _KILLED_EXIT_CODE
     try:
         arm_parent_death(expected_parent_pid=parent_pid)
@@ -111,4 +121,6 @@ def _serve_first_message(agent: socket.socket) -> int:
         listen = descriptors[0] if descriptors else None
         framing.send(agent, dict(self_check.all_reduce_check(store_listen_fd=listen, **parameters)))
         return 0
-    raise framing.FramingError(f"a worker knows 'assignment' and 'self_check', not {message['kind']!r}")
+    raise framing.FramingError(
+        f"a worker knows 'assignment' and 'self_check', not {message['kind']!r}"
+    )

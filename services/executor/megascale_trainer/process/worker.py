@@ -1,8 +1,8 @@
 """One rank of a training run: meet the others, restore, train step by step, snapshot, report.
 
-Runs in a process that :mod:`megascale_trainer.process.template` forked. Talks to the agent over one socket and to
-nothing else on the control plane; losing the agent ends it (the template dies with the agent), losing the driver
-does not concern it.
+Runs in a process that :mod:`megascale_trainer.process.template` forked. Talks to the agent over one
+socket and to nothing else on the control plane; losing the agent ends it (the template dies with
+the agent), losing the driver does not concern it.
 """
 
 from __future__ import annotations
@@ -42,19 +42,29 @@ RENDEZVOUS_TIMEOUT_S = 120.0
 LOADER_TIMEOUT_S = 120.0
 LAST_SLOT_TIMEOUT_S = 60.0
 DRAIN_TIMEOUT_S = 300.0
-# Collections at chosen steps, the same on all ranks: irregular ones spread ranks apart (MegaScale section 6.3).
+# Collections at chosen steps, the same on all ranks: irregular ones spread ranks apart (MegaScale
+# section 6.3).
 COLLECT_EVERY_STEPS = 100
 # How often a host that waits for its device looks at it; short beside a step that needs a GPU.
 STEP_POLL_S = 0.001
 MAX_ERROR_CHARS = 8_000
 FIRST_LOGGED_STEPS, LOG_INTERVAL_S = 10, 1.0
-_COLLECTIVE_WORDS = ("gloo", "nccl", "connection closed by peer", "connection reset", "timed out", "broken pipe")
+_COLLECTIVE_WORDS = (
+    "gloo",
+    "nccl",
+    "connection closed by peer",
+    "connection reset",
+    "timed out",
+    "broken pipe",
+)
 
 
 def run(agent: socket.socket, message: framing.Message, descriptors: list[int]) -> int:
     """Do what the assignment says; returns the exit status and never raises."""
     assignment = cast(Assignment, message)
-    faulthandler.register(STACKS_SIGNAL)  # its handler needs no interpreter lock, which a hung call may hold
+    faulthandler.register(
+        STACKS_SIGNAL
+    )  # its handler needs no interpreter lock, which a hung call may hold
     try:
         _Worker(agent, assignment, descriptors[0] if descriptors else None).run()
         return 0
@@ -64,7 +74,13 @@ def run(agent: socket.socket, message: framing.Message, descriptors: list[int]) 
         kind, detail = _classify(error)
         try:
             framing.send(
-                agent, {"kind": "failed", "error_kind": kind, "error": text[-MAX_ERROR_CHARS:], "detail": detail}
+                agent,
+                {
+                    "kind": "failed",
+                    "error_kind": kind,
+                    "error": text[-MAX_ERROR_CHARS:],
+                    "detail": detail,
+                },
             )
         except OSError:
             pass  # the agent is gone, and with it whoever would have listened
@@ -81,7 +97,9 @@ class _InFlight:
 
 
 class _Worker:
-    def __init__(self, agent: socket.socket, assignment: Assignment, store_listen: int | None) -> None:
+    def __init__(
+        self, agent: socket.socket, assignment: Assignment, store_listen: int | None
+    ) -> None:
         self._agent, self._assignment, self._store_listen = agent, assignment, store_listen
         self._config: JobConfig = job_config.from_dict(assignment["config"])
         self._device = _device(assignment)
@@ -94,8 +112,12 @@ class _Worker:
         self._last_step_end_s = 0.0
         self._logged_steps, self._logged_at_s = 0, 0.0
         self._skipped, self._consumed = 0, 0
-        self._settled: tuple[int, bool] | None = None  # (newest step whose result was read, its state is fit to keep)
-        self._decided: tuple[int, int] | None = None  # (snapshot after this step, ranks that must skip it)
+        self._settled: tuple[int, bool] | None = (
+            None  # (newest step whose result was read, its state is fit to keep)
+        )
+        self._decided: tuple[int, int] | None = (
+            None  # (snapshot after this step, ranks that must skip it)
+        )
 
     def run(self) -> None:
         """The whole life of the rank."""
@@ -104,7 +126,9 @@ class _Worker:
         try:
             self._work()
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # of a device that is lost: what it was doing stays on the page
+            with contextlib.suppress(
+                RuntimeError
+            ):  # of a device that is lost: what it was doing stays on the page
                 self._groups.poll()
             raise
 
@@ -179,11 +203,21 @@ class _Worker:
             uri=self._config.checkpoint.uri,
             committer_endpoint=who["committer_endpoint"],
             slots=self._config.checkpoint.slots,
-            sizes={"tp": sizes.tp, "cp": sizes.cp, "dp": sizes.dp, "pp": sizes.pp, "vpp": sizes.virtual_stages},
+            sizes={
+                "tp": sizes.tp,
+                "cp": sizes.cp,
+                "dp": sizes.dp,
+                "pp": sizes.pp,
+                "vpp": sizes.virtual_stages,
+            },
         )
         timeout_s = self._config.recovery.collective_timeout_s
         return Snapshotter(
-            who["checkpoint_socket"], registration, trainer, self._device, collective_timeout_s=timeout_s
+            who["checkpoint_socket"],
+            registration,
+            trainer,
+            self._device,
+            collective_timeout_s=timeout_s,
         )
 
     def _restore(self, trainer: Trainer) -> int:
@@ -194,10 +228,15 @@ class _Worker:
             print("starts from initial values", flush=True)
             return 0
         if self._snapshots is None:
-            raise RestoreRefused("OTHER", "the plan restores a step, but the job has no checkpoint uri", "")
+            raise RestoreRefused(
+                "OTHER", "the plan restores a step, but the job has no checkpoint uri", ""
+            )
         self._status.update(phase=Phase.RESTORE)
         small_state = self._snapshots.restore(plan)
-        consumed, expected = small_state["consumed_samples"], plan["step"] * self._config.training.global_batch_size
+        consumed, expected = (
+            small_state["consumed_samples"],
+            plan["step"] * self._config.training.global_batch_size,
+        )
         if consumed != expected:
             raise RestoreRefused(
                 "OTHER",
@@ -208,11 +247,15 @@ class _Worker:
             )
         trainer.finish_load(plan["step"])
         self._skipped, self._consumed = int(small_state["skipped_updates"]), consumed
-        torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(small_state["cpu_rng"])), dtype=torch.uint8))
+        torch.set_rng_state(
+            torch.frombuffer(bytearray(base64.b64decode(small_state["cpu_rng"])), dtype=torch.uint8)
+        )
         print(f"restored step {plan['step']} from {plan['source']}", flush=True)
         return plan["step"]
 
-    def _open_data(self, stream: Literal["training", "evaluation"], first_sample: int) -> StepBatches:
+    def _open_data(
+        self, stream: Literal["training", "evaluation"], first_sample: int
+    ) -> StepBatches:
         who, config = self._assignment, self._config
         loader = LoaderClient(
             Path(who["loader_socket"]),
@@ -227,12 +270,16 @@ class _Worker:
         return step_batches(loader, self._device)
 
     def _train(self, trainer: Trainer, data: StepBatches, done: int) -> None:
-        """All steps from ``done`` + 1 on. On CUDA the result of a step is read after the next has been launched."""
+        """All steps from ``done`` + 1 on. On CUDA the result of a step is read after the next has
+        been launched.
+        """
         steps = self._config.training.steps
         previous: _InFlight | None = None
         for step in range(done + 1, steps + 1):
             self._profiler.before(step)
-            if step == steps and previous is not None:  # its snapshot is sealed before the last one finds a slot
+            if (
+                step == steps and previous is not None
+            ):  # its snapshot is sealed before the last one finds a slot
                 self._take_in(previous, trainer)
                 previous = None
             snapshot_step = self._snapshot_to_vote_on(step)
@@ -245,9 +292,13 @@ class _Worker:
                 data.prefetch()
             if previous is not None:
                 self._take_in(previous, trainer)
-            # On CPU the result is there already; the first ends the warm-up; the last has no step to hide behind,
-            # and an evaluation waits for the device anyway.
-            if self._device.type == "cpu" or step in (done + 1, steps) or self._evaluates_after(step):
+            # On CPU the result is there already; the first ends the warm-up; the last has no step
+            # to hide behind, and an evaluation waits for the device anyway.
+            if (
+                self._device.type == "cpu"
+                or step in (done + 1, steps)
+                or self._evaluates_after(step)
+            ):
                 self._take_in(current, trainer)
                 previous = None
             else:
@@ -258,7 +309,9 @@ class _Worker:
             self._profiler.after(step)
 
     def _snapshot_to_vote_on(self, step: int) -> int | None:
-        """The snapshot that the vote in ``step`` is about: the next step's, or at the end this one's."""
+        """The snapshot that the vote in ``step`` is about: the next step's, or at the end this
+        one's.
+        """
         config = self._config
         if self._snapshots is None:
             return None
@@ -266,7 +319,11 @@ class _Worker:
             return step
         following = step + 1
         interval = config.checkpoint.interval_steps
-        return following if interval and following % interval == 0 and following < config.training.steps else None
+        return (
+            following
+            if interval and following % interval == 0 and following < config.training.steps
+            else None
+        )
 
     def _vote(self, step: int, snapshot_step: int | None) -> int:
         if self._snapshots is None or snapshot_step is None:
@@ -292,15 +349,20 @@ class _Worker:
         return loss
 
     def _take_in(self, step: _InFlight, trainer: Trainer) -> None:
-        """Read the result of a step: status page, step record, evaluation, and the ranks' vote on a snapshot."""
-        while not step.result.ready():  # here the host sits when its device hangs: the page shows how far that came
+        """Read the result of a step: status page, step record, evaluation, and the ranks' vote on a
+        snapshot.
+        """
+        while (
+            not step.result.ready()
+        ):  # here the host sits when its device hangs: the page shows how far that came
             self._groups.poll()
             time.sleep(STEP_POLL_S)
         record = step.result.read()
         self._status.update(step=step.step, phase=Phase.STEP)
         self._groups.poll()
         self._skipped += record.skipped
-        # A masked update leaves the state as it was; the record is the same on all ranks, and so is what they say.
+        # A masked update leaves the state as it was; the record is the same on all ranks, and so is
+        # what they say.
         sound = math.isfinite(record.loss) and math.isfinite(record.gradient_norm)
         self._settle(step.step, finite=record.skipped or sound)
         if step.snapshot_step is not None:
@@ -318,8 +380,12 @@ class _Worker:
         config, elapsed_s = self._config, now_s - self._last_step_end_s
         tokens = config.training.global_batch_size * config.model.sequence_length
         tokens_per_s = tokens / elapsed_s
-        utilisation = flops.mfu(config.model, tokens_per_s, config.layout.world_size, _device_name(self._device))
-        values = {key: value for key, value in asdict(record).items() if key not in ("skipped", "votes")}
+        utilisation = flops.mfu(
+            config.model, tokens_per_s, config.layout.world_size, _device_name(self._device)
+        )
+        values = {
+            key: value for key, value in asdict(record).items() if key not in ("skipped", "votes")
+        }
         return {
             **values,
             "skipped_updates": self._skipped,
@@ -345,7 +411,9 @@ class _Worker:
         )
 
     def _snapshot(self, step: int) -> None:
-        """Seal what has been copied; start or skip the snapshot after ``step`` as the ranks decided."""
+        """Seal what has been copied; start or skip the snapshot after ``step`` as the ranks
+        decided.
+        """
         if self._snapshots is None:
             return
         self._snapshots.seal_if_copied()
@@ -365,16 +433,22 @@ class _Worker:
         if self._snapshots.take(step, small_state, votes=votes):
             print(f"step {step}: snapshot started", flush=True)
         if self._settled is not None and self._settled[0] == step:
-            self._snapshots.settle(step, {"skipped_updates": self._skipped}, finite=self._settled[1])
+            self._snapshots.settle(
+                step, {"skipped_updates": self._skipped}, finite=self._settled[1]
+            )
 
     def _settle(self, step: int, *, finite: bool) -> None:
-        """The result of ``step`` has been read; its snapshot may have been started before, or follow."""
+        """The result of ``step`` has been read; its snapshot may have been started before, or
+        follow.
+        """
         self._settled = step, finite
         if self._snapshots is not None:
             self._snapshots.settle(step, {"skipped_updates": self._skipped}, finite=finite)
 
     def _take_last_again(self) -> None:
-        """All steps are done, and the state was in memory alone: what would have committed it is gone."""
+        """All steps are done, and the state was in memory alone: what would have committed it is
+        gone.
+        """
         assert self._snapshots is not None
         steps = self._config.training.steps
         votes = torch.zeros(1, device=self._device)
@@ -387,7 +461,10 @@ class _Worker:
         """After the last step: seal it, wait until it is committed or say why not."""
         if self._snapshots is None:
             return
-        if done == self._config.training.steps and self._assignment["restore"]["source"] == "storage":
+        if (
+            done == self._config.training.steps
+            and self._assignment["restore"]["source"] == "storage"
+        ):
             self._snapshots.close()  # it was committed before we began
             return
         self._snapshots.seal_if_copied(wait=True)
@@ -413,8 +490,9 @@ def _device_name(device: torch.device) -> str:
 def _classify(error: BaseException) -> tuple[ErrorKind, str]:
     """Kind of the error for the driver's judgement, and a detail such as the damaged file.
 
-    A failed collective is a symptom (a peer died); it never makes this rank the culprit. Where only a lost CUDA context
-    is left of it, the agent tells by the status page (:mod:`megascale_executor.agent.symptoms`).
+    A failed collective is a symptom (a peer died); it never makes this rank the culprit. Where only
+    a lost CUDA context is left of it, the agent tells by the status page
+    (:mod:`megascale_executor.agent.symptoms`).
     """
     if isinstance(error, RestoreRefused):
         return error.kind, error.file

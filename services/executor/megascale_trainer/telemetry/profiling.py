@@ -1,10 +1,11 @@
 """Profiles of steps that the agent names ahead, as traces for Perfetto.
 
-Between two steps the rank looks whether a command has come: one system call. The profiler is made ready before the
-step ahead of the first one and started before the first; so on every rank the trace begins at the same step. After the
-last one the rank waits for its device and collects the events (some 2 us each, on this thread: measured with torch 2.13
-on a CPU). Writing happens on a thread of low priority, outside the interpreter's lock. A profile that fails is told
-and ends nothing.
+Between two steps the rank looks whether a command has come: one system call. The profiler is made
+ready before the step ahead of the first one and started before the first; so on every rank the
+trace begins at the same step. After the last one the rank waits for its device and collects the
+events (some 2 us each, on this thread: measured with torch 2.13 on a CPU). Writing happens on a
+thread of low priority, outside the interpreter's lock. A profile that fails is told and ends
+nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class _Run:
 
 
 class StepProfiler:
-    """Carries out the agent's commands. :meth:`before` and :meth:`after` go round every step, :meth:`finish` last."""
+    """Carries out the agent's commands. :meth:`before` and :meth:`after` go round every step,
+    :meth:`finish` last.
+    """
 
     def __init__(self, agent: socket.socket, device: torch.device) -> None:
         self._agent, self._device = agent, device
@@ -51,7 +54,9 @@ class StepProfiler:
         self._inbox.register(agent, select.POLLIN)
 
     def before(self, step: int) -> None:
-        """Take in commands, tell of written traces, begin what begins with ``step`` or the step after it."""
+        """Take in commands, tell of written traces, begin what begins with ``step`` or the step
+        after it.
+        """
         self._tell_written()
         if self._inbox.poll(0):
             self._receive()
@@ -73,11 +78,16 @@ class StepProfiler:
         spans.switch(False)
         begin_s = time.monotonic()
         try:
-            run.profile.__exit__(None, None, None)  # waits for the device: its last kernels belong to the trace
+            run.profile.__exit__(
+                None, None, None
+            )  # waits for the device: its last kernels belong to the trace
         except Exception as error:
             self._tell(run.command, "failed", text_of(error))
             return
-        print(f"profile: events collected in {time.monotonic() - begin_s:.3f} s after step {step}", flush=True)
+        print(
+            f"profile: events collected in {time.monotonic() - begin_s:.3f} s after step {step}",
+            flush=True,
+        )
         self._writer = TraceWriter(run.command, run.profile)
         self._writer.start()
 
@@ -94,16 +104,22 @@ class StepProfiler:
             return
         message, _ = received
         if message["kind"] != "profile":
-            raise framing.FramingError(f"a worker that trains knows 'profile', not {message['kind']!r}")
+            raise framing.FramingError(
+                f"a worker that trains knows 'profile', not {message['kind']!r}"
+            )
         if self._wanted is not None:
-            self._drop(self._wanted, "skipped", "another profile was asked for before its first step")
+            self._drop(
+                self._wanted, "skipped", "another profile was asked for before its first step"
+            )
         self._wanted = cast(ProfileSteps, message)
 
     def _approach(self, command: ProfileSteps, step: int) -> None:
         """Make ready before the step ahead of the first, begin before the first, or say why not."""
         first = command["first_step"]
         if step > first:
-            self._drop(command, "skipped", f"the word came before step {step}, its first step is {first}")
+            self._drop(
+                command, "skipped", f"the word came before step {step}, its first step is {first}"
+            )
         elif step == first and time.time() > command["not_after_s"]:
             self._drop(command, "skipped", f"it took too long to come to step {first}")
         elif step >= first - 1:
@@ -144,7 +160,9 @@ class StepProfiler:
             self._writer = None
             self._tell(writer.command, *writer.outcome)
 
-    def _tell(self, command: ProfileSteps, state: State, detail: str = "", size_bytes: int = 0) -> None:
+    def _tell(
+        self, command: ProfileSteps, state: State, detail: str = "", size_bytes: int = 0
+    ) -> None:
         steps = f"steps {command['first_step']} to {command['last_step']}"
         print(f"profile of {steps}: {state} {detail or command['path']}", flush=True)
         answer: Profiled = {

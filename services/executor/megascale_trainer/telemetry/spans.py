@@ -1,4 +1,6 @@
-"""Named spans of a step in a profiler's trace; while no profile runs they are one shared object that does nothing."""
+"""Named spans of a step in a profiler's trace; while no profile runs they are one shared object
+that does nothing.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ def switch(on: bool) -> None:
 
 
 def span(name: str, *numbers: int) -> AbstractContextManager[Any]:
-    """A span named ``name`` and, behind it, the numbers: ``span("forward", 3, 0)`` is "forward 3.0".
+    """A span named ``name`` and, behind it, the numbers: ``span("forward", 3, 0)`` is "forward
+    3.0".
 
     The text is only put together while a profile runs.
     """

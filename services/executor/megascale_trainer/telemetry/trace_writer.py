@@ -1,6 +1,8 @@
-"""Writes a profiler's events to a gzipped Chrome trace, beside the training: on a thread of low priority.
+"""Writes a profiler's events to a gzipped Chrome trace, beside the training: on a thread of low
+priority.
 
-The profiler writes its JSON outside the interpreter's lock (measured with torch 2.13), and so does zlib.
+The profiler writes its JSON outside the interpreter's lock (measured with torch 2.13), and so does
+zlib.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ class TraceWriter(threading.Thread):
 
     def run(self) -> None:
         """Body of the thread."""
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WRITER_NICENESS)  # of this thread alone
+        os.setpriority(
+            os.PRIO_PROCESS, threading.get_native_id(), _WRITER_NICENESS
+        )  # of this thread alone
         try:
             size_bytes = write_trace(self._profile, Path(self.command["path"]))
             self.outcome = ("written", "", size_bytes)
@@ -46,7 +50,8 @@ class TraceWriter(threading.Thread):
 
 
 def write_trace(profile: Any, path: Path) -> int:
-    """Write what a profiler has collected to ``path`` as gzipped JSON, all of it or nothing; its size in bytes.
+    """Write what a profiler has collected to ``path`` as gzipped JSON, all of it or nothing; its
+    size in bytes.
 
     Raises:
         OSError: no room, or the trace cannot be written.
@@ -54,7 +59,9 @@ def write_trace(profile: Any, path: Path) -> int:
     """
     free_bytes = shutil.disk_usage(path.parent).free
     if free_bytes < MIN_FREE_BYTES:
-        raise OSError(f"{path.parent} has {free_bytes} bytes left; a trace is not written below {MIN_FREE_BYTES}")
+        raise OSError(
+            f"{path.parent} has {free_bytes} bytes left; a trace is not written below {MIN_FREE_BYTES}"
+        )
     raw, packed = path.with_name(f".{path.name}.raw"), path.with_name(f".{path.name}.part")
     try:
         profile.export_chrome_trace(str(raw))
@@ -62,7 +69,9 @@ def write_trace(profile: Any, path: Path) -> int:
         _compress(raw, packed)
         packed.replace(path)
     finally:
-        for unfinished in path.parent.glob(f".{path.name}.*"):  # the profiler has a name of its own for half a file
+        for unfinished in path.parent.glob(
+            f".{path.name}.*"
+        ):  # the profiler has a name of its own for half a file
             unfinished.unlink(missing_ok=True)
     return path.stat().st_size
 
@@ -73,12 +82,18 @@ def text_of(error: Exception) -> str:
 
 
 def _check_whole(raw: Path) -> None:
-    """The profiler raises nothing when its file cannot be written: it leaves none, or one that is cut."""
+    """The profiler raises nothing when its file cannot be written: it leaves none, or one that is
+    cut.
+    """
     if not raw.exists():
-        raise OSError(f"the profiler left no file in {raw.parent}: is the disk full? The rank's log has its words")
+        raise OSError(
+            f"the profiler left no file in {raw.parent}: is the disk full? The rank's log has its words"
+        )
     size_bytes = raw.stat().st_size
     if size_bytes > MAX_RAW_BYTES:
-        raise ValueError(f"the trace has {size_bytes} bytes, the limit is {MAX_RAW_BYTES}; profile fewer steps")
+        raise ValueError(
+            f"the trace has {size_bytes} bytes, the limit is {MAX_RAW_BYTES}; profile fewer steps"
+        )
     with raw.open("rb") as file:
         file.seek(max(size_bytes - 2 * len(str(raw)) - 1024, 0))
         tail = file.read()

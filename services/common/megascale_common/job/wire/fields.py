@@ -1,8 +1,10 @@
-"""Every field of a job with its comment, type, choices and default, for people: read from where each fact stands.
+"""Every field of a job with its comment, type, choices and default, for people: read from where
+each fact stands.
 
-Names, types and order come from the descriptor of ``megascale.v1.JobSpec``, comments from job.proto (generated code
-keeps none), defaults from :mod:`megascale_common.job.config`. The page docs/job-spec.md and `megascale init` are
-written from this, so neither can say something else than the code does.
+Names, types and order come from the descriptor of ``megascale.v1.JobSpec``, comments from job.proto
+(generated code keeps none), defaults from :mod:`megascale_common.job.config`. The page
+docs/job-spec.md and `megascale init` are written from this, so neither can say something else than
+the code does.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One field. ``default`` is REQUIRED where there is none; ``message`` is what a nested field consists of."""
+    """One field. ``default`` is REQUIRED where there is none; ``message`` is what a nested field
+    consists of.
+    """
 
     name: str
     type: str
@@ -65,12 +69,16 @@ class MessageFields:
 
 def job_fields() -> MessageFields:
     """The whole job, from its root."""
-    comments = proto_comments(resources.files("megascale.v1").joinpath("job.proto").read_text(encoding="utf-8"))
+    comments = proto_comments(
+        resources.files("megascale.v1").joinpath("job.proto").read_text(encoding="utf-8")
+    )
     return _message(job_pb2.JobSpec.DESCRIPTOR, JobConfig, comments)
 
 
 def proto_comments(text: str) -> dict[str, str]:
-    """Comments of a proto file by ``Message``, ``Message.field``, ``Enum`` and ``Enum.VALUE``, each on one line."""
+    """Comments of a proto file by ``Message``, ``Message.field``, ``Enum`` and ``Enum.VALUE``, each
+    on one line.
+    """
     found: dict[str, str] = {}
     pending: list[str] = []
     owner = ""
@@ -92,7 +100,9 @@ def _message(descriptor: Descriptor, config: type[Any], comments: dict[str, str]
     defaults = {field.name: _default(field) for field in dataclasses.fields(config)}
     fields = []
     for field in descriptor.fields:
-        hint = hints.get(field.name, config)  # `trainer` is spread over the root of the configuration
+        hint = hints.get(
+            field.name, config
+        )  # `trainer` is spread over the root of the configuration
         default = defaults.get(field.name, REQUIRED)
         fields.append(_field(field, hint, default, comments))
     return MessageFields(descriptor.name, comments[descriptor.name], tuple(fields))
@@ -119,7 +129,9 @@ def _field(field: FieldDescriptor, hint: Any, default: Any, comments: dict[str, 
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return (
+        field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    )
 
 
 def _is_map(field: FieldDescriptor) -> bool:

@@ -1,7 +1,9 @@
-"""The wire form of a job, ``megascale.v1.JobSpec``, to the tree of :mod:`megascale_common.job.config` and back.
+"""The wire form of a job, ``megascale.v1.JobSpec``, to the tree of
+:mod:`megascale_common.job.config` and back.
 
-Both are walked by their descriptors, so a field that is added to both needs nothing here. Enum values are their short
-names in lower case (PRECISION_BF16 is ``bf16``). What is not set on the wire takes the default of the tree.
+Both are walked by their descriptors, so a field that is added to both needs nothing here. Enum
+values are their short names in lower case (PRECISION_BF16 is ``bf16``). What is not set on the wire
+takes the default of the tree.
 """
 
 from __future__ import annotations
@@ -20,15 +22,20 @@ _WORKLOAD = "trainer"
 
 
 def from_proto(spec: job_pb2.JobSpec) -> JobConfig:
-    """The tree of ``spec``. Only names and types are judged here; see ``job_validation`` for the values.
+    """The tree of ``spec``. Only names and types are judged here; see ``job_validation`` for the
+    values.
 
     Raises:
-        ConfigError: a required field is not set, or an enum has an unknown value; names the dotted path.
+        ConfigError: a required field is not set, or an enum has an unknown value; names the dotted
+            path.
     """
     values = _to_dict(spec, "")
     workload = values.pop(_WORKLOAD, None)
     if workload is None:
-        raise ConfigError(_WORKLOAD, "missing; a job needs a workload: set `trainer` with model, training and data")
+        raise ConfigError(
+            _WORKLOAD,
+            "missing; a job needs a workload: set `trainer` with model, training and data",
+        )
     return job_config.from_dict({**values, **workload})
 
 
@@ -43,7 +50,8 @@ def to_proto(config: JobConfig) -> job_pb2.JobSpec:
 
 
 def _to_dict(message: Message, path: str) -> dict[str, Any]:
-    # ListFields leaves out what is not set, and zeros of fields without presence: both mean the default.
+    # ListFields leaves out what is not set, and zeros of fields without presence: both mean the
+    # default.
     return {
         field.name: _value(field, value, f"{path}.{field.name}" if path else field.name)
         for field, value in message.ListFields()

@@ -1,9 +1,11 @@
-"""Data parallelism, plain: flat buffers whose buckets are reduce-scattered and all-gathered once per step.
+"""Data parallelism, plain: flat buffers whose buckets are reduce-scattered and all-gathered once
+per step.
 
-A stage's parameters lie in flat buffers in the compute dtype, beside full-size float32 gradient buffers into which all
-micro-batches accumulate. After the last backward each bucket of gradients is reduce-scattered, so that a dp rank holds
-the total of its own shard; after the update each bucket of parameters is all-gathered, in the order of forward (ZeRO-2
-as in MegaScale section 3.1). Both happen in place: a rank's shard is a view of the buffer.
+A stage's parameters lie in flat buffers in the compute dtype, beside full-size float32 gradient
+buffers into which all micro-batches accumulate. After the last backward each bucket of gradients is
+reduce-scattered, so that a dp rank holds the total of its own shard; after the update each bucket
+of parameters is all-gathered, in the order of forward (ZeRO-2 as in MegaScale section 3.1). Both
+happen in place: a rank's shard is a view of the buffer.
 :mod:`megascale_trainer.parallel.data.overlapped_buffers` hides both under computation.
 """
 
@@ -37,31 +39,44 @@ class PlacedBucket:
 class FlatBuffers:
     """Parameters and gradients of one stage, by buffer name.
 
-    ``parameters`` are flat in ``dtype``, ``gradients`` flat float32, both of the buffer's full size.
+    ``parameters`` are flat in ``dtype``, ``gradients`` flat float32, both of the buffer's full
+    size.
     """
 
-    def __init__(self, table: ParameterTable, dtype: torch.dtype, device: torch.device, tp: Group, dp: Group) -> None:
+    def __init__(
+        self, table: ParameterTable, dtype: torch.dtype, device: torch.device, tp: Group, dp: Group
+    ) -> None:
         self._tp, self._dp = tp, dp
-        self.parameters = {plan.name: torch.zeros(plan.elements, dtype=dtype, device=device) for plan in table.buffers}
+        self.parameters = {
+            plan.name: torch.zeros(plan.elements, dtype=dtype, device=device)
+            for plan in table.buffers
+        }
         self.gradients = {
-            plan.name: torch.zeros(plan.elements, dtype=torch.float32, device=device) for plan in table.buffers
+            plan.name: torch.zeros(plan.elements, dtype=torch.float32, device=device)
+            for plan in table.buffers
         }
         self._partial = [plan for plan in table.buffers if plan.replicated_over and plan.elements]
         places = [(plan, bucket) for plan in table.buffers for bucket in plan.buckets]
         self._sharded = [
-            PlacedBucket(plan, bucket, owned) for (plan, bucket), owned in zip(places, table.shard_ranges, strict=True)
+            PlacedBucket(plan, bucket, owned)
+            for (plan, bucket), owned in zip(places, table.shard_ranges, strict=True)
         ]
         units = [unit for chunk in table.chunks for unit in chunk.units]
-        self._in_forward_order = sorted(self._sharded, key=lambda placed: units.index(placed.bucket.units[0]))
+        self._in_forward_order = sorted(
+            self._sharded, key=lambda placed: units.index(placed.bucket.units[0])
+        )
 
     def await_parameters(self, unit: str | None = None) -> None:
-        """Have the current stream (CPU: the caller) wait for the parameters of ``unit``, or of all units.
+        """Have the current stream (CPU: the caller) wait for the parameters of ``unit``, or of all
+        units.
 
-        A stage calls it before it uses a unit (embedding, layers.N, head). In the plain version they are there.
+        A stage calls it before it uses a unit (embedding, layers.N, head). In the plain version
+        they are there.
         """
 
     def enter(self, unit: str, hidden: torch.Tensor) -> torch.Tensor:
-        """The input ``hidden`` of ``unit`` on its way in: every stage passes it through here before it uses the unit.
+        """The input ``hidden`` of ``unit`` on its way in: every stage passes it through here before
+        it uses the unit.
 
         Backward leaves the unit here. The values never change.
         """
@@ -74,25 +89,33 @@ class FlatBuffers:
             gradient.zero_()
 
     def reduce_gradients(self) -> None:
-        """Sum gradients over tp where ranks hold replicas, then reduce-scatter every bucket over dp.
+        """Sum gradients over tp where ranks hold replicas, then reduce-scatter every bucket over
+        dp.
 
-        Afterwards :meth:`gradient_shards` is this rank's part of the sums; the rest of the buffers is meaningless.
+        Afterwards :meth:`gradient_shards` is this rank's part of the sums; the rest of the buffers
+        is meaningless.
         """
         self._sum_replicas()
         for placed in self._sharded:
             self._dp.reduce_scatter(placed.own(self.gradients), placed.whole(self.gradients))
 
     def gradient_shards(self) -> list[tuple[BufferPlan, torch.Tensor]]:
-        """This rank's shard of each bucket with its buffer, in the order of ``table.shard_ranges``; views."""
+        """This rank's shard of each bucket with its buffer, in the order of ``table.shard_ranges``;
+        views.
+        """
         return [(placed.plan, placed.own(self.gradients)) for placed in self._sharded]
 
     def parameter_shards(self) -> list[torch.Tensor]:
-        """This rank's shard of each bucket of parameters, to be written; otherwise as :meth:`gradient_shards`."""
+        """This rank's shard of each bucket of parameters, to be written; otherwise as
+        :meth:`gradient_shards`.
+        """
         self.await_parameters()  # nothing is written under a gather
         return [placed.own(self.parameters) for placed in self._sharded]
 
     def publish(self, master: torch.Tensor) -> None:
-        """Round this rank's float32 shard ``master`` [shard_elements] to parameters and all-gather every bucket."""
+        """Round this rank's float32 shard ``master`` [shard_elements] to parameters and all-gather
+        every bucket.
+        """
         for placed, shard in zip(self._sharded, self.parameter_shards(), strict=True):
             offset = placed.owned.shard_offset
             shard.copy_(master[offset : offset + shard.numel()])

@@ -1,15 +1,18 @@
-"""Data parallelism, overlapped: buckets of gradients leave during backward, buckets of parameters arrive in forward.
+"""Data parallelism, overlapped: buckets of gradients leave during backward, buckets of parameters
+arrive in forward.
 
-A bucket is reduce-scattered once per step, as soon as the last micro-batch's backward has left all of its units, while
-the backward of earlier layers goes on. After the update buckets are all-gathered in the order of forward, and forward
-waits for each just before its first use: the first ones travel while the next batch is read (MegaScale section 3.2).
+A bucket is reduce-scattered once per step, as soon as the last micro-batch's backward has left all
+of its units, while the backward of earlier layers goes on. After the update buckets are
+all-gathered in the order of forward, and forward waits for each just before its first use: the
+first ones travel while the next batch is read (MegaScale section 3.2).
 
-Every rank of a dp group starts the same operations in the same order, whatever order its backward finds buckets ready
-in: gradients leave in the reverse order of forward (a finished bucket waits for those after it), then those of the
-buffers that are replicated over tp, then parameters in the order of forward. The replicated buffers wait for the end
-of backward because they are summed over tp first. They are small (norms, biases, learned positions), and on the tp
-communicator, which carries the activations of every layer, one message after backward delays no layer; it travels
-beside the last buckets.
+Every rank of a dp group starts the same operations in the same order, whatever order its backward
+finds buckets ready
+in: gradients leave in the reverse order of forward (a finished bucket waits for those after it),
+then those of the buffers that are replicated over tp, then parameters in the order of forward. The
+replicated buffers wait for the end of backward because they are summed over tp first. They are
+small (norms, biases, learned positions), and on the tp communicator, which carries the activations
+of every layer, one message after backward delays no layer; it travels beside the last buckets.
 """
 
 from __future__ import annotations
@@ -25,12 +28,14 @@ from megascale_trainer.parallel.groups import Group, Pending
 
 
 class OverlappedBuffers(FlatBuffers):
-    """Flat buffers that communicate under computation, with the plain ones' gradients and parameters bit for bit.
+    """Flat buffers that communicate under computation, with the plain ones' gradients and
+    parameters bit for bit.
 
-    On CUDA a collective runs on its communicator's stream, after what its starter's stream held at that moment, and
-    waiting for one holds back the current stream, never the host. Backward starts collectives from autograd's thread:
-    autograd runs a node on the stream of its forward, where the bucket's weight gradients were enqueued before it. The
-    buffers live as long as the trainer, so that the caching allocator never takes them back from a running collective.
+    On CUDA a collective runs on its communicator's stream, after what its starter's stream held at
+    that moment, and waiting for one holds back the current stream, never the host. Backward starts
+    collectives from autograd's thread: autograd runs a node on the stream of its forward, where the
+    bucket's weight gradients were enqueued before it. The buffers live as long as the trainer, so
+    that the caching allocator never takes them back from a running collective.
 
     Args:
         micro_batches: backwards of every unit in a step.
@@ -59,25 +64,32 @@ class OverlappedBuffers(FlatBuffers):
 
     def await_parameters(self, unit: str | None = None) -> None:
         """As the plain version says; a gather is waited for once, by whoever needs it first."""
-        for placed in [placed for placed in self._gathers if unit is None or unit in placed.bucket.units]:
+        for placed in [
+            placed for placed in self._gathers if unit is None or unit in placed.bucket.units
+        ]:
             self._gathers.pop(placed).wait()
 
     def enter(self, unit: str, hidden: torch.Tensor) -> torch.Tensor:
         """As the plain version says; the backward through here counts as the unit's."""
-        passed: torch.Tensor = _Boundary.apply(super().enter(unit, hidden), unit, self._note_backward)  # type: ignore[no-untyped-call]
+        passed: torch.Tensor = _Boundary.apply(
+            super().enter(unit, hidden), unit, self._note_backward
+        )  # type: ignore[no-untyped-call]
         return passed
 
     def zero_gradients(self) -> None:
-        """As the plain version says. The reductions of the step before have ended: its update waited for them."""
+        """As the plain version says. The reductions of the step before have ended: its update
+        waited for them.
+        """
         super().zero_gradients()
         self._backwards.clear()
         self._reductions.clear()
 
     def reduce_gradients(self) -> None:
-        """As the plain version says, for the buckets that have not left during backward, and wait for all.
+        """As the plain version says, for the buckets that have not left during backward, and wait
+        for all.
 
-        Among those left is the embedding's: it has no input that backward could leave through, and its backward ends
-        the last one of the first stage.
+        Among those left is the embedding's: it has no input that backward could leave through, and
+        its backward ends the last one of the first stage.
         """
         self._start_until(self._early)
         self._sum_replicas()
@@ -89,15 +101,18 @@ class OverlappedBuffers(FlatBuffers):
     def gather_parameters(self) -> None:
         """As the plain version says, without waiting for what it starts."""
         for placed in self._in_forward_order:
-            # All weights of a buffer share one version counter, and gloo advances it whenever a gather ends: to
-            # autograd an earlier layer, already used, would seem to have been modified. `data` has its own counter.
+            # All weights of a buffer share one version counter, and gloo advances it whenever a
+            # gather ends: to autograd an earlier layer, already used, would seem to have been
+            # modified. `data` has its own counter.
             whole, own = placed.whole(self.parameters).data, placed.own(self.parameters).data
             gather = self._dp.start_all_gather(whole, own)
             if gather is not None:
                 self._gathers[placed] = gather
 
     def _note_backward(self, unit: str) -> None:
-        """The backward of ``unit`` for one micro-batch has been done (on CUDA: enqueued), its weight gradients too."""
+        """The backward of ``unit`` for one micro-batch has been done (on CUDA: enqueued), its
+        weight gradients too.
+        """
         self._backwards[unit] = self._backwards.get(unit, 0) + 1
         while len(self._reductions) < self._early and self._is_complete(len(self._reductions)):
             self._start_until(len(self._reductions) + 1)
@@ -107,7 +122,9 @@ class OverlappedBuffers(FlatBuffers):
         return all(self._backwards.get(unit) == self._micro_batches for unit in units)
 
     def _start_until(self, number: int) -> None:
-        """Start the reduce-scatters before ``number`` in the order of backward that have not been started."""
+        """Start the reduce-scatters before ``number`` in the order of backward that have not been
+        started.
+        """
         for placed in self._in_backward_order[len(self._reductions) : number]:
             own, whole = placed.own(self.gradients), placed.whole(self.gradients)
             self._reductions.append(self._dp.start_reduce_scatter(own, whole))
@@ -116,15 +133,18 @@ class OverlappedBuffers(FlatBuffers):
 class _Boundary(torch.autograd.Function):
     """The identity; its backward tells that backward has left a unit.
 
-    autograd runs, of the nodes that are ready, the one that was made last in forward. The unit's nodes, and those of
-    the units after it, were made after this one and wait for nothing that was made before them: when this one's turn
-    comes all of them have run, weight gradients that lie off the path to the input included. A hook on the input tensor
-    would not do: that of a leaf (a received activation) runs ahead of the order, before the weights of the unit's norm
-    have their gradients. Recomputation adds no nodes to this backward.
+    autograd runs, of the nodes that are ready, the one that was made last in forward. The unit's
+    nodes, and those of the units after it, were made after this one and wait for nothing that was
+    made before them: when this one's turn comes all of them have run, weight gradients that lie off
+    the path to the input included. A hook on the input tensor would not do: that of a leaf (a
+    received activation) runs ahead of the order, before the weights of the unit's norm have their
+    gradients. Recomputation adds no nodes to this backward.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, unit: str, note: Callable[[str], None]) -> torch.Tensor:
+    def forward(
+        ctx: Any, hidden: torch.Tensor, unit: str, note: Callable[[str], None]
+    ) -> torch.Tensor:
         ctx.unit, ctx.note = unit, note
         return hidden.view_as(hidden)
 

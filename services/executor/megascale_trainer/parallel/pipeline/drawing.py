@@ -1,4 +1,6 @@
-"""A simulated pipeline schedule as text for a terminal and as an SVG picture: a row per stage, time to the right."""
+"""A simulated pipeline schedule as text for a terminal and as an SVG picture: a row per stage, time
+to the right.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,11 @@ _TICK = 40  # between two numbers of the axis, at least
 
 
 def as_text(timeline: Timeline, width: int = 120) -> str:
-    """Lines of at most some ``width`` characters; a schedule that is longer goes on in further blocks.
+    """Lines of at most some ``width`` characters; a schedule that is longer goes on in further
+    blocks.
 
-    A forward is the number of its micro-batch, a backward has it in brackets, and with several chunks a letter names
-    the chunk. A time unit is as wide as the numbers need.
+    A forward is the number of its micro-batch, a backward has it in brackets, and with several
+    chunks a letter names the chunk. A time unit is as wide as the numbers need.
     """
     chunks = _chunks(timeline)
     spans = [span for row in timeline.stages for span in row]
@@ -43,11 +46,15 @@ def as_text(timeline: Timeline, width: int = 120) -> str:
 
 
 def as_svg(timeline: Timeline, title: str) -> str:
-    """An SVG document: a colour per chunk (forwards light, backwards dark), an axis in time units, a legend."""
+    """An SVG document: a colour per chunk (forwards light, backwards dark), an axis in time units,
+    a legend.
+    """
     chunks, rows = _chunks(timeline), len(timeline.stages)
     unit = max(_BOX // min(span.end - span.start for row in timeline.stages for span in row), 2)
     bottom = _TOP + rows * (_ROW + _GAP)
-    width = max(_LEFT + timeline.makespan * unit + _GAP, _LEFT + (chunks + 1) * 2 * _LEGEND, 8 * len(title))
+    width = max(
+        _LEFT + timeline.makespan * unit + _GAP, _LEFT + (chunks + 1) * 2 * _LEGEND, 8 * len(title)
+    )
     share = f"makespan {timeline.makespan} time units, bubble {timeline.bubble_share:.1%} of the stages' time"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{bottom + 80}" '
@@ -58,11 +65,16 @@ def as_svg(timeline: Timeline, title: str) -> str:
     ]
     for stage, row in enumerate(timeline.stages):
         top = _TOP + stage * (_ROW + _GAP)
-        parts += [_label(8, top + 17, f"stage {stage}", "start"), _box(_LEFT, top, timeline.makespan * unit, "#eeeeee")]
+        parts += [
+            _label(8, top + 17, f"stage {stage}", "start"),
+            _box(_LEFT, top, timeline.makespan * unit, "#eeeeee"),
+        ]
         for span in row:
             left, wide = _LEFT + span.start * unit, (span.end - span.start) * unit
             text = str(span.action.micro_batch)
-            parts.append(_box(left, top, wide, _colour(span.action.kind, span.action.chunk, chunks), "white"))
+            parts.append(
+                _box(left, top, wide, _colour(span.action.kind, span.action.chunk, chunks), "white")
+            )
             parts += [_label(left + wide // 2, top + 17, text)] if 7 * len(text) <= wide else []
     parts += [*_axis(timeline.makespan, unit, bottom), *_legend(chunks, bottom + 46), "</svg>"]
     return "\n".join(parts) + "\n"
@@ -96,7 +108,12 @@ def _colour(kind: Kind, chunk: int, chunks: int) -> str:
 
 
 def _axis(makespan: int, unit: int, top: int) -> Iterator[str]:
-    step = next(size * 10**power for power in range(10) for size in (1, 2, 5) if size * 10**power * unit >= _TICK)
+    step = next(
+        size * 10**power
+        for power in range(10)
+        for size in (1, 2, 5)
+        if size * 10**power * unit >= _TICK
+    )
     yield f'<path d="M{_LEFT} {top}h{makespan * unit}" stroke="black"/>'
     for at in range(0, makespan + 1, step):
         yield f'<path d="M{_LEFT + at * unit} {top}v5" stroke="black"/>'
@@ -109,7 +126,9 @@ def _legend(chunks: int, top: int) -> Iterator[str]:
     for chunk in range(chunks):
         for kind in (Kind.FORWARD, Kind.BACKWARD):
             yield _box(left, top, 18, _colour(kind, chunk, chunks))
-            yield _label(left + 24, top + 17, (f"chunk {chunk} " if chunks > 1 else "") + kind.value, "start")
+            yield _label(
+                left + 24, top + 17, (f"chunk {chunk} " if chunks > 1 else "") + kind.value, "start"
+            )
             left += _LEGEND
     yield _box(left, top, 18, "#eeeeee") + _label(left + 24, top + 17, "idle", "start")
 

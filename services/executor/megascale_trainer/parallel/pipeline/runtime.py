@@ -56,13 +56,15 @@ class PipelineExecutor:
         }
 
     def run(self, program: Sequence[Action], batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """Execute ``program``; when it returns, gradients have been added to the weights' ``main_grad``.
+        """Execute ``program``; when it returns, gradients have been added to the weights'
+        ``main_grad``.
 
-        A program of forwards alone runs under ``torch.no_grad()``: then nothing is kept for a backward.
+        A program of forwards alone runs under ``torch.no_grad()``: then nothing is kept for a
+        backward.
 
         Returns:
-            On the last stage the sums of :func:`megascale_trainer.model.head.loss_sums`, one float64 [3] per
-            micro-batch, on the device; elsewhere nothing.
+            On the last stage the sums of :func:`megascale_trainer.model.head.loss_sums`, one
+            float64 [3] per micro-batch, on the device; elsewhere nothing.
         """
         self._batches, self._sums = batches, []
         for action in program:
@@ -84,7 +86,9 @@ class PipelineExecutor:
         self._on_forward(number)
         batch, stage = self._batches[number], self._chunks[chunk]
         keep = torch.is_grad_enabled()
-        output = stage.forward(self._inputs.get(place) if keep else self._inputs.pop(place, None), batch)
+        output = stage.forward(
+            self._inputs.get(place) if keep else self._inputs.pop(place, None), batch
+        )
         if stage.last:
             output, sums = stage.loss(output, batch)
             self._sums.append(sums)
@@ -117,7 +121,8 @@ class PipelineExecutor:
     def _send(self, edge: Group | None, tensor: torch.Tensor) -> None:
         assert edge is not None, "the schedule sends where this stage has no neighbour"
         tensor = tensor.contiguous()
-        # A tensor must outlive its send. On CPU at most one per micro-batch, chunk and direction waits here.
+        # A tensor must outlive its send. On CPU at most one per micro-batch, chunk and direction
+        # waits here.
         while tensor.is_cuda and self._sends and self._sends[0][0].is_completed():
             self._sends.popleft()
         self._sends.append((edge.send(tensor), tensor))

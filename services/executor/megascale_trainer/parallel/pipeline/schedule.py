@@ -1,19 +1,22 @@
-"""1F1B and interleaved 1F1B as pure lists of actions (Narayanan et al., arXiv 2104.04473, section 2.2).
+"""1F1B and interleaved 1F1B as pure lists of actions (Narayanan et al., arXiv 2104.04473, section
+2.2).
 
-A stage fills the pipeline with forwards, then runs one forward and one backward in turn, then the backwards that are
-left. With V chunks (virtual stages) per stage, groups of ``stages`` micro-batches visit chunk 0, then chunk 1 and so
-on; chunk c of the last stage hands on to chunk c + 1 of the first, so the edges of the pipeline form a ring.
+A stage fills the pipeline with forwards, then runs one forward and one backward in turn, then the
+backwards that are left. With V chunks (virtual stages) per stage, groups of ``stages``
+micro-batches visit chunk 0, then chunk 1 and so on; chunk c of the last stage hands on to chunk c +
+1 of the first, so the edges of the pipeline form a ring.
 
-Sends are posted as soon as their data exists and waited for later: a send that waited for its partner would close a
-circle with the partner's own send. A receive is a post, after which data may arrive, and a wait, right before the
-computation that needs it. A device runs its part of a post only after all computation that was given to it before.
-Plain, a stage posts where it waits, and the transfer is exposed. With ``overlap`` it posts one computation earlier, in
-warm-up, steady state and cool-down (MegaScale, arXiv 2402.15627, section 3.2), at the price of one more message in
-memory. Earlier still buys nothing while a transfer is not longer than a computation.
+Sends are posted as soon as their data exists and waited for later: a send that waited for its
+partner would close a circle with the partner's own send. A receive is a post, after which data may
+arrive, and a wait, right before the computation that needs it. A device runs its part of a post
+only after all computation that was given to it before. Plain, a stage posts where it waits, and the
+transfer is exposed. With ``overlap`` it posts one computation earlier, in warm-up, steady state and
+cool-down (MegaScale, arXiv 2402.15627, section 3.2), at the price of one more message in memory.
+Earlier still buys nothing while a transfer is not longer than a computation.
 
-Every directed edge of the ring has a communicator per kind, also where two edges join the same two ranks (two stages).
-Both ends of an edge run through the same chunks and micro-batches in the same order, so that the k-th send meets the
-k-th receive.
+Every directed edge of the ring has a communicator per kind, also where two edges join the same two
+ranks (two stages). Both ends of an edge run through the same chunks and micro-batches in the same
+order, so that the k-th send meets the k-th receive.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ from dataclasses import dataclass
 
 
 class Kind(enum.Enum):
-    """What a stage does. Sends and posts return at once; a wait returns when the data of its post is there."""
+    """What a stage does. Sends and posts return at once; a wait returns when the data of its post
+    is there.
+    """
 
     POST_ACTIVATION = "post_activation"
     WAIT_ACTIVATION = "wait_activation"
@@ -41,7 +46,9 @@ COMPUTATIONS = frozenset({Kind.FORWARD, Kind.BACKWARD})
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One step of a stage's program, for one micro-batch and model chunk (chunk 0: no interleaving)."""
+    """One step of a stage's program, for one micro-batch and model chunk (chunk 0: no
+    interleaving).
+    """
 
     kind: Kind
     micro_batch: int
@@ -53,11 +60,12 @@ def one_forward_one_backward(
 ) -> list[Action]:
     """The program of ``stage`` out of ``stages``, each with ``chunks`` model chunks.
 
-    At most :func:`warm_up_forwards` + 1 pairs of micro-batch and chunk are alive at once; with ``overlap``, one posted
-    message besides.
+    At most :func:`warm_up_forwards` + 1 pairs of micro-batch and chunk are alive at once; with
+    ``overlap``, one posted message besides.
 
     Raises:
-        ValueError: no micro-batch, a stage that does not exist, or chunks that do not fit the other numbers.
+        ValueError: no micro-batch, a stage that does not exist, or chunks that do not fit the other
+            numbers.
     """
     line = _Line(stage, stages, micro_batches, chunks)
     total, warm_up = micro_batches * chunks, warm_up_forwards(stage, stages, micro_batches, chunks)
@@ -68,9 +76,9 @@ def one_forward_one_backward(
             turns += [line.backward(number - warm_up)]
     for number in range(total - warm_up, total):
         turns += [line.backward(number)]
-    # Without a steady state the first gradient may be an echo of the very last forward. Posted before that forward,
-    # it would gain nothing, and a host that waits for its device in there (a kernel loaded at its first use, memory
-    # given back to CUDA) would wait for ever.
+    # Without a steady state the first gradient may be an echo of the very last forward. Posted
+    # before that forward, it would gain nothing, and a host that waits for its device in there (a
+    # kernel loaded at its first use, memory given back to CUDA) would wait for ever.
     return _joined(turns, overlap, held=total if warm_up == total else None)
 
 
@@ -79,7 +87,9 @@ def forward_only(
 ) -> list[Action]:
     """The forwards of ``stage`` and their messages, for evaluation; arguments and errors as above."""
     line = _Line(stage, stages, micro_batches, chunks)
-    return _joined([line.forward(number) for number in range(micro_batches * chunks)], overlap, held=None)
+    return _joined(
+        [line.forward(number) for number in range(micro_batches * chunks)], overlap, held=None
+    )
 
 
 def warm_up_forwards(stage: int, stages: int, micro_batches: int, chunks: int) -> int:
@@ -90,7 +100,9 @@ def warm_up_forwards(stage: int, stages: int, micro_batches: int, chunks: int) -
 
 
 def _joined(turns: list[list[Action]], overlap: bool, held: int | None) -> list[Action]:
-    """The program of ``turns``, one computation each; ``overlap`` moves posts, but that of turn ``held``, one ahead."""
+    """The program of ``turns``, one computation each; ``overlap`` moves posts, but that of turn
+    ``held``, one ahead.
+    """
     program: list[Action] = []
     last = 0  # where the last computation stands
     for number, turn in enumerate(turns):
@@ -98,7 +110,9 @@ def _joined(turns: list[list[Action]], overlap: bool, held: int | None) -> list[
         at = last if overlap and number != held else len(program)
         program[at:at] = turn[:posts]
         rest = turn[posts:]
-        last = len(program) + next(at for at, action in enumerate(rest) if action.kind in COMPUTATIONS)
+        last = len(program) + next(
+            at for at, action in enumerate(rest) if action.kind in COMPUTATIONS
+        )
         program += rest
     return program
 
@@ -137,7 +151,9 @@ class _Line:
         return [Action(kind, micro_batch, chunk) for kind in kinds]
 
     def _place(self, number: int) -> tuple[int, int]:
-        """Micro-batch and chunk: groups of ``stages`` micro-batches go through all chunks, one chunk after another."""
+        """Micro-batch and chunk: groups of ``stages`` micro-batches go through all chunks, one
+        chunk after another.
+        """
         if self._chunks == 1:
             return number, 0
         group, inside = divmod(number, self._stages * self._chunks)

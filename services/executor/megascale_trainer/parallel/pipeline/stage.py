@@ -1,4 +1,6 @@
-"""A virtual pipeline stage: some layers, with the embedding before the model's first and the head after its last."""
+"""A virtual pipeline stage: some layers, with the embedding before the model's first and the head
+after its last.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,11 @@ from megascale_trainer.weights import Weights, subset
 
 
 class Stage:
-    """The stage's forward; backward is autograd's, and leaves weight gradients in the weights' ``main_grad``.
+    """The stage's forward; backward is autograd's, and leaves weight gradients in the weights'
+    ``main_grad``.
 
-    ``last`` says that it ends the model: its forward is followed by :meth:`loss`. Units (embedding, layers, head) are
-    entered through ``buffers``, which hold their parameters.
+    ``last`` says that it ends the model: its forward is followed by :meth:`loss`. Units (embedding,
+    layers, head) are entered through ``buffers``, which hold their parameters.
     """
 
     def __init__(
@@ -44,14 +47,19 @@ class Stage:
         ]
 
     def forward(self, received: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
-        """Hidden states [S / tp, B, H]; ``received`` are those of the stage before (None on the first stage)."""
+        """Hidden states [S / tp, B, H]; ``received`` are those of the stage before (None on the
+        first stage).
+        """
         model, tp = self._config.model, self._tp
         if received is None:
             self._buffers.await_parameters("embedding")
             received = embed(batch, self._weights, model, tp.group)
         hidden = received
         windows = {window for _, window, _ in self._layers}
-        contexts = {window: batch_context(batch, self._config, window, self._operators) for window in windows}
+        contexts = {
+            window: batch_context(batch, self._config, window, self._operators)
+            for window in windows
+        }
         for unit, window, weights in self._layers:
             hidden = self._buffers.enter(unit, hidden)
             run = partial(layer, context=contexts[window], weights=weights, model=model, tp=tp)

@@ -1,8 +1,10 @@
-"""How long a pipeline schedule takes on a clock of whole time units, without devices: for drawings and for tests.
+"""How long a pipeline schedule takes on a clock of whole time units, without devices: for drawings
+and for tests.
 
-The model: a computation takes its time; a transfer begins when its send is posted, its receive is posted and the
-transfer before it on the same communicator has ended; posts and sends cost nothing. A post stands behind the
-computations before it, so a schedule that posts late shows the transfers that it exposes.
+The model: a computation takes its time; a transfer begins when its send is posted, its receive is
+posted and the transfer before it on the same communicator has ended; posts and sends cost nothing.
+A post stands behind the computations before it, so a schedule that posts late shows the transfers
+that it exposes.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ _WITH_THE_NEXT = (Kind.SEND_ACTIVATION, Kind.POST_GRADIENT, Kind.WAIT_GRADIENT)
 
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """Of the forward and the backward of one chunk and of the transfer of one message, in time units."""
+    """Of the forward and the backward of one chunk and of the transfer of one message, in time
+    units.
+    """
 
     forward: int = 1
     backward: int = 2
@@ -75,7 +79,9 @@ def simulate(programs: Sequence[Sequence[Action]], durations: Durations) -> Time
 
 @dataclass(slots=True)
 class _Channel:
-    """A communicator: when its sends and receives were posted, when its transfers ended, how many were waited for."""
+    """A communicator: when its sends and receives were posted, when its transfers ended, how many
+    were waited for.
+    """
 
     sends: list[int] = field(default_factory=list)
     posts: list[int] = field(default_factory=list)
@@ -93,7 +99,9 @@ class _Clock:
     def run(self, stage: int, action: Action) -> bool:
         """Do ``action``; False where it waits for something that the other stages have yet to post."""
         if action.kind in COMPUTATIONS:
-            takes = self._durations.forward if action.kind is Kind.FORWARD else self._durations.backward
+            takes = (
+                self._durations.forward if action.kind is Kind.FORWARD else self._durations.backward
+            )
             self.spans[stage].append(Span(action, self._now[stage], self._now[stage] + takes))
             self._now[stage] += takes
             return True
@@ -109,6 +117,10 @@ class _Clock:
         (channel.sends if sends else channel.posts).append(self._now[stage])
         number = len(channel.ends)
         if number < min(len(channel.sends), len(channel.posts)):
-            start = max(channel.sends[number], channel.posts[number], channel.ends[-1] if channel.ends else 0)
+            start = max(
+                channel.sends[number],
+                channel.posts[number],
+                channel.ends[-1] if channel.ends else 0,
+            )
             channel.ends.append(start + self._durations.transfer)
         return True

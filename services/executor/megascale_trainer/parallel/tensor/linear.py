@@ -1,9 +1,12 @@
-"""The operators behind every GEMM of the model: column-parallel into a block of the model, row-parallel out of it.
+"""The operators behind every GEMM of the model: column-parallel into a block of the model,
+row-parallel out of it.
 
-They own what a weight needs: its gradient is accumulated into ``main_grad`` in float32. How products and transfers are
-made is the :class:`megascale_trainer.parallel.tensor.matmul.TensorParallel`'s matter. Forward and backward
-of each operator gather the sequence once and scatter it once: a parallel block has one of each operator and so two
-all-gathers and two reduce-scatters, a serial block twice that (full recompute gathers once more for each column).
+They own what a weight needs: its gradient is accumulated into ``main_grad`` in float32. How
+products and transfers are made is the
+:class:`megascale_trainer.parallel.tensor.matmul.TensorParallel`'s matter. Forward and backward of
+each operator gather the sequence once and scatter it once: a parallel block has one of each
+operator and so two all-gathers and two reduce-scatters, a serial block twice that (full recompute
+gathers once more for each column).
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ def column_parallel(x: torch.Tensor, weight: Weight, tp: TensorParallel) -> torc
 
 
 def row_parallel(x: torch.Tensor, weight: Weight, tp: TensorParallel) -> torch.Tensor:
-    """The sum over ranks of their columns' products, for this rank's part of the sequence (output projections).
+    """The sum over ranks of their columns' products, for this rank's part of the sequence (output
+    projections).
 
     Args:
         x: [S, B, in / tp].
@@ -50,7 +54,11 @@ def row_parallel(x: torch.Tensor, weight: Weight, tp: TensorParallel) -> torch.T
 class _Column(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, part: torch.Tensor, weight: torch.Tensor, main_grad: torch.Tensor, products: Products
+        ctx: Any,
+        part: torch.Tensor,
+        weight: torch.Tensor,
+        main_grad: torch.Tensor,
+        products: Products,
     ) -> torch.Tensor:
         y, x = products.gather_multiply(part, weight.t())
         ctx.save_for_backward(x, weight)
@@ -69,7 +77,9 @@ class _Column(torch.autograd.Function):
 
 
 class _Gradient:
-    """Of a row-parallel operator's result, gathered: backward of :class:`_Row` leaves it to :class:`_RowInput`'s."""
+    """Of a row-parallel operator's result, gathered: backward of :class:`_Row` leaves it to
+    :class:`_RowInput`'s.
+    """
 
     gathered: torch.Tensor | None = None
 
@@ -77,12 +87,15 @@ class _Gradient:
 class _RowInput(torch.autograd.Function):
     """Keeps the operator's input for the weight gradient.
 
-    A node of its own, and the last of a layer to save a tensor: a layer that is recomputed in full stops here, and
-    repeats neither the product nor the reduce-scatter behind it, whose result nobody would look at.
+    A node of its own, and the last of a layer to save a tensor: a layer that is recomputed in full
+    stops here, and repeats neither the product nor the reduce-scatter behind it, whose result
+    nobody would look at.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, main_grad: torch.Tensor, gradient: _Gradient) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, main_grad: torch.Tensor, gradient: _Gradient
+    ) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.main_grad, ctx.gradient = main_grad, gradient
         return x.view_as(x)
@@ -100,7 +113,8 @@ class _Row(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, products: Products, gradient: _Gradient
     ) -> torch.Tensor:
-        # weight.t() of a leaf is no saved tensor: what is saved here would have to be recomputed (see _RowInput)
+        # weight.t() of a leaf is no saved tensor: what is saved here would have to be recomputed
+        # (see _RowInput)
         ctx.factor, ctx.products, ctx.gradient = weight.detach().t(), products, gradient
         return products.multiply_scatter(x, weight)
 

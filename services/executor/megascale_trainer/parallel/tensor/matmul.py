@@ -1,7 +1,9 @@
-"""Matrix products beside which the sequence is gathered or scattered, and how one rank of a tp group makes them.
+"""Matrix products beside which the sequence is gathered or scattered, and how one rank of a tp
+group makes them.
 
-Both are their own backward's building blocks: the gradient of gather-multiply is multiply-scatter and the other way
-round. The plain version is here; :mod:`megascale_trainer.parallel.tensor.overlapped_matmul` hides its transfers.
+Both are their own backward's building blocks: the gradient of gather-multiply is multiply-scatter
+and the other way round. The plain version is here;
+:mod:`megascale_trainer.parallel.tensor.overlapped_matmul` hides its transfers.
 """
 
 from __future__ import annotations
@@ -19,8 +21,12 @@ from megascale_trainer.parallel.tensor.sequence import gather, reduce_scatter
 class Products(Protocol):
     """The two products of a tp group; all its ranks call them in the same order."""
 
-    def gather_multiply(self, part: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[S / tp, B, K] of each rank, gathered, times [K, N]: the product [S, B, N] and the gathered [S, B, K]."""
+    def gather_multiply(
+        self, part: torch.Tensor, factor: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[S / tp, B, K] of each rank, gathered, times [K, N]: the product [S, B, N] and the
+        gathered [S, B, K].
+        """
         ...
 
     def multiply_scatter(
@@ -57,7 +63,9 @@ class PlainProducts:
     def __init__(self, group: Group) -> None:
         self._group = group
 
-    def gather_multiply(self, part: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather_multiply(
+        self, part: torch.Tensor, factor: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         whole = gather(part, self._group)
         return torch.matmul(whole, factor), whole
 
