@@ -285,14 +285,14 @@ async def test_training_and_watchers_go_on_while_etcd_is_away(
 
 
 async def test_a_stale_leader_cannot_write(etcd: EtcdClient) -> None:
-    first = await campaign(etcd, LEADER_KEY, b"{}", ttl_s=5)
+    first = await campaign(etcd, LEADER_KEY, b"{}", ttl_s=60)
     stale = Store(etcd, first)
     await stale.load()
     node = Cluster(nodes={"n1": Node("n1")})
     line = Audit("", 1, 0.0, "driver", "driver", "LEADER_ELECTED", "first")
     await stale.commit(Cluster(), node, (line,), deadline_s=5)
     await etcd.delete(LEADER_KEY)
-    second = await campaign(etcd, LEADER_KEY, b"{}", ttl_s=5)
+    second = await campaign(etcd, LEADER_KEY, b"{}", ttl_s=60)
     fresh = Store(etcd, second)
     loaded = await fresh.load()
     assert list(loaded.cluster.nodes) == ["n1"] and [item.message for item in loaded.audit] == [
