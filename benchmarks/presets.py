@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megascale_common.job.config import JobConfig, from_dict
+from megascale_common.job.config import JobConfig, from_accepted
 from megascale_common.job.validation import validate
 
 
@@ -103,7 +103,7 @@ def job(run: Run, world_size: int, *, cuda: bool) -> JobConfig:
         raise Refused(
             f"tp {run.tp} * pp {run.pp} * dp {dp} is not the {world_size} ranks that there are"
         )
-    config = from_dict(
+    config = from_accepted(
         {
             "name": f"throughput-{run.preset}",
             "model": {

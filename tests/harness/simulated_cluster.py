@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from megascale_common.job import config as job_config
 from megascale_common.job.config import JobConfig
+from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.service.clock import VirtualClock
 from megascale_driver.analysis.progress import OperationCount, RankStatus
 from megascale_driver.core import machine
@@ -46,7 +47,6 @@ from megascale_driver.core.state import (
     Node,
     Progress,
     Report,
-    Restore,
     Sealed,
     WorkerReport,
 )
@@ -349,11 +349,13 @@ class SimulatedCluster:
 
     def _open(self, wanted: OpenAttempt) -> None:
         committed = self.committed.get(wanted.job, 0)
-        restore = Restore()
+        restore = RestorePlan()
         if wanted.sealed_step and wanted.sealed_step >= committed:
-            restore = Restore("MEMORY", wanted.sealed_step, wanted.sealed_by_attempt)
+            restore = RestorePlan(
+                RestoreSource.MEMORY, wanted.sealed_step, wanted.sealed_by_attempt
+            )
         elif committed:
-            restore = Restore("STORAGE", committed, 1, "m")
+            restore = RestorePlan(RestoreSource.STORAGE, committed, 1, "m")
         self.opened.append((wanted.job, wanted.attempt, restore))
         answer = AttemptOpened(
             self.now_s + 0.2, wanted.job, wanted.attempt, restore, wanted.endpoint
@@ -389,7 +391,7 @@ def demo_job(
     name: str, *, steps: int = 100_000, dp: int = 2, spares: int = 1, **recovery: int
 ) -> JobConfig:
     """TP2 x PP2 x ``dp``, with checkpoints."""
-    return job_config.from_dict(
+    return job_config.from_accepted(
         {
             "name": name,
             "model": {

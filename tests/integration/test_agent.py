@@ -48,7 +48,7 @@ def assignment(
     **labels: str,
 ) -> link_pb2.AttemptAssignment:
     """A small job over two ranks, both on node n0. ``labels`` are for the scripted training side."""
-    config = job_config.from_dict(
+    config = job_config.from_accepted(
         {
             "name": "demo",
             "model": {

@@ -76,7 +76,7 @@ def assignment(tmp_path: Path) -> link_pb2.AttemptAssignment:
         "parallelism": {"dp": 2},
         "data": {"sources": [{"prefix": str(tmp_path / "corpus")}]},
     }
-    return whole_on_one_node(job_config.from_dict(values), attempt=3)
+    return whole_on_one_node(job_config.from_accepted(values), attempt=3)
 
 
 async def test_an_idle_node_checks_itself_and_a_held_one_refuses(

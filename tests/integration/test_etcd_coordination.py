@@ -216,7 +216,9 @@ async def test_candidates_lead_one_after_another(etcd_server: EtcdServer, etcd_p
 
     async def candidate(name: str) -> None:
         async with EtcdClient([etcd_server.endpoint], prefix=etcd_prefix) as client:
-            async with await campaign(client, "leader", name.encode(), ttl_s=LEASE_TTL_S) as leadership:
+            async with await campaign(
+                client, "leader", name.encode(), ttl_s=LEASE_TTL_S
+            ) as leadership:
                 leading.append(name)
                 tokens.append(leadership.create_revision)
                 assert len(leading) == 1, "two leaders at once"

@@ -154,7 +154,7 @@ def test_jobs_run_again_after_any_history_of_faults(seed: int) -> None:
     for job in world.state.jobs.values():
         assert job.phase in DONE, (job.phase, job.reason, world.audit[-12:])
     for job_name, _, restore in world.opened:
-        if restore.source == "STORAGE":
+        if restore.source == "storage":
             assert restore.step <= world.committed[job_name]
 
 
@@ -207,7 +207,7 @@ def test_survivors_restore_from_their_own_memory_after_a_worker_died() -> None:
     world.kill_worker(world.state.jobs["a"].slots[1].node)
     world.run(15.0)
     _, attempt, restore = world.opened[-1]
-    assert attempt == 2 and restore.source == "MEMORY"
+    assert attempt == 2 and restore.source == "memory"
     assert restore.step >= 5
 
 

@@ -53,7 +53,7 @@ def test_disk_room(tmp_path: Path) -> None:
 
 def _config(uri: str) -> job_config.JobConfig:
     model = {"layers": 2, "hidden_size": 64, "heads": 2, "vocab_size": 256, "sequence_length": 16}
-    return job_config.from_dict(
+    return job_config.from_accepted(
         {
             "name": "j",
             "model": model,

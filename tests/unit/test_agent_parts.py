@@ -130,7 +130,7 @@ def test_readers_share_a_data_parallel_rank() -> None:
 
 def _config(dp: int) -> job_config.JobConfig:
     model = {"layers": 1, "hidden_size": 8, "heads": 1, "vocab_size": 8, "sequence_length": 4}
-    return job_config.from_dict(
+    return job_config.from_accepted(
         {
             "name": "j",
             "model": model,

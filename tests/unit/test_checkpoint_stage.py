@@ -18,6 +18,7 @@ from megascale_checkpoint.reporting import Reporter
 from megascale_checkpoint.slots import Phase
 from megascale_checkpoint.stage import RankStage
 from megascale_checkpoint.staging import StagingFolder
+from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
 VALUES = {"vector": np.arange(64, dtype=np.float32)}
@@ -68,13 +69,13 @@ async def test_a_cancelled_restore_keeps_its_slot_until_its_thread_has_ended(
 ) -> None:
     uri = write_checkpoint(tmp_path / "checkpoints", [LAYOUT], VALUES)
     blocked = Blocked(stage, "storage")
-    first = asyncio.create_task(stage.restore("storage", 10, 1, uri))
+    first = asyncio.create_task(stage.restore(RestorePlan(RestoreSource("storage"), 10, 1, uri)))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     await cancel(first)
     assert [slot.phase for slot in stage.table.slots].count(Phase.RESTORING) == 1
     assert not stage.idle(), "its memory must not be freed"
-    second = asyncio.create_task(stage.restore("storage", 10, 1, uri))
+    second = asyncio.create_task(stage.restore(RestorePlan(RestoreSource("storage"), 10, 1, uri)))
     await asyncio.sleep(0.01)
     blocked.event.set()
     found = await second
@@ -90,7 +91,7 @@ async def test_a_cancelled_restore_from_memory_gives_its_slot_back(stage: RankSt
     assert index is not None
     await stage.seal(index, 5, {}, finite=True)
     blocked = Blocked(stage, "memory")
-    reader = asyncio.create_task(stage.restore("memory", 5, 1, ""))
+    reader = asyncio.create_task(stage.restore(RestorePlan(RestoreSource("memory"), 5, 1, "")))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     await cancel(reader)

@@ -10,6 +10,7 @@ import pytest
 from tests.harness.desk import POLICY, Desk, exited
 from tests.harness.simulated_cluster import demo_job
 
+from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_driver.core.events import (
     AttemptOpened,
     CancelRequested,
@@ -36,7 +37,6 @@ from megascale_driver.core.state import (
     Liveness,
     Progress,
     Report,
-    Restore,
     Sealed,
 )
 
@@ -209,7 +209,7 @@ def test_a_rank_that_only_lost_its_peer_is_not_the_culprit_of_its_node(
 def test_a_damaged_checkpoint_is_refused_and_blames_no_node(desk: Desk) -> None:
     job = desk.job()
     desk.state = replace(
-        desk.state, jobs={"a": replace(job, restore=Restore("STORAGE", 30, 1, "m"))}
+        desk.state, jobs={"a": replace(job, restore=RestorePlan(RestoreSource.STORAGE, 30, 1, "m"))}
     )
     desk.fail(
         "n2",
@@ -374,7 +374,7 @@ def test_the_committer_is_asked_again_and_then_given_up() -> None:
         desk.feed(OpenFailed(desk.now_s, "a", 1, "disk is gone"))
         desk.wait(1.1)
     assert desk.job().phase is JobPhase.STOPPING and "disk is gone" in desk.job().stop_reason
-    late = AttemptOpened(desk.now_s, "a", 1, Restore(), "n1:2")
+    late = AttemptOpened(desk.now_s, "a", 1, RestorePlan(), "n1:2")
     desk.feed(late)
     assert desk.job().phase is JobPhase.STOPPING, "an answer that came too late starts nothing"
 

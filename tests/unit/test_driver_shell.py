@@ -22,6 +22,7 @@ from megascale.v1 import driver_pb2, link_pb2, types_pb2
 from megascale_common.etcd.connection import Cluster
 from megascale_common.etcd.errors import EtcdUnavailable
 from megascale_common.etcd.server import free_port
+from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.service import errors as rpc_errors
 from megascale_common.service.clock import SystemClock, VirtualClock
 from megascale_driver import wire
@@ -256,3 +257,12 @@ def test_an_etcd_that_is_away_is_given_up_in_time_every_time() -> None:
     uvloop.run(
         give_up()
     )  # the services' loop, whose timers of less than a millisecond fire together
+
+
+def test_a_restore_plan_that_an_earlier_version_stored_is_read() -> None:
+    stored = b'{"source":"STORAGE","step":40,"written_by_attempt":2,"manifest_uri":"file:///m"}'
+    plan = codec.load(RestorePlan, stored)
+    assert plan == RestorePlan(RestoreSource.STORAGE, 40, 2, "file:///m")
+    assert codec.load(RestorePlan, codec.dump(plan)) == plan
+    with pytest.raises(codec.CodecError, match="TAPE"):
+        codec.load(RestorePlan, stored.replace(b"STORAGE", b"TAPE"))

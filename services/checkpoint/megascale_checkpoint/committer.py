@@ -94,7 +94,7 @@ class Committer:
             def make() -> dict[str, Any]:
                 _refuse_stale(commit_log, epoch)
                 # The decision lies in the log, so that the same call gets the same answer later.
-                decision = decide(commit_log, uri, sealed, refused, load_uri).to_dict()
+                decision = decide(commit_log, uri, sealed, refused, load_uri).to_record()
                 return {
                     "job": job,
                     "world_size": world_size,
@@ -109,10 +109,14 @@ class Committer:
             # ours.
             _refuse_foreign(commit_log, job)
             self._attempts[job] = _Attempt(attempt, uri, world_size, commit_log)
-        decision = Decision.from_dict(record.values["restored_from"])
+        decision = Decision.from_record(record.values["restored_from"])
         await in_pool(self._pools.commits, _remove_unfinished, storage, commit_log, attempt)
         log.info(
-            "attempt opened", job=job, attempt=attempt, source=decision.source, step=decision.step
+            "attempt opened",
+            job=job,
+            attempt=attempt,
+            source=decision.plan.source,
+            step=decision.plan.step,
         )
         return record, decision
 

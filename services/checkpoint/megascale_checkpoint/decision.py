@@ -5,14 +5,15 @@ else storage.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 from megascale_checkpoint import manifest as manifests
 from megascale_checkpoint.checksums import checksum
 from megascale_checkpoint.commit_log import CommitLog, Record
 from megascale_checkpoint.errors import DamagedError, NotFoundError, UnusableError
 from megascale_checkpoint.storage import join, open_storage
+from megascale_common.job.restore import RestorePlan, RestoreSource
 
 MAX_NAMED = 20  # damaged files named in one answer
 
@@ -27,25 +28,32 @@ class Sealed:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The plan for all ranks. ``passed_over`` names the damaged files of newer checkpoints.
+    """The plan for all ranks. ``passed_over`` names the damaged files of newer checkpoints."""
 
-    ``attempt`` is the attempt of this job that wrote the state; 0 where another job did.
-    """
-
-    source: Literal["none", "memory", "storage"]
-    step: int = 0
-    attempt: int = 0
-    manifest_uri: str = ""
+    plan: RestorePlan
     passed_over: tuple[str, ...] = ()
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
+    def to_record(self) -> dict[str, Any]:
+        """Plain values for an OPEN record of the commit log, whose names never change."""
+        plan = self.plan
+        return {
+            "source": plan.source.value,
+            "step": plan.step,
+            "attempt": plan.written_by_attempt,
+            "manifest_uri": plan.manifest_uri,
+            "passed_over": list(self.passed_over),
+        }
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Decision:
-        """The inverse of :meth:`to_dict`."""
-        return cls(**{**values, "passed_over": tuple(values["passed_over"])})
+    def from_record(cls, values: Mapping[str, Any]) -> Decision:
+        """The inverse of :meth:`to_record`."""
+        plan = RestorePlan(
+            RestoreSource(values["source"]),
+            values["step"],
+            values["attempt"],
+            values["manifest_uri"],
+        )
+        return cls(plan, tuple(values["passed_over"]))
 
 
 def decide(
@@ -70,9 +78,10 @@ def decide(
     after_step = sealed.step if in_memory else 0
     committed = _newest_whole(log, uri, after_step, refused_steps, passed_over)
     if committed is not None:
-        return replace(committed, passed_over=tuple(passed_over[:MAX_NAMED]))
+        return Decision(committed, tuple(passed_over[:MAX_NAMED]))
     if in_memory:
-        return Decision("memory", sealed.step, sealed.attempt, "", tuple(passed_over[:MAX_NAMED]))
+        plan = RestorePlan(RestoreSource.MEMORY, sealed.step, sealed.attempt)
+        return Decision(plan, tuple(passed_over[:MAX_NAMED]))
     _refuse_to_begin_again(log, uri, refused_steps, passed_over)
     if load_uri:
         other = CommitLog(open_storage(load_uri))
@@ -85,8 +94,9 @@ def decide(
             )
         # The attempts of two jobs have nothing to do with each other: this state is of none of
         # ours.
-        return replace(loaded, attempt=0, passed_over=tuple(passed_over[:MAX_NAMED]))
-    return Decision("none", passed_over=tuple(passed_over[:MAX_NAMED]))
+        plan = replace(loaded, written_by_attempt=0)
+        return Decision(plan, tuple(passed_over[:MAX_NAMED]))
+    return Decision(RestorePlan(), tuple(passed_over[:MAX_NAMED]))
 
 
 def _refuse_to_begin_again(
@@ -109,7 +119,7 @@ def _refuse_to_begin_again(
 
 def _newest_whole(
     log: CommitLog, uri: str, after_step: int, refused_steps: frozenset[int], passed_over: list[str]
-) -> Decision | None:
+) -> RestorePlan | None:
     """The newest usable COMMIT of a step above ``after_step``; damaged ones are added to
     ``passed_over``.
     """
@@ -125,7 +135,7 @@ def _newest_whole(
         except DamagedError as error:
             passed_over.append(str(error))
             continue
-        return Decision("storage", record.step, record.attempt, manifest_uri)
+        return RestorePlan(RestoreSource.STORAGE, record.step, record.attempt, manifest_uri)
     return None
 
 

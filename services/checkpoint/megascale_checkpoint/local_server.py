@@ -20,6 +20,7 @@ from megascale_checkpoint.errors import CheckpointError, DamagedError, RequestEr
 from megascale_checkpoint.jobs import Jobs
 from megascale_checkpoint.registration import Registration, field, parse
 from megascale_checkpoint.stage import RankStage
+from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.node import framing
 from megascale_common.node.framing import Message
 from megascale_common.service import logs
@@ -140,16 +141,14 @@ class _Connection:
         await self._send(answer, descriptors)
 
     async def _restore(self, message: Message) -> Message:
-        plan = field(message, "plan", dict)
-        source, step = field(plan, "source", str), field(plan, "step", int)
-        if source not in ("memory", "storage"):
-            raise RequestError(f"restore.plan.source is {source!r}; it must be memory or storage")
-        attempt, manifest_uri = (
-            field(plan, "written_by_attempt", int),
-            field(plan, "manifest_uri", str),
-        )
         try:
-            restored = await self._current().restore(source, step, attempt, manifest_uri)
+            plan = RestorePlan.from_mapping(field(message, "plan", dict))
+        except ValueError as error:
+            raise RequestError(str(error)) from error
+        if plan.source is RestoreSource.NONE:
+            raise RequestError("restore.plan.source is none; it must be memory or storage")
+        try:
+            restored = await self._current().restore(plan)
         except DamagedError as error:
             return _refused("CHECKPOINT_CORRUPT", error, error.file)
         except (CheckpointError, OSError) as error:

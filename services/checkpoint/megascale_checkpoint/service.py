@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
-from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc, driver_pb2, link_pb2, types_pb2
+from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc, driver_pb2
 from megascale_checkpoint.committer import Committer
 from megascale_checkpoint.decision import Sealed
 from megascale_checkpoint.errors import (
@@ -25,14 +25,11 @@ from megascale_checkpoint.errors import (
 )
 from megascale_checkpoint.jobs import Jobs
 from megascale_checkpoint.reporting import HOLD_S
+from megascale_common.job.restore import RestoreSource
+from megascale_common.job.wire import restore
 from megascale_common.node.identity import is_dns_label
 
 SERVICE = checkpoint_pb2.DESCRIPTOR.services_by_name["CheckpointService"].full_name
-_SOURCES = {
-    "none": types_pb2.RESTORE_SOURCE_NONE,
-    "memory": types_pb2.RESTORE_SOURCE_MEMORY,
-    "storage": types_pb2.RESTORE_SOURCE_STORAGE,
-}
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -62,20 +59,14 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
             )
         except (CheckpointError, OSError) as error:
             await _abort(context, error)
-        if (
-            decision.source == "storage" and decision.attempt
-        ):  # what another job wrote is none of our checkpoints
+        plan = decision.plan
+        # What another job wrote is none of our checkpoints.
+        if plan.source is RestoreSource.STORAGE and plan.written_by_attempt:
             self._jobs.job(request.job).note_commit(
-                decision.step, decision.attempt, decision.manifest_uri
+                plan.step, plan.written_by_attempt, plan.manifest_uri
             )
-        plan = link_pb2.RestorePlan(
-            source=_SOURCES[decision.source],
-            step=decision.step,
-            written_by_attempt=decision.attempt,
-            manifest_uri=decision.manifest_uri,
-        )
         return checkpoint_pb2.OpenAttemptResponse(
-            restore=plan, log_seq=record.seq, refused=decision.passed_over
+            restore=restore.to_proto(plan), log_seq=record.seq, refused=decision.passed_over
         )
 
     async def ReportPrepared(

@@ -20,6 +20,7 @@ from megascale_checkpoint.registration import Registration
 from megascale_checkpoint.reporting import Reporter
 from megascale_checkpoint.slots import Phase, Seal, Slot, SlotTable
 from megascale_checkpoint.staging import SlotMemory, StagingFolder
+from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.service import logs
 
 log = logs.get("stage")
@@ -56,7 +57,7 @@ class Restoration:
     """Where a restored state lies: release ``slot`` when it has been read."""
 
     slot: int
-    source: str
+    source: RestoreSource
     small_state: dict[str, Any]
     bytes_read: int
 
@@ -182,7 +183,7 @@ class RankStage:
         self.table.release(index)
         self._notes.changed.notify()
 
-    async def restore(self, source: str, step: int, attempt: int, manifest_uri: str) -> Restoration:
+    async def restore(self, plan: RestorePlan) -> Restoration:
         """Bring a state into a slot: the own sealed one if it is exactly that state, else from
         storage.
 
@@ -195,7 +196,7 @@ class RankStage:
             OSError: the storage does not answer.
         """
         began_s, cancelled = time.monotonic(), Cancellation()
-        task = asyncio.create_task(self._restore(source, step, attempt, manifest_uri, cancelled))
+        task = asyncio.create_task(self._restore(plan, cancelled))
         self._restores[task] = cancelled
         task.add_done_callback(self._restores.pop)
         try:
@@ -212,24 +213,23 @@ class RankStage:
         if not task.cancelled() and task.exception() is None:
             self.release(task.result().slot)
 
-    async def _restore(
-        self, source: str, step: int, attempt: int, manifest_uri: str, cancelled: Cancellation
-    ) -> Restoration:
-        slot = self.table.find(attempt, step, self.registration.digest)
+    async def _restore(self, plan: RestorePlan, cancelled: Cancellation) -> Restoration:
+        slot = self.table.find(plan.written_by_attempt, plan.step, self.registration.digest)
         if slot is not None and slot.seal is not None:
             try:
                 return await self._restore_from_memory(slot, slot.seal)
             except DamagedError as error:
                 self.table.discard(slot.index)
                 self._notes.changed.notify()
-                if source == "memory":
+                if plan.source is RestoreSource.MEMORY:
                     raise
                 log.warning("sealed slot is damaged; reading storage instead", error=str(error))
-        if source == "memory":
+        if plan.source is RestoreSource.MEMORY:
             raise RequestError(
-                f"step {step} of attempt {attempt} is not sealed here in this layout"
+                f"step {plan.step} of attempt {plan.written_by_attempt} is not sealed here in this "
+                "layout"
             )
-        return await self._restore_from_storage(step, manifest_uri, cancelled)
+        return await self._restore_from_storage(plan.step, plan.manifest_uri, cancelled)
 
     async def drain(self, step: int) -> str:
         """Wait until nothing more happens to ``step``: what keeps it from being complete, if it is
@@ -315,7 +315,7 @@ class RankStage:
         except BaseException:
             self.table.release(slot.index)
             raise
-        return Restoration(slot.index, "memory", seal.small_state, 0)
+        return Restoration(slot.index, RestoreSource.MEMORY, seal.small_state, 0)
 
     async def _restore_from_storage(
         self, step: int, manifest_uri: str, cancelled: Cancellation
@@ -337,7 +337,7 @@ class RankStage:
         except BaseException:
             self.table.release(index)
             raise
-        return Restoration(index, "storage", filled.small_state, filled.bytes_read)
+        return Restoration(index, RestoreSource.STORAGE, filled.small_state, filled.bytes_read)
 
     async def _persist_all(self) -> None:
         while True:

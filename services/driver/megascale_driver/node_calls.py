@@ -16,9 +16,9 @@ from megascale.v1 import (
     executor_pb2_grpc,
     types_pb2,
 )
+from megascale_common.job.wire import restore
 from megascale_common.service import server as rpc
 from megascale_common.service.clock import Clock
-from megascale_driver import wire
 from megascale_driver.core.events import AttemptOpened, OpenAttempt, OpenFailed
 from megascale_driver.core.state import Node
 
@@ -63,9 +63,9 @@ class Daemons:
         finally:
             await channel.close()
         refused = tuple(reply.refused[:_REFUSED_SHOWN])
-        restore = wire.restore_from(reply.restore)
+        plan = restore.from_proto(reply.restore)
         return AttemptOpened(
-            self._clock.now_s(), wanted.job, wanted.attempt, restore, endpoint, refused
+            self._clock.now_s(), wanted.job, wanted.attempt, plan, endpoint, refused
         )
 
     async def list_commits(self, node: Node, job: str, uri: str) -> list[driver_pb2.Checkpoint]:

@@ -13,8 +13,8 @@ import grpc
 from google.protobuf.message import Message
 
 from megascale.v1 import driver_pb2, driver_pb2_grpc, executor_pb2, types_pb2
-from megascale_common.job import validation as job_validation
-from megascale_common.job.config import ConfigError, JobConfig
+from megascale_common.job.config import JobConfig
+from megascale_common.job.problems import JobError
 from megascale_common.job.wire import spec as job_spec
 from megascale_common.node import identity
 from megascale_common.service.errors import RpcError
@@ -499,14 +499,10 @@ def _judged(request: driver_pb2.SubmitJobRequest) -> JobConfig:
     if request.spec.ByteSize() > MAX_SPEC_BYTES:
         raise invalid("spec", f"{request.spec.ByteSize()} bytes; use at most {MAX_SPEC_BYTES}")
     try:
-        config = job_spec.from_proto(request.spec)
-    except ConfigError as error:
-        raise invalid(error.field, error.problem) from error
-    problems = job_validation.validate(config)
-    if problems:
-        fields = [(p.field, f"{p.problem}; {p.remedy}") for p in problems]
-        raise RpcError(_INVALID, "BAD_JOB_SPEC", "; ".join(map(str, problems)), fields=fields)
-    return config
+        return job_spec.from_proto(request.spec)
+    except JobError as error:
+        fields = [(p.field, f"{p.problem}; {p.remedy}") for p in error.problems]
+        raise RpcError(_INVALID, "BAD_JOB_SPEC", str(error), fields=fields) from error
 
 
 def _request_key(request: Message, request_id: str) -> RequestKey | None:

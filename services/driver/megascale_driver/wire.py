@@ -6,6 +6,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from megascale.v1 import driver_pb2, link_pb2, types_pb2
+from megascale_common.job.wire import restore
 from megascale_common.job.wire import spec as job_spec
 from megascale_driver.analysis.progress import OperationCount, RankStatus
 from megascale_driver.core import events
@@ -21,7 +22,6 @@ from megascale_driver.core.state import (
     Profile,
     Progress,
     Report,
-    Restore,
     Sealed,
     TraceReport,
     TraceState,
@@ -102,24 +102,6 @@ def report(beat: link_pb2.Heartbeat, epoch: types_pb2.Epoch) -> Report:
     )  # fmt: skip
 
 
-def restore_from(plan: link_pb2.RestorePlan) -> Restore:
-    """A restore plan as the core keeps it."""
-    name = types_pb2.RestoreSource.Name(plan.source).removeprefix("RESTORE_SOURCE_")
-    return Restore(
-        name if plan.source else "NONE", plan.step, plan.written_by_attempt, plan.manifest_uri
-    )
-
-
-def restore_plan(restore: Restore) -> link_pb2.RestorePlan:
-    """The inverse of :func:`restore_from`."""
-    return link_pb2.RestorePlan(
-        source=types_pb2.RestoreSource.Value(f"RESTORE_SOURCE_{restore.source}"),
-        step=restore.step,
-        written_by_attempt=restore.written_by_attempt,
-        manifest_uri=restore.manifest_uri,
-    )
-
-
 def desired_state(node: Node, job: Job | None, epoch: types_pb2.Epoch) -> link_pb2.DesiredState:
     """What ``node`` is to do, ``job`` being the holder of its attempt."""
     wanted: Desired = node.desired
@@ -148,7 +130,7 @@ def desired_state(node: Node, job: Job | None, epoch: types_pb2.Epoch) -> link_p
             )
         )
         if wanted.restore is not None:
-            message.assignment.restore.CopyFrom(restore_plan(wanted.restore))
+            message.assignment.restore.CopyFrom(restore.to_proto(wanted.restore))
         if wanted.profile is not None:
             message.profile.CopyFrom(
                 link_pb2.ProfileCommand(
@@ -205,9 +187,7 @@ def job_message(job: Job, record: types_pb2.StepRecord | None) -> driver_pb2.Job
     )
     if job.restore is not None:
         message.restored_step = job.restore.step
-        message.restore_source = types_pb2.RestoreSource.Value(
-            f"RESTORE_SOURCE_{job.restore.source}"
-        )
+        message.restore_source = restore.source_to_proto(job.restore.source)
     if record is not None:
         message.last_record.CopyFrom(record)
     if job.profile is not None:

@@ -25,8 +25,9 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from megascale_common.job.restore import RestorePlan
 from megascale_common.node import framing
-from megascale_common.node.messages import ErrorKind, RestorePlanMessage
+from megascale_common.node.messages import ErrorKind
 from megascale_common.sizes.checkpoint_layout import ShardLayout
 
 # the first registration clears memory, a restore reads storage; nobody waits for this rank
@@ -122,13 +123,13 @@ class Snapshotter:
         self.skipped = 0
         self._connect(START_TIMEOUT_S)
 
-    def restore(self, plan: RestorePlanMessage) -> dict[str, Any]:
+    def restore(self, plan: RestorePlan) -> dict[str, Any]:
         """Load the planned state into the trainer; returns the small state that was sealed with it.
 
         Raises:
             RestoreRefused: the daemon cannot give it (damaged or missing file, lost memory).
         """
-        answer = self._request({"kind": "restore", "plan": dict(plan)}, START_TIMEOUT_S)
+        answer = self._request({"kind": "restore", "plan": plan.to_mapping()}, START_TIMEOUT_S)
         if answer["kind"] == "refused":
             raise RestoreRefused(
                 cast(ErrorKind, answer["error_kind"]), answer["error"], answer["file"]

@@ -10,7 +10,7 @@ import torch
 from tests.harness.kernels import DEVICE
 from tests.harness.training import micro_batches, tiny_job
 
-from megascale_common.job.config import from_dict
+from megascale_common.job.config import from_accepted
 from megascale_kernels import operators
 from megascale_trainer.parallel.groups import single_process_groups
 from megascale_trainer.trainer import StepRecord, Trainer
@@ -73,7 +73,7 @@ def _train(
         parallelism={"recompute": recompute},
         training={"kernels": kernels, "global_batch_size": 4, "micro_batch_size": 2},
     )
-    config = from_dict(job)
+    config = from_accepted(job)
     trainer = Trainer(config, 0, single_process_groups(), DEVICE)
     trainer.initialise()
     records = [

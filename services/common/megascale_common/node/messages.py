@@ -67,18 +67,9 @@ class Exited(TypedDict):
     status: int
 
 
-class RestorePlanMessage(TypedDict):
-    """The driver's decision of what to restore; ``source`` is none, memory or storage."""
-
-    source: Literal["none", "memory", "storage"]
-    step: int
-    written_by_attempt: int
-    manifest_uri: str
-
-
 class Assignment(TypedDict):
     """Agent to worker: everything a rank needs to know. ``config`` is
-    megascale_common.job.config.to_dict's value.
+    megascale_common.job.config.to_mapping's value.
     """
 
     kind: Literal["assignment"]
@@ -100,7 +91,7 @@ class Assignment(TypedDict):
     reader: int
     checkpoint_socket: str
     committer_endpoint: str
-    restore: RestorePlanMessage
+    restore: dict[str, Any]
     reports: bool
     run_folder: str
 
@@ -228,7 +219,7 @@ class Restore(TypedDict):
     """Worker to daemon: bring the state of ``plan`` into a slot, in this rank's layout."""
 
     kind: Literal["restore"]
-    plan: RestorePlanMessage
+    plan: dict[str, Any]
 
 
 class Restored(TypedDict):

@@ -12,9 +12,8 @@ import math
 from typing import Any
 
 from megascale.v1 import job_pb2
-from megascale_common.job import validation as job_validation
-from megascale_common.job.config import ConfigError, JobConfig, ParallelismConfig
-from megascale_common.job.validation import FieldProblem
+from megascale_common.job.config import JobConfig, ParallelismConfig
+from megascale_common.job.problems import FieldProblem, JobError
 from megascale_common.job.wire import spec as job_spec
 from megascale_common.sizes.flops import flops_per_token
 from megascale_common.sizes.memory import RankMemory, rank_memory
@@ -32,14 +31,14 @@ def plan_job(
     ``device_memory_bytes`` 0: no device in mind. A job that is refused has the other keys only
     where they make sense.
     """
+    problems: list[FieldProblem] = []
     try:
         config = job_spec.from_proto(spec)
-    except ConfigError as error:
-        return {
-            "name": spec.name,
-            "refused": [{"field": error.field, "problem": error.problem, "remedy": ""}],
-        }
-    problems = job_validation.validate(config)
+    except JobError as error:
+        problems += error.problems
+        if error.config is None:
+            return {"name": spec.name, "refused": _plain(problems)}
+        config = error.config
     plan: dict[str, Any] = {"name": config.name}
     try:
         memory = [rank_memory(config, rank) for rank in config.layout.group_of(0, ("pp",))]
@@ -52,7 +51,11 @@ def plan_job(
         nodes, refused = _nodes(config, devices_per_node)
         plan |= nodes | _memory(config, memory)
         problems += refused + _too_large(config, memory, device_memory_bytes)
-    return {**plan, "refused": [dataclasses.asdict(problem) for problem in problems]}
+    return {**plan, "refused": _plain(problems)}
+
+
+def _plain(problems: list[FieldProblem]) -> list[dict[str, str]]:
+    return [dataclasses.asdict(problem) for problem in problems]
 
 
 def _model(config: JobConfig) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megascale_common.job.config import JobConfig
-from megascale_driver.core.state import Identity, Report, Restore
+from megascale_common.job.restore import RestorePlan
+from megascale_driver.core.state import Identity, Report
 
 # Every reason that a line of the audit log may carry; docs/operations.md says for each what to do.
 Reason = Literal[
@@ -207,7 +208,7 @@ class AttemptOpened:
     now_s: float
     job: str
     attempt: int
-    restore: Restore
+    restore: RestorePlan
     committer_endpoint: str
     refused: tuple[str, ...] = ()
 

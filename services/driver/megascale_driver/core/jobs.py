@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_driver.analysis.progress import add_step_time
 from megascale_driver.core import hang, profiles, recovery
 from megascale_driver.core.draft import Draft
@@ -30,7 +31,6 @@ from megascale_driver.core.state import (
     JobPhase,
     Liveness,
     Node,
-    Restore,
     Slot,
 )
 
@@ -110,10 +110,10 @@ def opened(draft: Draft, event: AttemptOpened) -> None:
             subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt, policy="commit-log",
             outcome="an older state is used",
         )  # fmt: skip
-    what = f"restores step {event.restore.step} from {event.restore.source.lower()}"
+    what = f"restores step {event.restore.step} from {event.restore.source}"
     draft.log(
         "ATTEMPT_OPENED",
-        f"attempt {job.attempt} {what if event.restore.source != 'NONE' else 'starts from step 0'}",
+        f"attempt {job.attempt} {what if event.restore.source is not RestoreSource.NONE else 'starts from step 0'}",
         subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt, policy="newest-complete",
         evidence=tuple(Evidence("refused", "commit-log", item[:300]) for item in event.refused[:MAX_REFUSALS]),
     )  # fmt: skip
@@ -156,7 +156,7 @@ def _advance_preparing(draft: Draft, job: Job) -> None:
         return
     first = draft.nodes[job.slots[0].node]
     if not job.config.checkpoint.uri:
-        _start(draft, job, Restore(), "")
+        _start(draft, job, RestorePlan(), "")
     elif not job.open_asked and draft.now_s >= job.open_not_before_s:
         step, attempt = sealed_everywhere(job, draft.nodes)
         draft.job(job.name, open_asked=True, open_since_s=job.open_since_s or draft.now_s)
@@ -176,7 +176,7 @@ def _advance_preparing(draft: Draft, job: Job) -> None:
         )
 
 
-def _start(draft: Draft, job: Job, restore: Restore, committer_endpoint: str) -> None:
+def _start(draft: Draft, job: Job, restore: RestorePlan, committer_endpoint: str) -> None:
     first = draft.nodes[job.slots[0].node]
     store = first.report.store_endpoint if first.report is not None else ""
     draft.job(

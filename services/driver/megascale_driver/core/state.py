@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from megascale_common.job.config import JobConfig
+from megascale_common.job.restore import RestorePlan
 from megascale_driver.analysis.progress import RankStatus
 
 VOLATILE: Mapping[str, bool] = {"volatile": True}
@@ -209,16 +210,6 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
-class Restore:
-    """What all ranks of an attempt restore. ``source`` is NONE, MEMORY or STORAGE."""
-
-    source: str = "NONE"
-    step: int = 0
-    written_by_attempt: int = 0
-    manifest_uri: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Slot:
     """A node's part in an attempt: ``ranks[i]`` runs on device ``devices[i]`` of this incarnation
     of the node.
@@ -249,7 +240,7 @@ class Desired:
     job: str = ""
     attempt: int = 0
     store_endpoint: str = ""
-    restore: Restore | None = None
+    restore: RestorePlan | None = None
     committer_endpoint: str = ""
     profile: ProfileCommand | None = None
 
@@ -353,7 +344,7 @@ class Job:
     attempts: tuple[AttemptRecord, ...] = field(default=(), metadata={"separate": True})
     store_endpoint: str = ""
     committer_endpoint: str = ""
-    restore: Restore | None = None
+    restore: RestorePlan | None = None
     refused_steps: tuple[int, ...] = ()
     faults: tuple[Fault, ...] = ()
     after_stop: JobPhase = JobPhase.QUEUED

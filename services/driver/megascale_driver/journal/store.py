@@ -236,7 +236,7 @@ def _load_job(name: str, values: dict[str, bytes]) -> Job:
         for key, value in sorted(values.items())
         if key.startswith(prefix)
     ]
-    return codec.load(Job, head, config=job_config.from_dict(spec), attempts=tuple(records))
+    return codec.load(Job, head, config=job_config.from_accepted(spec), attempts=tuple(records))
 
 
 def _is_log(key: str) -> bool:

@@ -17,7 +17,8 @@ from typing import Any
 from megascale.v1 import link_pb2
 from megascale_common.job import config as job_config
 from megascale_common.job.config import JobConfig
-from megascale_common.job.wire.spec import from_proto
+from megascale_common.job.problems import JobError
+from megascale_common.job.wire.spec import from_accepted_proto
 from megascale_common.service import logs
 from megascale_executor.agent import attempt, children, folders, tasks
 from megascale_executor.agent.assignment import (
@@ -168,16 +169,14 @@ class AttemptRunner:
         except Exception as error:
             # A defect of ours as well: the driver must hear of it and go on, not wait for its
             # deadline.
-            expected = isinstance(
-                error, (AssignmentError, TemplateError, job_config.ConfigError, OSError)
-            )
+            expected = isinstance(error, (AssignmentError, TemplateError, JobError, OSError))
             _log.error("attempt failed on this node", error=str(error), exc_info=not expected)
             self.state.fail(str(error) if expected else f"{type(error).__name__}: {error}")
             await self._kill_processes()
         self._tell()
 
     async def _prepare(self, assignment: link_pb2.AttemptAssignment) -> None:
-        config = from_proto(assignment.spec)
+        config = from_accepted_proto(assignment.spec)
         check_assignment(assignment, config, self._config.node, self._devices)
         self._job = config
         self.folder.path.mkdir(parents=True, exist_ok=True)

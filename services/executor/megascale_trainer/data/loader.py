@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from megascale_common.job.config import ConfigError, JobConfig, from_json
+from megascale_common.job.config import JobConfig, from_json
 from megascale_common.node.process import arm_parent_death
 from megascale_trainer.data.errors import DataError
 from megascale_trainer.data.loader_server import MAX_CONNECTIONS, LoaderServer, Stream
@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
         config = from_json(options.config.read_text())
         geometry = Geometry.of(config)
         listener = listen(options.socket)
-    except (OSError, ValueError, ConfigError, DataError) as error:
+    except (OSError, ValueError, DataError) as error:
         print(
             f"data loader cannot start ({options.config}, {options.socket}): {error}",
             file=sys.stderr,
