@@ -28,9 +28,10 @@ from megascale.v1 import (
     link_pb2_grpc,
     types_pb2,
 )
-from megascale_common.node import identity
+from megascale_common.node.incarnation import boot_id, new_incarnation
 from megascale_common.node.process import arm_parent_death
 from megascale_common.service import server as rpc
+from megascale_common.service.build import build_version
 
 RETRY_S = 0.1
 
@@ -81,7 +82,7 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         step_s: float = 0.02,
         interval_s: float = 1.0,
     ) -> None:
-        self.node, self.incarnation = node, identity.new_incarnation()
+        self.node, self.incarnation = node, new_incarnation()
         self.checkpoints = _Checkpoints()
         self.desired = link_pb2.DesiredState()
         self.history: list[link_pb2.DesiredState] = []
@@ -157,10 +158,10 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
     def hello(self) -> link_pb2.ExecutorHello:
         return link_pb2.ExecutorHello(
             protocol=link_pb2.ProtocolRange(lowest=1, highest=1),
-            build=identity.build(),
+            build=build_version(),
             node=self.node,
             incarnation=self.incarnation,
-            boot_id=identity.boot_id(),
+            boot_id=boot_id(),
             devices=self._devices,
             topology={"switch": self._switch},
             executor_endpoint=self._endpoint,

@@ -25,7 +25,7 @@ from megascale_checkpoint.metrics import CheckpointMetrics
 from megascale_checkpoint.reporting import Reporter
 from megascale_checkpoint.service import SERVICE, CheckpointService
 from megascale_checkpoint.staging import StagingFolder, default_base
-from megascale_common.node.identity import is_dns_label
+from megascale_common.job.names import is_dns_label
 from megascale_common.node.process import arm_parent_death
 from megascale_common.service import logs
 from megascale_common.service.metrics import MetricsServer, bind_option, registry_of

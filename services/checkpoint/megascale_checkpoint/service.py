@@ -25,7 +25,7 @@ from megascale_checkpoint.errors import (
 )
 from megascale_checkpoint.jobs import Jobs
 from megascale_checkpoint.reporting import HOLD_S
-from megascale_common.node.identity import is_dns_label
+from megascale_common.job.names import is_dns_label
 
 SERVICE = checkpoint_pb2.DESCRIPTOR.services_by_name["CheckpointService"].full_name
 _SOURCES = {

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale_checkpoint.errors import StagingError
-from megascale_common.node.identity import boot_id
+from megascale_common.node.incarnation import boot_id
 
 OWNER_FILE = "owner.json"
 LOCK_FILE = ".lock"

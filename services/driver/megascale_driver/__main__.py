@@ -15,10 +15,11 @@ import uvloop
 
 from megascale.v1 import driver_pb2_grpc, link_pb2_grpc
 from megascale_common.etcd.client import EtcdClient
-from megascale_common.node import identity
+from megascale_common.job.names import is_dns_label
 from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
 from megascale_common.service import logs
 from megascale_common.service import server as rpc
+from megascale_common.service.build import build_version
 from megascale_common.service.clock import SystemClock
 from megascale_common.service.metrics import MetricsServer, bind_option
 from megascale_driver.analysis.progress import HangLimits
@@ -45,7 +46,7 @@ def main() -> None:
         parser.error(
             f"--token-file: {options.token_file} is not there; write a random word into it with mode 0600"
         )
-    if not identity.is_dns_label(options.cluster):
+    if not is_dns_label(options.cluster):
         parser.error(
             f"--cluster: {options.cluster!r} is not a DNS-1123 label: use a-z, 0-9 and '-'"
         )
@@ -96,7 +97,7 @@ async def _serve(options: argparse.Namespace) -> None:
         engine.address = await server.start(options.bind, SERVICES, serving=False)
         metrics = await _serve_metrics(engine, options)
         _publish_address(options.address_file, engine.address)
-        _log.info("the driver serves", address=engine.address, build=identity.build())
+        _log.info("the driver serves", address=engine.address, build=build_version())
         gc.freeze()  # what start-up made lives as long as the process: collections need not walk it
         term = asyncio.create_task(leader.run())
         stopping = asyncio.create_task(stop.wait())
@@ -195,7 +196,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tls-client-ca", type=Path, metavar="PEM", help="ask clients for a certificate of this CA"
     )
-    parser.add_argument("--version", action="version", version=identity.build())
+    parser.add_argument("--version", action="version", version=build_version())
     return parser
 
 

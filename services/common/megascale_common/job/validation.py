@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megascale_common.job.config import DataSource, JobConfig
-from megascale_common.node.identity import is_dns_label
+from megascale_common.job.names import is_dns_label
 
 _MAX_LABELS = 64
 _MAX_TEXT = 1024

@@ -20,8 +20,8 @@ from prometheus_client import CollectorRegistry, Info, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from megascale_common.node import identity
 from megascale_common.service import logs
+from megascale_common.service.build import build_version
 
 PATH = "/metrics"
 MAX_REQUEST_BYTES = 8192
@@ -36,7 +36,7 @@ def registry_of(service: str, *collectors: Collector) -> CollectorRegistry:
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     Info("megascale_build", "Which build of which service this is.", registry=registry).info(
-        {"service": service, "build": identity.build()}
+        {"service": service, "build": build_version()}
     )
     for collector in collectors:
         registry.register(collector)

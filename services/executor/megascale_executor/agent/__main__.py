@@ -10,9 +10,9 @@ from pathlib import Path
 
 import uvloop
 
-from megascale_common.node import identity
 from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
 from megascale_common.service import logs
+from megascale_common.service.build import build_version
 from megascale_common.service.metrics import bind_option
 from megascale_executor.agent.config import AgentConfig, OptionError, parse_devices, parse_topology
 from megascale_executor.diagnostics.devices import DeviceQueryError
@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--version", action="version", version=identity.build())
+    made.add_argument("--version", action="version", version=build_version())
     add = made.add_argument
     add("--cluster", required=True, help="name of the cluster; a driver of another one is refused")
     add("--node", required=True, help="name of this node, unique in the cluster")

@@ -6,7 +6,8 @@ import socket
 from collections.abc import Sequence
 
 from megascale.v1 import link_pb2, types_pb2
-from megascale_common.node import identity
+from megascale_common.node.incarnation import boot_id
+from megascale_common.service.build import build_version
 from megascale_executor.agent.config import AgentConfig
 from megascale_executor.agent.daemon import CheckpointDaemon
 from megascale_executor.agent.host import host_counters
@@ -29,10 +30,10 @@ def build_hello(
     lowest, highest = PROTOCOL
     return link_pb2.ExecutorHello(
         protocol=link_pb2.ProtocolRange(lowest=lowest, highest=highest),
-        build=identity.build(),
+        build=build_version(),
         node=config.node,
         incarnation=incarnation,
-        boot_id=identity.boot_id(),
+        boot_id=boot_id(),
         devices=[
             types_pb2.Device(
                 index=device.index,

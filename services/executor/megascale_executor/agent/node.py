@@ -13,7 +13,7 @@ import signal
 from pathlib import Path
 
 from megascale.v1 import executor_pb2, executor_pb2_grpc, link_pb2
-from megascale_common.node import identity
+from megascale_common.node.incarnation import boot_id, new_incarnation
 from megascale_common.service import logs
 from megascale_common.service.metrics import MetricsServer, registry_of
 from megascale_common.service.server import RpcServer
@@ -62,7 +62,7 @@ class Node:
 
     def __init__(self, config: AgentConfig, token: str, devices: list[DeviceFacts]) -> None:
         self._config, self._token, self._devices = config, token, devices
-        self._incarnation = identity.new_incarnation()
+        self._incarnation = new_incarnation()
         config.node_folder.mkdir(parents=True, exist_ok=True)
         self._lock = folders.lock_node(config.node_folder, config.node)
         self._sockets = folders.create_socket_folder(config.cluster, config.node, self._incarnation)
@@ -224,9 +224,7 @@ async def find_devices(config: AgentConfig) -> list[DeviceFacts]:
         DeviceQueryError: the GPUs cannot be listed.
     """
     if config.device_kind == "cpu":
-        return cpu_slots(
-            config.devices, host.cpu_model(), host.memory_bytes("MemTotal"), identity.boot_id()
-        )
+        return cpu_slots(config.devices, host.cpu_model(), host.memory_bytes("MemTotal"), boot_id())
     present = {device.index: device for device in await list_gpus()}
     missing = [index for index in config.devices if index not in present]
     if missing:
