@@ -30,8 +30,9 @@ from megascale.v1 import (
 )
 from megascale_common.node.incarnation import boot_id, new_incarnation
 from megascale_common.node.process import arm_parent_death
-from megascale_common.service import server as rpc
 from megascale_common.service.build import build_version
+from megascale_common.service.channel import open_channel
+from megascale_common.service.server import RpcServer
 
 RETRY_S = 0.1
 
@@ -103,12 +104,12 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._training: asyncio.Task[None] | None = None
-        self._server: rpc.RpcServer | None = None
+        self._server: RpcServer | None = None
         self._endpoint = ""
         self._seq = 0
 
     async def __aenter__(self) -> FakeExecutor:
-        self._server = rpc.RpcServer(self._token)
+        self._server = RpcServer(self._token)
         executor_pb2_grpc.add_ExecutorServiceServicer_to_server(self, self._server.server)
         checkpoint_pb2_grpc.add_CheckpointServiceServicer_to_server(
             self.checkpoints, self._server.server
@@ -207,7 +208,7 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
     async def _dial(self) -> None:
         while True:
             with contextlib.suppress(grpc.aio.AioRpcError, OSError, ValueError):
-                channel = rpc.open_channel(self._find_driver(), self._token)
+                channel = open_channel(self._find_driver(), self._token)
                 try:
                     await self._link(channel)
                 finally:
@@ -277,7 +278,7 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
 
         while True:
             with contextlib.suppress(grpc.aio.AioRpcError, OSError):
-                channel = rpc.open_channel(self._find_driver(), self._token)
+                channel = open_channel(self._find_driver(), self._token)
                 try:
                     await link_pb2_grpc.ExecutorLinkServiceStub(channel).ReportSteps(
                         records(), timeout=2.0

@@ -18,10 +18,11 @@ from megascale_common.etcd.client import EtcdClient
 from megascale_common.job.names import is_dns_label
 from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
 from megascale_common.service import logs
-from megascale_common.service import server as rpc
 from megascale_common.service.build import build_version
 from megascale_common.service.clock import SystemClock
 from megascale_common.service.metrics import MetricsServer, bind_option
+from megascale_common.service.server import RpcServer, Tls
+from megascale_common.service.token import check_token
 from megascale_driver.analysis.progress import HangLimits
 from megascale_driver.core.policy import Policy
 from megascale_driver.engine import Engine
@@ -57,7 +58,7 @@ def main() -> None:
             "--tls-key and --tls-certificate (and --tls-client-ca with them): one is of no use alone"
         )
     try:
-        rpc.check_token(options.token_file.read_text().strip())
+        check_token(options.token_file.read_text().strip())
     except (OSError, ValueError) as error:
         parser.error(f"--token-file: {options.token_file}: {error}")
     if options.heartbeat_interval_s <= 0:
@@ -76,13 +77,13 @@ async def _serve(options: argparse.Namespace) -> None:
     prefix = options.prefix or f"/megascale/{options.cluster}/v1"
     tls = None
     if options.tls_key and options.tls_certificate:
-        tls = rpc.Tls(options.tls_key, options.tls_certificate, options.tls_client_ca)
+        tls = Tls(options.tls_key, options.tls_certificate, options.tls_client_ca)
     async with EtcdClient(options.etcd.split(","), prefix=prefix.rstrip("/") + "/") as client:
         policy = Policy.for_interval(
             options.heartbeat_interval_s, HangLimits(floor_s=options.hang_floor_s)
         )
         engine = Engine(policy, SystemClock(), token, "")
-        server = rpc.RpcServer(token, tls=tls)
+        server = RpcServer(token, tls=tls)
 
         async def told(leads: bool) -> None:
             for name in SERVICES:
@@ -116,7 +117,7 @@ async def _serve_metrics(engine: Engine, options: argparse.Namespace) -> Metrics
     return server
 
 
-async def _shut_down(server: rpc.RpcServer, engine: Engine, term: asyncio.Task[None]) -> None:
+async def _shut_down(server: RpcServer, engine: Engine, term: asyncio.Task[None]) -> None:
     """Say NOT_SERVING, resign so that a standby leads at once, let calls end."""
     for name in ("", *SERVICES):
         await server.set_serving(name, False)

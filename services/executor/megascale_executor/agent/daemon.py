@@ -17,7 +17,7 @@ import grpc
 
 from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc, link_pb2
 from megascale_common.service import logs
-from megascale_common.service.server import open_channel
+from megascale_common.service.channel import open_channel
 from megascale_executor.agent import children, tasks
 from megascale_executor.agent.config import AgentConfig
 from megascale_executor.diagnostics.finding import Finding

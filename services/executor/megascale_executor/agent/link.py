@@ -20,7 +20,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from megascale.v1 import link_pb2, link_pb2_grpc
 from megascale_common.service import logs
-from megascale_common.service.server import open_channel
+from megascale_common.service.channel import open_channel
 from megascale_executor.agent.attempt import EpochNumber, StaleDesiredState
 from megascale_executor.agent.step_reports import StepReports
 
