@@ -16,6 +16,7 @@ import uvloop
 from megascale.v1 import driver_pb2_grpc, link_pb2_grpc
 from megascale_common.etcd.client import EtcdClient
 from megascale_common.job.names import is_dns_label
+from megascale_common.node.files import replace_file
 from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
 from megascale_common.service import logs
 from megascale_common.service.build import build_version
@@ -97,7 +98,8 @@ async def _serve(options: argparse.Namespace) -> None:
         )
         engine.address = await server.start(options.bind, SERVICES, serving=False)
         metrics = await _serve_metrics(engine, options)
-        _publish_address(options.address_file, engine.address)
+        if options.address_file is not None:
+            replace_file(options.address_file, engine.address + "\n")
         _log.info("the driver serves", address=engine.address, build=build_version())
         gc.freeze()  # what start-up made lives as long as the process: collections need not walk it
         term = asyncio.create_task(leader.run())
@@ -130,14 +132,6 @@ async def _shut_down(server: RpcServer, engine: Engine, term: asyncio.Task[None]
     await server.stop(STOP_GRACE_S)
     if failed:
         raise failed
-
-
-def _publish_address(path: Path | None, address: str) -> None:
-    """Write the address so that a reader sees the whole of it or nothing."""
-    if path is not None:
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
-        draft.write_text(address + "\n")
-        draft.replace(path)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import os
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Info, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from megascale_common.node.files import replace_file
 from megascale_common.service import logs
 from megascale_common.service.build import build_version
 
@@ -76,9 +76,7 @@ class MetricsServer:
         )
         address = f"{host}:{self._server.sockets[0].getsockname()[1]}"
         if address_file is not None:
-            draft = address_file.with_name(f".{address_file.name}.{os.getpid()}")
-            draft.write_text(address + "\n")
-            draft.replace(address_file)
+            replace_file(address_file, address + "\n")
         _log.info("metrics are served", url=f"http://{address}{PATH}")
         return address
 

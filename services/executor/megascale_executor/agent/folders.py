@@ -17,7 +17,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from megascale_common.node import files as node_files
+from megascale_common.node import attempt_files
 
 _OWNER_FILE = "owner"
 _MAX_FOLDER_BYTES = 80  # leaves 27 for the longest socket name
@@ -79,7 +79,7 @@ def lock_node(node_folder: Path, node: str) -> int:
 
 def attempt_folder(node_folder: Path, job: str, attempt: int) -> AttemptFolder:
     """The folder of an attempt; not created."""
-    return AttemptFolder(node_folder / node_files.attempt_folder(job, attempt))
+    return AttemptFolder(node_folder / attempt_files.attempt_folder(job, attempt))
 
 
 def newest_attempt(node_folder: Path, job: str) -> int:
@@ -148,12 +148,3 @@ def _socket_parent() -> Path:
             f"{parent} must be a folder of mode 0700 that belongs to user {os.getuid()}; remove it"
         )
     return parent
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace ``path`` by a file with ``text``; readers see the old or the new one, never half of
-    it.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    temporary.replace(path)

@@ -13,6 +13,7 @@ import signal
 from pathlib import Path
 
 from megascale.v1 import executor_pb2, executor_pb2_grpc, link_pb2
+from megascale_common.node.files import replace_file
 from megascale_common.node.incarnation import boot_id, new_incarnation
 from megascale_common.service import logs
 from megascale_common.service.metrics import MetricsServer, registry_of
@@ -118,7 +119,7 @@ class Node:
             await self._metrics.start(config.metrics_bind, self._metrics_file)
         self._templates.begin()
         self._daemon.begin()
-        folders.write_atomically(config.address_file, f"{self._endpoint}\n")
+        replace_file(config.address_file, f"{self._endpoint}\n")
         _log.info(
             "node serves", node=config.node, incarnation=self._incarnation, endpoint=self._endpoint
         )
@@ -209,7 +210,7 @@ class Node:
         if text == self._pids_written:
             return
         try:
-            folders.write_atomically(self._config.node_folder / "pids.json", text)
+            replace_file(self._config.node_folder / "pids.json", text)
         except OSError as error:  # a full disk must not end the workers
             _log.warning("pids.json cannot be written", error=str(error))
         else:

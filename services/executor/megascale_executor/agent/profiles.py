@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megascale.v1 import link_pb2, types_pb2
-from megascale_common.node import files as node_files
 from megascale_common.node import framing
+from megascale_common.node.attempt_files import TRACE_PREFIX, trace_file
 from megascale_common.node.messages import ProfileSteps
 from megascale_common.service import logs
 from megascale_executor.agent.attempt import AttemptKey
@@ -61,14 +61,12 @@ class Profiles:
         writing.
         """
         self._id, self._reports = "", []
-        for unfinished in folder.glob(f".{node_files.TRACE_PREFIX}*"):
+        for unfinished in folder.glob(f".{TRACE_PREFIX}*"):
             unfinished.unlink(missing_ok=True)
 
     def _send(self, key: AttemptKey, command: link_pb2.ProfileCommand, worker: Worker) -> None:
         first, last = command.first_step, command.last_step
-        path = self._node_folder / node_files.trace_file(
-            key.job, key.attempt, first, last, worker.rank
-        )
+        path = self._node_folder / trace_file(key.job, key.attempt, first, last, worker.rank)
         message: ProfileSteps = {
             "kind": "profile",
             "id": command.id,
