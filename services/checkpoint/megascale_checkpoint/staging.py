@@ -24,6 +24,7 @@ from typing import Any
 
 from megascale_checkpoint.errors import StagingError
 from megascale_common.node.incarnation import boot_id
+from megascale_common.node.process import start_ticks
 
 OWNER_FILE = "owner.json"
 LOCK_FILE = ".lock"
@@ -225,11 +226,10 @@ def _identity(pid: int) -> dict[str, Any]:
     """What tells a living process from another one that got its number later. OSError when it is
     gone.
     """
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    state, start_ticks = fields[0], fields[19]
-    if state in "ZX":
+    ticks = start_ticks(pid)
+    if ticks is None:
         raise ProcessLookupError(f"process {pid} is dead")
-    return {"pid": pid, "boot_id": boot_id(), "start_ticks": start_ticks}
+    return {"pid": pid, "boot_id": boot_id(), "start_ticks": str(ticks)}
 
 
 def _available_memory_bytes() -> int:

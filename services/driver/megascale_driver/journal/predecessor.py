@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 
 from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.operations import CreateRevisionEquals, Delete
 from megascale_common.node.incarnation import boot_id
+from megascale_common.node.process import start_ticks
 from megascale_common.service import logs
 from megascale_common.service.build import build_version
 from megascale_driver.journal.store import LEADER_KEY
@@ -78,9 +78,5 @@ def _start_time(pid: int) -> str:
     """Start time of a live process in clock ticks since boot; empty when there is none, or only its
     zombie.
     """
-    try:
-        # The command name may hold spaces and parentheses: what counts comes after the last one.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]
+    ticks = start_ticks(pid)
+    return "" if ticks is None else str(ticks)
