@@ -18,11 +18,12 @@ from tests.harness.waiting import CALL_TIMEOUT_S
 from megascale.v1 import link_pb2
 from megascale_common.job import config as job_config
 from megascale_common.job.rank_layout import RankLayout
-from megascale_executor.agent import children, folders, host, tasks, template
+from megascale_executor.agent import children, folders, tasks, template
 from megascale_executor.agent.assignment import AssignmentError, check_assignment, readers_of
 from megascale_executor.agent.channels import MessageChannel
 from megascale_executor.agent.children import RestartBudget
 from megascale_executor.agent.config import OptionError, parse_devices, parse_topology
+from megascale_executor.agent.heartbeat import host_counters
 from megascale_executor.agent.link import MAX_HEARTBEAT_BYTES, addresses_from, fit
 from megascale_executor.agent.status import encodable
 from megascale_executor.agent.step_reports import StepReports, to_proto
@@ -283,8 +284,8 @@ def test_counters_from_proc(tmp_path: Path) -> None:
     (tmp_path / "net/dev").write_text(
         f"Inter-| x\n face | y\n    lo: {columns}\n  eth0:{columns}\n  ib0: {columns}\n"
     )
-    found = host.host_counters(tmp_path, tmp_path)
+    found = host_counters(tmp_path, tmp_path)
     assert (found.load_1min, found.memory_available_bytes) == (1.5, 60 * 1024)
     assert (found.network_received_bytes, found.network_sent_bytes) == (2, 18)
     assert found.staging_free_bytes > 0
-    assert host.host_counters(tmp_path / "absent", tmp_path / "absent") == link_pb2.HostCounters()
+    assert host_counters(tmp_path / "absent", tmp_path / "absent") == link_pb2.HostCounters()

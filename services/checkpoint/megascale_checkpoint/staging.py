@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale_checkpoint.errors import StagingError
+from megascale_common.node.host import memory_bytes
 from megascale_common.node.incarnation import boot_id
 from megascale_common.node.process import start_ticks
 
@@ -162,7 +163,7 @@ class StagingFolder:
         leave.
         """
         system = os.statvfs(self.path)
-        room = min(system.f_bavail * system.f_frsize, _available_memory_bytes())
+        room = min(system.f_bavail * system.f_frsize, memory_bytes("MemAvailable"))
         return room if self._limit_bytes is None else min(room, self._limit_bytes - self.used_bytes)
 
     def remove(self) -> None:
@@ -230,10 +231,3 @@ def _identity(pid: int) -> dict[str, Any]:
     if ticks is None:
         raise ProcessLookupError(f"process {pid} is dead")
     return {"pid": pid, "boot_id": boot_id(), "start_ticks": str(ticks)}
-
-
-def _available_memory_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise StagingError("/proc/meminfo has no MemAvailable: megascale needs Linux 3.14 or later")

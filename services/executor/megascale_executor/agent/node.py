@@ -13,12 +13,13 @@ import signal
 from pathlib import Path
 
 from megascale.v1 import executor_pb2, executor_pb2_grpc, link_pb2
+from megascale_common.node import host
 from megascale_common.node.files import replace_file
 from megascale_common.node.incarnation import boot_id, new_incarnation
 from megascale_common.service import logs
 from megascale_common.service.metrics import MetricsServer, registry_of
 from megascale_common.service.server import RpcServer
-from megascale_executor.agent import attempt, folders, host, tasks
+from megascale_executor.agent import attempt, folders, tasks
 from megascale_executor.agent.attempt import AttemptKey
 from megascale_executor.agent.config import AgentConfig, OptionError
 from megascale_executor.agent.daemon import CheckpointDaemon

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import cast
 
 from megascale_common.job.config import JobConfig
-from megascale_common.node import framing
+from megascale_common.node import framing, host
 from megascale_common.node.messages import SelfCheck, SelfChecked
-from megascale_executor.agent import host
 from megascale_executor.agent.channels import MessageChannel
 from megascale_executor.agent.template import ForkedProcess, Template, TemplateError
 from megascale_executor.diagnostics import device_present, disk_room, memory_room, rank_checks
