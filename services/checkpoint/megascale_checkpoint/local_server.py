@@ -9,9 +9,7 @@ writing or reading, never what is sealed.
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
-import stat
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from megascale_checkpoint.registration import Registration, field, parse
 from megascale_checkpoint.stage import RankStage
 from megascale_common.node import framing
 from megascale_common.node.framing import Message
+from megascale_common.node.unix_socket import listen
 from megascale_common.service import logs
 
 log = logs.get("local_server")
@@ -38,7 +37,8 @@ class LocalServer:
     def __init__(self, path: Path, jobs: Jobs) -> None:
         self._jobs = jobs
         self._path = path
-        self._listener = _listen(path)
+        self._listener = listen(path, "checkpoint daemon", MAX_CONNECTIONS)
+        self._listener.setblocking(False)
         self._connections: dict[asyncio.Task[None], _Connection] = {}
 
     async def serve(self) -> None:
@@ -258,29 +258,3 @@ class _Connection:
 
 def _refused(kind: str, error: Exception, file: str) -> Message:
     return {"kind": "refused", "error_kind": kind, "error": str(error), "file": file}
-
-
-def _listen(path: Path) -> socket.socket:
-    """A listening socket, mode 0600; the socket file of a dead daemon is replaced.
-
-    Raises:
-        OSError: another daemon listens there, or the path is too long for a unix socket or not
-            writable.
-    """
-    if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
-        with socket.socket(socket.AF_UNIX) as probe:
-            if probe.connect_ex(str(path)) == 0:
-                raise OSError(f"another checkpoint daemon listens on {path}")
-        path.unlink()
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    mask = os.umask(0o177)
-    try:
-        listener.bind(str(path))
-    except OSError:
-        listener.close()
-        raise
-    finally:
-        os.umask(mask)
-    listener.listen(MAX_CONNECTIONS)
-    listener.setblocking(False)
-    return listener
