@@ -17,7 +17,7 @@ import structlog
 
 from megascale_common.etcd import rpc_pb2
 from megascale_common.etcd.client import EtcdClient
-from megascale_common.etcd.connection import Backoff, Member
+from megascale_common.etcd.connection import Member, retry_backoff
 from megascale_common.etcd.errors import EtcdError, EtcdUnavailable, InvalidRequest, UnknownOutcome
 
 KEEPALIVES_PER_TTL = 3
@@ -123,7 +123,7 @@ class Lease:
         out.
         """
         interval_s = self.ttl_s / KEEPALIVES_PER_TTL
-        backoff = Backoff()
+        backoff = retry_backoff()
         wait_s = interval_s
         try:
             while True:

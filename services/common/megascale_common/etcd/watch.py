@@ -18,7 +18,7 @@ import structlog
 
 from megascale_common.etcd import rpc_pb2
 from megascale_common.etcd.client import EtcdClient
-from megascale_common.etcd.connection import Backoff
+from megascale_common.etcd.connection import retry_backoff
 from megascale_common.etcd.errors import (
     AccessDenied,
     Compacted,
@@ -27,6 +27,7 @@ from megascale_common.etcd.errors import (
     refusal,
 )
 from megascale_common.etcd.operations import Event
+from megascale_common.service.backoff import Backoff
 
 QUEUE_EVENTS = (
     1024  # a slow consumer stops the reading, and flow control then holds the server back
@@ -139,7 +140,7 @@ class Watch:
 
     async def _run(self) -> None:
         """Follow one stream after another until refused or closed."""
-        backoff = Backoff()
+        backoff = retry_backoff()
         cluster = self._client.cluster
         try:
             while True:
