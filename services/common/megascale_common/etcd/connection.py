@@ -93,7 +93,7 @@ class Member:
         return state is grpc.ChannelConnectivity.READY
 
 
-class Cluster:
+class EtcdMembers:
     """The members, tried in turn; calls stay with one member until it fails."""
 
     def __init__(self, endpoints: Sequence[str], tls: TlsConfig | None) -> None:

@@ -7,7 +7,6 @@ inside every write's transaction (`guard`) can.
 
 import contextlib
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from megascale_common.etcd.client import EtcdClient
@@ -54,12 +53,7 @@ class Leadership:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.resign()
 
 

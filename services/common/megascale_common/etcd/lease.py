@@ -9,7 +9,6 @@ another, even if it was paused, cut off, or its event loop was blocked.
 import asyncio
 import contextlib
 import time
-from types import TracebackType
 from typing import Self
 
 import grpc.aio
@@ -74,7 +73,7 @@ class Lease:
             attempts_left -= 1
             sent_s = now_s()
             try:
-                reply = await client.cluster.write("lease grant", client.timeout_s, send)
+                reply = await client.members.write("lease grant", client.timeout_s, send)
             except UnknownOutcome:
                 if attempts_left == 0:
                     raise
@@ -97,17 +96,12 @@ class Lease:
 
         # A lease that cannot be revoked expires by itself.
         with contextlib.suppress(EtcdError):
-            await self._client.cluster.write("lease revoke", REVOKE_TIMEOUT_S, send)
+            await self._client.members.write("lease revoke", REVOKE_TIMEOUT_S, send)
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     def _extend(self, sent_s: float, ttl_s: float) -> None:
@@ -165,4 +159,4 @@ class Lease:
                 raise EtcdUnavailable("the keep-alive stream ended without a reply")
             return reply.TTL
 
-        return await self._client.cluster.read("lease keep-alive", timeout_s, send)
+        return await self._client.members.read("lease keep-alive", timeout_s, send)
