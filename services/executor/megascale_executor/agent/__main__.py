@@ -121,11 +121,11 @@ def main() -> int:
     # Read when grpc is imported. Our children exec at once; handlers for forks that do not would
     # only write warnings.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-    from megascale_executor.agent.node import run_node
+    from megascale_executor.agent.node_agent import run_agent
 
     logs.configure("agent", level=options.log_level)
     try:
-        uvloop.run(run_node(config_from(options)))
+        uvloop.run(run_agent(config_from(options)))
     except (OptionError, DeviceQueryError, OSError, ValueError) as error:
         sys.stderr.write(f"megascale agent: {error}\n")
         return 2

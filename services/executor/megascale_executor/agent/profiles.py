@@ -11,7 +11,7 @@ from megascale_common.node.attempt_files import TRACE_PREFIX, trace_file
 from megascale_common.node.messages import ProfileSteps
 from megascale_common.service import logs
 from megascale_executor.agent.attempt import AttemptKey
-from megascale_executor.agent.status import encodable
+from megascale_executor.agent.worker_status import encodable
 from megascale_executor.agent.workers import Worker
 
 _log = logs.get(__name__)

@@ -21,7 +21,7 @@ from megascale_common.node.messages import STACKS_SIGNAL, Assignment
 from megascale_common.service import logs
 from megascale_executor.agent.channels import MessageChannel
 from megascale_executor.agent.symptoms import STOPPED, stands_still, waited_in_vain
-from megascale_executor.agent.template import ForkedProcess, Template, TemplateError
+from megascale_executor.agent.template_process import ForkedProcess, TemplateError, TemplateProcess
 
 _log = logs.get(__name__)
 
@@ -83,7 +83,7 @@ class WorkerEvents:
 class WorkerSet:
     """All workers of one attempt on this node."""
 
-    def __init__(self, template: Template, events: WorkerEvents) -> None:
+    def __init__(self, template: TemplateProcess, events: WorkerEvents) -> None:
         self._template, self._events = template, events
         self.workers: list[Worker] = []
         self._tasks: list[asyncio.Task[None]] = []

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from megascale_common.node import framing
 from megascale_common.service import logs
-from megascale_executor.agent import children, tasks
+from megascale_executor.agent import asyncio_tasks, child_processes
 from megascale_executor.agent.channels import MessageChannel
 
 _log = logs.get(__name__)
@@ -76,7 +76,7 @@ class ForkedProcess:
             self._pidfd = -1
 
 
-class Template:
+class TemplateProcess:
     """One template process and what it forked. Start with :meth:`spawn`; after its end make a new
     one.
     """
@@ -97,7 +97,7 @@ class Template:
     @classmethod
     async def spawn(
         cls, command: Sequence[str], log_path: Path
-    ) -> tuple[Template, asyncio.subprocess.Process]:
+    ) -> tuple[TemplateProcess, asyncio.subprocess.Process]:
         """Start ``command`` (by default the trainer) with ``--socket-fd N``.
 
         Raises:
@@ -108,7 +108,7 @@ class Template:
         with theirs:
             descriptor = theirs.fileno()
             try:
-                process = await children.spawn(
+                process = await child_processes.spawn(
                     [*program, "--socket-fd", str(descriptor)],
                     log_path,
                     environment=_ENVIRONMENT,
@@ -198,4 +198,4 @@ class Template:
 
     async def close(self) -> None:
         """Close the socket, which ends the template and all that it forked."""
-        await tasks.cancelled(self._reader)
+        await asyncio_tasks.cancelled(self._reader)

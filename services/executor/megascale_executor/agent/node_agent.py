@@ -19,14 +19,14 @@ from megascale_common.node.incarnation import boot_id, new_incarnation
 from megascale_common.service import logs
 from megascale_common.service.metrics import MetricsServer, registry_of
 from megascale_common.service.server import RpcServer
-from megascale_executor.agent import attempt, folders, tasks
+from megascale_executor.agent import asyncio_tasks, attempt, folders
 from megascale_executor.agent.attempt import AttemptKey
+from megascale_executor.agent.attempt_runner import AttemptRunner
+from megascale_executor.agent.checkpoint_daemon import CheckpointDaemon
 from megascale_executor.agent.config import AgentConfig, OptionError
-from megascale_executor.agent.daemon import CheckpointDaemon
 from megascale_executor.agent.heartbeat import build_heartbeat, build_hello
 from megascale_executor.agent.link import DriverLink, NodeSide, addresses_from
 from megascale_executor.agent.metrics import AgentMetrics
-from megascale_executor.agent.runner import AttemptRunner
 from megascale_executor.agent.service import SERVICE_NAME, ExecutorService
 from megascale_executor.agent.step_reports import StepReports
 from megascale_executor.agent.template_keeper import TemplateKeeper
@@ -39,7 +39,7 @@ _log = logs.get(__name__)
 _DAEMON_BEFORE_LINK_S = 5.0
 
 
-async def run_node(config: AgentConfig) -> None:
+async def run_agent(config: AgentConfig) -> None:
     """Run the node until SIGTERM or SIGINT.
 
     Raises:
@@ -51,7 +51,7 @@ async def run_node(config: AgentConfig) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    node = Node(config, read_token(config.token_file), await find_devices(config))
+    node = NodeAgent(config, read_token(config.token_file), await find_devices(config))
     try:
         await node.start()
         await stopping.wait()
@@ -59,7 +59,7 @@ async def run_node(config: AgentConfig) -> None:
         await node.stop()
 
 
-class Node:
+class NodeAgent:
     """The parts of one node and what each needs of the others."""
 
     def __init__(self, config: AgentConfig, token: str, devices: list[DeviceFacts]) -> None:
@@ -126,8 +126,8 @@ class Node:
         )
         await self._daemon.wait_ready(_DAEMON_BEFORE_LINK_S)
         self._tasks = [
-            asyncio.create_task(tasks.essential(self.runner.run()), name="runner"),
-            asyncio.create_task(tasks.essential(self._link.run()), name="link"),
+            asyncio.create_task(asyncio_tasks.essential(self.runner.run()), name="runner"),
+            asyncio.create_task(asyncio_tasks.essential(self._link.run()), name="link"),
         ]
         self._write_pids()
 
