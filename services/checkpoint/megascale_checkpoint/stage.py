@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from megascale_checkpoint import persist, restore
 from megascale_checkpoint.checksums import piece_checksums, verify_image
@@ -56,7 +56,7 @@ class Restoration:
     """Where a restored state lies: release ``slot`` when it has been read."""
 
     slot: int
-    source: str
+    source: Literal["memory", "storage"]
     small_state: dict[str, Any]
     bytes_read: int
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from megascale.v1 import link_pb2, types_pb2
 from megascale_common.node import framing
 from megascale_common.node.attempt_files import TRACE_PREFIX, trace_file
-from megascale_common.node.messages import ProfileSteps
+from megascale_common.node.messages import Profiled, ProfileSteps
 from megascale_common.service import logs
 from megascale_executor.agent.attempt import AttemptKey
 from megascale_executor.agent.worker_status import encodable
@@ -48,7 +48,7 @@ class Profiles:
             if worker.rank in command.ranks:
                 self._send(key, command, worker)
 
-    def take(self, rank: int, message: framing.Message) -> None:
+    def take(self, rank: int, message: Profiled) -> None:
         """A worker tells of its trace.
 
         Raises:
@@ -76,7 +76,7 @@ class Profiles:
             "not_after_s": command.not_after.ToNanoseconds() / 1e9,
         }
         try:
-            worker.channel.send(dict(message))
+            worker.channel.send(message)
         except framing.FramingError as error:
             self._note(command.id, worker.rank, "failed", f"the worker cannot be told: {error}")
 

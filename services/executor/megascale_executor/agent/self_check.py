@@ -137,9 +137,7 @@ async def _ask(
     channel, theirs = MessageChannel.pair()
     process: ForkedProcess | None = None
     try:
-        channel.send(
-            dict(request), [listen_fd] if request["rank"] == 0 and listen_fd is not None else []
-        )
+        channel.send(request, [listen_fd] if request["rank"] == 0 and listen_fd is not None else [])
         with theirs, log_path.open("ab") as log:
             process = await template.fork(request["rank"], theirs.fileno(), log.fileno())
         timeout_s = PROBE_TIMEOUT_S[request["device_kind"]]
