@@ -17,7 +17,8 @@ from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
 from megascale.v1 import driver_pb2, driver_pb2_grpc, job_pb2, types_pb2
 from megascale_common.node.process import child_environment
-from megascale_common.service import server as rpc
+from megascale_common.service.channel import open_channel
+from megascale_common.service.token import read_or_create_token
 
 # A driver logs this when it takes over from a leader that is gone, instead of waiting for the
 # lease.
@@ -33,7 +34,7 @@ class DriverProcess:
         self.folder = folder
         self.prefix = prefix or f"/test/{uuid.uuid4().hex}/v1"
         self.token_file = folder / "token"
-        self.token = rpc.read_or_create_token(self.token_file)
+        self.token = read_or_create_token(self.token_file)
         self.address_file = folder / f"{name}.address"
         self.metrics_file = folder / f"{name}.metrics"
         self._log = folder / f"{name}.log"
@@ -70,7 +71,7 @@ class DriverProcess:
             self._process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)  # noqa: ASYNC220
         await eventually(self._serves, "the driver's address", self._starts, story=self.log)
         await self._close_channel()
-        self._channel = rpc.open_channel(self.address(), self.token)
+        self._channel = open_channel(self.address(), self.token)
         if leads:
             await eventually(self.leads, "the driver leads", self._starts, story=self.log)
 

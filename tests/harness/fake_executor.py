@@ -28,9 +28,11 @@ from megascale.v1 import (
     link_pb2_grpc,
     types_pb2,
 )
-from megascale_common.node import identity
+from megascale_common.node.incarnation import boot_id, new_incarnation
 from megascale_common.node.process import arm_parent_death
-from megascale_common.service import server as rpc
+from megascale_common.service.build import build_version
+from megascale_common.service.channel import open_channel
+from megascale_common.service.server import RpcServer
 
 RETRY_S = 0.1
 
@@ -81,7 +83,7 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         step_s: float = 0.02,
         interval_s: float = 1.0,
     ) -> None:
-        self.node, self.incarnation = node, identity.new_incarnation()
+        self.node, self.incarnation = node, new_incarnation()
         self.checkpoints = _Checkpoints()
         self.desired = link_pb2.DesiredState()
         self.history: list[link_pb2.DesiredState] = []
@@ -102,12 +104,12 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._training: asyncio.Task[None] | None = None
-        self._server: rpc.RpcServer | None = None
+        self._server: RpcServer | None = None
         self._endpoint = ""
         self._seq = 0
 
     async def __aenter__(self) -> FakeExecutor:
-        self._server = rpc.RpcServer(self._token)
+        self._server = RpcServer(self._token)
         executor_pb2_grpc.add_ExecutorServiceServicer_to_server(self, self._server.server)
         checkpoint_pb2_grpc.add_CheckpointServiceServicer_to_server(
             self.checkpoints, self._server.server
@@ -157,10 +159,10 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
     def hello(self) -> link_pb2.ExecutorHello:
         return link_pb2.ExecutorHello(
             protocol=link_pb2.ProtocolRange(lowest=1, highest=1),
-            build=identity.build(),
+            build=build_version(),
             node=self.node,
             incarnation=self.incarnation,
-            boot_id=identity.boot_id(),
+            boot_id=boot_id(),
             devices=self._devices,
             topology={"switch": self._switch},
             executor_endpoint=self._endpoint,
@@ -206,7 +208,7 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
     async def _dial(self) -> None:
         while True:
             with contextlib.suppress(grpc.aio.AioRpcError, OSError, ValueError):
-                channel = rpc.open_channel(self._find_driver(), self._token)
+                channel = open_channel(self._find_driver(), self._token)
                 try:
                     await self._link(channel)
                 finally:
@@ -276,7 +278,7 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
 
         while True:
             with contextlib.suppress(grpc.aio.AioRpcError, OSError):
-                channel = rpc.open_channel(self._find_driver(), self._token)
+                channel = open_channel(self._find_driver(), self._token)
                 try:
                     await link_pb2_grpc.ExecutorLinkServiceStub(channel).ReportSteps(
                         records(), timeout=2.0

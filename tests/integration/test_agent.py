@@ -29,7 +29,7 @@ from megascale.v1 import (
     types_pb2,
 )
 from megascale_common.job import config as job_config
-from megascale_common.service.server import open_channel
+from megascale_common.service.channel import open_channel
 
 IDLE, PREPARE, START = (
     link_pb2.DESIRED_PHASE_IDLE,

@@ -76,7 +76,7 @@ async def test_a_lease_revoked_by_another_is_lost(etcd: EtcdClient) -> None:
         async def revoke(member: Member, timeout_s: float) -> rpc_pb2.LeaseRevokeResponse:
             return await member.lease.LeaseRevoke(request, timeout=timeout_s)
 
-        await etcd.cluster.write("revoke", CALL_TIMEOUT_S, revoke)
+        await etcd.members.write("revoke", CALL_TIMEOUT_S, revoke)
         await asyncio.wait_for(lease.lost.wait(), CALL_TIMEOUT_S)
         assert "revoked" in lease.lost_reason
 

@@ -25,7 +25,7 @@ from megascale_driver.analysis.progress import (
     standing,
     suspects,
 )
-from megascale_executor.agent.status import worker_status
+from megascale_executor.agent.worker_status import worker_status
 from megascale_executor.agent.workers import Worker
 
 LIMITS = HangLimits()

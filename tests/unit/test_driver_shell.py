@@ -19,7 +19,7 @@ from tests.harness.simulated_cluster import SimulatedCluster, demo_job
 from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale.v1 import driver_pb2, link_pb2, types_pb2
-from megascale_common.etcd.connection import Cluster
+from megascale_common.etcd.connection import EtcdMembers
 from megascale_common.etcd.errors import EtcdUnavailable
 from megascale_common.etcd.server import free_port
 from megascale_common.job.restore import RestorePlan, RestoreSource
@@ -245,14 +245,14 @@ def test_an_etcd_that_is_away_is_given_up_in_time_every_time() -> None:
     """The lease's keeper rests on this: a wait that never ends would hide that leadership is over."""
 
     async def give_up() -> None:
-        cluster = Cluster([f"127.0.0.1:{free_port('127.0.0.1')}"], None)
+        members = EtcdMembers([f"127.0.0.1:{free_port('127.0.0.1')}"], None)
         try:
             async with asyncio.timeout(CALL_TIMEOUT_S):
                 for number in range(400):
                     with contextlib.suppress(EtcdUnavailable):
-                        await cluster.member(0.00002 * (number % 100))
+                        await members.member(0.00002 * (number % 100))
         finally:
-            await cluster.close()
+            await members.close()
 
     uvloop.run(
         give_up()

@@ -15,8 +15,9 @@ import pytest
 from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale_common.etcd.errors import ResourceExhausted
-from megascale_common.service import server as rpc
 from megascale_common.service.clock import SystemClock
+from megascale_common.service.server import RpcServer
+from megascale_common.service.token import read_or_create_token
 from megascale_driver import leadership
 from megascale_driver.core.policy import Policy
 from megascale_driver.engine import Engine, first_of
@@ -95,8 +96,7 @@ def test_the_token_is_made_once_whole_and_never_empty(tmp_path: Path) -> None:
     path = tmp_path / "token"
     found: list[str] = []
     threads = [
-        threading.Thread(target=lambda: found.append(rpc.read_or_create_token(path)))
-        for _ in range(8)
+        threading.Thread(target=lambda: found.append(read_or_create_token(path))) for _ in range(8)
     ]
     for thread in threads:
         thread.start()
@@ -106,6 +106,6 @@ def test_the_token_is_made_once_whole_and_never_empty(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
     path.write_text("\n")
     with pytest.raises(ValueError, match="delete it and restart the cluster"):
-        rpc.read_or_create_token(path)
+        read_or_create_token(path)
     with pytest.raises(ValueError, match="empty or damaged"):
-        rpc.RpcServer("")
+        RpcServer("")

@@ -25,7 +25,8 @@ from megascale_checkpoint.metrics import CheckpointMetrics
 from megascale_checkpoint.reporting import Reporter
 from megascale_checkpoint.service import SERVICE, CheckpointService
 from megascale_checkpoint.staging import StagingFolder, default_base
-from megascale_common.node.identity import is_dns_label
+from megascale_common.job.names import is_dns_label
+from megascale_common.node.files import replace_file
 from megascale_common.node.process import arm_parent_death
 from megascale_common.service import logs
 from megascale_common.service.metrics import MetricsServer, bind_option, registry_of
@@ -105,9 +106,7 @@ async def _start(server: RpcServer, address_file: Path) -> str:
             with contextlib.suppress(OSError, RuntimeError, ValueError):
                 address = await server.start(before, [SERVICE])
     address = address or await server.start("127.0.0.1:0", [SERVICE])
-    temporary = address_file.with_suffix(".new")
-    temporary.write_text(address + "\n")
-    temporary.replace(address_file)
+    replace_file(address_file, address + "\n")
     return address
 
 

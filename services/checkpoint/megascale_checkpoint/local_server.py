@@ -9,9 +9,7 @@ writing or reading, never what is sealed.
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
-import stat
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,20 @@ from megascale_checkpoint.stage import RankStage
 from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.node import framing
 from megascale_common.node.framing import Message
+from megascale_common.node.messages import (
+    Acquired,
+    Busy,
+    DaemonAnswer,
+    Drained,
+    ErrorKind,
+    Refused,
+    Registered,
+    Released,
+    RequestFailed,
+    Restored,
+    Sealed,
+)
+from megascale_common.node.unix_socket import listen
 from megascale_common.service import logs
 
 log = logs.get("local_server")
@@ -39,7 +51,8 @@ class LocalServer:
     def __init__(self, path: Path, jobs: Jobs) -> None:
         self._jobs = jobs
         self._path = path
-        self._listener = _listen(path)
+        self._listener = listen(path, "checkpoint daemon", MAX_CONNECTIONS)
+        self._listener.setblocking(False)
         self._connections: dict[asyncio.Task[None], _Connection] = {}
 
     async def serve(self) -> None:
@@ -81,7 +94,7 @@ class _Connection:
         self._stage: RankStage | None = None
         self._held: set[int] = set()
         self._task: asyncio.Task[Any] | None = None
-        self._handlers: Mapping[str, Callable[[Message], Awaitable[Message]]] = {
+        self._handlers: Mapping[str, Callable[[Message], Awaitable[DaemonAnswer]]] = {
             "restore": self._restore,
             "acquire": self._acquire,
             "seal": self._seal,
@@ -137,10 +150,10 @@ class _Connection:
         self._registration, self._stage = registration, stage
         descriptors = [memory.descriptor for memory in stage.memories]
         size_bytes = len(stage.memories[0].view)
-        answer = {"kind": "registered", "slots": len(descriptors), "slot_bytes": size_bytes}
+        answer = Registered(kind="registered", slots=len(descriptors), slot_bytes=size_bytes)
         await self._send(answer, descriptors)
 
-    async def _restore(self, message: Message) -> Message:
+    async def _restore(self, message: Message) -> Restored | Refused:
         try:
             plan = RestorePlan.from_mapping(field(message, "plan", dict))
         except ValueError as error:
@@ -154,15 +167,15 @@ class _Connection:
         except (CheckpointError, OSError) as error:
             return _refused("OTHER", error, "")
         self._held.add(restored.slot)
-        return {
-            "kind": "restored",
-            "slot": restored.slot,
-            "source": restored.source,
-            "small_state": restored.small_state,
-            "bytes_read": restored.bytes_read,
-        }
+        return Restored(
+            kind="restored",
+            slot=restored.slot,
+            source=restored.source,
+            small_state=restored.small_state,
+            bytes_read=restored.bytes_read,
+        )
 
-    async def _acquire(self, message: Message) -> Message:
+    async def _acquire(self, message: Message) -> Acquired | Busy:
         step = field(message, "step", int)
         if step < 1:
             raise RequestError(f"acquire.step is {step}; steps count from 1")
@@ -171,24 +184,24 @@ class _Connection:
         given = self._registration
         self._jobs.job(given.job).note_busy(given.attempt, step, given.rank, index is None)
         if index is None:
-            return {"kind": "busy"}
+            return Busy(kind="busy")
         self._held.add(index)
-        return {"kind": "acquired", "slot": index}
+        return Acquired(kind="acquired", slot=index)
 
-    async def _seal(self, message: Message) -> Message:
+    async def _seal(self, message: Message) -> Sealed:
         index, step = field(message, "slot", int), field(message, "step", int)
         small_state, finite = field(message, "small_state", dict), field(message, "finite", bool)
         self._give_up_hold(index)
         await self._current().seal(index, step, small_state, finite)
-        return {"kind": "sealed", "step": step}
+        return Sealed(kind="sealed", step=step)
 
-    async def _release(self, message: Message) -> Message:
+    async def _release(self, message: Message) -> Released:
         index = field(message, "slot", int)
         self._give_up_hold(index)
         self._current().release(index)
-        return {"kind": "released"}
+        return Released(kind="released")
 
-    async def _drain(self, message: Message) -> Message:
+    async def _drain(self, message: Message) -> Drained:
         step, timeout_s = field(message, "step", int), message.get("timeout_s")
         if not isinstance(timeout_s, int | float) or not 0 <= timeout_s <= MOST_DRAIN_S:
             raise RequestError(
@@ -202,8 +215,10 @@ class _Connection:
         except TimeoutError:
             problem = f"step {step} is not complete after {timeout_s:g} s: see persist_error of the other nodes"
         committed = self._jobs.job(self._registration.job).committed.step
-        answer: Message = {"kind": "drained", "committed_step": committed}
-        return answer if committed >= step else {**answer, "error": problem}
+        answer = Drained(kind="drained", committed_step=committed)
+        if committed < step:
+            answer["error"] = problem
+        return answer
 
     def _current(self) -> RankStage:
         """The stage, as long as it is ours.
@@ -233,11 +248,11 @@ class _Connection:
 
     async def _send_error(self, text: str) -> None:
         try:
-            await self._send({"kind": "error", "error": text})
+            await self._send(RequestFailed(kind="error", error=text))
         except (OSError, TimeoutError):
             pass  # it is gone; closing is all that is left
 
-    async def _send(self, message: Message, descriptors: list[int] | None = None) -> None:
+    async def _send(self, message: DaemonAnswer, descriptors: list[int] | None = None) -> None:
         data = framing.encode(message)
         if descriptors:
             # Requests and answers alternate, so the socket's buffer is empty: a short message goes
@@ -255,31 +270,5 @@ class _Connection:
         )
 
 
-def _refused(kind: str, error: Exception, file: str) -> Message:
-    return {"kind": "refused", "error_kind": kind, "error": str(error), "file": file}
-
-
-def _listen(path: Path) -> socket.socket:
-    """A listening socket, mode 0600; the socket file of a dead daemon is replaced.
-
-    Raises:
-        OSError: another daemon listens there, or the path is too long for a unix socket or not
-            writable.
-    """
-    if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
-        with socket.socket(socket.AF_UNIX) as probe:
-            if probe.connect_ex(str(path)) == 0:
-                raise OSError(f"another checkpoint daemon listens on {path}")
-        path.unlink()
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    mask = os.umask(0o177)
-    try:
-        listener.bind(str(path))
-    except OSError:
-        listener.close()
-        raise
-    finally:
-        os.umask(mask)
-    listener.listen(MAX_CONNECTIONS)
-    listener.setblocking(False)
-    return listener
+def _refused(kind: ErrorKind, error: Exception, file: str) -> Refused:
+    return Refused(kind="refused", error_kind=kind, error=str(error), file=file)

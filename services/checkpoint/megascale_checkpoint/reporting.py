@@ -14,7 +14,7 @@ import grpc.aio
 
 from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc
 from megascale_checkpoint.errors import CheckpointError, SupersededError
-from megascale_common.service.server import open_channel
+from megascale_common.service.channel import open_channel
 
 HOLD_S = 5.0  # the committer answers at the latest after this; a commit is answered at once
 CALL_TIMEOUT_S = 15.0

@@ -25,9 +25,9 @@ from megascale_checkpoint.errors import (
 )
 from megascale_checkpoint.jobs import Jobs
 from megascale_checkpoint.reporting import HOLD_S
+from megascale_common.job.names import is_dns_label
 from megascale_common.job.restore import RestoreSource
 from megascale_common.job.wire import restore
-from megascale_common.node.identity import is_dns_label
 
 SERVICE = checkpoint_pb2.DESCRIPTOR.services_by_name["CheckpointService"].full_name
 Context = grpc.aio.ServicerContext[Any, Any]

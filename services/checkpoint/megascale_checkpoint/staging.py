@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from megascale_checkpoint.errors import StagingError
-from megascale_common.node.identity import boot_id
+from megascale_common.node.host import memory_bytes
+from megascale_common.node.incarnation import boot_id
+from megascale_common.node.process import start_ticks
 
 OWNER_FILE = "owner.json"
 LOCK_FILE = ".lock"
@@ -161,7 +163,7 @@ class StagingFolder:
         leave.
         """
         system = os.statvfs(self.path)
-        room = min(system.f_bavail * system.f_frsize, _available_memory_bytes())
+        room = min(system.f_bavail * system.f_frsize, memory_bytes("MemAvailable"))
         return room if self._limit_bytes is None else min(room, self._limit_bytes - self.used_bytes)
 
     def remove(self) -> None:
@@ -225,15 +227,7 @@ def _identity(pid: int) -> dict[str, Any]:
     """What tells a living process from another one that got its number later. OSError when it is
     gone.
     """
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    state, start_ticks = fields[0], fields[19]
-    if state in "ZX":
+    ticks = start_ticks(pid)
+    if ticks is None:
         raise ProcessLookupError(f"process {pid} is dead")
-    return {"pid": pid, "boot_id": boot_id(), "start_ticks": start_ticks}
-
-
-def _available_memory_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise StagingError("/proc/meminfo has no MemAvailable: megascale needs Linux 3.14 or later")
+    return {"pid": pid, "boot_id": boot_id(), "start_ticks": str(ticks)}

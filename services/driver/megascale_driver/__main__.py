@@ -15,12 +15,15 @@ import uvloop
 
 from megascale.v1 import driver_pb2_grpc, link_pb2_grpc
 from megascale_common.etcd.client import EtcdClient
-from megascale_common.node import identity
+from megascale_common.job.names import is_dns_label
+from megascale_common.node.files import replace_file
 from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
 from megascale_common.service import logs
-from megascale_common.service import server as rpc
+from megascale_common.service.build import build_version
 from megascale_common.service.clock import SystemClock
 from megascale_common.service.metrics import MetricsServer, bind_option
+from megascale_common.service.server import RpcServer, Tls
+from megascale_common.service.token import check_token
 from megascale_driver.analysis.progress import HangLimits
 from megascale_driver.core.policy import Policy
 from megascale_driver.engine import Engine
@@ -45,7 +48,7 @@ def main() -> None:
         parser.error(
             f"--token-file: {options.token_file} is not there; write a random word into it with mode 0600"
         )
-    if not identity.is_dns_label(options.cluster):
+    if not is_dns_label(options.cluster):
         parser.error(
             f"--cluster: {options.cluster!r} is not a DNS-1123 label: use a-z, 0-9 and '-'"
         )
@@ -56,7 +59,7 @@ def main() -> None:
             "--tls-key and --tls-certificate (and --tls-client-ca with them): one is of no use alone"
         )
     try:
-        rpc.check_token(options.token_file.read_text().strip())
+        check_token(options.token_file.read_text().strip())
     except (OSError, ValueError) as error:
         parser.error(f"--token-file: {options.token_file}: {error}")
     if options.heartbeat_interval_s <= 0:
@@ -75,13 +78,13 @@ async def _serve(options: argparse.Namespace) -> None:
     prefix = options.prefix or f"/megascale/{options.cluster}/v1"
     tls = None
     if options.tls_key and options.tls_certificate:
-        tls = rpc.Tls(options.tls_key, options.tls_certificate, options.tls_client_ca)
+        tls = Tls(options.tls_key, options.tls_certificate, options.tls_client_ca)
     async with EtcdClient(options.etcd.split(","), prefix=prefix.rstrip("/") + "/") as client:
         policy = Policy.for_interval(
             options.heartbeat_interval_s, HangLimits(floor_s=options.hang_floor_s)
         )
         engine = Engine(policy, SystemClock(), token, "")
-        server = rpc.RpcServer(token, tls=tls)
+        server = RpcServer(token, tls=tls)
 
         async def told(leads: bool) -> None:
             for name in SERVICES:
@@ -95,8 +98,9 @@ async def _serve(options: argparse.Namespace) -> None:
         )
         engine.address = await server.start(options.bind, SERVICES, serving=False)
         metrics = await _serve_metrics(engine, options)
-        _publish_address(options.address_file, engine.address)
-        _log.info("the driver serves", address=engine.address, build=identity.build())
+        if options.address_file is not None:
+            replace_file(options.address_file, engine.address + "\n")
+        _log.info("the driver serves", address=engine.address, build=build_version())
         gc.freeze()  # what start-up made lives as long as the process: collections need not walk it
         term = asyncio.create_task(leader.run())
         stopping = asyncio.create_task(stop.wait())
@@ -115,7 +119,7 @@ async def _serve_metrics(engine: Engine, options: argparse.Namespace) -> Metrics
     return server
 
 
-async def _shut_down(server: rpc.RpcServer, engine: Engine, term: asyncio.Task[None]) -> None:
+async def _shut_down(server: RpcServer, engine: Engine, term: asyncio.Task[None]) -> None:
     """Say NOT_SERVING, resign so that a standby leads at once, let calls end."""
     for name in ("", *SERVICES):
         await server.set_serving(name, False)
@@ -128,14 +132,6 @@ async def _shut_down(server: rpc.RpcServer, engine: Engine, term: asyncio.Task[N
     await server.stop(STOP_GRACE_S)
     if failed:
         raise failed
-
-
-def _publish_address(path: Path | None, address: str) -> None:
-    """Write the address so that a reader sees the whole of it or nothing."""
-    if path is not None:
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
-        draft.write_text(address + "\n")
-        draft.replace(path)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -195,7 +191,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tls-client-ca", type=Path, metavar="PEM", help="ask clients for a certificate of this CA"
     )
-    parser.add_argument("--version", action="version", version=identity.build())
+    parser.add_argument("--version", action="version", version=build_version())
     return parser
 
 

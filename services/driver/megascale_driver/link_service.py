@@ -9,8 +9,9 @@ from typing import Any
 import grpc
 
 from megascale.v1 import link_pb2, link_pb2_grpc
-from megascale_common.node import identity as names
+from megascale_common.job.names import is_dns_label
 from megascale_common.service import logs
+from megascale_common.service.build import build_version
 from megascale_common.service.errors import RpcError, abort
 from megascale_driver import wire
 from megascale_driver.core.events import NodeHello, NodeReport, StreamReset
@@ -53,7 +54,7 @@ class LinkService(link_pb2_grpc.ExecutorLinkServiceServicer):
         yield link_pb2.ConnectResponse(
             hello=link_pb2.DriverHello(
                 protocol=PROTOCOL,
-                build=names.build(),
+                build=build_version(),
                 cluster=self._cluster,
                 epoch=term.epoch,
                 heartbeat_interval=wire.duration(self._engine.policy.heartbeat_interval_s),
@@ -122,7 +123,7 @@ class LinkService(link_pb2_grpc.ExecutorLinkServiceServicer):
             for name, wrong, problem in (
                 (
                     "node",
-                    not names.is_dns_label(hello.node),
+                    not is_dns_label(hello.node),
                     "not a DNS-1123 label: 1 to 63 of a-z, 0-9 and '-'",
                 ),
                 (

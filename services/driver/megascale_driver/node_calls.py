@@ -17,7 +17,7 @@ from megascale.v1 import (
     types_pb2,
 )
 from megascale_common.job.wire import restore
-from megascale_common.service import server as rpc
+from megascale_common.service.channel import open_channel
 from megascale_common.service.clock import Clock
 from megascale_driver.core.events import AttemptOpened, OpenAttempt, OpenFailed
 from megascale_driver.core.state import Node
@@ -54,7 +54,7 @@ class Daemons:
             refused_steps=wanted.refused_steps,
             epoch=epoch,
         )
-        channel = rpc.open_channel(endpoint, self._token)
+        channel = open_channel(endpoint, self._token)
         try:
             stub = checkpoint_pb2_grpc.CheckpointServiceStub(channel)
             reply = await stub.OpenAttempt(request, timeout=OPEN_TIMEOUT_S)
@@ -74,7 +74,7 @@ class Daemons:
         Raises:
             grpc.aio.AioRpcError: the daemon does not answer or refuses.
         """
-        channel = rpc.open_channel(
+        channel = open_channel(
             await self._committer(node) or node.identity.checkpoint_endpoint, self._token
         )
         try:
@@ -92,7 +92,7 @@ class Daemons:
         Raises:
             grpc.aio.AioRpcError: the node does not answer or has no such log.
         """
-        channel = rpc.open_channel(node.identity.executor_endpoint, self._token)
+        channel = open_channel(node.identity.executor_endpoint, self._token)
         try:
             async for part in executor_pb2_grpc.ExecutorServiceStub(channel).TailWorkerLogs(
                 request
@@ -107,7 +107,7 @@ class Daemons:
         Raises:
             grpc.aio.AioRpcError: the node does not answer or refuses.
         """
-        channel = rpc.open_channel(node.identity.executor_endpoint, self._token)
+        channel = open_channel(node.identity.executor_endpoint, self._token)
         try:
             stub = executor_pb2_grpc.ExecutorServiceStub(channel)
             request = executor_pb2.RunNodeDiagnosticsRequest(checks=checks)
@@ -124,7 +124,7 @@ class Daemons:
         """
         if not node.identity.executor_endpoint:
             return ""
-        channel = rpc.open_channel(node.identity.executor_endpoint, self._token)
+        channel = open_channel(node.identity.executor_endpoint, self._token)
         try:
             stub = executor_pb2_grpc.ExecutorServiceStub(channel)
             reply = await stub.GetNodeStatus(

@@ -10,7 +10,7 @@ import contextlib
 import grpc
 
 from megascale.v1 import executor_pb2, executor_pb2_grpc
-from megascale_common.service import server as rpc
+from megascale_common.service.channel import open_channel
 from megascale_driver.core.events import Probe
 
 DEADLINE_S = 2.0
@@ -60,7 +60,7 @@ async def _ask(wanted: Probe, token: str) -> str:
     """``alive``, ``refused`` or ``timeout``; empty when the connection broke, which says nothing
     yet.
     """
-    channel = rpc.open_channel(wanted.endpoint, token)
+    channel = open_channel(wanted.endpoint, token)
     try:
         stub = executor_pb2_grpc.ExecutorServiceStub(channel)
         reply = await stub.GetNodeStatus(executor_pb2.GetNodeStatusRequest(), timeout=DEADLINE_S)

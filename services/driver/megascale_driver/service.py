@@ -16,7 +16,7 @@ from megascale.v1 import driver_pb2, driver_pb2_grpc, executor_pb2, types_pb2
 from megascale_common.job.config import JobConfig
 from megascale_common.job.problems import JobError
 from megascale_common.job.wire import spec as job_spec
-from megascale_common.node import identity
+from megascale_common.service.build import build_version
 from megascale_common.service.errors import RpcError
 from megascale_driver import profiling, wire
 from megascale_driver.core import machine
@@ -367,7 +367,7 @@ class DriverService(driver_pb2_grpc.DriverServiceServicer):
             leader=self.engine.address if term is not None else "",
             epoch=self._epoch(),
             leader_since=wire.timestamp(state.leader_since_s),
-            build=identity.build(),
+            build=build_version(),
             nodes_alive=sum(node.liveness is Liveness.ALIVE for node in state.nodes.values()),
             jobs_running=sum(job.phase is JobPhase.RUNNING for job in state.jobs.values()),
         )

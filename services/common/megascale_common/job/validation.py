@@ -11,11 +11,11 @@ import posixpath
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from megascale_common.job.names import is_dns_label
 from megascale_common.job.problems import FieldProblem
 
 if TYPE_CHECKING:  # config calls what stands here
     from megascale_common.job.config import DataSource, JobConfig
-from megascale_common.node.identity import is_dns_label
 
 _MAX_LABELS = 64
 _MAX_TEXT = 1024

@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
+from megascale_common.job.names import is_dns_label
 from megascale_common.job.wire.fields import REQUIRED, Field, MessageFields, job_fields
-from megascale_common.node.identity import is_dns_label
 
 _WIDTH = 118
 _INDENT = "  "

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from megascale_common.node.identity import is_dns_label
+from megascale_common.job.names import is_dns_label
 from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
 from megascale_driver.platform.devices import choose_device, count_gpus
 from megascale_driver.platform.local import ClusterError, LocalCluster, LocalOptions

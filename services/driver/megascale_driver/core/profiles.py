@@ -12,7 +12,7 @@ import math
 from dataclasses import replace
 from pathlib import PurePosixPath
 
-from megascale_common.node import files as node_files
+from megascale_common.node.attempt_files import trace_file
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import Evidence, ProfileRequested
 from megascale_driver.core.state import (
@@ -106,9 +106,7 @@ def _accept(draft: Draft, job: Job, event: ProfileRequested, profile: Profile) -
 
 
 def _planned(draft: Draft, job: Job, profile: Profile, rank: int, node: str) -> Trace:
-    file = node_files.trace_file(
-        job.name, profile.attempt, profile.first_step, profile.last_step, rank
-    )
+    file = trace_file(job.name, profile.attempt, profile.first_step, profile.last_step, rank)
     return Trace(rank, node, str(PurePosixPath(draft.nodes[node].identity.folder, file)))
 
 

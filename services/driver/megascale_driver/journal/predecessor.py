@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 
 from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.operations import CreateRevisionEquals, Delete
-from megascale_common.node import identity
+from megascale_common.node.incarnation import boot_id
+from megascale_common.node.process import start_ticks
 from megascale_common.service import logs
+from megascale_common.service.build import build_version
 from megascale_driver.journal.store import LEADER_KEY
 
 _log = logs.get(__name__)
@@ -27,8 +28,8 @@ def self_description(address: str) -> dict[str, str | int]:
     """
     return {
         "address": address,
-        "build": identity.build(),
-        "boot_id": identity.boot_id(),
+        "build": build_version(),
+        "boot_id": boot_id(),
         "pid_namespace": _pid_namespace(),
         "pid": os.getpid(),
         "started": _start_time(os.getpid()),
@@ -58,7 +59,7 @@ def is_gone(value: bytes) -> bool:
         found = json.loads(value)
     except ValueError:
         return False
-    here = identity.boot_id(), _pid_namespace()
+    here = boot_id(), _pid_namespace()
     if not isinstance(found, dict) or not all(here) or not isinstance(found.get("pid"), int):
         return False
     if (found.get("boot_id"), found.get("pid_namespace")) != here:
@@ -77,9 +78,5 @@ def _start_time(pid: int) -> str:
     """Start time of a live process in clock ticks since boot; empty when there is none, or only its
     zombie.
     """
-    try:
-        # The command name may hold spaces and parentheses: what counts comes after the last one.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]
+    ticks = start_ticks(pid)
+    return "" if ticks is None else str(ticks)

@@ -26,7 +26,8 @@ import grpc.aio
 from megascale.v1 import driver_pb2, driver_pb2_grpc, types_pb2
 from megascale_common.etcd.errors import EtcdError
 from megascale_common.etcd.server import EtcdServer
-from megascale_common.service.server import open_channel, read_or_create_token
+from megascale_common.service.channel import open_channel
+from megascale_common.service.token import read_or_create_token
 from megascale_driver.platform import metrics_targets
 from megascale_driver.platform.child import Child
 from megascale_driver.platform.devices import DeviceKind

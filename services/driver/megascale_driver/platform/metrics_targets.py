@@ -8,6 +8,8 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from megascale_common.node.files import replace_file
+
 DRIVER_FILE = "metrics.address"
 NODE_FILES = {"executor": "metrics.address", "checkpoint": "checkpoint.metrics.address"}
 TARGETS_FILE = "prometheus.json"
@@ -42,7 +44,5 @@ def write(folder: Path, cluster: str, nodes: Iterable[str]) -> dict[str, str]:
         groups.append({"targets": [address], "labels": labels})
     text, path = json.dumps(groups, indent=2) + "\n", folder / TARGETS_FILE
     if not path.exists() or path.read_text() != text:
-        draft = path.with_name(f".{TARGETS_FILE}")
-        draft.write_text(text)
-        draft.replace(path)
+        replace_file(path, text)
     return found

@@ -12,11 +12,11 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from megascale_executor.agent.daemon import CHECK_NAME as DAEMON
-from megascale_executor.agent.daemon import CheckpointDaemon
+from megascale_executor.agent.checkpoint_daemon import CHECK_NAME as DAEMON
+from megascale_executor.agent.checkpoint_daemon import CheckpointDaemon
 from megascale_executor.agent.self_check import probe
-from megascale_executor.agent.template import TemplateError
 from megascale_executor.agent.template_keeper import TemplateKeeper
+from megascale_executor.agent.template_process import TemplateError
 from megascale_executor.diagnostics import device_present, disk_room, rank_checks
 from megascale_executor.diagnostics.devices import DeviceFacts
 from megascale_executor.diagnostics.finding import Finding

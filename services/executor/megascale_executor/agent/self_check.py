@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import cast
 
 from megascale_common.job.config import JobConfig
-from megascale_common.node import framing
+from megascale_common.node import framing, host
 from megascale_common.node.messages import SelfCheck, SelfChecked
-from megascale_executor.agent import host
 from megascale_executor.agent.channels import MessageChannel
-from megascale_executor.agent.template import ForkedProcess, Template, TemplateError
+from megascale_executor.agent.template_process import ForkedProcess, TemplateError, TemplateProcess
 from megascale_executor.diagnostics import device_present, disk_room, memory_room, rank_checks
 from megascale_executor.diagnostics.devices import DeviceFacts
 from megascale_executor.diagnostics.finding import Finding
@@ -58,7 +57,7 @@ class SelfChecks:
         config: JobConfig,
         ranks: Sequence[int],
         indices: Sequence[int],
-        template: Template,
+        template: TemplateProcess,
         *,
         slots_held: bool,
     ) -> list[Finding]:
@@ -82,7 +81,7 @@ class SelfChecks:
         return findings + await self._probe_or_recall(used, template)
 
     async def _probe_or_recall(
-        self, used: Sequence[DeviceFacts], template: Template
+        self, used: Sequence[DeviceFacts], template: TemplateProcess
     ) -> list[Finding]:
         now_s, indices, last = time.monotonic(), tuple(device.index for device in used), self._last
         if (
@@ -103,7 +102,7 @@ class SelfChecks:
 
 
 async def probe(
-    devices: Sequence[DeviceFacts], template: Template, log_path: Path
+    devices: Sequence[DeviceFacts], template: TemplateProcess, log_path: Path
 ) -> list[Finding]:
     """Check compute on every device and all-reduce among them, in processes that the template
     forks.
@@ -132,15 +131,13 @@ async def probe(
 
 
 async def _ask(
-    request: SelfCheck, template: Template, log_path: Path, listen_fd: int | None
+    request: SelfCheck, template: TemplateProcess, log_path: Path, listen_fd: int | None
 ) -> SelfChecked | str:
     """Fork one process and have its answer, or why there is none. Leaves no process."""
     channel, theirs = MessageChannel.pair()
     process: ForkedProcess | None = None
     try:
-        channel.send(
-            dict(request), [listen_fd] if request["rank"] == 0 and listen_fd is not None else []
-        )
+        channel.send(request, [listen_fd] if request["rank"] == 0 and listen_fd is not None else [])
         with theirs, log_path.open("ab") as log:
             process = await template.fork(request["rank"], theirs.fileno(), log.fileno())
         timeout_s = PROBE_TIMEOUT_S[request["device_kind"]]

@@ -13,11 +13,11 @@ import grpc
 import grpc.aio
 
 from megascale.v1 import executor_pb2, executor_pb2_grpc
-from megascale_common.node.identity import is_dns_label
+from megascale_common.job.names import is_dns_label
 from megascale_executor.agent import folders
 from megascale_executor.agent.attempt import AttemptKey
 from megascale_executor.agent.diagnosis import GaveWay, UnknownCheck
-from megascale_executor.agent.logs import DEFAULT_LINES, MAX_LINES, follow, tail
+from megascale_executor.agent.rank_logs import DEFAULT_LINES, MAX_LINES, follow, tail
 from megascale_executor.diagnostics.finding import Finding
 
 SERVICE_NAME = "megascale.v1.ExecutorService"

@@ -28,7 +28,15 @@ from megascale_common.job import config as job_config
 from megascale_common.job.config import JobConfig
 from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.node import framing
-from megascale_common.node.messages import STACKS_SIGNAL, Assignment, ErrorKind
+from megascale_common.node.messages import (
+    STACKS_SIGNAL,
+    Assignment,
+    ErrorKind,
+    Failed,
+    Finished,
+    Running,
+    StepDone,
+)
 from megascale_common.node.status_page import Phase, StatusPageWriter
 from megascale_common.sizes import flops
 from megascale_trainer.data.client import LoaderClient
@@ -76,12 +84,12 @@ def run(agent: socket.socket, message: framing.Message, descriptors: list[int]) 
         try:
             framing.send(
                 agent,
-                {
-                    "kind": "failed",
-                    "error_kind": kind,
-                    "error": text[-MAX_ERROR_CHARS:],
-                    "detail": detail,
-                },
+                Failed(
+                    kind="failed",
+                    error_kind=kind,
+                    error=text[-MAX_ERROR_CHARS:],
+                    detail=detail,
+                ),
             )
         except OSError:
             pass  # the agent is gone, and with it whoever would have listened
@@ -146,7 +154,7 @@ class _Worker:
         gc.collect()
         gc.freeze()
         gc.disable()
-        framing.send(self._agent, {"kind": "running", "step": done})
+        framing.send(self._agent, Running(kind="running", step=done))
         status.update(step=done, phase=Phase.WARMUP)
         self._last_step_end_s = time.monotonic()
         self._train(trainer, data, done)
@@ -161,7 +169,7 @@ class _Worker:
             self._held_out.close()
         status.update(phase=Phase.DONE)
         print(f"finished: step {config.training.steps} is the last", flush=True)
-        framing.send(self._agent, {"kind": "finished", "step": config.training.steps})
+        framing.send(self._agent, Finished(kind="finished", step=config.training.steps))
 
     def _say_hello(self) -> None:
         who, layout = self._assignment, self._config.layout
@@ -374,7 +382,7 @@ class _Worker:
         if self._evaluates_after(step.step):
             values["evaluation_loss"] = self._evaluate(trainer)
         if self._assignment["reports"]:
-            framing.send(self._agent, {"kind": "step", "record": values})
+            framing.send(self._agent, StepDone(kind="step", record=values))
         self._last_step_end_s = time.monotonic()
 
     def _step_record(self, record: StepRecord, now_s: float) -> dict[str, Any]:

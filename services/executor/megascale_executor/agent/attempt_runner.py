@@ -20,25 +20,25 @@ from megascale_common.job.config import JobConfig
 from megascale_common.job.problems import JobError
 from megascale_common.job.wire.spec import from_accepted_proto
 from megascale_common.service import logs
-from megascale_executor.agent import attempt, children, folders, tasks
+from megascale_executor.agent import asyncio_tasks, attempt, child_processes, folders
 from megascale_executor.agent.assignment import (
     AssignmentError,
     Sockets,
     check_assignment,
     worker_assignments,
 )
-from megascale_executor.agent.attempt import Action, AttemptState
+from megascale_executor.agent.attempt import AttemptAction, AttemptState
+from megascale_executor.agent.checkpoint_daemon import CHECK_NAME as DAEMON_CHECK
+from megascale_executor.agent.checkpoint_daemon import CheckpointDaemon
 from megascale_executor.agent.config import AgentConfig
-from megascale_executor.agent.daemon import CHECK_NAME as DAEMON_CHECK
-from megascale_executor.agent.daemon import CheckpointDaemon
 from megascale_executor.agent.diagnosis import Diagnosis
 from megascale_executor.agent.folders import AttemptFolder
-from megascale_executor.agent.logs import LogScanner
 from megascale_executor.agent.profiles import Profiles, part_of
+from megascale_executor.agent.rank_logs import LogScanner
 from megascale_executor.agent.self_check import SelfChecks
 from megascale_executor.agent.step_reports import StepReports
-from megascale_executor.agent.template import TemplateError
 from megascale_executor.agent.template_keeper import TemplateKeeper
+from megascale_executor.agent.template_process import TemplateError
 from megascale_executor.agent.tensorboard import EventFile
 from megascale_executor.agent.workers import Worker, WorkerEvents, WorkerSet, describe_exit
 from megascale_executor.diagnostics.devices import DeviceFacts
@@ -119,7 +119,7 @@ class AttemptRunner:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            while (action := self.state.next_action()) is not Action.NOTHING:
+            while (action := self.state.next_action()) is not AttemptAction.NOTHING:
                 await self._do(action)
             self._profile()
 
@@ -139,23 +139,23 @@ class AttemptRunner:
         if command is not None and self.state.phase == attempt.RUNNING:
             self.profiles.want(self.state.key, command, self.workers)
 
-    async def _do(self, action: Action) -> None:
-        key = self.state.key if action is Action.STOP else self.state.wanted
+    async def _do(self, action: AttemptAction) -> None:
+        key = self.state.key if action is AttemptAction.STOP else self.state.wanted
         _log.info("attempt", action=action.name, job=key.job, attempt=key.attempt)
         self.diagnosis.give_way()
-        if action is Action.STOP:
+        if action is AttemptAction.STOP:
             await self._stop()
-        elif action is Action.PREPARE:
+        elif action is AttemptAction.PREPARE:
             self.state.begin(attempt.PREPARING)
             self._activity = asyncio.create_task(
                 self._guard(self._prepare(self.state.desired.assignment))
             )
-        elif action is Action.START:
+        elif action is AttemptAction.START:
             self.state.begin(attempt.STARTING)
             self._activity = asyncio.create_task(
                 self._guard(self._start(self.state.desired.assignment))
             )
-        elif action is Action.REFUSE_START:
+        elif action is AttemptAction.REFUSE_START:
             self.state.begin(attempt.PREPARING)
             self.state.fail(
                 "this agent has not prepared the attempt that it is told to start; it was restarted"
@@ -240,7 +240,7 @@ class AttemptRunner:
         path.unlink(missing_ok=True)
         command = [sys.executable, "-m", "megascale_trainer.data.loader"]
         command += ["--socket", str(path), "--config", str(folder.config)]
-        self._loader = await children.spawn(command, folder.loader_log)
+        self._loader = await child_processes.spawn(command, folder.loader_log)
         self._loader_watch = asyncio.create_task(
             self._watch_loader(self._loader, folder.loader_log)
         )
@@ -282,7 +282,7 @@ class AttemptRunner:
 
     async def _stop(self) -> None:
         """Bring the node to idle. Returns only when nothing of the attempt runs any more."""
-        await tasks.cancelled(self._activity)
+        await asyncio_tasks.cancelled(self._activity)
         self._activity = None
         while not await self._kill_processes():
             _log.error(
@@ -305,10 +305,10 @@ class AttemptRunner:
         """SIGKILL workers and loader; False when a worker is still there."""
         self._close_store()
         gone = await self._workers.stop() if self._workers is not None else True
-        await tasks.cancelled(self._loader_watch)
+        await asyncio_tasks.cancelled(self._loader_watch)
         self._loader_watch = None
         if self._loader is not None:
-            await children.stop(self._loader, grace_s=0)
+            await child_processes.stop(self._loader, grace_s=0)
             self._loader = None
         return gone
 
