@@ -91,7 +91,7 @@ def cordon(
     """
 
     async def action(client: AsyncClient) -> None:
-        _say_answer(
+        _print_answer(
             await client.cordon(node, reason=reason, validate_only=check),
             "cordoned",
             check,
@@ -114,7 +114,7 @@ def uncordon(
     """
 
     async def action(client: AsyncClient) -> None:
-        _say_answer(
+        _print_answer(
             await client.uncordon(node, reason=reason, validate_only=check),
             "schedulable",
             check,
@@ -137,7 +137,7 @@ def evict(
     """
 
     async def action(client: AsyncClient) -> None:
-        _say_answer(
+        _print_answer(
             await client.evict(node, reason=reason, validate_only=check),
             "quarantined",
             check,
@@ -167,7 +167,7 @@ def cluster(cluster: Cluster = None, as_json: Json = False) -> None:
     with_client(action, cluster, as_json)
 
 
-def _say_answer(answer: _Answer, wanted: str, check: bool, as_json: bool) -> None:
+def _print_answer(answer: _Answer, wanted: str, check: bool, as_json: bool) -> None:
     if as_json:
         print_json(answer)
         return

@@ -52,7 +52,7 @@ def profile(
         if as_json:
             print_json(found)
         else:
-            _say(found)
+            _print_traces(found)
         missed = wait and any(
             trace.state != types_pb2.TRACE_STATE_WRITTEN for trace in found.traces
         )
@@ -68,7 +68,7 @@ def _ranks(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _say(profile: driver_pb2.Profile) -> None:
+def _print_traces(profile: driver_pb2.Profile) -> None:
     for trace in profile.traces:
         who = f"rank {trace.rank} on node {trace.node}"
         if trace.state == types_pb2.TRACE_STATE_WRITTEN:

@@ -23,7 +23,7 @@ import grpc
 import grpc.aio
 
 from megascale.v1 import driver_pb2, job_pb2, types_pb2
-from megascale_client.connection import Backoff, Connection
+from megascale_client.connection import Connection, RetryTimer
 from megascale_client.errors import (
     ClusterNotFound,
     InvalidJob,
@@ -147,7 +147,7 @@ class AsyncClient:
         """
         token = resume_token
         seen = _Seen()
-        backoff = Backoff(self._retry_for_s)
+        retry = RetryTimer(self._retry_for_s)
         while True:
             request = driver_pb2.WatchJobRequest(name=name, resume_token=token)
             try:
@@ -155,15 +155,15 @@ class AsyncClient:
                     "WatchJob", request, driver_pb2.WatchJobResponse
                 ):
                     token = update.resume_token or token
-                    backoff.reset()
+                    retry.reset()
                     if seen.is_new(update):
                         yield update
             except (grpc.aio.AioRpcError, ClusterNotFound) as error:
-                await self._connection.recover(error, backoff)
+                await self._connection.recover(error, retry)
             else:
                 # A driver that stops in order closes its streams without an error: only a job's end
                 # is the end.
-                if (await self.get(name)).phase in TERMINAL_PHASES or not await backoff.wait():
+                if (await self.get(name)).phase in TERMINAL_PHASES or not await retry.wait():
                     return
 
     async def cancel(self, name: str, *, reason: str) -> driver_pb2.Job:
@@ -315,7 +315,7 @@ class AsyncClient:
         Raises NotFound; InvalidRequest for a token that is too old.
         """
         token = resume_token
-        backoff = Backoff(self._retry_for_s)
+        retry = RetryTimer(self._retry_for_s)
         while True:
             request = driver_pb2.WatchEventsRequest(subject=subject, resume_token=token)
             try:
@@ -323,13 +323,13 @@ class AsyncClient:
                     "WatchEvents", request, driver_pb2.WatchEventsResponse
                 ):
                     token = update.resume_token or token
-                    backoff.reset()
+                    retry.reset()
                     if update.HasField("event"):
                         yield update
             except (grpc.aio.AioRpcError, ClusterNotFound) as error:
-                await self._connection.recover(error, backoff)
+                await self._connection.recover(error, retry)
             else:
-                if not await backoff.wait():
+                if not await retry.wait():
                     raise Unavailable(
                         f"the driver ended the stream of events again and again for {self._retry_for_s:g} s"
                     )
@@ -346,7 +346,7 @@ class AsyncClient:
         request = driver_pb2.TailLogsRequest(
             job=job, rank=rank, attempt=attempt, lines=lines, follow=follow
         )
-        backoff = Backoff(self._retry_for_s)
+        retry = RetryTimer(self._retry_for_s)
         begun = False
         while True:
             try:
@@ -357,7 +357,7 @@ class AsyncClient:
                     yield answer.line
                 return
             except (grpc.aio.AioRpcError, ClusterNotFound) as error:
-                await self._connection.recover(error, Backoff(0) if begun else backoff)
+                await self._connection.recover(error, RetryTimer(0) if begun else retry)
 
     async def checkpoints(self, job: str) -> AsyncIterator[driver_pb2.Checkpoint]:
         """Complete checkpoints of a job, newest first. Raises NotFound."""

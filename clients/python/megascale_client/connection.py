@@ -27,8 +27,8 @@ from megascale_client.errors import (
     from_rpc,
 )
 
-BACKOFF_FIRST_S = 0.1
-BACKOFF_LAST_S = 2.0
+FIRST_WAIT_S = 0.1
+LONGEST_WAIT_S = 2.0
 # A standby names the leader at once; two that name each other must not make us spin.
 MAX_HINTS_IN_A_ROW = 3
 MAX_MESSAGE_BYTES = 4 << 20
@@ -52,8 +52,8 @@ _RETRIED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 Answer = TypeVar("Answer", bound=Message)
 
 
-class Backoff:
-    """Waits that double from BACKOFF_FIRST_S to BACKOFF_LAST_S, with jitter, until ``retry_for_s``
+class RetryTimer:
+    """Waits that double from FIRST_WAIT_S to LONGEST_WAIT_S, with jitter, until ``retry_for_s``
     has passed.
     """
 
@@ -65,7 +65,7 @@ class Backoff:
     def reset(self) -> None:
         """Begin anew, after a success."""
         self._until_s: float | None = None
-        self._next_s = BACKOFF_FIRST_S
+        self._next_s = FIRST_WAIT_S
 
     async def wait(self) -> bool:
         """Wait once; False, without waiting, when the time allowed is over."""
@@ -74,7 +74,7 @@ class Backoff:
         if now >= self._until_s:
             return False
         await asyncio.sleep(min(self._next_s * self._random.uniform(0.5, 1.0), self._until_s - now))
-        self._next_s = min(self._next_s * 2, BACKOFF_LAST_S)
+        self._next_s = min(self._next_s * 2, LONGEST_WAIT_S)
         return True
 
 
@@ -108,14 +108,14 @@ class Connection:
         Raises:
             MegascaleError: see :mod:`megascale_client.errors`.
         """
-        backoff = Backoff(self._retry_for_s)
+        retry = RetryTimer(self._retry_for_s)
         while True:
             try:
                 result = await self._call(method)(
                     request, metadata=self._metadata, timeout=timeout_s or self._timeout_s
                 )
             except (grpc.aio.AioRpcError, ClusterNotFound) as error:
-                await self.recover(error, backoff)
+                await self.recover(error, retry)
                 continue
             self._hints_in_a_row = 0
             assert isinstance(result, answer)
@@ -138,12 +138,14 @@ class Connection:
         finally:
             call.cancel()
 
-    async def recover(self, error: grpc.aio.AioRpcError | MegascaleError, backoff: Backoff) -> None:
+    async def recover(
+        self, error: grpc.aio.AioRpcError | MegascaleError, retry: RetryTimer
+    ) -> None:
         """After a failure: return when the call may be tried again, else raise its error of the
         tree.
         """
         if isinstance(error, MegascaleError):
-            if not await backoff.wait():
+            if not await retry.wait():
                 raise error
             return
         if error.code() not in _RETRIED:
@@ -154,7 +156,7 @@ class Connection:
             self._hints_in_a_row += 1
             return
         self._hints_in_a_row = 0
-        if not await backoff.wait():
+        if not await retry.wait():
             cause = from_rpc(error)
             raise Unavailable(
                 f"no driver answered within {self._retry_for_s:g} s at {', '.join(self._channels) or 'any address'}: "

@@ -134,7 +134,7 @@ class _Copy:
 
     def run(self) -> None:
         """Copy file by file; raises at the first that is not what the manifest says."""
-        self._tell(0)
+        self._report(0)
         for file in self._files:
             self._copy(file)
 
@@ -156,7 +156,7 @@ class _Copy:
                 size_bytes += len(chunk)
                 if digest is not None:
                     digest.update(chunk)
-                self._tell(len(chunk))
+                self._report(len(chunk))
         if size_bytes != file["size_bytes"]:
             raise DamagedCheckpoint(
                 f"{path}: has {size_bytes} bytes where {file['size_bytes']} were written"
@@ -164,7 +164,7 @@ class _Copy:
         if digest is not None and digest.hexdigest() != file["xxh3"]:
             raise DamagedCheckpoint(f"{path}: fails its checksum")
 
-    def _tell(self, count: int) -> None:
+    def _report(self, count: int) -> None:
         self._done_bytes += count
         if self._progress is not None:
             self._progress(self._done_bytes, self._total_bytes)

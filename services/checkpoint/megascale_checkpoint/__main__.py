@@ -17,12 +17,12 @@ import uvloop
 
 from megascale.v1 import checkpoint_pb2_grpc
 from megascale_checkpoint.committer import Committer
+from megascale_checkpoint.committer_client import CommitterClient
 from megascale_checkpoint.concurrency import Pools
 from megascale_checkpoint.errors import CheckpointError
 from megascale_checkpoint.jobs import Jobs
 from megascale_checkpoint.local_server import LocalServer
 from megascale_checkpoint.metrics import CheckpointMetrics
-from megascale_checkpoint.reporting import Reporter
 from megascale_checkpoint.service import SERVICE, CheckpointService
 from megascale_checkpoint.staging import StagingFolder, default_base
 from megascale_common.node.identity import is_dns_label
@@ -66,8 +66,8 @@ async def _serve(options: argparse.Namespace, staging: StagingFolder) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
     token = options.token_file.read_text().strip()
-    pools, reporter = Pools(), Reporter(token)
-    jobs = Jobs(staging, pools, reporter)
+    pools, committers = Pools(), CommitterClient(token)
+    jobs = Jobs(staging, pools, committers)
     server = RpcServer(token)
     service = CheckpointService(jobs, Committer(pools, jobs.registration))
     checkpoint_pb2_grpc.add_CheckpointServiceServicer_to_server(service, server.server)
@@ -90,7 +90,7 @@ async def _serve(options: argparse.Namespace, staging: StagingFolder) -> None:
         await local.close()
         await server.stop()
         await metrics.stop()
-        await reporter.close()
+        await committers.close()
         pools.close()
 
 

@@ -21,7 +21,6 @@ from megascale_checkpoint import manifest as manifests
 from megascale_checkpoint.checksums import checksum
 from megascale_checkpoint.commit_log import CommitLog, Record
 from megascale_checkpoint.concurrency import Pools, Signal, in_pool
-from megascale_checkpoint.decision import Decision, Sealed, decide
 from megascale_checkpoint.errors import (
     CheckpointError,
     DamagedError,
@@ -30,7 +29,8 @@ from megascale_checkpoint.errors import (
     SupersededError,
 )
 from megascale_checkpoint.manifest import File, Manifest
-from megascale_checkpoint.registration import Registration
+from megascale_checkpoint.registration import RankRegistration
+from megascale_checkpoint.restore_decision import RestoreDecision, SealedStep, decide
 from megascale_checkpoint.storage import Storage, join, open_storage
 from megascale_common.service import logs
 
@@ -60,7 +60,9 @@ class Committer:
     their job.
     """
 
-    def __init__(self, pools: Pools, registration: Callable[[str], Registration | None]) -> None:
+    def __init__(
+        self, pools: Pools, registration: Callable[[str], RankRegistration | None]
+    ) -> None:
         self.changed = Signal()
         self._pools, self._registration = pools, registration
         self._attempts: dict[str, _Attempt] = {}
@@ -72,11 +74,11 @@ class Committer:
         uri: str,
         attempt: int,
         world_size: int,
-        sealed: Sealed,
+        sealed: SealedStep,
         refused: frozenset[int],
         epoch: Epoch,
         load_uri: str = "",
-    ) -> tuple[Record, Decision]:
+    ) -> tuple[Record, RestoreDecision]:
         """Append OPEN(attempt), which fences all earlier attempts, and decide what is restored.
         Idempotent.
 
@@ -109,7 +111,7 @@ class Committer:
             # ours.
             _refuse_foreign(commit_log, job)
             self._attempts[job] = _Attempt(attempt, uri, world_size, commit_log)
-        decision = Decision.from_dict(record.values["restored_from"])
+        decision = RestoreDecision.from_dict(record.values["restored_from"])
         await in_pool(self._pools.commits, _remove_unfinished, storage, commit_log, attempt)
         log.info(
             "attempt opened", job=job, attempt=attempt, source=decision.source, step=decision.step

@@ -1,4 +1,4 @@
-"""The jobs that this node serves: their ranks' stages, what is committed, what went wrong. Source
+"""The jobs that this node serves: their ranks' snapshots, what is committed, what went wrong. Source
 of WatchProgress.
 
 A node runs one attempt at a time, so the staging memory of a job that nobody is connected to, and
@@ -13,11 +13,11 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from megascale.v1 import link_pb2
+from megascale_checkpoint.committer_client import CommitterClient
 from megascale_checkpoint.concurrency import Pools, Signal, in_pool
 from megascale_checkpoint.errors import RequestError, StagingError
-from megascale_checkpoint.registration import Registration
-from megascale_checkpoint.reporting import Reporter
-from megascale_checkpoint.stage import Owner, RankStage
+from megascale_checkpoint.rank_snapshots import Owner, RankSnapshots
+from megascale_checkpoint.registration import RankRegistration
 from megascale_checkpoint.staging import LEAST_SLOTS, StagingFolder
 from megascale_common.service import logs
 
@@ -51,13 +51,13 @@ class Work:
 
 
 @dataclass(slots=True)
-class Job:
+class JobCheckpoints:
     """One job on this node. ``attempt`` is the highest that registered."""
 
     name: str
     changed: Signal
     attempt: int = 0
-    ranks: dict[int, RankStage] = field(default_factory=dict)
+    ranks: dict[int, RankSnapshots] = field(default_factory=dict)
     committed: Committed = field(default_factory=Committed)
     skipped_before: int = 0
     busy_ranks: dict[tuple[int, int], set[int]] = field(default_factory=dict)
@@ -112,8 +112,8 @@ class Job:
             skipped_snapshots=self.skipped_before + sum(map(bool, self.busy_ranks.values())),
             persist_error=self.persist_error,
         )
-        for rank, stage in sorted(self.ranks.items()):
-            for seal in stage.table.sealed():
+        for rank, snapshots in sorted(self.ranks.items()):
+            for seal in snapshots.table.sealed():
                 message.sealed.add(
                     rank=rank,
                     attempt=seal.attempt,
@@ -126,39 +126,46 @@ class Job:
 class Jobs:
     """All jobs of the node. ``changed`` fires on every change that WatchProgress shows."""
 
-    def __init__(self, staging: StagingFolder, pools: Pools, reporter: Reporter) -> None:
+    def __init__(self, staging: StagingFolder, pools: Pools, committer: CommitterClient) -> None:
         self.changed = Signal()
-        self._staging, self._pools, self._reporter = staging, pools, reporter
-        self._jobs: dict[str, Job] = {}
+        self._staging, self._pools, self._committer = staging, pools, committer
+        self._jobs: dict[str, JobCheckpoints] = {}
         self._registering: dict[tuple[str, int], asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    def job(self, name: str) -> Job:
+    def job(self, name: str) -> JobCheckpoints:
         """The job's state, created on first use."""
         # The most recently used stand last.
-        self._jobs[name] = self._jobs.pop(name) if name in self._jobs else Job(name, self.changed)
+        self._jobs[name] = (
+            self._jobs.pop(name) if name in self._jobs else JobCheckpoints(name, self.changed)
+        )
         without_ranks = [other for other, job in self._jobs.items() if not job.ranks]
         for other in without_ranks[:-KEPT_JOBS]:
             del self._jobs[other]
         return self._jobs[name]
 
-    def all(self) -> list[Job]:
+    def all(self) -> list[JobCheckpoints]:
         """Every job, by name."""
         return [self._jobs[name] for name in sorted(self._jobs)]
 
-    def registration(self, name: str) -> Registration | None:
+    def registration(self, name: str) -> RankRegistration | None:
         """What some rank of the job's newest attempt said of itself on this node."""
         job = self._jobs.get(name)
-        stages = job.ranks.values() if job else ()
+        all_snapshots = job.ranks.values() if job else ()
         return next(
-            (s.registration for s in stages if job and s.registration.attempt == job.attempt), None
+            (
+                s.registration
+                for s in all_snapshots
+                if job and s.registration.attempt == job.attempt
+            ),
+            None,
         )
 
     def progress(self) -> list[link_pb2.CheckpointProgress]:
         """Progress of every job, by name."""
         return [self._jobs[name].progress() for name in sorted(self._jobs)]
 
-    async def register(self, registration: Registration, owner: Owner) -> RankStage:
-        """The stage of a rank, which ``owner`` (its connection) now holds; seals of the same layout
+    async def register(self, registration: RankRegistration, owner: Owner) -> RankSnapshots:
+        """The snapshots of a rank, which ``owner`` (its connection) now holds; seals of the same layout
         are kept.
 
         Raises:
@@ -176,55 +183,59 @@ class Jobs:
                 other.supersede(registration.attempt)
         await self._free_idle(registration.job)
         async with self._registering[registration.job, registration.rank]:
-            stage = job.ranks.get(registration.rank)
-            if stage is None or not await self._keep(job, stage, registration):
-                stage = await RankStage.create(
-                    registration, job, self._staging, self._pools, self._reporter
+            snapshots = job.ranks.get(registration.rank)
+            if snapshots is None or not await self._keep(job, snapshots, registration):
+                snapshots = await RankSnapshots.create(
+                    registration, job, self._staging, self._pools, self._committer
                 )
-                self._say_loss_bound(registration, len(stage.memories))
-                job.ranks[registration.rank] = stage
-            stage.take_over(registration, owner)
+                self._log_loss_bound(registration, len(snapshots.memories))
+                job.ranks[registration.rank] = snapshots
+            snapshots.take_over(registration, owner)
         self.changed.notify()
-        return stage
+        return snapshots
 
     async def close(self, drain_s: float) -> None:
         """End persistence: what runs may take ``drain_s`` to end."""
-        stages = [stage for job in self._jobs.values() for stage in job.ranks.values()]
-        await asyncio.gather(*(stage.stop(drain_s) for stage in stages))
+        all_snapshots = [
+            snapshots for job in self._jobs.values() for snapshots in job.ranks.values()
+        ]
+        await asyncio.gather(*(snapshots.stop(drain_s) for snapshots in all_snapshots))
 
     async def _free_idle(self, registering: str) -> None:
         for job in list(self._jobs.values()):
             if (
                 job.name != registering
                 and job.ranks
-                and all(stage.idle() for stage in job.ranks.values())
+                and all(snapshots.idle() for snapshots in job.ranks.values())
             ):
                 log.info("staging memory freed for another job", job=job.name, other=registering)
                 for rank in list(job.ranks):
                     await self._free(job, rank)
 
-    async def _keep(self, job: Job, stage: RankStage, registration: Registration) -> bool:
-        """Whether the rank's stage serves on; otherwise it is freed."""
-        if stage.fits(registration):
+    async def _keep(
+        self, job: JobCheckpoints, snapshots: RankSnapshots, registration: RankRegistration
+    ) -> bool:
+        """Whether the rank's snapshots serves on; otherwise it is freed."""
+        if snapshots.fits(registration):
             try:
-                await stage.part_from_owner(self._staging)
+                await snapshots.detach_owner(self._staging)
                 return True
             except StagingError as error:
                 log.warning(
-                    "stage is made anew", job=job.name, rank=registration.rank, error=str(error)
+                    "snapshots is made anew", job=job.name, rank=registration.rank, error=str(error)
                 )
         await self._free(job, registration.rank)
         return False
 
-    async def _free(self, job: Job, rank: int) -> None:
-        stage = job.ranks.pop(rank, None)
-        if stage is not None:
-            stage.owner = None
-            await stage.stop(0.0)
-            await in_pool(self._pools.memory, self._staging.free, stage.memories)
+    async def _free(self, job: JobCheckpoints, rank: int) -> None:
+        snapshots = job.ranks.pop(rank, None)
+        if snapshots is not None:
+            snapshots.owner = None
+            await snapshots.stop(0.0)
+            await in_pool(self._pools.memory, self._staging.free, snapshots.memories)
 
     @staticmethod
-    def _say_loss_bound(registration: Registration, slots: int) -> None:
+    def _log_loss_bound(registration: RankRegistration, slots: int) -> None:
         bound = "none: a snapshot is taken while the one before is persisted"
         if slots == LEAST_SLOTS:
             bound = "a snapshot is skipped when persisting takes longer than the interval between snapshots"

@@ -18,8 +18,8 @@ from typing import Any
 
 from megascale_checkpoint.errors import CheckpointError, DamagedError, RequestError
 from megascale_checkpoint.jobs import Jobs
-from megascale_checkpoint.registration import Registration, field, parse
-from megascale_checkpoint.stage import RankStage
+from megascale_checkpoint.rank_snapshots import RankSnapshots
+from megascale_checkpoint.registration import RankRegistration, field, parse
 from megascale_common.node import framing
 from megascale_common.node.framing import Message
 from megascale_common.service import logs
@@ -39,7 +39,7 @@ class LocalServer:
         self._jobs = jobs
         self._path = path
         self._listener = _listen(path)
-        self._connections: dict[asyncio.Task[None], _Connection] = {}
+        self._connections: dict[asyncio.Task[None], _WorkerConnection] = {}
 
     async def serve(self) -> None:
         """Accept workers for ever."""
@@ -56,7 +56,7 @@ class LocalServer:
                 sock.close()
                 continue
             sock.setblocking(False)
-            connection = _Connection(sock, self._jobs)
+            connection = _WorkerConnection(sock, self._jobs)
             task = asyncio.create_task(connection.serve())
             self._connections[task] = connection
             task.add_done_callback(self._connections.pop)
@@ -71,13 +71,13 @@ class LocalServer:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class _Connection:
+class _WorkerConnection:
     """One worker. ``_held`` are the slots that it writes or reads."""
 
     def __init__(self, sock: socket.socket, jobs: Jobs) -> None:
         self._sock, self._jobs = sock, jobs
-        self._registration: Registration | None = None
-        self._stage: RankStage | None = None
+        self._registration: RankRegistration | None = None
+        self._snapshots: RankSnapshots | None = None
         self._held: set[int] = set()
         self._task: asyncio.Task[Any] | None = None
         self._handlers: Mapping[str, Callable[[Message], Awaitable[Message]]] = {
@@ -120,7 +120,7 @@ class _Connection:
 
     async def _answer(self, message: Message) -> None:
         kind = message.get("kind")
-        if self._stage is None:
+        if self._snapshots is None:
             if kind != "register":
                 raise RequestError(f"the first message is {kind!r}; register first")
             await self._register(message)
@@ -132,10 +132,10 @@ class _Connection:
 
     async def _register(self, message: Message) -> None:
         registration = parse(message)
-        stage = await self._jobs.register(registration, self)
-        self._registration, self._stage = registration, stage
-        descriptors = [memory.descriptor for memory in stage.memories]
-        size_bytes = len(stage.memories[0].view)
+        snapshots = await self._jobs.register(registration, self)
+        self._registration, self._snapshots = registration, snapshots
+        descriptors = [memory.descriptor for memory in snapshots.memories]
+        size_bytes = len(snapshots.memories[0].view)
         answer = {"kind": "registered", "slots": len(descriptors), "slot_bytes": size_bytes}
         await self._send(answer, descriptors)
 
@@ -195,27 +195,27 @@ class _Connection:
             raise RequestError(
                 f"drain.timeout_s is {timeout_s!r}; give 0 to {MOST_DRAIN_S:.0f} seconds"
             )
-        stage = self._current()
+        snapshots = self._current()
         assert self._registration is not None
         try:
             async with asyncio.timeout(timeout_s):
-                problem = await stage.drain(step)
+                problem = await snapshots.drain(step)
         except TimeoutError:
             problem = f"step {step} is not complete after {timeout_s:g} s: see persist_error of the other nodes"
         committed = self._jobs.job(self._registration.job).committed.step
         answer: Message = {"kind": "drained", "committed_step": committed}
         return answer if committed >= step else {**answer, "error": problem}
 
-    def _current(self) -> RankStage:
-        """The stage, as long as it is ours.
+    def _current(self) -> RankSnapshots:
+        """The snapshots, as long as it is ours.
 
         Raises:
             RequestError: a newer connection of this rank has taken it over.
         """
-        assert self._stage is not None
-        if self._stage.owner is not self:
+        assert self._snapshots is not None
+        if self._snapshots.owner is not self:
             raise RequestError("this worker is superseded: a newer one has registered for its rank")
-        return self._stage
+        return self._snapshots
 
     def _give_up_hold(self, index: int) -> None:
         if index not in self._held:
@@ -223,14 +223,14 @@ class _Connection:
         self._held.discard(index)
 
     def _let_go(self) -> None:
-        stage = self._stage
-        if stage is None:
+        snapshots = self._snapshots
+        if snapshots is None:
             return
         for index in self._held:
-            stage.release(index)
+            snapshots.release(index)
         self._held.clear()
-        if stage.owner is self:
-            stage.owner = None
+        if snapshots.owner is self:
+            snapshots.owner = None
 
     async def _send_error(self, text: str) -> None:
         try:

@@ -13,9 +13,9 @@ from megascale.v1 import checkpoint_pb2
 from megascale_checkpoint import manifest
 from megascale_checkpoint.concurrency import Cancellation
 from megascale_checkpoint.errors import CheckpointError
-from megascale_checkpoint.registration import Registration
+from megascale_checkpoint.registration import RankRegistration
 from megascale_checkpoint.shard_file import Origin, encode_header, file_chunks, primary
-from megascale_checkpoint.slots import Seal
+from megascale_checkpoint.slots import SlotSeal
 from megascale_checkpoint.storage import Storage, open_storage
 from megascale_common.service import logs
 
@@ -43,7 +43,7 @@ class Prepared:
 
 
 def persist(
-    registration: Registration, seal: Seal, image: memoryview, cancelled: Cancellation
+    registration: RankRegistration, seal: SlotSeal, image: memoryview, cancelled: Cancellation
 ) -> Prepared:
     """:func:`write_rank_file`, tried again a few times where the storage may only be failing over;
     same errors.
@@ -65,7 +65,7 @@ def persist(
 
 
 def write_rank_file(
-    registration: Registration, seal: Seal, image: memoryview, cancelled: Cancellation
+    registration: RankRegistration, seal: SlotSeal, image: memoryview, cancelled: Cancellation
 ) -> Prepared:
     """Write the primary pieces of a sealed slot under the job's uri, straight from the slot.
 

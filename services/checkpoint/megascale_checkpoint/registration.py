@@ -32,7 +32,7 @@ def field(message: Mapping[str, Any], name: str, kind: type[T]) -> T:
 
 
 @dataclass(frozen=True, slots=True)
-class Registration:
+class RankRegistration:
     """One rank of one attempt. ``slots`` 0 lets the daemon choose; an empty ``uri`` keeps snapshots
     in memory only.
     """
@@ -49,7 +49,7 @@ class Registration:
     layout_info: dict[str, int]
 
 
-def parse(message: Mapping[str, Any]) -> Registration:
+def parse(message: Mapping[str, Any]) -> RankRegistration:
     """The registration in a Register message of megascale_common.node.messages.
 
     Raises:
@@ -61,7 +61,7 @@ def parse(message: Mapping[str, Any]) -> Registration:
             f"register.version is {version}; this daemon speaks {PROTOCOL_VERSION}: use one build"
         )
     layout = _layout(field(message, "layout", dict))
-    registration = Registration(
+    registration = RankRegistration(
         job=field(message, "job", str),
         attempt=field(message, "attempt", int),
         rank=field(message, "rank", int),
@@ -84,7 +84,7 @@ def _layout(values: dict[str, Any]) -> ShardLayout:
         raise RequestError(f"register.layout is not a layout: {error}") from error
 
 
-def _check(given: Registration) -> None:
+def _check(given: RankRegistration) -> None:
     if not is_dns_label(given.job):
         raise RequestError(f"register.job {given.job!r} is not a DNS-1123 label")
     if given.attempt < 1:

@@ -14,7 +14,7 @@ import grpc.aio
 
 from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc, driver_pb2, link_pb2, types_pb2
 from megascale_checkpoint.committer import Committer
-from megascale_checkpoint.decision import Sealed
+from megascale_checkpoint.committer_client import HOLD_S
 from megascale_checkpoint.errors import (
     CheckpointError,
     NotFoundError,
@@ -24,7 +24,7 @@ from megascale_checkpoint.errors import (
     UnusableError,
 )
 from megascale_checkpoint.jobs import Jobs
-from megascale_checkpoint.reporting import HOLD_S
+from megascale_checkpoint.restore_decision import SealedStep
 from megascale_common.node.identity import is_dns_label
 
 SERVICE = checkpoint_pb2.DESCRIPTOR.services_by_name["CheckpointService"].full_name
@@ -55,7 +55,7 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
                 request.uri,
                 request.attempt,
                 request.world_size,
-                Sealed(request.sealed_step, request.sealed_by_attempt),
+                SealedStep(request.sealed_step, request.sealed_by_attempt),
                 frozenset(request.refused_steps),
                 (request.epoch.cluster_generation, request.epoch.create_revision),
                 request.load_uri,

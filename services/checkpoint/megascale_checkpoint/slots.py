@@ -19,7 +19,7 @@ from typing import Any
 from megascale_checkpoint.errors import RequestError
 
 
-class Phase(enum.Enum):
+class SlotPhase(enum.Enum):
     """What a slot is used for."""
 
     FREE = "free"
@@ -30,7 +30,7 @@ class Phase(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Seal:
+class SlotSeal:
     """Seal record: the slot holds the whole state of the rank after ``step``. One checksum per
     piece of the layout.
     """
@@ -56,16 +56,16 @@ class Slot:
     """
 
     index: int
-    phase: Phase = Phase.FREE
+    phase: SlotPhase = SlotPhase.FREE
     step: int = 0
-    seal: Seal | None = None
+    seal: SlotSeal | None = None
     pending: bool = False
     busy: int = 0
 
     @property
     def in_use(self) -> bool:
         """Whether somebody still reads it, is to read it, or fills it from storage."""
-        return self.pending or self.busy > 0 or self.phase is Phase.RESTORING
+        return self.pending or self.busy > 0 or self.phase is SlotPhase.RESTORING
 
 
 class SlotTable:
@@ -74,10 +74,10 @@ class SlotTable:
     def __init__(self, count: int) -> None:
         self.slots = [Slot(index) for index in range(count)]
 
-    def sealed(self) -> list[Seal]:
+    def sealed(self) -> list[SlotSeal]:
         """Seals at hand, oldest first."""
         return sorted(
-            (s.seal for s in self.slots if s.phase is Phase.SEALED and s.seal),
+            (s.seal for s in self.slots if s.phase is SlotPhase.SEALED and s.seal),
             key=lambda seal: seal.age,
         )
 
@@ -87,7 +87,7 @@ class SlotTable:
         for slot in self.slots:
             seal = slot.seal
             if (
-                slot.phase is Phase.SEALED
+                slot.phase is SlotPhase.SEALED
                 and seal
                 and (seal.attempt, seal.step, seal.layout_digest) == wanted
             ):
@@ -101,7 +101,7 @@ class SlotTable:
         slot = self._reusable(spare_newest=True)
         if slot is None:
             return None
-        self._reuse(slot, Phase.WRITING, step)
+        self._reuse(slot, SlotPhase.WRITING, step)
         return slot.index
 
     def take_for_restore(self) -> int:
@@ -119,7 +119,7 @@ class SlotTable:
             raise RequestError(
                 "no slot is free to restore into: release what is being written first"
             )
-        self._reuse(slot, Phase.RESTORING, 0)
+        self._reuse(slot, SlotPhase.RESTORING, 0)
         return slot.index
 
     def begin_seal(self, index: int, step: int) -> None:
@@ -129,17 +129,17 @@ class SlotTable:
             RequestError: the slot is not being written, or for another step.
         """
         slot = self.at(index)
-        if slot.phase is not Phase.WRITING or slot.step != step:
+        if slot.phase is not SlotPhase.WRITING or slot.step != step:
             raise RequestError(
                 f"slot {index} is {slot.phase.value} (step {slot.step}): acquire it for step {step} first"
             )
-        slot.phase = Phase.SEALING
+        slot.phase = SlotPhase.SEALING
 
-    def finish_seal(self, index: int, seal: Seal, *, persist: bool) -> None:
+    def finish_seal(self, index: int, seal: SlotSeal, *, persist: bool) -> None:
         """The checksums stand: the slot is sealed, and waits to be persisted if ``persist``."""
         slot = self.at(index)
-        assert slot.phase is Phase.SEALING
-        slot.phase, slot.seal, slot.pending = Phase.SEALED, seal, persist
+        assert slot.phase is SlotPhase.SEALING
+        slot.phase, slot.seal, slot.pending = SlotPhase.SEALED, seal, persist
 
     def release(self, index: int) -> None:
         """Give back a slot that was acquired or restored into, or end the reading of a sealed one.
@@ -148,8 +148,8 @@ class SlotTable:
             RequestError: nobody holds the slot.
         """
         slot = self.at(index)
-        if slot.phase in (Phase.WRITING, Phase.RESTORING, Phase.SEALING):
-            self._reuse(slot, Phase.FREE, 0)
+        if slot.phase in (SlotPhase.WRITING, SlotPhase.RESTORING, SlotPhase.SEALING):
+            self._reuse(slot, SlotPhase.FREE, 0)
         elif slot.busy:
             slot.busy -= 1
         else:
@@ -158,12 +158,12 @@ class SlotTable:
     def lend(self, index: int) -> None:
         """A reader uses the sealed slot until it is released."""
         slot = self.at(index)
-        assert slot.phase is Phase.SEALED
+        assert slot.phase is SlotPhase.SEALED
         slot.busy += 1
 
     def discard(self, index: int) -> None:
         """Forget a sealed slot whose content turned out to be damaged."""
-        self._reuse(self.at(index), Phase.FREE, 0)
+        self._reuse(self.at(index), SlotPhase.FREE, 0)
 
     def next_pending(self) -> Slot | None:
         """The oldest slot that waits to be persisted: every rank persists every sealed step in
@@ -191,19 +191,19 @@ class SlotTable:
         return self.slots[index]
 
     def _reusable(self, *, spare_newest: bool) -> Slot | None:
-        free = next((slot for slot in self.slots if slot.phase is Phase.FREE), None)
+        free = next((slot for slot in self.slots if slot.phase is SlotPhase.FREE), None)
         if free is not None:
             return free
         sealed = self.sealed()
         idle = [
             s
             for s in self.slots
-            if s.phase is Phase.SEALED and not s.pending and not s.busy and s.seal
+            if s.phase is SlotPhase.SEALED and not s.pending and not s.busy and s.seal
         ]
         if spare_newest:
             idle = [slot for slot in idle if slot.seal is not sealed[-1]]
         return min(idle, key=lambda slot: slot.seal.age if slot.seal else (0, 0), default=None)
 
     @staticmethod
-    def _reuse(slot: Slot, phase: Phase, step: int) -> None:
+    def _reuse(slot: Slot, phase: SlotPhase, step: int) -> None:
         slot.phase, slot.step, slot.seal, slot.pending, slot.busy = phase, step, None, False, 0

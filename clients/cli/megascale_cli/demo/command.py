@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from megascale_cli.demo.machine import DemoFailed, run_command
+from megascale_cli.demo.cluster import DemoFailed, run_command
 from megascale_cli.demo.plan import MAX_STEPS, PlanError, Sabotage, choose_plan
 from megascale_cli.demo.run import Demo
 from megascale_cli.exits import FAILED, INTERRUPTED, fail
@@ -57,7 +57,7 @@ def demo(
     """
     console = Console(stderr=as_json, highlight=False)
 
-    def say(text: str) -> None:
+    def echo(text: str) -> None:
         console.print(text, soft_wrap=True)
 
     async def run() -> dict[str, object]:
@@ -73,26 +73,26 @@ def demo(
             steps=steps,
             sabotage=sabotage,
         )
-        say(
+        echo(
             f"device: {plan.device} ({look['gpus_present']} GPUs here); {plan.nodes} nodes of {plan.devices_per_node}"
         )
-        return (await Demo(plan, run_folder, say, recovery_timeout_s).run()).as_dict()
+        return (await Demo(plan, run_folder, echo, recovery_timeout_s).run()).as_dict()
 
     try:
         report = asyncio.run(run())
     except PlanError as error:
         raise typer.BadParameter(str(error)) from None
     except DemoFailed as error:
-        say(f"[bold red]the demo failed[/bold red]: {escape(str(error))}")
+        echo(f"[bold red]the demo failed[/bold red]: {escape(str(error))}")
         raise typer.Exit(FAILED) from None
     except MegascaleError as error:
         raise fail(error, as_json) from None
     except KeyboardInterrupt:
-        say("interrupted; everything that was started is stopped")
+        echo("interrupted; everything that was started is stopped")
         raise typer.Exit(INTERRUPTED) from None
     if as_json:
         print_json(report)
-    say(
+    echo(
         f"[bold green]all of it was observed[/bold green]: fault to detected {report['fault_to_detected_s']} s, "
         f"detected to restarted {report['detected_to_restarted_s']} s, fault to first new step "
         f"{report['fault_to_first_new_step_s']} s, {report['steps_lost']} steps lost, {report['wall_s']} s in all"

@@ -18,7 +18,7 @@ class PlanError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class DemoPlan:
     """One demo. ``nodes`` counts the spare; ranks = tp * pp * dp fill the other nodes."""
 
     device: Literal["cpu", "cuda"]
@@ -113,7 +113,7 @@ def choose_plan(
     dp: int | None,
     steps: int,
     sabotage: Sabotage,
-) -> Plan:
+) -> DemoPlan:
     """Fill in what the options leave open: GPUs where there are enough (six by default), else the
     CPU.
 
@@ -121,12 +121,12 @@ def choose_plan(
         PlanError: the options do not fit together or the machine has too few GPUs.
     """
 
-    def plan(kind: Literal["cpu", "cuda"], default_per_node: int, default_dp: int) -> Plan:
+    def plan(kind: Literal["cpu", "cuda"], default_per_node: int, default_dp: int) -> DemoPlan:
         per_node = devices_per_node or default_per_node
         sizes = {"tp": tp or 2, "pp": pp or 2, "dp": dp or default_dp}
         active = -(-sizes["tp"] * sizes["pp"] * sizes["dp"] // per_node)
         count = nodes or active + (0 if sabotage == "no-spare" else 1)
-        return Plan(
+        return DemoPlan(
             device=kind,
             nodes=count,
             devices_per_node=per_node,

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from megascale_cli.demo.judge import Kill
+from megascale_cli.demo.claims import Kill
 from megascale_cli.demo.recording import Recording, seconds
 from megascale_cli.output import clipped
 

@@ -15,19 +15,19 @@ from rich.markup import escape
 
 from megascale.v1 import driver_pb2, types_pb2
 from megascale_cli.demo import render
-from megascale_cli.demo.judge import (
+from megascale_cli.demo.claims import (
     FIRST,
     MIN_COMMITS_BEFORE_KILL,
     SECOND,
     Claim,
     DemoReport,
     Kill,
-    judge_recovery,
-    judge_twin,
     make_report,
+    recovery_claims,
+    twin_claims,
 )
-from megascale_cli.demo.machine import DemoFailed, Machine, fresh_folder, run_command
-from megascale_cli.demo.plan import Plan
+from megascale_cli.demo.cluster import DemoCluster, DemoFailed, fresh_folder, run_command
+from megascale_cli.demo.plan import DemoPlan
 from megascale_cli.demo.recording import Recording
 from megascale_cli.output import event_text, step_text
 from megascale_client import AsyncClient, MegascaleError, parse_job
@@ -44,22 +44,22 @@ COMMIT_POLL_S = 0.1
 SHOW_EVERY_STEPS = 4
 
 Result = TypeVar("Result")
-Say = Callable[[str], None]
+Echo = Callable[[str], None]
 
 
 class Demo:
     """One demo in ``folder``.
 
     Args:
-        say: prints rich markup.
+        echo: prints rich markup.
         recovery_timeout_s: how long nothing may move after the kill.
     """
 
-    def __init__(self, plan: Plan, folder: Path, say: Say, recovery_timeout_s: float) -> None:
+    def __init__(self, plan: DemoPlan, folder: Path, echo: Echo, recovery_timeout_s: float) -> None:
         self.plan = plan
         self.folder = folder.resolve()
         self.name = self.folder.name
-        self._say = say
+        self._echo = echo
         self._recovery_timeout_s = recovery_timeout_s
         self._started = time.monotonic()
         self._corpus = self.folder / "corpus" / "stdlib"
@@ -73,13 +73,13 @@ class Demo:
         """
         fresh_folder(self.folder)
         await self._tokenise()
-        machine = Machine(self.plan, self.folder, self._say)
+        cluster = DemoCluster(self.plan, self.folder, self._echo)
         try:
-            await machine.start()
+            await cluster.start()
             async with AsyncClient.from_run_folder(self.folder) as client:
-                report = await self._train(client, machine)
+                report = await self._train(client, cluster)
         finally:
-            left = await machine.stop()
+            left = await cluster.stop()
         self._require(
             [Claim("nothing is left running", left == 0, f"{left} processes had to be killed")]
         )
@@ -97,17 +97,17 @@ class Demo:
             "bytes",
         ]
         corpus = await run_command(*arguments, "--glob", "*.py", "--max-bytes", str(CORPUS_BYTES))
-        self._say(
+        self._echo(
             f"corpus: {corpus['documents']} documents, {corpus['tokens']} tokens from {stdlib}"
         )
 
-    async def _train(self, client: AsyncClient, machine: Machine) -> DemoReport:
+    async def _train(self, client: AsyncClient, cluster: DemoCluster) -> DemoReport:
         run = Recording(self.name)
-        kill = await self._interrupted(client, machine, run)
+        kill = await self._interrupted(client, cluster, run)
         warm = await _incarnations(client)
-        self._require(judge_recovery(self.plan, run, kill))
+        self._require(recovery_claims(self.plan, run, kill))
         twin = Recording(f"{self.name}-twin")
-        self._say(f"now the uninterrupted twin {twin.name} on the same nodes")
+        self._echo(f"now the uninterrupted twin {twin.name} on the same nodes")
         await self._submit(client, twin.name)
         await self._while_moving(
             STANDSTILL_S, twin.follow(client, self._show), "the twin did not finish", client, twin
@@ -121,11 +121,11 @@ class Demo:
         nodes = [node.name async for node in client.nodes()]
         report = make_report(self.plan, run, twin, kill, nodes, time.monotonic() - self._started)
         self._show_results(run, twin, kill, report)
-        self._require(judge_twin(self.plan, run, twin, same_nodes))
+        self._require(twin_claims(self.plan, run, twin, same_nodes))
         return report
 
     async def _interrupted(
-        self, client: AsyncClient, machine: Machine, run: Recording
+        self, client: AsyncClient, cluster: DemoCluster, run: Recording
     ) -> Kill | None:
         """Train until the second commit, kill a node, see the job to its end."""
         await self._submit(client, run.name)
@@ -137,7 +137,7 @@ class Demo:
             )
             kill = None
             if self.plan.sabotage != "no-kill" and not run.ended:
-                kill = await self._kill(machine, run, commits)
+                kill = await self._kill(cluster, run, commits)
             why = "the job did not resume and finish" if kill else "the job did not finish"
             await self._while_moving(self._recovery_timeout_s, following, why, client, run)
         finally:
@@ -148,7 +148,7 @@ class Demo:
         spec = parse_job(self.plan.job(name, self._corpus, self.folder / "checkpoints" / name))
         await client.submit(spec)
         plan = self.plan
-        self._say(
+        self._echo(
             f"job {name}: {plan.world_size} {plan.device} ranks (TP{plan.tp} x PP{plan.pp} x DP{plan.dp}), "
             f"{plan.steps} steps, a checkpoint every {plan.interval_steps}"
         )
@@ -172,14 +172,14 @@ class Demo:
                 return tuple(steps)
         return tuple(sorted([checkpoint.step async for checkpoint in client.checkpoints(run.name)]))
 
-    async def _kill(self, machine: Machine, run: Recording, commits: tuple[int, ...]) -> Kill:
+    async def _kill(self, cluster: DemoCluster, run: Recording, commits: tuple[int, ...]) -> Kill:
         # The node of rank 0 is the hardest to lose: the rendezvous store and the committer live
         # there.
         node = run.nodes_of_attempt[FIRST][0]
-        self._say(
+        self._echo(
             f"[bold red]SIGKILL to every process of node {node}[/bold red] after step {run.last_step(FIRST)}"
         )
-        killed_at, processes, left = await machine.kill_node(node)
+        killed_at, processes, left = await cluster.kill_node(node)
         return Kill(killed_at, node, commits, processes, left)
 
     async def _while_moving(
@@ -211,9 +211,9 @@ class Demo:
     def _show(self, update: driver_pb2.WatchJobResponse) -> None:
         kind = update.WhichOneof("update")
         if kind == "event":
-            self._say(event_text(update.event))
+            self._echo(event_text(update.event))
         elif kind == "step" and (update.step.step % SHOW_EVERY_STEPS == 0 or update.step.step == 1):
-            self._say(step_text(update.step, self.plan.steps))
+            self._echo(step_text(update.step, self.plan.steps))
 
     def _show_results(
         self, run: Recording, twin: Recording, kill: Kill | None, report: DemoReport
@@ -223,21 +223,21 @@ class Demo:
         killed_at_step = (
             run.last_step(FIRST) if kill is not None and run.attempts >= SECOND else None
         )
-        self._say("\n[bold]timeline[/bold]")
+        self._echo("\n[bold]timeline[/bold]")
         for line in render.timeline(run, kill):
-            self._say(escape(line))
-        self._say("\n[bold]loss[/bold]")
+            self._echo(escape(line))
+        self._echo("\n[bold]loss[/bold]")
         for line in render.curve(run.losses(), killed_at_step, report.resumed_from_step):
-            self._say(line)
+            self._echo(line)
         picture = self.folder / "loss.png"
         problem = render.write_png(picture, run, twin, killed_at_step)
-        self._say(f"no picture: {problem}" if problem else f"picture: {picture}")
-        self._say(f"report: {file}\n")
+        self._echo(f"no picture: {problem}" if problem else f"picture: {picture}")
+        self._echo(f"report: {file}\n")
 
     def _require(self, claims: list[Claim]) -> None:
         for claim in claims:
             mark = "[green]yes[/green]" if claim.holds else "[bold red]NO[/bold red] "
-            self._say(f"  {mark} {escape(str(claim))}")
+            self._echo(f"  {mark} {escape(str(claim))}")
         failed = [claim for claim in claims if not claim.holds]
         if failed:
             raise DemoFailed(f"not observed: {failed[0]}")

@@ -22,14 +22,16 @@ GIVE_UP_S = 900.0  # ranks of a step may be this far apart before it is given up
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 
 
-class Reporter:
+class CommitterClient:
     """Channels to committers, one per address."""
 
     def __init__(self, token: str, *, give_up_s: float = GIVE_UP_S) -> None:
         self._token, self._give_up_s = token, give_up_s
         self._channels: dict[str, grpc.aio.Channel] = {}
 
-    async def report(self, request: checkpoint_pb2.ReportPreparedRequest, endpoint: str) -> str:
+    async def report_prepared(
+        self, request: checkpoint_pb2.ReportPreparedRequest, endpoint: str
+    ) -> str:
         """Return the manifest's address once the checkpoint is complete.
 
         Raises:

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 
 from megascale_checkpoint import persist, restore
 from megascale_checkpoint.checksums import piece_checksums, verify_image
+from megascale_checkpoint.committer_client import CommitterClient
 from megascale_checkpoint.concurrency import Cancellation, Pools, Signal, in_pool
 from megascale_checkpoint.errors import CheckpointError, DamagedError, RequestError, SupersededError
-from megascale_checkpoint.registration import Registration
-from megascale_checkpoint.reporting import Reporter
-from megascale_checkpoint.slots import Phase, Seal, Slot, SlotTable
+from megascale_checkpoint.registration import RankRegistration
+from megascale_checkpoint.slots import Slot, SlotPhase, SlotSeal, SlotTable
 from megascale_checkpoint.staging import SlotMemory, StagingFolder
 from megascale_common.service import logs
 
@@ -26,7 +26,7 @@ log = logs.get("stage")
 KEPT_FAILURES = 16  # steps whose failure is remembered for a Drain
 
 
-class Notes(Protocol):
+class ProgressListener(Protocol):
     """What a stage tells the job."""
 
     changed: Signal
@@ -61,24 +61,24 @@ class Restoration:
     bytes_read: int
 
 
-class RankStage:
+class RankSnapshots:
     """The stage of one (job, rank); outlives workers and attempts as long as the layout stays the
     same.
     """
 
     def __init__(
         self,
-        registration: Registration,
+        registration: RankRegistration,
         memories: list[SlotMemory],
-        notes: Notes,
+        listener: ProgressListener,
         pools: Pools,
-        reporter: Reporter,
+        committer: CommitterClient,
     ) -> None:
         self.registration = registration
         self.memories = memories
         self.table = SlotTable(len(memories))
         self.owner: Owner | None = None
-        self._notes, self._pools, self._reporter = notes, pools, reporter
+        self._listener, self._pools, self._committer = listener, pools, committer
         self._wake = asyncio.Event()
         self._cancelled = Cancellation()
         self._seals: set[asyncio.Task[None]] = set()
@@ -92,25 +92,25 @@ class RankStage:
     @classmethod
     async def create(
         cls,
-        registration: Registration,
-        notes: Notes,
+        registration: RankRegistration,
+        listener: ProgressListener,
         staging: StagingFolder,
         pools: Pools,
-        reporter: Reporter,
-    ) -> RankStage:
+        committer: CommitterClient,
+    ) -> RankSnapshots:
         """A stage with fresh slots. StagingError when there is no room."""
         size_bytes = registration.layout.slot_bytes
         count = registration.slots
         job, rank = registration.job, registration.rank
         memories = await in_pool(pools.memory, staging.allocate, job, rank, size_bytes, count)
-        return cls(registration, memories, notes, pools, reporter)
+        return cls(registration, memories, listener, pools, committer)
 
-    def fits(self, registration: Registration) -> bool:
+    def fits(self, registration: RankRegistration) -> bool:
         """Whether the slots serve this registration as they are."""
         enough = registration.slots in (0, len(self.memories))
         return enough and self.registration.digest == registration.digest
 
-    async def part_from_owner(self, staging: StagingFolder) -> None:
+    async def detach_owner(self, staging: StagingFolder) -> None:
         """Make sure that a worker that is still connected, though its successor registers, can
         spoil nothing.
 
@@ -121,13 +121,13 @@ class RankStage:
         if owner is None:
             return
         for index in owner.end():
-            if self.table.at(index).phase in (Phase.WRITING, Phase.RESTORING):
+            if self.table.at(index).phase in (SlotPhase.WRITING, SlotPhase.RESTORING):
                 self.memories[index] = await in_pool(
                     self._pools.memory, staging.renew, self.memories[index]
                 )
             self.table.release(index)
 
-    def take_over(self, registration: Registration, owner: Owner) -> None:
+    def take_over(self, registration: RankRegistration, owner: Owner) -> None:
         """A worker's connection owns the stage from now on; an older one no longer does."""
         self.registration, self.owner = registration, owner
 
@@ -180,7 +180,7 @@ class RankStage:
     def release(self, index: int) -> None:
         """See :meth:`SlotTable.release`."""
         self.table.release(index)
-        self._notes.changed.notify()
+        self._listener.changed.notify()
 
     async def restore(self, source: str, step: int, attempt: int, manifest_uri: str) -> Restoration:
         """Bring a state into a slot: the own sealed one if it is exactly that state, else from
@@ -204,7 +204,7 @@ class RankStage:
             cancelled.cancel()
             task.add_done_callback(self._give_back)
             raise
-        self._notes.note_restored(found.source, time.monotonic() - began_s, found.bytes_read)
+        self._listener.note_restored(found.source, time.monotonic() - began_s, found.bytes_read)
         return found
 
     def _give_back(self, task: asyncio.Task[Restoration]) -> None:
@@ -221,7 +221,7 @@ class RankStage:
                 return await self._restore_from_memory(slot, slot.seal)
             except DamagedError as error:
                 self.table.discard(slot.index)
-                self._notes.changed.notify()
+                self._listener.changed.notify()
                 if source == "memory":
                     raise
                 log.warning("sealed slot is damaged; reading storage instead", error=str(error))
@@ -237,7 +237,7 @@ class RankStage:
         """
         key = (self.registration.attempt, step)
         while key in self._reports or self._is_pending(key):
-            await self._notes.changed.wait()
+            await self._listener.changed.wait()
         if not self.registration.uri:
             return "the job has no checkpoint uri: its snapshots stay in memory"
         return self._failures.get(key, f"step {step} was not sealed by this worker's attempt")
@@ -251,7 +251,7 @@ class RankStage:
             try:
                 async with asyncio.timeout(drain_s):
                     while self._reports or self.table.next_pending():
-                        await self._notes.changed.wait()
+                        await self._listener.changed.wait()
             except TimeoutError:
                 pass
         self._cancelled.cancel()
@@ -263,21 +263,21 @@ class RankStage:
         await asyncio.gather(*tasks, *self._seals, *self._restores, return_exceptions=True)
 
     async def _seal(
-        self, registration: Registration, index: int, step: int, small_state: dict[str, Any]
+        self, registration: RankRegistration, index: int, step: int, small_state: dict[str, Any]
     ) -> None:
         memory = self.memories[index]
         try:
             checksums = await in_pool(
                 self._pools.memory, piece_checksums, registration.layout, memory.view
             )
-            seal = Seal(registration.attempt, step, registration.digest, checksums, small_state)
+            seal = SlotSeal(registration.attempt, step, registration.digest, checksums, small_state)
         except BaseException:
             self.table.release(index)
             raise
         persisted = bool(registration.uri) and self._is_current(registration)
         self.table.finish_seal(index, seal, persist=persisted)
         self._wake.set()
-        self._notes.changed.notify()
+        self._listener.changed.notify()
 
     def _abandon(self, index: int, key: tuple[int, int], why: str) -> None:
         self.table.release(index)
@@ -287,7 +287,7 @@ class RankStage:
         slot = self.table.find(*key, self.registration.digest)
         return slot is not None and slot.pending
 
-    def _is_current(self, registration: Registration) -> bool:
+    def _is_current(self, registration: RankRegistration) -> bool:
         return registration.attempt >= self.registration.attempt
 
     def _remember(self, key: tuple[int, int], why: str) -> None:
@@ -297,9 +297,9 @@ class RankStage:
 
     def _fail(self, key: tuple[int, int], why: str) -> None:
         self._remember(key, why)
-        self._notes.note_failure(self.registration.rank, key[1], why)
+        self._listener.note_failure(self.registration.rank, key[1], why)
 
-    async def _restore_from_memory(self, slot: Slot, seal: Seal) -> Restoration:
+    async def _restore_from_memory(self, slot: Slot, seal: SlotSeal) -> Restoration:
         self.table.lend(slot.index)
         memory = self.memories[slot.index]
         layout = self.registration.layout
@@ -322,7 +322,7 @@ class RankStage:
     ) -> Restoration:
         index = self.table.take_for_restore()
         memory, given = self.memories[index], self.registration
-        self._notes.changed.notify()
+        self._listener.changed.notify()
         try:
             filled = await in_pool(
                 self._pools.storage,
@@ -346,7 +346,7 @@ class RankStage:
             while (slot := self.table.next_pending()) is not None and slot.seal is not None:
                 await self._persist(slot, slot.seal)
 
-    async def _persist(self, slot: Slot, seal: Seal) -> None:
+    async def _persist(self, slot: Slot, seal: SlotSeal) -> None:
         key = (seal.attempt, seal.step)
         registration, cancelled = self.registration, self._cancelled
         slot.busy += 1
@@ -371,28 +371,28 @@ class RankStage:
             self._fail(key, f"defect in the checkpoint daemon, see its log: {error!r}")
         else:
             size_bytes = sum(file.size_bytes for file in prepared.request.files)
-            self._notes.note_persisted(time.monotonic() - began_s, size_bytes)
+            self._listener.note_persisted(time.monotonic() - began_s, size_bytes)
             task = asyncio.create_task(self._report(key, prepared, registration.committer_endpoint))
             self._reports[key] = task
         finally:
             if slot.seal is seal:
                 slot.busy -= 1
                 slot.pending = False
-            self._notes.changed.notify()
+            self._listener.changed.notify()
 
     async def _report(
         self, key: tuple[int, int], prepared: persist.Prepared, endpoint: str
     ) -> None:
         try:
-            manifest_uri = await self._reporter.report(prepared.request, endpoint)
-            self._notes.note_commit(key[1], key[0], manifest_uri)
+            manifest_uri = await self._committer.report_prepared(prepared.request, endpoint)
+            self._listener.note_commit(key[1], key[0], manifest_uri)
         except SupersededError as error:
             self._remember(key, str(error))
         except CheckpointError as error:
             self._fail(key, str(error))
         finally:
             self._reports.pop(key, None)
-            self._notes.changed.notify()
+            self._listener.changed.notify()
 
 
 async def _finish(

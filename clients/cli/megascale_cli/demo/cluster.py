@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megascale_cli.demo.plan import Plan
+from megascale_cli.demo.plan import DemoPlan
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 45.0
@@ -86,13 +86,13 @@ async def run_command(*arguments: str) -> dict[str, Any]:
     return result
 
 
-class Machine:
+class DemoCluster:
     """`megascale up` and all that it starts."""
 
-    def __init__(self, plan: Plan, folder: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, plan: DemoPlan, folder: Path, echo: Callable[[str], None]) -> None:
         self._plan = plan
         self._folder = folder
-        self._say = say
+        self._echo = echo
         self._mark = uuid.uuid4().hex
         self._up: asyncio.subprocess.Process | None = None
         self._log = folder / "up.log"
@@ -196,7 +196,7 @@ class Machine:
             if event["event"] == "ready":
                 return
             detail = ", ".join(f"{key} {value}" for key, value in event.items() if key != "event")
-            self._say(f"{event['event'].replace('_', ' ')}: {detail}")
+            self._echo(f"{event['event'].replace('_', ' ')}: {detail}")
         await up.wait()
         raise DemoFailed(
             f"the cluster did not start: {self._log.read_text(errors='replace').strip()}"

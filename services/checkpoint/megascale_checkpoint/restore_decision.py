@@ -18,7 +18,7 @@ MAX_NAMED = 20  # damaged files named in one answer
 
 
 @dataclass(frozen=True, slots=True)
-class Sealed:
+class SealedStep:
     """Newest step that all ranks hold in staging memory under one attempt and layout; step 0: none."""
 
     step: int
@@ -26,7 +26,7 @@ class Sealed:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class RestoreDecision:
     """The plan for all ranks. ``passed_over`` names the damaged files of newer checkpoints.
 
     ``attempt`` is the attempt of this job that wrote the state; 0 where another job did.
@@ -43,14 +43,14 @@ class Decision:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Decision:
+    def from_dict(cls, values: Mapping[str, Any]) -> RestoreDecision:
         """The inverse of :meth:`to_dict`."""
         return cls(**{**values, "passed_over": tuple(values["passed_over"])})
 
 
 def decide(
-    log: CommitLog, uri: str, sealed: Sealed, refused_steps: frozenset[int], load_uri: str = ""
-) -> Decision:
+    log: CommitLog, uri: str, sealed: SealedStep, refused_steps: frozenset[int], load_uri: str = ""
+) -> RestoreDecision:
     """The newest of what is sealed in memory and what is committed, whole, and not refused. Reads
     storage.
 
@@ -72,7 +72,9 @@ def decide(
     if committed is not None:
         return replace(committed, passed_over=tuple(passed_over[:MAX_NAMED]))
     if in_memory:
-        return Decision("memory", sealed.step, sealed.attempt, "", tuple(passed_over[:MAX_NAMED]))
+        return RestoreDecision(
+            "memory", sealed.step, sealed.attempt, "", tuple(passed_over[:MAX_NAMED])
+        )
     _refuse_to_begin_again(log, uri, refused_steps, passed_over)
     if load_uri:
         other = CommitLog(open_storage(load_uri))
@@ -86,7 +88,7 @@ def decide(
         # The attempts of two jobs have nothing to do with each other: this state is of none of
         # ours.
         return replace(loaded, attempt=0, passed_over=tuple(passed_over[:MAX_NAMED]))
-    return Decision("none", passed_over=tuple(passed_over[:MAX_NAMED]))
+    return RestoreDecision("none", passed_over=tuple(passed_over[:MAX_NAMED]))
 
 
 def _refuse_to_begin_again(
@@ -109,7 +111,7 @@ def _refuse_to_begin_again(
 
 def _newest_whole(
     log: CommitLog, uri: str, after_step: int, refused_steps: frozenset[int], passed_over: list[str]
-) -> Decision | None:
+) -> RestoreDecision | None:
     """The newest usable COMMIT of a step above ``after_step``; damaged ones are added to
     ``passed_over``.
     """
@@ -125,7 +127,7 @@ def _newest_whole(
         except DamagedError as error:
             passed_over.append(str(error))
             continue
-        return Decision("storage", record.step, record.attempt, manifest_uri)
+        return RestoreDecision("storage", record.step, record.attempt, manifest_uri)
     return None
 
 

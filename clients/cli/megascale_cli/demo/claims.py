@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
 from megascale.v1 import types_pb2
-from megascale_cli.demo.plan import Plan
+from megascale_cli.demo.plan import DemoPlan
 from megascale_cli.demo.recording import Recording, seconds
 
 FIRST, SECOND = 1, 2  # the attempt that is interrupted, and the one that resumes
@@ -71,7 +71,7 @@ class DemoReport:
         return asdict(self)
 
 
-def judge_recovery(plan: Plan, run: Recording, kill: Kill | None) -> list[Claim]:
+def recovery_claims(plan: DemoPlan, run: Recording, kill: Kill | None) -> list[Claim]:
     """What the interrupted run must have shown."""
     if kill is None:
         return [
@@ -125,7 +125,7 @@ def judge_recovery(plan: Plan, run: Recording, kill: Kill | None) -> list[Claim]
     ]
 
 
-def judge_twin(plan: Plan, run: Recording, twin: Recording, same_nodes: bool) -> list[Claim]:
+def twin_claims(plan: DemoPlan, run: Recording, twin: Recording, same_nodes: bool) -> list[Claim]:
     """What the uninterrupted twin must show, and the comparison of the two."""
     missing = missing_steps(plan.steps, twin.losses())
     claims = [
@@ -171,7 +171,7 @@ def judge_twin(plan: Plan, run: Recording, twin: Recording, same_nodes: bool) ->
 
 
 def make_report(
-    plan: Plan,
+    plan: DemoPlan,
     run: Recording,
     twin: Recording,
     kill: Kill | None,
