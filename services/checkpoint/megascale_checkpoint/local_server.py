@@ -1,9 +1,8 @@
-"""The unix socket on which this node's workers speak the contract of
-megascale_common.node.messages.
+"""The unix socket for this node's workers; messages are those of megascale_common.node.messages.
 
-One coroutine per connection, one answer per request, in order; copies, checksums and disk run in
-threads. Only the daemon's own user can connect. A connection that ends gives back what it was
-writing or reading, never what is sealed.
+One coroutine per connection and one answer per request, in order; checksums and file I/O run in
+threads. Only the daemon's own user can connect. When a connection ends, the slots that it was
+writing or reading are released; sealed slots are kept.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from megascale_common.node.framing import Message
 from megascale_common.service import logs
 
 log = logs.get("local_server")
-MAX_CONNECTIONS = 64  # workers of one node, and some that are just ending
+MAX_CONNECTIONS = 64  # workers of one node, and those of the previous attempt that are exiting
 READ_BYTES = 1 << 16
-SEND_TIMEOUT_S = 10.0  # answers are short: a worker that does not take one is stuck
+SEND_TIMEOUT_S = 10.0  # answers are short: a worker that does not read one is stuck
 MOST_DRAIN_S = 3600.0
-ACCEPT_PAUSE_S = 0.2  # out of descriptors: some worker may end
+ACCEPT_PAUSE_S = 0.2  # after running out of descriptors: a worker that exits frees some
 
 
 class LocalServer:
@@ -42,7 +41,7 @@ class LocalServer:
         self._connections: dict[asyncio.Task[None], _WorkerConnection] = {}
 
     async def serve(self) -> None:
-        """Accept workers for ever."""
+        """Accept workers until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -72,7 +71,7 @@ class LocalServer:
 
 
 class _WorkerConnection:
-    """One worker. ``_held`` are the slots that it writes or reads."""
+    """The connection of one worker; ``_held`` are the slots that it writes or reads."""
 
     def __init__(self, sock: socket.socket, jobs: Jobs) -> None:
         self._sock, self._jobs = sock, jobs
@@ -89,24 +88,25 @@ class _WorkerConnection:
         }
 
     async def serve(self) -> None:
-        """Answer until the worker closes, or errs."""
+        """Answer requests until the worker disconnects or sends a bad one."""
         self._task = asyncio.current_task()
         try:
             await self._answer_all()
         except (CheckpointError, framing.FramingError) as error:
-            log.warning("worker refused", error=str(error), **self._who())
+            log.warning("worker refused", error=str(error), **self._log_context())
             await self._send_error(str(error))
         except (OSError, TimeoutError) as error:
-            log.info("worker's connection ended", error=str(error), **self._who())
+            log.info("worker's connection ended", error=str(error), **self._log_context())
         except Exception:
-            # One worker's connection must not end the daemon that holds everybody's snapshots.
-            log.exception("defect while serving a worker", **self._who())
+            # A defect here must not end the daemon, which holds the snapshots of all ranks.
+            log.exception("defect while serving a worker", **self._log_context())
         finally:
-            self._let_go()
+            self._release_held()
             self._sock.close()
 
     def end(self) -> set[int]:
-        """A newer connection of the same rank takes over: close this one and hand over its slots."""
+        """Close this connection for its successor; the slots that it held, to be released."""
+        # Emptied first: the cancelled task must not release what the successor releases.
         held, self._held = self._held, set()
         if self._task is not None:
             self._task.cancel()
@@ -127,7 +127,8 @@ class _WorkerConnection:
             return
         handler = self._handlers.get(str(kind))
         if handler is None:
-            raise RequestError(f"message kind {kind!r} is not one of {', '.join(self._handlers)}")
+            known = ", ".join(self._handlers)
+            raise RequestError(f"message kind {kind!r} is not one of {known}")
         await self._send(await handler(message))
 
     async def _register(self, message: Message) -> None:
@@ -179,6 +180,8 @@ class _WorkerConnection:
     async def _seal(self, message: Message) -> Message:
         index, step = field(message, "slot", int), field(message, "step", int)
         small_state, finite = field(message, "small_state", dict), field(message, "finite", bool)
+        # The slot is not held from here on: if the worker dies during the checksums, it is sealed
+        # all the same, because the whole state is in it.
         self._give_up_hold(index)
         await self._current().seal(index, step, small_state, finite)
         return {"kind": "sealed", "step": step}
@@ -201,16 +204,19 @@ class _WorkerConnection:
             async with asyncio.timeout(timeout_s):
                 problem = await snapshots.drain(step)
         except TimeoutError:
-            problem = f"step {step} is not complete after {timeout_s:g} s: see persist_error of the other nodes"
+            problem = (
+                f"step {step} is not complete after {timeout_s:g} s: "
+                "see persist_error of the other nodes"
+            )
         committed = self._jobs.job(self._registration.job).committed.step
         answer: Message = {"kind": "drained", "committed_step": committed}
         return answer if committed >= step else {**answer, "error": problem}
 
     def _current(self) -> RankSnapshots:
-        """The snapshots, as long as it is ours.
+        """The rank's snapshots, as long as this connection owns them.
 
         Raises:
-            RequestError: a newer connection of this rank has taken it over.
+            RequestError: a newer connection of this rank has taken them over.
         """
         assert self._snapshots is not None
         if self._snapshots.owner is not self:
@@ -222,7 +228,7 @@ class _WorkerConnection:
             raise RequestError(f"slot {index} is not held by this worker: acquire it first")
         self._held.discard(index)
 
-    def _let_go(self) -> None:
+    def _release_held(self) -> None:
         snapshots = self._snapshots
         if snapshots is None:
             return
@@ -236,24 +242,22 @@ class _WorkerConnection:
         try:
             await self._send({"kind": "error", "error": text})
         except (OSError, TimeoutError):
-            pass  # it is gone; closing is all that is left
+            pass  # the worker has disconnected
 
     async def _send(self, message: Message, descriptors: list[int] | None = None) -> None:
         data = framing.encode(message)
         if descriptors:
-            # Requests and answers alternate, so the socket's buffer is empty: a short message goes
-            # out at once.
+            # asyncio cannot send descriptors. Requests and answers alternate, so the send buffer is
+            # empty and this plain send of a short message does not block.
             data = data[socket.send_fds(self._sock, [data], descriptors) :]
         async with asyncio.timeout(SEND_TIMEOUT_S):
             await asyncio.get_running_loop().sock_sendall(self._sock, data)
 
-    def _who(self) -> dict[str, Any]:
+    def _log_context(self) -> dict[str, Any]:
         given = self._registration
-        return (
-            {}
-            if given is None
-            else {"job": given.job, "attempt": given.attempt, "rank": given.rank}
-        )
+        if given is None:
+            return {}
+        return {"job": given.job, "attempt": given.attempt, "rank": given.rank}
 
 
 def _refused(kind: str, error: Exception, file: str) -> Message:
@@ -261,18 +265,21 @@ def _refused(kind: str, error: Exception, file: str) -> Message:
 
 
 def _listen(path: Path) -> socket.socket:
-    """A listening socket, mode 0600; the socket file of a dead daemon is replaced.
+    """A listening socket of mode 0600, in place of a dead daemon's socket file.
 
     Raises:
         OSError: another daemon listens there, or the path is too long for a unix socket or not
             writable.
     """
     if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
+        # A dead daemon leaves its socket file behind; only a running one accepts a connection.
         with socket.socket(socket.AF_UNIX) as probe:
             if probe.connect_ex(str(path)) == 0:
                 raise OSError(f"another checkpoint daemon listens on {path}")
         path.unlink()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    # bind creates the file with the umask's mode; a chmod afterwards would leave a moment in which
+    # other users can connect.
     mask = os.umask(0o177)
     try:
         listener.bind(str(path))

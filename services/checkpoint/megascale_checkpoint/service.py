@@ -1,6 +1,4 @@
-"""CheckpointService: the daemon's gRPC face, for the driver, the node's agent and the daemons of
-other nodes.
-"""
+"""CheckpointService over gRPC, for the driver, the node's agent and daemons of other nodes."""
 
 from __future__ import annotations
 
@@ -37,9 +35,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
-    """Errors: INVALID_ARGUMENT (bad request), FAILED_PRECONDITION (superseded, or no checkpoint of
-    the job is usable), NOT_FOUND (load_uri), UNAVAILABLE, DATA_LOSS.
-    """
+    """The calls of proto/megascale/v1/checkpoint.proto; :func:`_abort` maps errors to statuses."""
 
     def __init__(self, jobs: Jobs, committer: Committer) -> None:
         self._jobs, self._committer = jobs, committer
@@ -62,9 +58,8 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
             )
         except (CheckpointError, OSError) as error:
             await _abort(context, error)
-        if (
-            decision.source == "storage" and decision.attempt
-        ):  # what another job wrote is none of our checkpoints
+        # Attempt 0: another job wrote it, so it is no commit of this one.
+        if decision.source == "storage" and decision.attempt:
             self._jobs.job(request.job).note_commit(
                 decision.step, decision.attempt, decision.manifest_uri
             )
@@ -81,9 +76,7 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
     async def ReportPrepared(
         self, request: checkpoint_pb2.ReportPreparedRequest, context: Context
     ) -> checkpoint_pb2.ReportPreparedResponse:
-        """See proto/megascale/v1/checkpoint.proto. Answers when the step is complete, at the latest
-        after HOLD_S.
-        """
+        """See proto/megascale/v1/checkpoint.proto. Answers once complete, or after HOLD_S."""
         try:
             manifest_uri = await self._committer.report(request)
         except (CheckpointError, OSError) as error:
@@ -99,12 +92,10 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
     async def WatchProgress(
         self, request: checkpoint_pb2.WatchProgressRequest, context: Context
     ) -> AsyncIterator[checkpoint_pb2.WatchProgressResponse]:
-        """See proto/megascale/v1/checkpoint.proto. Changes while a message is sent are told in the
-        next one.
-        """
+        """See proto/megascale/v1/checkpoint.proto. Changes during a send go into the next one."""
         sent = None
         while True:
-            # Taken before the look, so that a change during the send is not missed.
+            # Taken before the state is read: the send awaits, and a change during it must wake us.
             changed = self._jobs.changed.next()
             response = checkpoint_pb2.WatchProgressResponse(jobs=self._jobs.progress())
             if response != sent:
@@ -156,9 +147,9 @@ def _check_open(request: checkpoint_pb2.OpenAttemptRequest) -> None:
     if request.attempt < 1:
         raise RequestError("attempt is 0; attempts count from 1")
     if request.world_size < 1:
-        raise RequestError(f"world_size is {request.world_size}; it is at least 1")
+        raise RequestError(f"world_size is {request.world_size}; it must be at least 1")
     if request.sealed_step and not request.sealed_by_attempt:
-        raise RequestError("sealed_step is given without sealed_by_attempt")
+        raise RequestError("sealed_step is given without sealed_by_attempt; give both or neither")
 
 
 async def _abort(context: Context, error: Exception) -> NoReturn:
