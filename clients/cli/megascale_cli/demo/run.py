@@ -1,4 +1,4 @@
-"""The demo itself, in the order in which it happens."""
+"""The demo, in the order in which it happens."""
 
 from __future__ import annotations
 
@@ -33,13 +33,11 @@ from megascale_cli.output import event_text, step_text
 from megascale_client import AsyncClient, MegascaleError, parse_job
 
 CORPUS_BYTES = 2 << 20
-# A job may train for as long as the machine needs; one that shows no step, event or phase for so
-# long stands still.
+# A job may train for as long as the machine needs; without a new step, event or phase for this
+# long it has failed.
 STANDSTILL_S = 120.0
 PROGRESS_POLL_S = 0.1
-STEPS_AFTER_COMMIT = (
-    2  # the kill comes these many steps after the second commit, so that steps are lost
-)
+STEPS_AFTER_COMMIT = 2  # between the second commit and the kill, so that the kill loses steps
 COMMIT_POLL_S = 0.1
 SHOW_EVERY_STEPS = 4
 
@@ -52,7 +50,7 @@ class Demo:
 
     Args:
         echo: prints rich markup.
-        recovery_timeout_s: how long nothing may move after the kill.
+        recovery_timeout_s: how long there may be no progress after the kill.
     """
 
     def __init__(self, plan: DemoPlan, folder: Path, echo: Echo, recovery_timeout_s: float) -> None:
@@ -65,11 +63,11 @@ class Demo:
         self._corpus = self.folder / "corpus" / "stdlib"
 
     async def run(self) -> DemoReport:
-        """Everything; returns the report when all was observed.
+        """Run the whole demo; returns the report when everything was observed.
 
         Raises:
-            DemoFailed: something was not observed; says what.
-            MegascaleError: the cluster refused or did not answer.
+            DemoFailed: something was not observed; the message names it.
+            MegascaleError: the cluster refused a call or did not answer.
         """
         fresh_folder(self.folder)
         await self._tokenise()
@@ -127,7 +125,7 @@ class Demo:
     async def _interrupted(
         self, client: AsyncClient, cluster: DemoCluster, run: Recording
     ) -> Kill | None:
-        """Train until the second commit, kill a node, see the job to its end."""
+        """Train until the second commit, kill a node, and wait for the job to end."""
         await self._submit(client, run.name)
         following = asyncio.create_task(run.follow(client, self._show))
         try:
@@ -148,15 +146,14 @@ class Demo:
         spec = parse_job(self.plan.job(name, self._corpus, self.folder / "checkpoints" / name))
         await client.submit(spec)
         plan = self.plan
+        layout = f"TP{plan.tp} x PP{plan.pp} x DP{plan.dp}"
         self._echo(
-            f"job {name}: {plan.world_size} {plan.device} ranks (TP{plan.tp} x PP{plan.pp} x DP{plan.dp}), "
-            f"{plan.steps} steps, a checkpoint every {plan.interval_steps}"
+            f"job {name}: {plan.world_size} {plan.device} ranks ({layout}), {plan.steps} steps, "
+            f"a checkpoint every {plan.interval_steps}"
         )
 
     async def _commits(self, client: AsyncClient, run: Recording) -> tuple[int, ...]:
-        """Wait until two checkpoints are complete and some steps have followed; the steps of those
-        complete.
-        """
+        """Wait for two complete checkpoints and some steps more; returns all complete steps."""
         while not run.ended:
             await asyncio.sleep(COMMIT_POLL_S)
             if (
@@ -173,11 +170,12 @@ class Demo:
         return tuple(sorted([checkpoint.step async for checkpoint in client.checkpoints(run.name)]))
 
     async def _kill(self, cluster: DemoCluster, run: Recording, commits: tuple[int, ...]) -> Kill:
-        # The node of rank 0 is the hardest to lose: the rendezvous store and the committer live
+        # The node of rank 0 is the hardest one to lose: the rendezvous store and the committer run
         # there.
         node = run.nodes_of_attempt[FIRST][0]
         self._echo(
-            f"[bold red]SIGKILL to every process of node {node}[/bold red] after step {run.last_step(FIRST)}"
+            f"[bold red]SIGKILL to every process of node {node}[/bold red] "
+            f"after step {run.last_step(FIRST)}"
         )
         killed_at, processes, left = await cluster.kill_node(node)
         return Kill(killed_at, node, commits, processes, left)
@@ -190,7 +188,7 @@ class Demo:
         client: AsyncClient,
         run: Recording,
     ) -> Result:
-        """Wait as long as ``run`` moves: DemoFailed once it has stood still for ``limit_s``."""
+        """Wait while ``run`` makes progress. Raises DemoFailed after ``limit_s`` without any."""
         task = asyncio.ensure_future(waiting)
         progress, moved_s = run.progress, time.monotonic()
         try:
@@ -206,7 +204,7 @@ class Demo:
             explanation = (await client.explain(run.name)).explanation
         except MegascaleError as error:
             explanation = str(error)
-        raise DemoFailed(f"{why}: nothing moved for {limit_s:g} s: {explanation}")
+        raise DemoFailed(f"{why}: no progress for {limit_s:g} s: {explanation}")
 
     def _show(self, update: driver_pb2.WatchJobResponse) -> None:
         kind = update.WhichOneof("update")
@@ -249,7 +247,7 @@ async def _incarnations(client: AsyncClient) -> dict[str, str]:
 
 
 def _change_one_loss(recording: Recording) -> None:
-    """Sabotage: the smallest change that a double can have, in one step in the middle."""
+    """Sabotage: change one loss in the middle by the smallest step of a double."""
     attempt, step = sorted(recording.records)[len(recording.records) // 2]
     record = recording.records[attempt, step]
     record.loss = math.nextafter(record.loss, math.inf)
