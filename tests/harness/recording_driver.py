@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
-from tests.harness.waiting import LOOK_INTERVAL_S, Watch
+from tests.harness.waiting import LOOK_INTERVAL_S, ProgressWatch
 
 from megascale.v1 import link_pb2, link_pb2_grpc, types_pb2
 from megascale_common.job.config import JobConfig
@@ -150,7 +150,7 @@ class RecordingDriver(link_pb2_grpc.ExecutorLinkServiceServicer):
         """Wait until ``condition`` holds, as long as the node's attempt moves; looked at whenever
         something arrives.
         """
-        watch = Watch(what, self._moves, story=lambda: f"last heartbeat: {self.beats[-1:]}")
+        watch = ProgressWatch(what, self._moves, story=lambda: f"last heartbeat: {self.beats[-1:]}")
         async with self._news:
             while not condition():
                 watch.check()

@@ -132,7 +132,7 @@ class SimulatedCluster:
         self.audit: list[Audit] = []
         self.committed: dict[str, int] = {}
         self.steps: dict[str, tuple[int, int, float]] = {}
-        self.opened: list[tuple[str, int, Restore]] = []
+        self.opened: list[tuple[str, int, RestorePlan]] = []
         self.step_s = STEP_S
         self._pending: list[tuple[float, Event]] = []
         self.feed(LeaderStarted(self.now_s, "sim"))

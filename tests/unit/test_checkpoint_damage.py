@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from megascale_checkpoint import restore
 from megascale_checkpoint.commands import app
 from megascale_checkpoint.commit_log import CommitLog
-from megascale_checkpoint.decision import Decision, Sealed, decide
 from megascale_checkpoint.errors import DamagedError, NotFoundError, RequestError, UnusableError
+from megascale_checkpoint.restore_decision import RestoreDecision, SealedStep, decide
 from megascale_checkpoint.storage import FileStorage
 from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
@@ -120,10 +120,10 @@ def test_a_file_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
 
 def decided(
     root: Path, sealed: int = 0, refused: tuple[int, ...] = (), load_uri: str = ""
-) -> Decision:
+) -> RestoreDecision:
     log = CommitLog(FileStorage(root))
     log.refresh()
-    return decide(log, str(root), Sealed(sealed, 1), frozenset(refused), load_uri)
+    return decide(log, str(root), SealedStep(sealed, 1), frozenset(refused), load_uri)
 
 
 def decision(

@@ -12,10 +12,10 @@ from prometheus_client import CollectorRegistry
 from tests.harness.simulated_cluster import SimulatedCluster, demo_job
 
 from megascale.v1 import link_pb2
+from megascale_checkpoint.committer_client import CommitterClient
 from megascale_checkpoint.concurrency import Pools
 from megascale_checkpoint.jobs import Jobs
 from megascale_checkpoint.metrics import CheckpointMetrics
-from megascale_checkpoint.reporting import Reporter
 from megascale_checkpoint.staging import StagingFolder
 from megascale_common.service.metrics import registry_of
 from megascale_driver.core.events import JobSubmitted, Reason
@@ -91,7 +91,7 @@ def checkpoint_names(tmp_path: Path) -> set[str]:
     staging = StagingFolder(tmp_path / "staging", "test", "n0", "i0")
     pools = Pools()
     try:
-        jobs = Jobs(staging, pools, Reporter("token"))
+        jobs = Jobs(staging, pools, CommitterClient("token"))
         jobs.job("a").note_persisted(0.5, 100)
         jobs.job("a").note_restored("memory", 0.1, 0)
         return names(registry_of("checkpoint", CheckpointMetrics(jobs, staging)))

@@ -1,5 +1,7 @@
-"""What a new attempt restores: the newest state that is whole, from memory where all ranks have it,
-else storage.
+"""Decides what a new attempt restores: the newest whole state, in memory or on storage.
+
+The decision is made once per attempt, by the committer, for all ranks; :mod:`restore` then fills
+each rank's slot.
 """
 
 from __future__ import annotations
@@ -15,20 +17,20 @@ from megascale_checkpoint.errors import DamagedError, NotFoundError, UnusableErr
 from megascale_checkpoint.storage import join, open_storage
 from megascale_common.job.restore import RestorePlan, RestoreSource
 
-MAX_NAMED = 20  # damaged files named in one answer
+MAX_NAMED = 20  # damaged files that one answer lists
 
 
 @dataclass(frozen=True, slots=True)
-class Sealed:
-    """Newest step that all ranks hold in staging memory under one attempt and layout; step 0: none."""
+class SealedStep:
+    """Newest step that all ranks hold sealed under one attempt and layout; step 0 means none."""
 
     step: int
     attempt: int
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
-    """The plan for all ranks. ``passed_over`` names the damaged files of newer checkpoints."""
+class RestoreDecision:
+    """What all ranks restore. ``passed_over`` names the damaged files of newer checkpoints."""
 
     plan: RestorePlan
     passed_over: tuple[str, ...] = ()
@@ -45,7 +47,7 @@ class Decision:
         }
 
     @classmethod
-    def from_record(cls, values: Mapping[str, Any]) -> Decision:
+    def from_record(cls, values: Mapping[str, Any]) -> RestoreDecision:
         """The inverse of :meth:`to_record`."""
         plan = RestorePlan(
             RestoreSource(values["source"]),
@@ -57,32 +59,32 @@ class Decision:
 
 
 def decide(
-    log: CommitLog, uri: str, sealed: Sealed, refused_steps: frozenset[int], load_uri: str = ""
-) -> Decision:
-    """The newest of what is sealed in memory and what is committed, whole, and not refused. Reads
-    storage.
+    log: CommitLog, uri: str, sealed: SealedStep, refused_steps: frozenset[int], load_uri: str = ""
+) -> RestoreDecision:
+    """Choose the newest state that is sealed or committed, whole, and not refused. Reads storage.
 
-    A job that never had any of these starts from the newest whole checkpoint of the folder
-    ``load_uri``, where given. Files are checked by name and size here, which costs one look at
-    each; their bytes when they are read.
+    A job that has neither starts from the newest whole checkpoint in the folder ``load_uri``, where
+    given. Files are checked here by name and size, one stat each; their bytes are verified when
+    they are read.
 
     Raises:
-        UnusableError: the job has checkpoints, and none can be used: it must not lose its work
-            silently.
+        UnusableError: the job has checkpoints, and none can be used. Starting from step 0 would
+            lose its work silently.
         NotFoundError: ``load_uri`` is needed and holds no checkpoint that can be used.
         RequestError: ``load_uri`` is not supported.
-        OSError: the storage does not answer, which says nothing about what it holds.
+        OSError: the storage does not answer, which is no evidence of damage.
     """
     passed_over: list[str] = []
+    # A commit must be newer than the sealed step to win: at the same step, memory saves the reads.
     in_memory = sealed.step > 0 and sealed.step not in refused_steps
     after_step = sealed.step if in_memory else 0
     committed = _newest_whole(log, uri, after_step, refused_steps, passed_over)
     if committed is not None:
-        return Decision(committed, tuple(passed_over[:MAX_NAMED]))
+        return RestoreDecision(committed, tuple(passed_over[:MAX_NAMED]))
     if in_memory:
         plan = RestorePlan(RestoreSource.MEMORY, sealed.step, sealed.attempt)
-        return Decision(plan, tuple(passed_over[:MAX_NAMED]))
-    _refuse_to_begin_again(log, uri, refused_steps, passed_over)
+        return RestoreDecision(plan, tuple(passed_over[:MAX_NAMED]))
+    _refuse_to_start_over(log, uri, refused_steps, passed_over)
     if load_uri:
         other = CommitLog(open_storage(load_uri))
         other.refresh()
@@ -90,19 +92,19 @@ def decide(
         if loaded is None:
             damaged = f": {'; '.join(passed_over[:MAX_NAMED])}" if passed_over else ""
             raise NotFoundError(
-                f"checkpoint.load_uri {load_uri} holds no complete checkpoint to start from{damaged}"
+                f"checkpoint.load_uri {load_uri} holds no complete checkpoint to start "
+                f"from{damaged}"
             )
-        # The attempts of two jobs have nothing to do with each other: this state is of none of
-        # ours.
+        # Attempt numbers of two jobs are unrelated: no attempt of this job wrote the state.
         plan = replace(loaded, written_by_attempt=0)
-        return Decision(plan, tuple(passed_over[:MAX_NAMED]))
-    return Decision(RestorePlan(), tuple(passed_over[:MAX_NAMED]))
+        return RestoreDecision(plan, tuple(passed_over[:MAX_NAMED]))
+    return RestoreDecision(RestorePlan(), tuple(passed_over[:MAX_NAMED]))
 
 
-def _refuse_to_begin_again(
+def _refuse_to_start_over(
     log: CommitLog, uri: str, refused_steps: frozenset[int], passed_over: list[str]
 ) -> None:
-    """Raise UnusableError when there is, or may be, a COMMIT in the log."""
+    """Raise UnusableError when the log holds a COMMIT, or a damaged record that may be one."""
     commits = log.commits()
     if not commits and not log.damaged:
         return
@@ -111,18 +113,17 @@ def _refuse_to_begin_again(
         for r in commits
         if r.step in refused_steps
     ]
+    problems = "; ".join([*passed_over, *refused][:MAX_NAMED])
     raise UnusableError(
-        f"the checkpoints of this job in {uri} cannot be used: {'; '.join([*passed_over, *refused][:MAX_NAMED])}. "
-        "Put the files back, or submit the job anew with a new checkpoint.uri"
+        f"the checkpoints of this job in {uri} cannot be used: {problems}. "
+        "Put the files back, or submit the job again with a new checkpoint.uri"
     )
 
 
 def _newest_whole(
     log: CommitLog, uri: str, after_step: int, refused_steps: frozenset[int], passed_over: list[str]
 ) -> RestorePlan | None:
-    """The newest usable COMMIT of a step above ``after_step``; damaged ones are added to
-    ``passed_over``.
-    """
+    """The newest usable COMMIT above ``after_step``; adds damaged ones to ``passed_over``."""
     passed_over += [str(error) for error in log.damaged]
     for record in log.commits():
         if record.step <= after_step:
@@ -140,11 +141,11 @@ def _newest_whole(
 
 
 def check_commit(record: Record, manifest_uri: str) -> manifests.Manifest:
-    """The manifest that a COMMIT names, when it is what was committed and its files have their
-    sizes.
+    """The manifest that a COMMIT names, verified; its files are checked by size.
 
     Raises:
-        DamagedError: naming the file that is not.
+        DamagedError: the manifest is not the one committed, or a file is missing or has another
+            size.
     """
     storage, manifest = manifests.load(manifest_uri)
     if checksum(storage.read(manifests.NAME)) != record.values["manifest_xxh3"]:
