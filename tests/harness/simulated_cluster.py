@@ -47,7 +47,7 @@ from megascale_driver.core.state import (
     Progress,
     Report,
     Restore,
-    Sealed,
+    SealedSnapshot,
     WorkerReport,
 )
 from megascale_driver.journal import codec
@@ -295,14 +295,14 @@ class SimulatedCluster:
         if node.lies:
             phase = self.random.choice(list(AttemptPhase))
             job = self.random.choice(["", "ghost", *self.state.jobs])
-            lie = Progress("ghost", (Sealed(-3, 99, 10**9, ""),), 10**12, 10**6)
+            lie = Progress("ghost", (SealedSnapshot(-3, 99, 10**9, ""),), 10**12, 10**6)
             return Report(self.random.randrange(-5, 10**6), job, self.random.randrange(10), phase, "?" * 50,
                           store_endpoint="nowhere", progress=(lie,))  # fmt: skip
         progress = tuple(
             Progress(
                 name,
                 tuple(
-                    Sealed(rank, attempt, step, "d")
+                    SealedSnapshot(rank, attempt, step, "d")
                     for rank, (step, attempt) in node.sealed.items()
                 ),
                 self.committed.get(name, 0),

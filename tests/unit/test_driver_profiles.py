@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.harness.desk import POLICY, Desk, exited
 
 from megascale_driver.core.events import CancelRequested, ProfileRequested, RequestKey
-from megascale_driver.core.profiles import STEPS_UNDER_WAY
+from megascale_driver.core.profiles import STEPS_IN_PROGRESS
 from megascale_driver.core.state import (
     AttemptPhase,
     Job,
@@ -67,8 +67,8 @@ def test_the_nodes_of_the_ranks_are_told_and_each_trace_is_settled_once() -> Non
     assert desk.feed(asked(desk)) == ""
     found = profile(desk)
     assert (found.first_step, found.last_step) == (
-        10 + STEPS_UNDER_WAY + 4,
-        10 + STEPS_UNDER_WAY + 5,
+        10 + STEPS_IN_PROGRESS + 4,
+        10 + STEPS_IN_PROGRESS + 5,
     )
     assert [(trace.rank, trace.node) for trace in found.traces] == [(1, "n1"), (6, "n2")]
     assert PurePosixPath(found.traces[1].path).name == "trace-steps-16-17-rank-00006.json.gz"
@@ -202,7 +202,7 @@ def test_the_steps_named_are_ahead_of_what_any_rank_may_do_before_it_hears(
         return
     found = profile(desk)
     assert found.last_step - found.first_step + 1 == steps
-    lead = found.first_step - newest - STEPS_UNDER_WAY
+    lead = found.first_step - newest - STEPS_IN_PROGRESS
     assert lead * step_s >= POLICY.profile_lead_s > (lead - 1) * step_s
     assert found.not_after_s > desk.now_s + (found.last_step - newest) * step_s
     other = running()

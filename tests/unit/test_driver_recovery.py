@@ -37,7 +37,7 @@ from megascale_driver.core.state import (
     Progress,
     Report,
     Restore,
-    Sealed,
+    SealedSnapshot,
 )
 
 
@@ -384,7 +384,7 @@ def test_only_a_snapshot_that_every_rank_still_holds_counts_as_sealed(desk: Desk
 
     def hold(node: str, ranks: range, *steps: tuple[int, int], digest: str = "d") -> None:
         sealed = tuple(
-            Sealed(rank, attempt, step, digest) for rank in ranks for step, attempt in steps
+            SealedSnapshot(rank, attempt, step, digest) for rank in ranks for step, attempt in steps
         )
         desk.report(node, AttemptPhase.RUNNING, progress=(Progress("a", sealed),))
 

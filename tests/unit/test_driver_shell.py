@@ -27,11 +27,11 @@ from megascale_common.service.clock import SystemClock, VirtualClock
 from megascale_driver import wire
 from megascale_driver.core.events import Audit, Evidence, JobSubmitted
 from megascale_driver.core.policy import Policy
-from megascale_driver.core.state import Identity, Job, Node, Sealed, Slot, differs
-from megascale_driver.feeds import ENDED_UPDATES, KEPT_ENDED, RING_UPDATES, Feeds, TokenExpired
+from megascale_driver.core.state import Identity, Job, Node, NodeSlot, SealedSnapshot, differs
+from megascale_driver.feeds import ENDED_UPDATES, KEPT_ENDED, RING_UPDATES, JobFeeds, TokenExpired
 from megascale_driver.journal import codec, predecessor
 from megascale_driver.journal.store import MAX_BYTES_PER_TXN, MAX_KEYS_PER_TXN, chunks
-from megascale_driver.links import Link, Links
+from megascale_driver.open_links import Link, OpenLinks
 
 
 def test_every_stored_value_is_read_back_equal() -> None:
@@ -59,30 +59,30 @@ def test_any_audit_line_is_read_back_equal(line: Audit) -> None:
 
 
 def test_a_damaged_value_is_refused_by_field() -> None:
-    good = json.loads(codec.dump(Slot("n1", (0, 1), (0, 1))))
-    assert codec.load(Slot, json.dumps({**good, "from_a_later_build": 1}).encode()) == Slot(
+    good = json.loads(codec.dump(NodeSlot("n1", (0, 1), (0, 1))))
+    assert codec.load(NodeSlot, json.dumps({**good, "from_a_later_build": 1}).encode()) == NodeSlot(
         "n1", (0, 1), (0, 1)
     )
     for change, named in (
-        ({"ranks": [0, "x"]}, r"Slot\.ranks\[1\]"),
-        ({"ranks": 3}, r"Slot\.ranks"),
+        ({"ranks": [0, "x"]}, r"NodeSlot\.ranks\[1\]"),
+        ({"ranks": 3}, r"NodeSlot\.ranks"),
     ):
         with pytest.raises(codec.CodecError, match=named):
-            codec.load(Slot, json.dumps({**good, **change}).encode())
+            codec.load(NodeSlot, json.dumps({**good, **change}).encode())
     with pytest.raises(codec.CodecError, match="JSON"):
-        codec.load(Sealed, b"{")
+        codec.load(SealedSnapshot, b"{")
 
 
 def record(attempt: int, step: int) -> types_pb2.StepRecord:
     return types_pb2.StepRecord(attempt=attempt, step=step)
 
 
-async def collect(feeds: Feeds, token: str) -> list[driver_pb2.WatchJobResponse]:
+async def collect(feeds: JobFeeds, token: str) -> list[driver_pb2.WatchJobResponse]:
     return [update async for update in feeds.of("a").follow(token)]
 
 
 async def test_watchers_resume_behind_their_token_without_gap_or_repetition() -> None:
-    feeds = Feeds()
+    feeds = JobFeeds()
     feed = feeds.of("a")
     assert [feed.add_step(record(1, s)) for s in (1, 2, 2, 1, 3)] == [
         True,
@@ -109,7 +109,7 @@ async def test_watchers_resume_behind_their_token_without_gap_or_repetition() ->
 
 
 async def test_feeds_of_ended_jobs_are_kept_whole_for_late_watchers_then_their_tail_only() -> None:
-    feeds = Feeds()
+    feeds = JobFeeds()
     for number in range(KEPT_ENDED + 1):
         name = f"j{number}"
         for step in range(ENDED_UPDATES + 10):
@@ -123,18 +123,18 @@ async def test_feeds_of_ended_jobs_are_kept_whole_for_late_watchers_then_their_t
 
 
 def test_a_rival_of_a_living_link_is_known_by_its_incarnation() -> None:
-    links = Links()
-    links.add(Link("n1", Identity("one"), heard_at_s=100.0))
+    links = OpenLinks()
+    links.add(Link("n1", Identity("one"), received_at_s=100.0))
     assert links.rival("n1", "two", 95.0) and not links.rival("n2", "two", 95.0)
     assert not links.rival("n1", "one", 95.0), "it dials again"
     assert not links.rival("n1", "two", 101.0), "the other has been silent"
-    links.open()[0].close()
+    links.all()[0].close()
     assert not links.rival("n1", "two", 95.0)
 
 
 @pytest.mark.parametrize("number", ["\u00b2", "9" * 5000, "-1", ""])
 async def test_numbers_of_tokens_are_plain_and_short(number: str) -> None:
-    feeds = Feeds()
+    feeds = JobFeeds()
     feeds.of("a").add_step(record(1, 1))
     ring = (await anext(feeds.of("a").follow(""))).resume_token.partition("-")[0]
     with pytest.raises(ValueError, match="resume_token"):
@@ -170,7 +170,7 @@ def test_the_texts_of_a_hello_are_cut() -> None:
 
 
 async def test_a_token_that_fell_off_the_ring_is_refused() -> None:
-    feeds = Feeds()
+    feeds = JobFeeds()
     feed = feeds.of("a")
     feed.add_step(record(1, 1))
     token = (await anext(feed.follow(""))).resume_token

@@ -26,8 +26,8 @@ from megascale_common.job.wire.fields import (
     job_fields,
     proto_comments,
 )
+from megascale_driver.commands.init import PRESETS, job_template
 from megascale_driver.commands.plan import plan_job
-from megascale_driver.commands.template import PRESETS, job_template
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Defaults that a comment tells in words.

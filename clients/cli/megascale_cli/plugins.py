@@ -53,7 +53,7 @@ CHECKPOINT = Known(
 )
 # Functions behind commands of our own: what to do with a job file needs the services' formulas.
 FUNCTIONS = {
-    "init": Known("", "megascale_driver.commands.template:job_template"),
+    "init": Known("", "megascale_driver.commands.init:job_template"),
     "plan": Known("", "megascale_driver.commands.plan:plan_job"),
 }
 

@@ -83,11 +83,11 @@ async def _serve(options: argparse.Namespace) -> None:
         engine = Engine(policy, SystemClock(), token, "")
         server = rpc.RpcServer(token, tls=tls)
 
-        async def told(leads: bool) -> None:
+        async def set_serving(leads: bool) -> None:
             for name in SERVICES:
                 await server.set_serving(name, leads)
 
-        leader = Leader(client, engine, told)
+        leader = Leader(client, engine, set_serving)
         service = DriverService(engine, leader, options.cluster)
         driver_pb2_grpc.add_DriverServiceServicer_to_server(service, server.server)
         link_pb2_grpc.add_ExecutorLinkServiceServicer_to_server(

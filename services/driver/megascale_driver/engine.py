@@ -36,11 +36,11 @@ from megascale_driver.core.events import (
 )
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.state import Cluster
-from megascale_driver.feeds import Feeds
+from megascale_driver.feeds import JobFeeds
 from megascale_driver.journal.audit_log import AuditLog, canonical
 from megascale_driver.journal.store import Loaded, NotLeader, Store
-from megascale_driver.links import Links
-from megascale_driver.node_calls import Daemons
+from megascale_driver.node_calls import NodeCalls
+from megascale_driver.open_links import OpenLinks
 
 TICK_INTERVAL_S = 0.25
 CALL_TIMEOUT_S = 4.0  # for a request, within which etcd has to confirm it
@@ -89,9 +89,9 @@ class Engine:
         # Whether the state was ever read from etcd: it may be shown then, also while nobody leads.
         self.loaded = False
         self.audit = AuditLog()
-        self.feeds = Feeds()
-        self.daemons = Daemons(token, clock)
-        self.links = Links()
+        self.feeds = JobFeeds()
+        self.node_calls = NodeCalls(token, clock)
+        self.links = OpenLinks()
         self.observers: list[Observer] = []
         self._token = token
         self._queue: deque[_Entry] = deque()
@@ -177,7 +177,7 @@ class Engine:
             self._publish_job(name)
         self._queue.clear()
         self._queue.append(_Entry(LeaderStarted(term.since_s, self.address)))
-        for link in self.links.open():
+        for link in self.links.all():
             self._queue.append(_Entry(NodeHello(term.since_s, link.node, link.identity)))
             if link.beat is not None:
                 report = wire.report(link.beat, term.epoch)
@@ -280,7 +280,7 @@ class Engine:
                 self.post(ProbeResult(self.clock.now_s(), effect.node, effect.incarnation, outcome))
             else:
                 self.post(
-                    await self.daemons.open_attempt(
+                    await self.node_calls.open_attempt(
                         effect, self.state.nodes[effect.node], term.epoch
                     )
                 )

@@ -25,7 +25,7 @@ class TokenExpired(ValueError):
     """The position named by a resume token is no longer held."""
 
 
-class Feed:
+class JobFeed:
     """Updates of one job, oldest first."""
 
     def __init__(self, ring_id: str) -> None:
@@ -110,16 +110,16 @@ class Feed:
         self._changed = asyncio.Event()
 
 
-class Feeds:
+class JobFeeds:
     """The feeds of all jobs of one driver process."""
 
     def __init__(self) -> None:
         self._ring_id = secrets.token_hex(6)
-        self._feeds: dict[str, Feed] = {}
+        self._feeds: dict[str, JobFeed] = {}
 
-    def of(self, job: str) -> Feed:
+    def of(self, job: str) -> JobFeed:
         """The feed of a job, made on first use."""
-        return self._feeds.setdefault(job, Feed(self._ring_id))
+        return self._feeds.setdefault(job, JobFeed(self._ring_id))
 
     def release(self, job: str) -> None:
         """The job has ended: its feed is kept whole until KEPT_ENDED others have ended, then its

@@ -31,17 +31,17 @@ RETRY_S = 1.0
 _log = logs.get(__name__)
 
 
-async def _nobody(leads: bool) -> None:
+async def _ignore(leads: bool) -> None:
     """Nobody wants to hear of it."""
 
 
 class Leader:
-    """Runs the engine's terms. ``told`` is called with True when a term begins and with False when
+    """Runs the engine's terms. ``notify`` is called with True when a term begins and with False when
     it has ended.
     """
 
     def __init__(
-        self, client: EtcdClient, engine: Engine, told: Callable[[bool], Awaitable[None]] = _nobody
+        self, client: EtcdClient, engine: Engine, notify: Callable[[bool], Awaitable[None]] = _ignore
     ) -> None:
         self.known_address = ""
         self.etcd_answers = True
@@ -49,7 +49,7 @@ class Leader:
         self.superseded = asyncio.Event()
         self._client = client
         self._engine = engine
-        self._told = told
+        self._notify = notify
 
     @property
     def shows_state(self) -> bool:
@@ -113,7 +113,7 @@ class Leader:
             await asyncio.sleep(RETRY_S)
         finally:
             self.known_address = ""
-            await self._told(False)
+            await self._notify(False)
             await leadership.resign()
 
     async def _clear_dead_leader(self, own_value: bytes) -> None:
@@ -132,7 +132,7 @@ class Leader:
     async def _lead(self, leadership: Leadership) -> None:
         store = Store(self._client, leadership)
         loaded = await store.load()
-        await self._told(True)
+        await self._notify(True)
         await self._engine.lead(leadership, store, loaded)
 
     async def _observe(self) -> None:

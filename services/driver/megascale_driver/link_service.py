@@ -16,7 +16,7 @@ from megascale_driver import wire
 from megascale_driver.core.events import NodeHello, NodeReport, StreamReset
 from megascale_driver.engine import Engine
 from megascale_driver.leadership import Leader
-from megascale_driver.links import Link
+from megascale_driver.open_links import Link
 
 PROTOCOL = link_pb2.ProtocolRange(lowest=1, highest=1)
 HELLO_TIMEOUT_S = 10.0
@@ -148,8 +148,8 @@ class LinkService(link_pb2_grpc.ExecutorLinkServiceServicer):
         """Two agents of one name would take the node from each other for ever; the one that serves
         keeps it.
         """
-        heard_since_s = self._engine.clock.now_s() - self._engine.policy.suspect_after_s
-        rival = self._engine.links.rival(hello.node, hello.incarnation, heard_since_s)
+        received_since_s = self._engine.clock.now_s() - self._engine.policy.suspect_after_s
+        rival = self._engine.links.rival(hello.node, hello.incarnation, received_since_s)
         if rival is not None:
             where = rival.identity.hostname or "another host"
             raise RpcError(
@@ -171,7 +171,7 @@ class LinkService(link_pb2_grpc.ExecutorLinkServiceServicer):
                 beat = request.heartbeat
                 # Dropped, yet a sign of life: closing would bring the same beat back with the next
                 # link.
-                link.heard_at_s = received_s
+                link.received_at_s = received_s
                 oversized = beat.ByteSize() > MAX_HEARTBEAT_BYTES
                 if oversized:
                     _log.warning(

@@ -29,7 +29,7 @@ DIAGNOSE_TIMEOUT_S = 120.0  # a GPU's first start and NCCL's, on every device
 _REFUSED_SHOWN = 16
 
 
-class Daemons:
+class NodeCalls:
     """Short-lived channels to nodes, all with the cluster's token."""
 
     def __init__(self, token: str, clock: Clock) -> None:

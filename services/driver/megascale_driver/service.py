@@ -18,7 +18,7 @@ from megascale_common.job.config import ConfigError, JobConfig
 from megascale_common.job.wire import spec as job_spec
 from megascale_common.node import identity
 from megascale_common.service.errors import RpcError
-from megascale_driver import profiling, wire
+from megascale_driver import profile_request, wire
 from megascale_driver.core import machine
 from megascale_driver.core.events import (
     Audit,
@@ -58,7 +58,7 @@ _REFUSALS = {
     ),
     "JOB_NOT_FOUND": (_NOT_FOUND, "there is no such job; `ListJobs` names them"),
     "JOB_ENDED": (_PRECONDITION, "the job has ended already"),
-    **dict.fromkeys(profiling.REFUSALS, (_PRECONDITION, "the job cannot be profiled now")),
+    **dict.fromkeys(profile_request.REFUSALS, (_PRECONDITION, "the job cannot be profiled now")),
     "NODE_NOT_FOUND": (_NOT_FOUND, "there is no such node; `ListNodes` names them"),
     "NODE_QUARANTINED": (_PRECONDITION, "the node is quarantined, which keeps work off it already"),
     "REQUEST_ID_REUSED": (_INVALID, "the request_id was used for another request; use a new one"),
@@ -153,10 +153,12 @@ class DriverService(driver_pb2_grpc.DriverServiceServicer):
         )
         now_s, actor = self.engine.clock.now_s(), _actor(context)
         await self._call(
-            profiling.judged(request, job, record, now_s, request.reason[:MAX_REASON], actor, key)
+            profile_request.parse(
+                request, job, record, now_s, request.reason[:MAX_REASON], actor, key
+            )
         )
         return driver_pb2.ProfileJobResponse(
-            profile=profiling.answer(self._job(request.job), request.request_id)
+            profile=profile_request.answer(self._job(request.job), request.request_id)
         )
 
     @answers
@@ -256,7 +258,7 @@ class DriverService(driver_pb2_grpc.DriverServiceServicer):
                 metadata={"job": job.name},
             )
         try:
-            checks = await self.engine.daemons.diagnose(node, list(request.checks))
+            checks = await self.engine.node_calls.diagnose(node, list(request.checks))
         except grpc.aio.AioRpcError as error:
             raise _from_node(node.name, error) from error
         return driver_pb2.RunDiagnosticsResponse(checks=checks)
@@ -333,7 +335,7 @@ class DriverService(driver_pb2_grpc.DriverServiceServicer):
             follow=request.follow,
         )
         try:
-            async for line in self.engine.daemons.tail(self._node(slot.node), tail):
+            async for line in self.engine.node_calls.tail(self._node(slot.node), tail):
                 yield driver_pb2.TailLogsResponse(line=line)
         except grpc.aio.AioRpcError as error:
             raise _from_node(slot.node, error) from error
@@ -442,7 +444,7 @@ class DriverService(driver_pb2_grpc.DriverServiceServicer):
         failure: RpcError | None = None
         for node in nodes[:DAEMONS_ASKED]:
             try:
-                return await self.engine.daemons.list_commits(
+                return await self.engine.node_calls.list_commits(
                     node, job.name, job.config.checkpoint.uri
                 )
             except grpc.aio.AioRpcError as error:

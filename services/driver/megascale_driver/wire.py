@@ -22,7 +22,7 @@ from megascale_driver.core.state import (
     Progress,
     Report,
     Restore,
-    Sealed,
+    SealedSnapshot,
     TraceReport,
     TraceState,
     WorkerReport,
@@ -317,7 +317,9 @@ def _trace(item: link_pb2.TraceReport) -> TraceReport:
 def _progress(item: link_pb2.CheckpointProgress) -> Progress:
     return Progress(
         job=item.job,
-        sealed=tuple(Sealed(s.rank, s.attempt, s.step, s.layout_digest) for s in item.sealed),
+        sealed=tuple(
+            SealedSnapshot(s.rank, s.attempt, s.step, s.layout_digest) for s in item.sealed
+        ),
         committed_step=item.committed_step,
         committed_by_attempt=item.committed_by_attempt,
         manifest_uri=item.manifest_uri,

@@ -104,12 +104,12 @@ def up(
         hang_floor_s=hang_floor_s,
     )
     if dry_run:
-        _say_plan(options, as_json)
+        _print_plan(options, as_json)
         return
     raise typer.Exit(asyncio.run(_run(options, as_json)))
 
 
-def _say_plan(options: LocalOptions, as_json: bool) -> None:
+def _print_plan(options: LocalOptions, as_json: bool) -> None:
     plan = {
         "run_folder": str(options.run_folder),
         "device": options.device,

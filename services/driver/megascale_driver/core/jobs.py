@@ -30,8 +30,8 @@ from megascale_driver.core.state import (
     JobPhase,
     Liveness,
     Node,
+    NodeSlot,
     Restore,
-    Slot,
 )
 
 MAX_REFUSALS = 8  # damaged checkpoints named in the audit log at the opening of one attempt
@@ -289,7 +289,7 @@ def _advance_stopping(draft: Draft, job: Job) -> None:
         _end(draft, job, job.after_stop, job.stop_reason)
 
 
-def _stopped(node: Node | None, slot: Slot) -> bool:
+def _stopped(node: Node | None, slot: NodeSlot) -> bool:
     if (
         node is None
         or node.liveness is Liveness.DEAD

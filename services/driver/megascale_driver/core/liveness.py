@@ -61,7 +61,7 @@ def probe_result(draft: Draft, event: ProbeResult) -> None:
         )
 
 
-def judge_silence(draft: Draft) -> None:
+def evaluate_silence(draft: Draft) -> None:
     """SUSPECT and DEAD by age of the last sign of life; asks for probes of those that are silent."""
     policy = draft.policy
     if draft.now_s < draft.cluster("silence_hold_until_s"):

@@ -120,7 +120,7 @@ def _tick(draft: Draft, event: Tick) -> None:
     for name, attempt, number in event.steps:
         jobs.steps_seen(draft, name, attempt, number)
     breaker.refresh(draft)
-    liveness.judge_silence(draft)
+    liveness.evaluate_silence(draft)
     oldest_s = event.now_s - draft.policy.request_memory_s
     expired = [key for key, request in draft.requests.items() if request.at_s < oldest_s]
     for key in expired:

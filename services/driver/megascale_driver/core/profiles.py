@@ -27,9 +27,9 @@ from megascale_driver.core.state import (
 
 # The newest record is that of a step behind the one under way, and on GPUs the next is launched
 # already.
-STEPS_UNDER_WAY = 2
+STEPS_IN_PROGRESS = 2
 SLACK = 4.0  # steps may take so many times longer than now before a rank no longer begins
-NO_WORD = "the node said nothing of it in time"
+NO_REPORT = "the node said nothing of it in time"
 
 
 def request(draft: Draft, event: ProfileRequested) -> None:
@@ -63,7 +63,7 @@ def _request(draft: Draft, job: Job, event: ProfileRequested) -> None:
         )
         return
     step_s = min(step_times)
-    earliest = newest + STEPS_UNDER_WAY + math.ceil(policy.profile_lead_s / step_s)
+    earliest = newest + STEPS_IN_PROGRESS + math.ceil(policy.profile_lead_s / step_s)
     first = event.first_step or earliest
     last = first + event.steps - 1
     expected_s = (last - newest) * step_s
@@ -157,7 +157,7 @@ def expire(draft: Draft, job: Job) -> None:
         or draft.now_s < profile.not_after_s + draft.policy.profile_write_s
     ):
         return
-    _drop(draft, job, profile, TraceState.FAILED, NO_WORD)
+    _drop(draft, job, profile, TraceState.FAILED, NO_REPORT)
 
 
 def attempt_ends(draft: Draft, job: Job) -> None:

@@ -19,7 +19,7 @@ from megascale_driver.core.state import (
     JobPhase,
     Liveness,
     Node,
-    Slot,
+    NodeSlot,
     WorkerReport,
 )
 
@@ -54,7 +54,7 @@ def settle(draft: Draft, job: Job) -> Job:
     if any(f.kind is FaultKind.CHECKPOINT_CORRUPT for f in faults):
         job = _refuse_checkpoint(draft, job)
     elif any(f.kind is FaultKind.JOB_TOO_BIG for f in faults):
-        _judge_size(draft, job)
+        _decide_on_size(draft, job)
     else:
         _blame(draft, job)
     return _check_budgets(draft, draft.jobs[job.name])
@@ -66,7 +66,7 @@ def culprit(faults: tuple[Fault, ...]) -> Fault | None:
     return order[0] if order else None
 
 
-def _fault_of(draft: Draft, job: Job, slot: Slot) -> Fault | None:
+def _fault_of(draft: Draft, job: Job, slot: NodeSlot) -> Fault | None:
     node = draft.nodes.get(slot.node)
     now_s = draft.now_s
     if node is None or node.liveness is Liveness.DEAD:
@@ -203,7 +203,7 @@ def _refuse_checkpoint(draft: Draft, job: Job) -> Job:
     return draft.jobs[job.name]
 
 
-def _judge_size(draft: Draft, job: Job) -> None:
+def _decide_on_size(draft: Draft, job: Job) -> None:
     """A job that never fitted ends at once; one that ran before leaves the node, whose memory
     others have taken.
     """

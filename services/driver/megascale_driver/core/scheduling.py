@@ -13,7 +13,7 @@ from megascale_driver.core.state import (
     JobPhase,
     Liveness,
     Node,
-    Slot,
+    NodeSlot,
 )
 from megascale_driver.placement.gang import Candidate, Part, place, replace_lost, spares
 
@@ -78,7 +78,8 @@ def _place_job(draft: Draft, job: Job) -> None:
         return
     before = {slot.node for slot in job.slots}
     slots = tuple(
-        Slot(p.node, p.ranks, p.devices, draft.nodes[p.node].identity.incarnation) for p in parts
+        NodeSlot(p.node, p.ranks, p.devices, draft.nodes[p.node].identity.incarnation)
+        for p in parts
     )
     number = job.attempt + 1
     newcomers = tuple(p.node for p in parts if p.node not in before) if before else ()

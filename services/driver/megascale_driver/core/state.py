@@ -141,7 +141,7 @@ class WorkerReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Sealed:
+class SealedSnapshot:
     """A whole snapshot of one rank in its node's staging memory."""
 
     rank: int
@@ -155,7 +155,7 @@ class Progress:
     """Checkpoints of one job as a node's daemon sees them."""
 
     job: str
-    sealed: tuple[Sealed, ...] = ()
+    sealed: tuple[SealedSnapshot, ...] = ()
     committed_step: int = 0
     committed_by_attempt: int = 0
     manifest_uri: str = ""
@@ -219,7 +219,7 @@ class Restore:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class NodeSlot:
     """A node's part in an attempt: ``ranks[i]`` runs on device ``devices[i]`` of this incarnation
     of the node.
     """
@@ -299,7 +299,7 @@ class AttemptRecord:
     """Where an attempt ran; kept so that its logs can be found later."""
 
     number: int
-    slots: tuple[Slot, ...]
+    slots: tuple[NodeSlot, ...]
     opened_at_s: float
 
 
@@ -347,7 +347,7 @@ class Job:
     updated_at_s: float = 0.0
     log_seq: int = 0
     attempt: int = 0
-    slots: tuple[Slot, ...] = ()
+    slots: tuple[NodeSlot, ...] = ()
     spares: tuple[str, ...] = ()
     evicted: tuple[str, ...] = ()
     attempts: tuple[AttemptRecord, ...] = field(default=(), metadata={"separate": True})
@@ -393,7 +393,7 @@ class Job:
         """Whether the job has ended."""
         return self.phase in TERMINAL_PHASES
 
-    def slot_of(self, node: str) -> Slot | None:
+    def slot_of(self, node: str) -> NodeSlot | None:
         """The node's part in the attempt, if any."""
         return next((slot for slot in self.slots if slot.node == node), None)
 

@@ -19,11 +19,11 @@ class Link:
     is kept.
     """
 
-    def __init__(self, node: str, identity: Identity, heard_at_s: float) -> None:
+    def __init__(self, node: str, identity: Identity, received_at_s: float) -> None:
         self.node = node
         self.identity = identity
         self.beat: link_pb2.Heartbeat | None = None
-        self.heard_at_s = heard_at_s
+        self.received_at_s = received_at_s
         self._desired: link_pb2.DesiredState | None = None
         self._acks: deque[link_pb2.HeartbeatAck] = deque(maxlen=ACKS_HELD)
         self._ready = asyncio.Event()
@@ -57,7 +57,7 @@ class Link:
                 await self._ready.wait()
 
 
-class Links:
+class OpenLinks:
     """All open links, one per node: a newer one takes the place of an older one."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Links:
             old.close()
         self._links[link.node] = link
 
-    def rival(self, node: str, incarnation: str, heard_since_s: float) -> Link | None:
+    def rival(self, node: str, incarnation: str, received_since_s: float) -> Link | None:
         """The open link of another incarnation of the node that was heard since then: two agents
         share a name.
         """
@@ -79,7 +79,7 @@ class Links:
             link is None
             or link.closed
             or link.identity.incarnation == incarnation
-            or link.heard_at_s < heard_since_s
+            or link.received_at_s < received_since_s
         ):
             return None
         return link
@@ -91,7 +91,7 @@ class Links:
         del self._links[link.node]
         return True
 
-    def open(self) -> list[Link]:
+    def all(self) -> list[Link]:
         """Every open link."""
         return list(self._links.values())
 
@@ -105,5 +105,5 @@ class Links:
 
     def close_all(self) -> None:
         """End every stream."""
-        for link in self.open():
+        for link in self.all():
             link.close()

@@ -24,7 +24,7 @@ REFUSALS = (
 )
 
 
-def judged(
+def parse(
     request: driver_pb2.ProfileJobRequest,
     job: Job,
     record: types_pb2.StepRecord | None,
