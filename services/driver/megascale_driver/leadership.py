@@ -41,7 +41,10 @@ class Leader:
     """
 
     def __init__(
-        self, client: EtcdClient, engine: Engine, notify: Callable[[bool], Awaitable[None]] = _ignore
+        self,
+        client: EtcdClient,
+        engine: Engine,
+        notify: Callable[[bool], Awaitable[None]] = _ignore,
     ) -> None:
         self.known_address = ""
         self.etcd_answers = True
