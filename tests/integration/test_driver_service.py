@@ -336,7 +336,7 @@ async def test_eviction_needs_a_reason_can_be_tried_and_moves_the_job(
         await driver.submit(small_job("late", trainer__parallelism__dp=4))
         explained = await driver.stub.ExplainJob(driver_pb2.ExplainJobRequest(name="late"))
         assert explained.explanation.startswith(
-            "job late waits: needs 4 nodes with 4 cpu devices, 2 schedulable nodes"
+            "job late is waiting: it needs 4 nodes with 4 cpu devices, 2 schedulable nodes"
         )
         assert "n1 is quarantined (its fan is loud)" in explained.explanation
         assert explained.events[0].reason == "SUBMITTED"

@@ -46,7 +46,7 @@ def test_a_job_that_stands_still_is_restarted_and_no_node_is_evicted() -> None:
     (line,) = [line for line in world.audit if line.reason == "HANG_SUSPECTED"]
     assert 60.0 <= line.at_s - stalled_at_s <= 60.0 + 2 * world.policy.heartbeat_interval_s
     assert (
-        f"rank 4 on node {nodes[1]} stands in phase STEP" in line.message
+        f"rank 4 on node {nodes[1]} is in phase STEP" in line.message
         and "rank 0" not in line.message
     )
     assert line.evidence[0].source == f"nodes/{nodes[1]}/ranks/4" and len(line.evidence) == 8

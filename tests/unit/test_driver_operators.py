@@ -75,7 +75,7 @@ def test_a_cordoned_node_keeps_its_ranks_and_gets_no_new_ones() -> None:
         "ada",
         "ENFORCE",
     )
-    assert line.outcome == "attempt 1 of job a goes on there"
+    assert line.outcome == "attempt 1 of job a continues"
     world.kill_worker(used(world)[1])
     world.run(15.0)
     job = world.state.jobs["a"]

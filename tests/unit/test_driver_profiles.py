@@ -120,9 +120,9 @@ def test_what_is_not_this_nodes_to_say_changes_nothing() -> None:
         ("JOB_NOT_FOUND", "", {"job": "b"}),
         ("NO_STEP_YET", "attempt 1", {"newest_step": 0}),
         ("NO_STEP_YET", "attempt 1", {"step_time_s": 0.0}),
-        ("FIRST_STEP_PASSED", "step 10 is done, and the word reaches all ranks in time from step 16 on",
+        ("FIRST_STEP_PASSED", "step 10 is done, and the request reaches all ranks in time from step 16 on",
          {"first_step": 15}),
-        ("STEPS_BEYOND_END", "ends with 100000", {"newest_step": 99_998}),
+        ("STEPS_BEYOND_END", "ends with step 100000", {"newest_step": 99_998}),
         ("STEPS_TOO_FAR", "within 60", {"first_step": 9000}),
     ],
 )  # fmt: skip

@@ -434,7 +434,7 @@ def test_a_waiting_job_says_what_it_waits_for(desk: Desk) -> None:
     desk.feed(EvictRequested(desk.now_s, "n3", "bad fan", "me"))
     desk.feed(JobSubmitted(desk.now_s, demo_job("b"), "me"))
     assert explain(desk.state, "b", desk.now_s, POLICY) == (
-        "job b waits: needs 2 nodes with 4 cpu devices, 0 schedulable nodes are idle; "
+        "job b is waiting: it needs 2 nodes with 4 cpu devices, 0 schedulable nodes are idle; "
         "n1 runs job a; n2 runs job a; n3 is quarantined (bad fan)"
     )
     assert (

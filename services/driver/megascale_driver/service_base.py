@@ -1,8 +1,8 @@
-"""What the methods of DriverService share: look-ups, requests into the engine, refusals, pages.
+"""What the methods of DriverService share: look-ups, requests to the engine, refusals, pages.
 
 The service is split by subject: jobs in :mod:`megascale_driver.service`, nodes in
-:mod:`megascale_driver.service_nodes`, and what a job or a node leaves behind to read (updates,
-audit log, logs, checkpoints) in :mod:`megascale_driver.service_watch`.
+:mod:`megascale_driver.service_nodes`, and what clients read (updates of a job, audit log,
+rank logs, checkpoints) in :mod:`megascale_driver.service_watch`.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ _REFUSALS = {
     ),
     "JOB_NOT_FOUND": (NOT_FOUND, "there is no such job; `ListJobs` lists all jobs"),
     "JOB_ENDED": (PRECONDITION, "the job has ended already"),
-    **dict.fromkeys(
-        profile_request.REFUSALS, (PRECONDITION, "the job cannot be profiled at the moment")
-    ),
+    **dict.fromkeys(profile_request.REFUSALS, (PRECONDITION, "the job cannot be profiled now")),
     "NODE_NOT_FOUND": (NOT_FOUND, "there is no such node; `ListNodes` lists all nodes"),
     "NODE_QUARANTINED": (PRECONDITION, "the node is quarantined already and gets no work"),
     "REQUEST_ID_REUSED": (INVALID, "the request_id belongs to another request; use a new one"),
@@ -145,7 +143,7 @@ def request_key(request: Message, request_id: str) -> RequestKey | None:
 def required_reason(text: str) -> str:
     """The reason of a call that must give one, cut to a bound."""
     if not text.strip():
-        raise invalid("reason", "missing; give the reason, it is written to the audit log")
+        raise invalid("reason", "missing; give the reason, it goes to the audit log")
     return text.strip()[:MAX_REASON]
 
 
