@@ -21,7 +21,7 @@ from megascale_common.service import server as rpc
 
 # A driver logs this when it takes over from a leader that is gone, instead of waiting for the
 # lease.
-KEY_REMOVED = "the leader key of a term that is over is removed"
+KEY_REMOVED = "removing the leader key of a term that has ended"
 
 
 class DriverProcess:
