@@ -1,7 +1,6 @@
-"""An executor without workers: it speaks the real link to a real driver and does as it is told, or
-as a test wants.
+"""An executor without workers, on a real link to a real driver: it obeys, or does as a test sets.
 
-Use it in the test's process (:class:`FakeExecutor`), or as a process of its own that can be killed
+Use it in the test's process (:class:`FakeExecutor`) or as a process of its own that can be killed
 and stopped: ``python -m tests.harness.fake_executor --node n1 --driver-file F --token-file F``.
 """
 
@@ -38,7 +37,7 @@ RETRY_S = 0.1
 
 
 class _Checkpoints(checkpoint_pb2_grpc.CheckpointServiceServicer):
-    """Answers as its executor's test has set it up."""
+    """A checkpoint daemon with the answers that the test has set."""
 
     def __init__(self) -> None:
         self.opened: list[checkpoint_pb2.OpenAttemptRequest] = []
@@ -68,7 +67,7 @@ class _Checkpoints(checkpoint_pb2_grpc.CheckpointServiceServicer):
 
 
 class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
-    """One node. ``steps`` > 0: finish by itself after so many steps, one every ``step_s``."""
+    """One node. ``steps`` > 0: an attempt finishes after that many steps, one every ``step_s``."""
 
     def __init__(
         self,
@@ -122,7 +121,7 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         if self._training is not None:
             self._tasks.append(self._training)
         pending = set(self._tasks)
-        while pending:  # a library may swallow a cancellation: ask again
+        while pending:  # a library may swallow a cancellation: cancel again
             for task in pending:
                 task.cancel()
             _, pending = await asyncio.wait(pending, timeout=1.0)
@@ -137,7 +136,7 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         checks: list[types_pb2.CheckResult] | None = None,
         progress: list[link_pb2.CheckpointProgress] | None = None,
     ) -> None:
-        """Change what the heartbeat says and send one at once."""
+        """Change the content of the heartbeat and send one at once."""
         self.phase = self.phase if phase is None else phase
         self.workers = self.workers if workers is None else workers
         self.checks = self.checks if checks is None else checks
@@ -145,14 +144,14 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         self._changed.set()
 
     def fail(self, rank: int, *, status: int = 1, kind: str = "", error: str = "") -> None:
-        """One worker ended badly; the node stops the attempt."""
+        """One worker fails; the node reports the attempt as failed."""
         if self._training is not None:
             self._training.cancel()
         stamp = Timestamp()
         stamp.FromNanoseconds(time.time_ns())
         worker = link_pb2.WorkerStatus(
-            rank=rank, state=link_pb2.WORKER_STATE_EXITED, exit_status=status, error=error, error_kind=kind,
-            exited_at=stamp,
+            rank=rank, state=link_pb2.WORKER_STATE_EXITED, exit_status=status, error=error,
+            error_kind=kind, exited_at=stamp,
         )  # fmt: skip
         self.report(link_pb2.ATTEMPT_PHASE_FAILED, workers=[worker])
 
@@ -251,7 +250,7 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
                 link_pb2.ATTEMPT_PHASE_RUNNING,
                 link_pb2.ATTEMPT_PHASE_FINISHED,
             ):
-                return  # a new driver repeats what we do already
+                return  # a new driver repeats the order that is carried out already
             self.job, self.attempt = assignment.job, assignment.attempt
             self.report(link_pb2.ATTEMPT_PHASE_RUNNING)
             self._training = asyncio.create_task(self._train(assignment))

@@ -1,6 +1,4 @@
-"""Leases, watches and elections against a real etcd that is killed, restarted, cut off and
-compacted.
-"""
+"""Leases, watches and elections on a real etcd that is killed, restarted, cut off, compacted."""
 
 import asyncio
 import contextlib
@@ -36,7 +34,7 @@ __all__ = ["etcd", "etcd_prefix", "etcd_server"]  # fixtures
 # Far above what any test here takes: only a lease whose loss is the point is short.
 LEASE_TTL_S = 60
 
-# --- leases
+# Leases
 
 
 async def test_a_kept_lease_outlives_its_ttl_and_close_revokes(etcd: EtcdClient) -> None:
@@ -50,7 +48,7 @@ async def test_a_kept_lease_outlives_its_ttl_and_close_revokes(etcd: EtcdClient)
     assert await etcd.get("owner") is None
 
 
-async def test_an_owner_cut_off_knows_before_its_key_goes(
+async def test_an_owner_cut_off_loses_its_lease_before_its_key_is_deleted(
     etcd: EtcdClient, etcd_server: EtcdServer, etcd_prefix: str
 ) -> None:
     async with CuttableProxy(etcd_server.endpoint) as proxy:
@@ -87,7 +85,7 @@ async def test_a_blocked_event_loop_does_not_prolong_a_lease(etcd: EtcdClient) -
         assert lease.remaining_s() == 0.0
 
 
-# --- watches
+# Watches
 
 
 async def test_a_watch_over_a_killed_server_has_no_gap_and_no_duplicate(
@@ -132,7 +130,7 @@ async def test_a_large_history_arrives_in_fragments(etcd: EtcdClient) -> None:
 async def test_a_cut_while_catching_up_leaves_no_gap(
     etcd: EtcdClient, etcd_server: EtcdServer, etcd_prefix: str
 ) -> None:
-    """etcd sends a long history in batches of 1000 revisions, each headed with the newest revision."""
+    """etcd sends a long history in batches of 1000 revisions, each with the newest revision."""
     start = await revision_of(etcd) + 1
     revisions = await asyncio.gather(*(etcd.put(f"h/{index}", bytes(200)) for index in range(1100)))
     async with CuttableProxy(etcd_server.endpoint) as proxy:
@@ -207,7 +205,7 @@ def test_positions_survive_a_cut_anywhere(sizes: list[int], cuts: list[tuple[int
     assert delivered == history
 
 
-# --- election
+# Elections
 
 
 async def test_candidates_lead_one_after_another(etcd_server: EtcdServer, etcd_prefix: str) -> None:
@@ -249,7 +247,7 @@ async def test_a_paused_former_leader_cannot_write(
                 assert isinstance(await write_fenced(present, "present"), Applied)
                 assert await etcd.get("log/after") is None
                 await former.resign()
-                assert await etcd.get("leader") is not None, "resigning touches only one's own term"
+                assert await etcd.get("leader") is not None, "resigning ends only one's own term"
 
 
 async def write_fenced(leadership: Leadership, name: str) -> Applied | Rejected:

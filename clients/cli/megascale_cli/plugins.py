@@ -57,7 +57,7 @@ CHECKPOINT = Plugin(
 )
 # Functions behind the CLI's own commands init and plan, which need the services' formulas.
 FUNCTIONS = {
-    "init": Plugin("", "megascale_driver.commands.template:job_template"),
+    "init": Plugin("", "megascale_driver.commands.init:job_template"),
     "plan": Plugin("", "megascale_driver.commands.plan:plan_job"),
 }
 

@@ -1,6 +1,4 @@
-"""Where a local cluster's services show their metrics, as a file that Prometheus reads
-(file_sd_configs).
-"""
+"""The metrics endpoints of a local cluster, as a file for Prometheus (file_sd_configs)."""
 
 from __future__ import annotations
 
@@ -16,9 +14,7 @@ TARGETS_FILE = "prometheus.json"
 
 
 def find(folder: Path, nodes: Iterable[str]) -> dict[str, str]:
-    """Addresses by ``driver``, ``executor/NODE`` and ``checkpoint/NODE``; a service that is not up
-    is left out.
-    """
+    """Addresses of services that are up, by ``driver``, ``executor/NODE``, ``checkpoint/NODE``."""
     files = {"driver": folder / DRIVER_FILE}
     for node in nodes:
         files |= {
@@ -35,7 +31,7 @@ def find(folder: Path, nodes: Iterable[str]) -> dict[str, str]:
 
 
 def write(folder: Path, cluster: str, nodes: Iterable[str]) -> dict[str, str]:
-    """Write what :func:`find` finds to TARGETS_FILE, if it has changed, and return it."""
+    """Write the result of :func:`find` to TARGETS_FILE, if it has changed, and return it."""
     found = find(folder, nodes)
     groups = []
     for service, address in found.items():
