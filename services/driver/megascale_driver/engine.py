@@ -338,7 +338,9 @@ def _visible(job: Any) -> tuple[Any, ...]:
 def _refuse(entry: _Entry) -> None:
     if entry.answer is not None and not entry.answer.done():
         entry.answer.set_exception(
-            NotLeader("the leadership ended before the request was committed; send it again")
+            NotLeader(
+                "the leadership ended before the commit was confirmed; send the request again"
+            )
         )
 
 
