@@ -22,10 +22,10 @@ from megascale_driver.core.events import JobSubmitted, Reason
 from megascale_driver.core.policy import Policy
 from megascale_driver.engine import Engine, Term
 from megascale_driver.metrics import DriverMetrics
-from megascale_executor.agent.diagnosis import CHECKS
 from megascale_executor.agent.link import DriverLink
 from megascale_executor.agent.metrics import AgentMetrics
 from megascale_executor.agent.step_reports import StepReports
+from megascale_executor.diagnostics.registry import BUILT_IN, Registry
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = (REPOSITORY / "docs" / "operations.md").read_text()
@@ -109,7 +109,7 @@ def test_every_metric_is_listed_under_its_service(tmp_path: Path) -> None:
 
 def test_every_diagnostic_check_is_named() -> None:
     section = PAGE.split("\n## Nodes")[1].split("\n## ")[0]
-    assert all(f"`{name}`" in section for name in CHECKS)
+    assert all(f"`{name}`" in section for name in Registry(made() for made in BUILT_IN).names)
 
 
 def test_every_script_and_file_that_the_page_names_is_there() -> None:

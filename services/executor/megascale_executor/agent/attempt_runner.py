@@ -28,7 +28,6 @@ from megascale_executor.agent.assignment import (
     worker_assignments,
 )
 from megascale_executor.agent.attempt import AttemptAction, AttemptState
-from megascale_executor.agent.checkpoint_daemon import CHECK_NAME as DAEMON_CHECK
 from megascale_executor.agent.checkpoint_daemon import CheckpointDaemon
 from megascale_executor.agent.config import AgentConfig
 from megascale_executor.agent.diagnosis import Diagnosis
@@ -42,7 +41,8 @@ from megascale_executor.agent.template_process import TemplateError
 from megascale_executor.agent.tensorboard import EventFile
 from megascale_executor.agent.workers import Worker, WorkerEvents, WorkerSet, describe_exit
 from megascale_executor.diagnostics.devices import DeviceFacts
-from megascale_executor.diagnostics.finding import Finding, failures
+from megascale_executor.diagnostics.finding import failures
+from megascale_executor.diagnostics.registry import load_registry
 
 _log = logs.get(__name__)
 
@@ -76,8 +76,9 @@ class AttemptRunner:
         self.profiles = Profiles(config.node_folder, changed)
         self._config, self._devices = config, {device.index for device in devices}
         self._templates, self._daemon, self._reports = templates, daemon, reports
-        self._checks = SelfChecks(devices, config.node_folder)
-        self.diagnosis = Diagnosis(devices, config.node_folder, templates, daemon)
+        registry = load_registry()
+        self._checks = SelfChecks(registry, devices, config.node_folder, daemon)
+        self.diagnosis = Diagnosis(registry, devices, config.node_folder, templates, daemon)
         self._socket_folder, self._changed = socket_folder, changed
         self._wake = asyncio.Event()
         self._activity: asyncio.Task[None] | None = None
@@ -181,13 +182,8 @@ class AttemptRunner:
         self._job = config
         self.folder.path.mkdir(parents=True, exist_ok=True)
         template = await self._templates.ready()
-        findings = await self._check_daemon(config)
-        findings += await self._checks.run(
-            config,
-            list(assignment.ranks),
-            list(assignment.devices),
-            template,
-            slots_held=self._daemon.holds_slots(assignment.job),
+        findings = await self._checks.run(
+            config, list(assignment.ranks), list(assignment.devices), template
         )
         # The workers of an earlier attempt are dead by now: what is sealed will not change any
         # more.
@@ -198,11 +194,6 @@ class AttemptRunner:
             self.state.fail(f"self-check {bad[0].name} of {bad[0].target}: {bad[0].detail}", checks)
             return
         self.state.prepared(self._bind_store() if 0 in assignment.ranks else "", checks)
-
-    async def _check_daemon(self, config: JobConfig) -> list[Finding]:
-        if not config.checkpoint.uri:
-            return [Finding(DAEMON_CHECK, "node", "SKIPPED", "the job writes no checkpoints")]
-        return [await self._daemon.check()]
 
     def _bind_store(self) -> str:
         """Bind the rendezvous store's listening socket, which rank 0 will be handed; returns

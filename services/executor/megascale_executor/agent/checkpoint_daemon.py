@@ -20,11 +20,9 @@ from megascale_common.service import logs
 from megascale_common.service.channel import open_channel
 from megascale_executor.agent import asyncio_tasks, child_processes
 from megascale_executor.agent.config import AgentConfig
-from megascale_executor.diagnostics.finding import Finding
 
 _log = logs.get(__name__)
 
-CHECK_NAME = "checkpoint_daemon"
 _ADDRESS_POLL_S = 0.1
 _RECONNECT_S = 0.2
 _FILE_CLOCK_LAG_S = 0.05  # file systems stamp with a clock that ticks every few milliseconds
@@ -78,11 +76,9 @@ class CheckpointDaemon:
         await asyncio_tasks.either(self._ready, self._child.gave_up, timeout_s=timeout_s)
         return self._ready.is_set()
 
-    async def check(self) -> Finding:
-        """The self-check: whether it serves."""
-        if await self.wait_ready():
-            return Finding(CHECK_NAME, "node", "PASS", f"serves at {self.endpoint}")
-        return Finding(CHECK_NAME, "node", "FAIL", "does not serve; see checkpoint.log of the node")
+    async def serving_endpoint(self) -> str:
+        """Its endpoint once it serves, within READY_TIMEOUT_S; "" when it does not."""
+        return self.endpoint if await self.wait_ready() else ""
 
     def holds_slots(self, job: str) -> bool:
         """Whether staging memory holds sealed snapshots of ``job``."""

@@ -10,11 +10,12 @@ from megascale.v1 import link_pb2, types_pb2
 from megascale_common.node import host
 from megascale_common.node.incarnation import boot_id
 from megascale_common.service.build import build_version
+from megascale_common.service.wire_text import encodable
 from megascale_executor.agent.attempt_runner import AttemptRunner
 from megascale_executor.agent.checkpoint_daemon import CheckpointDaemon
 from megascale_executor.agent.config import AgentConfig
 from megascale_executor.agent.link import PROTOCOL
-from megascale_executor.agent.worker_status import MAX_ERROR_CHARS, encodable, worker_status
+from megascale_executor.agent.worker_status import MAX_ERROR_CHARS, worker_status
 from megascale_executor.diagnostics.devices import DeviceFacts
 
 _KINDS = {"cpu": types_pb2.DEVICE_KIND_CPU, "cuda": types_pb2.DEVICE_KIND_CUDA}

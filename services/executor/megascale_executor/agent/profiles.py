@@ -10,8 +10,8 @@ from megascale_common.node import framing
 from megascale_common.node.attempt_files import TRACE_PREFIX, trace_file
 from megascale_common.node.messages import Profiled, ProfileSteps
 from megascale_common.service import logs
+from megascale_common.service.wire_text import encodable
 from megascale_executor.agent.attempt import AttemptKey
-from megascale_executor.agent.worker_status import encodable
 from megascale_executor.agent.workers import Worker
 
 _log = logs.get(__name__)
