@@ -172,10 +172,9 @@ def _casts(width: int) -> None:
 def _operands(width: int, ffn: int, kind: Activation) -> None:
     rows = SEQUENCE * BATCH
     x, vector = _random(rows, width), _random(width)
-    for form, scale in (("rows", None), ("given", torch.ones(1)), ("amax", None)):
-        norm_operand.norm_operand(
-            x, x, vector, vector, vector, "layernorm", 1e-5, form, scale=scale
-        )
+    given = norm_operand.NormCast("given", scale=torch.ones(1))
+    for cast in (norm_operand.NormCast("rows"), given, norm_operand.NormCast("amax")):
+        norm_operand.norm_operand(x, x, vector, vector, vector, "layernorm", 1e-5, cast)
     wide = ffn * (2 if kind == "swiglu" else 1)
     inputs, bias = _random(rows, width + wide)[:, width:], _random(wide)
     activation_operand.activation_operand(inputs, bias, kind, _random(rows, ffn // 4))

@@ -44,9 +44,8 @@ def test_norm(
 ) -> None:
     from megascale_kernels.fused import norm as fused
 
-    monkeypatch.setattr(
-        fused, "_PROCESSORS", 2
-    )  # the larger shape: three programs of six rows and one of three
+    # The larger shape: three programs of six rows and one of three.
+    monkeypatch.setattr(fused, "_MULTIPROCESSORS", 2)
     generator = torch.Generator().manual_seed(2)
 
     def random(*size: int) -> torch.Tensor:

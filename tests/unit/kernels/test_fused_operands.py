@@ -31,24 +31,15 @@ def _random(*shape: int, seed: int = 5) -> torch.Tensor:
 @pytest.mark.parametrize(("kind", "bias"), [("layernorm", True), ("rmsnorm", False)])
 @pytest.mark.parametrize("form", ["rows", "given", "amax"])
 def test_norm(form: str, kind: Kind, bias: bool, residual: bool) -> None:
-    from megascale_kernels.fused.norm_operand import norm_bound, norm_operand
+    from megascale_kernels.fused.norm_operand import NormCast, norm_bound, norm_operand
 
     rows, width = 9, 200
     x, weight = _random(rows, width), 1 + _random(width, seed=6) / 10
     shift = _random(width, seed=7) if bias else None
     other = _random(rows, width, seed=8) if residual else None
     given = scale_of(norm_bound(weight, shift), torch.float8_e4m3fn) if form == "given" else None
-    found = norm_operand(
-        x,
-        other,
-        None,
-        weight,
-        shift,
-        kind,
-        EPSILON,
-        form,
-        scale=given,  # type: ignore[arg-type]
-    )
+    cast = NormCast(form, scale=given)  # type: ignore[arg-type]
+    found = norm_operand(x, other, None, weight, shift, kind, EPSILON, cast)
     assert (
         relative_error(found.stream, x.double() if other is None else x.double() + other.double())
         < BF16_ERROR
@@ -85,12 +76,11 @@ def test_no_norm_exceeds_its_bound() -> None:
 
 
 def test_a_scale_and_its_form_come_together() -> None:
-    from megascale_kernels.fused.norm_operand import norm_operand
+    from megascale_kernels.fused.norm_operand import NormCast
 
-    x, weight = _random(2, 16), _random(16)
     for form, scale in (("given", None), ("rows", torch.ones(1))):
         with pytest.raises(ValueError, match="takes a scale"):
-            norm_operand(x, None, None, weight, None, "rmsnorm", EPSILON, form, scale=scale)  # type: ignore[arg-type]
+            NormCast(form, scale=scale)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("beside", [True, False])
