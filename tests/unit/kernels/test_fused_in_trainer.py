@@ -1,6 +1,4 @@
-"""The fused loss and update in their places in the trainer: the head's objective, and the optimizer
-over its runs.
-"""
+"""The fused loss and update in the trainer: the head's objective, and the optimizer's runs."""
 
 from __future__ import annotations
 
@@ -9,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.harness.kernels import DEVICE
 from tests.harness.training import micro_batches, tiny_job
 
 from megascale_common.job.config import JobConfig, from_accepted
@@ -26,10 +25,6 @@ from megascale_trainer.parallel.tensor.matmul import plain_tensor_parallel
 from megascale_trainer.weights import bind_weights
 
 pytest.importorskip("triton")
-
-DEVICE = torch.device(
-    "cuda" if torch.cuda.is_available() else "cpu"
-)  # Triton's interpreter where there is no CUDA
 
 
 def _buffers(table: ParameterTable) -> FlatBuffers:
@@ -70,9 +65,7 @@ def test_the_head_has_the_same_objective_and_gradients() -> None:
 
 
 def _updated(config: JobConfig, kernel: Any) -> list[torch.Tensor]:
-    """States and parameters of the last of two replicas after an update, a skipped one, and
-    another.
-    """
+    """States of the last of two replicas after an update, a skipped one, and another."""
     table = parameter_table(config, 1)
     optimizer, buffers = AdamW(config.optimizer, table, DEVICE, kernel), _buffers(table)
     generator = torch.Generator().manual_seed(3)
