@@ -14,6 +14,8 @@ PYTEST_ARGS ?=
 TEST_PROCESSES ?= 3
 
 ROOTS := proto services/common services/driver services/executor services/checkpoint kernels clients/python clients/cli
+# Every generator of a part of docs/*.md, such as docs.generate_api.
+PAGES := $(basename $(notdir $(wildcard docs/generate_*.py)))
 empty :=
 space := $(empty) $(empty)
 export PYTHONPATH := $(subst $(space),:,$(addprefix $(CURDIR)/,$(ROOTS)))$(if $(PYTHONPATH),:$(PYTHONPATH))
@@ -54,7 +56,7 @@ test-gpu: $(READY) ## run the tests that need CUDA devices
 check: $(READY) proto-check docs-check ## style, types, layers, wire contract
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy $(wildcard services/*/megascale_*) $(wildcard kernels/megascale_*) $(wildcard clients/*/megascale_*) proto/generate.py docs/generate_job_spec.py
+	$(PY) -m mypy $(wildcard services/*/megascale_*) $(wildcard kernels/megascale_*) $(wildcard clients/*/megascale_*) proto/generate.py $(wildcard docs/*.py)
 	lint-imports
 	cd proto && buf lint
 
@@ -68,11 +70,11 @@ proto: $(VENV)-proto/.ready ## generate the Python code of the protos
 proto-check: $(VENV)-proto/.ready ## is the generated code fresh?
 	$(VENV)-proto/bin/python proto/generate.py --check
 
-docs: $(READY) ## write docs/job-spec.md from the protos and the defaults
-	$(PY) docs/generate_job_spec.py
+docs: $(READY) ## write the generated parts of docs/*.md
+	@for page in $(PAGES); do $(PY) -m docs.$$page || exit 1; done
 
-docs-check: $(READY) ## is docs/job-spec.md fresh?
-	$(PY) docs/generate_job_spec.py --check
+docs-check: $(READY) ## are the generated parts of docs/*.md fresh?
+	@for page in $(PAGES); do $(PY) -m docs.$$page --check || exit 1; done
 
 bench: $(READY) ## run the benchmarks that need no special hardware
 	$(PY) benchmarks/throughput.py --device cpu --tp 2 --pp 2 --dp 2

@@ -30,7 +30,7 @@ class FullEtcd:
     def __init__(self) -> None:
         self.calls = 0
         self.many = asyncio.Event()
-        self.cluster = self
+        self.members = self
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
         async def refuse(*arguments: object, **options: object) -> None:

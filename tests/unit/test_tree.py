@@ -1,4 +1,4 @@
-"""The house keeps its order: one list of rooms, docstrings, sizes, and rooms that import only what they may."""
+"""The house keeps its order: one list of rooms, docstrings, sizes, and what rooms import."""
 
 from __future__ import annotations
 
@@ -97,6 +97,47 @@ def test_rooms_import_without_what_is_not_theirs(module: str, blocked: list[str]
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr[-2000:]
+
+
+OURS = tuple(sorted(Path(package).name for package in PACKAGES if package != "proto/megascale"))
+WIRE = ("grpc", "google", "structlog", "uvloop", "prometheus_client")
+
+
+@pytest.mark.parametrize(
+    ("room", "ours", "others"),
+    [
+        ("megascale_common", ["megascale_common"], ["torch", "triton", "numpy"]),
+        ("megascale_client", ["megascale_client"], ["torch", "triton", "numpy", "structlog"]),
+        ("megascale_cli", ["megascale_cli", "megascale_client"], ["torch", "triton", "structlog"]),
+        (
+            "megascale_driver",
+            ["megascale_driver", "megascale_common"],
+            ["torch", "triton", "numpy"],
+        ),
+        ("megascale_executor", ["megascale_executor", "megascale_common"], ["torch", "triton"]),
+        ("megascale_checkpoint", ["megascale_checkpoint", "megascale_common"], ["torch", "triton"]),
+        ("megascale_kernels", ["megascale_kernels"], WIRE),
+        (
+            "megascale_trainer",
+            ["megascale_trainer", "megascale_kernels", "megascale_common"],
+            (*WIRE, "megascale.v1", "megascale_common.service", "megascale_common.etcd"),
+        ),
+    ],
+)
+def test_every_module_of_a_room_imports_without_what_is_not_its(
+    room: str, ours: list[str], others: list[str]
+) -> None:
+    names = [
+        ".".join(path.with_suffix("").parts[path.parts.index(room) :]).removesuffix(".__init__")
+        for path in MODULES
+        if room in path.parts
+    ]
+    blocked = [*others, *(set(OURS) - set(ours))]
+    code = _BLOCK.format(blocked=blocked, module=", ".join(names))
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert len(names) > 3 and result.returncode == 0, result.stderr[-2000:]
 
 
 @pytest.mark.parametrize(
