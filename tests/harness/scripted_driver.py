@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 
 from megascale.v1 import driver_pb2, driver_pb2_grpc, job_pb2, types_pb2
-from megascale_common.service.errors import RpcError, abort
+from megascale_common.service.errors import ServiceError, abort, of_code
 from megascale_common.service.server import RpcServer
 
 TOKEN = "token-of-the-tests"
@@ -21,7 +21,7 @@ class ScriptedDriver(driver_pb2_grpc.DriverServiceServicer):
     """Answers with the errors of the test, each once, and then with success."""
 
     def __init__(self) -> None:
-        self.errors: list[RpcError] = []
+        self.errors: list[ServiceError] = []
         self.requests: list[Any] = []
         self.updates: list[int] = []
         self.break_after: int | None = None
@@ -138,7 +138,7 @@ class ScriptedDriver(driver_pb2_grpc.DriverServiceServicer):
     async def _break(self, index: int, context: Any) -> None:
         if index == self.break_after:
             self.break_after = None
-            await abort(context, RpcError(grpc.StatusCode.UNAVAILABLE, "GOING", "the driver stops"))
+            await abort(context, of_code(grpc.StatusCode.UNAVAILABLE, "GOING", "the driver stops"))
 
     async def _hang(self) -> None:
         """Keep a stream open until its client has gone."""

@@ -25,9 +25,10 @@ from megascale_common.etcd.election import campaign
 from megascale_common.etcd.server import EtcdServer
 from megascale_common.node.process import child_environment
 from megascale_common.service import errors as rpc_errors
+from megascale_common.service.errors import NotLeaderError
 from megascale_driver.core.events import Audit
 from megascale_driver.core.state import Cluster, Node
-from megascale_driver.journal.store import LEADER_KEY, NotLeader, Store
+from megascale_driver.journal.store import LEADER_KEY, Store
 
 __all__ = ["etcd", "etcd_prefix", "etcd_server"]
 
@@ -86,7 +87,7 @@ def executor_process(
         process.wait()
 
 
-async def refusal(call: Awaitable[object]) -> rpc_errors.RpcError:
+async def refusal(call: Awaitable[object]) -> rpc_errors.ServiceError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     return rpc_errors.read(caught.value)
@@ -299,7 +300,7 @@ async def test_a_stale_leader_cannot_write(etcd: EtcdClient) -> None:
         "first"
     ]
     before = await etcd.get_prefix("")
-    with pytest.raises(NotLeader):
+    with pytest.raises(NotLeaderError):
         await stale.commit(node, Cluster(nodes={**node.nodes, "n2": Node("n2")}), (), deadline_s=5)
     after = await etcd.get_prefix("")
     assert after.items == before.items, "nothing of the former leader's write was applied"

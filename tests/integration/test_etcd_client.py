@@ -23,7 +23,7 @@ from megascale_common.etcd.connection import TlsConfig
 from megascale_common.etcd.errors import (
     EtcdError,
     EtcdUnavailable,
-    InvalidRequest,
+    InvalidEtcdRequest,
     LeaseNotFound,
     UnknownOutcome,
 )
@@ -109,17 +109,17 @@ async def test_transaction_takes_one_branch(etcd: EtcdClient) -> None:
 
 
 async def test_bad_requests_name_the_field(etcd: EtcdClient, etcd_server: EtcdServer) -> None:
-    with pytest.raises(InvalidRequest, match="success: 129 entries"):
+    with pytest.raises(InvalidEtcdRequest, match="success: 129 entries"):
         await etcd.txn(success=[Put(str(index), b"") for index in range(129)])
-    with pytest.raises(InvalidRequest, match="duplicate key"):
+    with pytest.raises(InvalidEtcdRequest, match="duplicate key"):
         await etcd.txn(success=[Put("k", b"1"), Put("k", b"2")])
-    with pytest.raises(InvalidRequest, match="must end with '/'"):
+    with pytest.raises(InvalidEtcdRequest, match="must end with '/'"):
         EtcdClient([etcd_server.endpoint], prefix="megascale")
-    with pytest.raises(InvalidRequest, match="endpoints"):
+    with pytest.raises(InvalidEtcdRequest, match="endpoints"):
         await EtcdClient(["http://localhost:2379"]).__aenter__()
-    with pytest.raises(InvalidRequest, match="key"):
+    with pytest.raises(InvalidEtcdRequest, match="key"):
         await etcd.get("")
-    with pytest.raises(InvalidRequest, match="not open"):
+    with pytest.raises(InvalidEtcdRequest, match="not open"):
         await EtcdClient([etcd_server.endpoint]).get("k")
     with pytest.raises(LeaseNotFound):
         await etcd.put("k", b"", lease_id=4711)
@@ -216,7 +216,7 @@ async def test_mutual_tls(etcd_server: EtcdServer, etcd_prefix: str, tmp_path: P
             async with EtcdClient([proxy.endpoint], timeout_s=0.5, tls=wrong) as client:
                 with pytest.raises(EtcdUnavailable):
                     await client.get("k")
-    with pytest.raises(InvalidRequest, match="tls"):
+    with pytest.raises(InvalidEtcdRequest, match="tls"):
         TlsConfig(certificate, certificate).credentials()
 
 
@@ -314,7 +314,7 @@ async def test_a_write_that_could_not_be_settled_is_refused_beforehand(etcd: Etc
         ([ModRevisionEquals("head", 0)], [Put("head", b"no id")], txn_id, "marker_key"),
         ([ModRevisionEquals("head", 0)], [put], "short", "txn_id"),
     ):
-        with pytest.raises(InvalidRequest, match=field):
+        with pytest.raises(InvalidEtcdRequest, match=field):
             await txn_settled(
                 etcd, compare=compare, success=success, marker_key="head", txn_id=an_id
             )

@@ -22,7 +22,7 @@ from megascale_common.etcd import rpc_pb2
 from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.connection import Member
 from megascale_common.etcd.election import Leadership, campaign
-from megascale_common.etcd.errors import Compacted, InvalidRequest
+from megascale_common.etcd.errors import Compacted, InvalidEtcdRequest
 from megascale_common.etcd.lease import Lease
 from megascale_common.etcd.operations import ModRevisionEquals, Put
 from megascale_common.etcd.server import EtcdServer
@@ -183,7 +183,7 @@ async def test_closing_ends_the_iteration(etcd: EtcdClient) -> None:
         await asyncio.sleep(0.05)
     with pytest.raises(StopAsyncIteration):
         await asyncio.wait_for(waiting, CALL_TIMEOUT_S)
-    with pytest.raises(InvalidRequest, match="start_revision"):
+    with pytest.raises(InvalidEtcdRequest, match="start_revision"):
         Watch(etcd, "", 0)
 
 

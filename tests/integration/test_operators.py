@@ -99,7 +99,7 @@ async def executors(
         yield nodes
 
 
-async def refusal(call: Awaitable[object]) -> rpc_errors.RpcError:
+async def refusal(call: Awaitable[object]) -> rpc_errors.ServiceError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     return rpc_errors.read(caught.value)

@@ -9,14 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.v1 import link_pb2, types_pb2
+from megascale_common.service.errors import StaleStateError
 from megascale_executor.agent import attempt
-from megascale_executor.agent.attempt import (
-    NO_ATTEMPT,
-    AttemptAction,
-    AttemptKey,
-    AttemptState,
-    StaleDesiredState,
-)
+from megascale_executor.agent.attempt import NO_ATTEMPT, AttemptAction, AttemptKey, AttemptState
 
 PHASES = {
     "IDLE": link_pb2.DESIRED_PHASE_IDLE,
@@ -119,7 +114,7 @@ def test_first_failure_stands_and_late_news_do_not_undo_it() -> None:
 def test_stale_desired_states_are_refused(revision: int, version: int) -> None:
     state = AttemptState()
     state.accept(desired("PREPARE", version=7, revision=5))
-    with pytest.raises(StaleDesiredState):
+    with pytest.raises(StaleStateError):
         state.accept(desired("IDLE", version=version, revision=revision))
     assert state.wanted == AttemptKey("job", 1)
 
@@ -155,7 +150,7 @@ def test_comes_to_what_the_newest_epoch_and_version_want(
             state.accept(wish)
             newest, last = (revision, version), wish
         else:
-            with pytest.raises(StaleDesiredState):
+            with pytest.raises(StaleStateError):
                 state.accept(wish)
         assert (state.epoch_seen.create_revision, state.desired.version) == newest
         if work_now:

@@ -221,7 +221,7 @@ async def test_before_an_attempt_a_check_sees_the_job_and_its_devices(tmp_path: 
     assert [each.name for each in registry.on_demand([])] == ["burns"]
     daemon: Any = SimpleNamespace(serving_endpoint=None, holds_slots=None)
     checks = SelfChecks(registry, DEVICES, tmp_path, daemon)
-    config = job_config.from_dict(
+    config = job_config.from_accepted(
         {
             "name": "j",
             "model": {

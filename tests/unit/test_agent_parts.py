@@ -18,17 +18,17 @@ from tests.harness.waiting import CALL_TIMEOUT_S
 from megascale.v1 import link_pb2
 from megascale_common.job import config as job_config
 from megascale_common.job.rank_layout import RankLayout
+from megascale_common.service.errors import AssignmentError, OptionError, TemplateError
 from megascale_common.service.wire_text import encodable
 from megascale_executor.agent import asyncio_tasks, child_processes, folders, template_process
-from megascale_executor.agent.assignment import AssignmentError, check_assignment, readers_of
+from megascale_executor.agent.assignment import check_assignment, readers_of
 from megascale_executor.agent.channels import MessageChannel
 from megascale_executor.agent.child_processes import RestartBudget
-from megascale_executor.agent.config import OptionError, parse_devices, parse_topology
+from megascale_executor.agent.config import parse_devices, parse_topology
 from megascale_executor.agent.heartbeat import host_counters
 from megascale_executor.agent.link import MAX_HEARTBEAT_BYTES, addresses_from, fit
 from megascale_executor.agent.step_reports import StepReports, to_proto
 from megascale_executor.agent.template_keeper import TemplateKeeper
-from megascale_executor.agent.template_process import TemplateError
 
 
 def test_devices_and_topology() -> None:

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale_checkpoint.commit_log import CommitLog, Record
-from megascale_checkpoint.errors import CheckpointError, SupersededError
 from megascale_checkpoint.storage import FileStorage
+from megascale_common.service.errors import ServiceError, SupersededError
 
 
 class MemoryStorage:
@@ -67,7 +67,7 @@ def act(log: CommitLog, attempt: int, step: int) -> None:
             log.append_open(attempt, dict)
         else:
             log.append_commit(attempt, step, {"manifest": f"m{attempt}-{step}"})
-    except CheckpointError:
+    except ServiceError:
         pass
 
 
@@ -133,7 +133,7 @@ def test_a_later_attempt_fences_by_name(tmp_path: Path) -> None:
     new.append_open(2, dict)
     with pytest.raises(SupersededError, match="attempt 1 is superseded: attempt 2"):
         old.append_commit(1, 10, {})
-    with pytest.raises(CheckpointError, match="never opened"):
+    with pytest.raises(ServiceError, match="never opened"):
         new.append_commit(3, 10, {})
 
 
@@ -155,5 +155,5 @@ def test_a_removed_record_stops_the_log(tmp_path: Path) -> None:
     log.append_open(1, dict)
     log.append_commit(1, 10, {})
     (tmp_path / "commits" / "000000000001.json").unlink()
-    with pytest.raises(CheckpointError, match=r"000000000001\.json is missing"):
+    with pytest.raises(ServiceError, match=r"000000000001\.json is missing"):
         CommitLog(FileStorage(tmp_path)).append_open(2, dict)

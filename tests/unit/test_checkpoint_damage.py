@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 from megascale_checkpoint import restore
 from megascale_checkpoint.commands import app
 from megascale_checkpoint.commit_log import CommitLog
-from megascale_checkpoint.errors import DamagedError, NotFoundError, RequestError, UnusableError
 from megascale_checkpoint.restore_decision import RestoreDecision, SealedStep, decide
 from megascale_checkpoint.storage import FileStorage
+from megascale_common.service.errors import DamagedError, NotFoundError, RequestError, UnusableError
 from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
 VALUES = {"matrix": np.arange(60, dtype=np.float32).reshape(6, 10)}

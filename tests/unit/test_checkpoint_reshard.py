@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tests.harness.checkpoint_files import image_of, slot_bytes, write_checkpoint
 
 from megascale_checkpoint import restore
-from megascale_checkpoint.errors import RequestError
-from megascale_checkpoint.reshard import CoverageError, check_coverage, flat_boxes
+from megascale_checkpoint.reshard import check_coverage, flat_boxes
 from megascale_common.job.config import from_accepted
+from megascale_common.service.errors import CoverageError, RequestError
 from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 from megascale_common.sizes.parameter_table import parameter_table, shard_layout
 

@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from megascale_checkpoint.errors import RequestError
 from megascale_checkpoint.slots import SlotPhase, SlotSeal, SlotTable
+from megascale_common.service.errors import RequestError
 
 
 def seal(step: int, attempt: int = 1) -> SlotSeal:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megascale_checkpoint.errors import StagingError
 from megascale_checkpoint.staging import OWNER_FILE, StagingFolder
+from megascale_common.service.errors import LimitError
 
 PAGE = 4096
 
@@ -44,7 +44,7 @@ def test_three_slots_where_a_full_host_has_room_else_two_else_refused(tmp_path: 
     assert len(small.allocate("job", 0, PAGE, 0)) == 2
     assert len(small.allocate("job", 1, PAGE, 4)) == 4
     with pytest.raises(
-        StagingError,
+        LimitError,
         match=r"no room for the snapshot slots of rank 2 of job.*--staging-limit-bytes",
     ):
         small.allocate("job", 2, 30 * PAGE, 2)
@@ -83,14 +83,14 @@ def test_a_pid_that_was_given_to_another_process_is_not_the_owner(tmp_path: Path
 
 def test_two_living_daemons_cannot_share_an_incarnation(tmp_path: Path) -> None:
     folder(tmp_path)
-    with pytest.raises(StagingError, match="another checkpoint daemon uses"):
+    with pytest.raises(LimitError, match="another checkpoint daemon uses"):
         folder(tmp_path)
 
 
 def test_a_folder_open_to_others_is_refused(tmp_path: Path) -> None:
     os.mkdir(tmp_path / "staging")
     os.chmod(tmp_path / "staging", 0o777)
-    with pytest.raises(StagingError, match="mode 0700"):
+    with pytest.raises(LimitError, match="mode 0700"):
         folder(tmp_path)
 
 
@@ -110,7 +110,7 @@ def test_slots_that_could_not_be_renewed_are_given_back_once(tmp_path: Path) -> 
     slots = staging.allocate("job", 0, PAGE, 2)
     hindrance = tmp_path / "elsewhere"
     slots[0].path.parent.rename(hindrance)
-    with pytest.raises(StagingError, match="cannot be allocated again"):
+    with pytest.raises(LimitError, match="cannot be allocated again"):
         staging.renew(slots[0])
     hindrance.rename(slots[0].path.parent)
     staging.free(slots)

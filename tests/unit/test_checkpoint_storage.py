@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megascale_checkpoint.errors import RequestError
 from megascale_checkpoint.storage import FileStorage, open_storage
+from megascale_common.service.errors import RequestError
 
 
 def test_exactly_one_creator_wins(tmp_path: Path) -> None:

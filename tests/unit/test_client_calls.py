@@ -27,7 +27,7 @@ from megascale_client import (
     ServiceFailure,
     Unavailable,
 )
-from megascale_common.service.errors import RpcError
+from megascale_common.service.errors import of_code
 from megascale_common.service.server import RpcServer, Tls
 
 
@@ -51,7 +51,7 @@ async def driver() -> AsyncIterator[ScriptedDriver]:
 async def test_a_status_becomes_its_error_with_reason_and_message(
     driver: ScriptedDriver, code: grpc.StatusCode, kind: type[MegascaleError]
 ) -> None:
-    driver.errors = [RpcError(code, "SOME_REASON", "a sentence")]
+    driver.errors = [of_code(code, "SOME_REASON", "a sentence")]
     async with AsyncClient(driver.address, TOKEN) as client:
         with pytest.raises(kind, match="a sentence") as caught:
             await client.get("x")
@@ -63,7 +63,7 @@ async def test_a_status_becomes_its_error_with_reason_and_message(
 async def test_refused_fields_become_problems(driver: ScriptedDriver) -> None:
     fields = [("trainer.model.heads", "not a multiple of tp"), ("name", "empty")]
     driver.errors = [
-        RpcError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_JOB", "bad job", fields=fields)
+        of_code(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_JOB", "bad job", fields=fields)
     ]
     async with AsyncClient(driver.address, TOKEN) as client:
         with pytest.raises(InvalidJob) as caught:
@@ -73,7 +73,7 @@ async def test_refused_fields_become_problems(driver: ScriptedDriver) -> None:
 
 async def test_a_refused_field_of_another_call_is_no_refused_job(driver: ScriptedDriver) -> None:
     fields = [("rank", "9 is not one of the job's 8 ranks")]
-    driver.errors = [RpcError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID", "bad", fields=fields)]
+    driver.errors = [of_code(grpc.StatusCode.INVALID_ARGUMENT, "INVALID", "bad", fields=fields)]
     async with AsyncClient(driver.address, TOKEN) as client:
         with pytest.raises(InvalidRequest, match="rank: 9 is not one") as caught:
             await anext(client.logs("x", rank=9))
@@ -90,7 +90,7 @@ async def test_a_wrong_token_is_not_allowed(driver: ScriptedDriver) -> None:
 
 
 async def test_a_mutation_is_repeated_with_the_same_request_id(driver: ScriptedDriver) -> None:
-    driver.errors = [RpcError(grpc.StatusCode.UNAVAILABLE, "", "not yet")] * 2
+    driver.errors = [of_code(grpc.StatusCode.UNAVAILABLE, "", "not yet")] * 2
     async with AsyncClient(driver.address, TOKEN, retry_for_s=5) as client:
         await client.submit(job_pb2.JobSpec(name="one"))
         await client.submit(job_pb2.JobSpec(name="two"))
@@ -102,7 +102,7 @@ async def test_a_mutation_is_repeated_with_the_same_request_id(driver: ScriptedD
 async def test_a_standby_names_the_leader_and_the_call_goes_there(driver: ScriptedDriver) -> None:
     leader = await start_driver()
     hint = {"leader": leader.address}
-    driver.errors = [RpcError(grpc.StatusCode.UNAVAILABLE, "NOT_LEADER", "standby", metadata=hint)]
+    driver.errors = [of_code(grpc.StatusCode.UNAVAILABLE, "NOT_LEADER", "standby", metadata=hint)]
     async with AsyncClient(driver.address, TOKEN, retry_for_s=5) as client:
         assert (await client.get("x")).spec.name == "x"
         assert (len(driver.requests), len(leader.requests)) == (1, 1)
@@ -112,7 +112,7 @@ async def test_a_standby_names_the_leader_and_the_call_goes_there(driver: Script
 async def test_two_standbys_that_name_each_other_end_in_unavailable(driver: ScriptedDriver) -> None:
     hint = {"leader": driver.address}
     driver.errors = [
-        RpcError(grpc.StatusCode.UNAVAILABLE, "NOT_LEADER", "standby", metadata=hint)
+        of_code(grpc.StatusCode.UNAVAILABLE, "NOT_LEADER", "standby", metadata=hint)
     ] * 1000
     async with AsyncClient(driver.address, TOKEN, retry_for_s=0.3) as client:
         with pytest.raises(Unavailable, match="standby"):
@@ -209,7 +209,7 @@ async def test_a_new_driver_that_begins_anew_gives_nothing_twice(driver: Scripte
 
 
 async def test_a_watch_of_no_job_is_not_found(driver: ScriptedDriver) -> None:
-    driver.errors = [RpcError(grpc.StatusCode.NOT_FOUND, "JOB_NOT_FOUND", "no job x")]
+    driver.errors = [of_code(grpc.StatusCode.NOT_FOUND, "JOB_NOT_FOUND", "no job x")]
     async with AsyncClient(driver.address, TOKEN) as client:
         with pytest.raises(NotFound):
             async for _ in client.watch("x"):

@@ -24,7 +24,7 @@ from tests.harness.waiting import CALL_TIMEOUT_S
 import megascale_client
 from megascale.v1 import job_pb2, types_pb2
 from megascale_client import AsyncClient, Client, InvalidRequest, NotFound
-from megascale_common.service.errors import RpcError
+from megascale_common.service.errors import of_code
 
 Result = TypeVar("Result")
 
@@ -142,8 +142,8 @@ async def test_an_error_of_the_tree_comes_through(driver: ScriptedDriver) -> Non
             next(client.watch_events("nonsense"))
 
     driver.errors = [
-        RpcError(grpc.StatusCode.NOT_FOUND, "JOB_NOT_FOUND", "no job x"),
-        RpcError(grpc.StatusCode.INVALID_ARGUMENT, "", "subject"),
+        of_code(grpc.StatusCode.NOT_FOUND, "JOB_NOT_FOUND", "no job x"),
+        of_code(grpc.StatusCode.INVALID_ARGUMENT, "", "subject"),
     ]
     await in_thread(driver, use)
 

@@ -15,6 +15,7 @@ from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale.v1 import types_pb2
 from megascale_common.service.clock import VirtualClock
+from megascale_common.service.errors import ExpiredError
 from megascale_driver.core.events import (
     Audit,
     CancelRequested,
@@ -29,10 +30,9 @@ from megascale_driver.core.events import (
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.state import Disposition, JobPhase
 from megascale_driver.engine import Engine
-from megascale_driver.feeds import TokenExpired
-from megascale_driver.handlers import until_set
 from megascale_driver.journal.audit_log import AuditLog, canonical, token_of
 from megascale_driver.metrics import DriverMetrics
+from megascale_driver.streams import until_set
 
 CHANGES: dict[str, type[EvictRequested | CordonRequested | UncordonRequested]] = {
     "evict": EvictRequested,
@@ -216,14 +216,14 @@ def test_foreign_tokens_are_refused(token: str) -> None:
     log.load(lines_of(("a", 1)))
     with pytest.raises(ValueError) as caught:
         log.behind(token)
-    assert not isinstance(caught.value, TokenExpired)
+    assert not isinstance(caught.value, ExpiredError)
 
 
 def test_a_token_of_a_dropped_line_has_expired() -> None:
     log = AuditLog(held=10)
     log.extend(lines_of(*(("a", seq) for seq in range(1, 6000))))
     assert [line.seq for line in log] == list(range(5990, 6000))
-    with pytest.raises(TokenExpired, match="newest 10"):
+    with pytest.raises(ExpiredError, match="newest 10"):
         log.follow("5.a", lambda line: True)
     assert [line.seq for line in log.behind("5995.a")] == [5996, 5997, 5998, 5999]
 

@@ -14,6 +14,7 @@ from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale_common.etcd.errors import ResourceExhausted
 from megascale_common.service.clock import SystemClock
+from megascale_common.service.errors import ClusterError
 from megascale_common.service.server import RpcServer
 from megascale_common.service.token import read_or_create_token
 from megascale_driver import leadership
@@ -21,7 +22,7 @@ from megascale_driver.core.policy import Policy
 from megascale_driver.engine import Engine, first_of
 from megascale_driver.leadership import Leader
 from megascale_driver.platform import local
-from megascale_driver.platform.local import ClusterError, LocalCluster, LocalOptions
+from megascale_driver.platform.local import LocalCluster, LocalOptions
 
 
 class FullEtcd:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megascale.v1 import job_pb2
 from megascale_common.job import config as job_config
 from megascale_common.job.config import JobConfig
-from megascale_common.job.problems import FieldProblem, JobError
+from megascale_common.job.problems import JobError, JobProblem
 from megascale_common.job.wire import spec as job_spec
 
 GOOD: dict[str, Any] = {
@@ -69,7 +69,7 @@ def job(**changes: Any) -> JobConfig:
     return job_config.from_accepted(values_of(**changes))
 
 
-def refusals(values: Any) -> tuple[FieldProblem, ...]:
+def refusals(values: Any) -> tuple[JobProblem, ...]:
     """Why the job in ``values`` is refused; empty when it is accepted."""
     try:
         job_config.from_mapping(values)

@@ -93,11 +93,10 @@ _CheckpointServiceListCommitsType = typing_extensions.TypeVar(
 
 class CheckpointServiceStub(typing.Generic[_CheckpointServiceOpenAttemptType, _CheckpointServiceReportPreparedType, _CheckpointServiceWatchProgressType, _CheckpointServiceListCommitsType]):
     """Two-stage asynchronous persistence (MegaScale section 4.4), served by the checkpoint daemon of
-    every node. The daemon of the first node of an attempt is its committer. An error carries its
-    gRPC code and one sentence, and no ErrorInfo yet.
+    every node. The daemon of the first node of an attempt is its committer.
 
     Errors:
-    - UNAUTHENTICATED: the call carries no valid cluster token.
+    - UNAUTHENTICATED (NO_TOKEN): the call carries no valid cluster token.
     """
 
     @typing.overload
@@ -146,14 +145,15 @@ class CheckpointServiceStub(typing.Generic[_CheckpointServiceOpenAttemptType, _C
 
     Callers: driver
     Errors:
-    - INVALID_ARGUMENT: job, attempt, world_size, sealed_step or a uri is not valid, or the
+    - INVALID_ARGUMENT (BAD_REQUEST): job, attempt, world_size, sealed_step or a uri is not valid, or the
       checkpoint folder belongs to another job.
-    - NOT_FOUND: load_uri holds no complete checkpoint to start from.
-    - FAILED_PRECONDITION: a later attempt was opened, a driver of a later epoch has called, or the
-      job has checkpoints and none of them can be restored.
-    - PERMISSION_DENIED: the daemon may not read or write the folder.
-    - UNAVAILABLE: storage does not answer; try again.
-    - DATA_LOSS: the commit log is damaged.
+    - NOT_FOUND (NOT_FOUND): load_uri holds no complete checkpoint to start from.
+    - FAILED_PRECONDITION (SUPERSEDED): a later attempt was opened, or a driver of a later epoch has
+      called.
+    - FAILED_PRECONDITION (UNUSABLE): the job has checkpoints and none of them can be restored.
+    - PERMISSION_DENIED (FORBIDDEN): the daemon may not read or write the folder.
+    - UNAVAILABLE (STORAGE_UNAVAILABLE): storage does not answer; try again.
+    - DATA_LOSS (DAMAGED): the commit log is damaged.
     """
 
     ReportPrepared: _CheckpointServiceReportPreparedType
@@ -163,12 +163,13 @@ class CheckpointServiceStub(typing.Generic[_CheckpointServiceOpenAttemptType, _C
 
     Callers: checkpoint daemon
     Errors:
-    - INVALID_ARGUMENT: the rank, a file name or small_state_json does not fit the attempt.
-    - FAILED_PRECONDITION: the attempt is superseded, or the step can no longer be committed.
-    - PERMISSION_DENIED: the committer may not read or write the folder.
-    - UNAVAILABLE: this daemon does not know the attempt yet, or storage does not answer; try
-      again.
-    - DATA_LOSS: the committer does not find a file that a rank has reported, or the commit failed.
+    - INVALID_ARGUMENT (BAD_REQUEST): the rank, a file name or small_state_json does not fit the attempt.
+    - FAILED_PRECONDITION (SUPERSEDED): the attempt is superseded, or the step can no longer be committed.
+    - PERMISSION_DENIED (FORBIDDEN): the committer may not read or write the folder.
+    - UNAVAILABLE (NOT_READY): this daemon does not know the attempt yet; try again.
+    - UNAVAILABLE (STORAGE_UNAVAILABLE): storage does not answer; try again.
+    - DATA_LOSS (DAMAGED): the committer does not find a file that a rank has reported.
+    - DATA_LOSS (DATA_LOSS): the commit failed.
     """
 
     WatchProgress: _CheckpointServiceWatchProgressType
@@ -184,10 +185,10 @@ class CheckpointServiceStub(typing.Generic[_CheckpointServiceOpenAttemptType, _C
 
     Callers: driver, operator
     Errors:
-    - INVALID_ARGUMENT: the uri is not supported.
-    - PERMISSION_DENIED: the daemon may not read the folder.
-    - UNAVAILABLE: storage does not answer; try again.
-    - DATA_LOSS: the commit log has a gap.
+    - INVALID_ARGUMENT (BAD_REQUEST): the uri is not supported.
+    - PERMISSION_DENIED (FORBIDDEN): the daemon may not read the folder.
+    - UNAVAILABLE (STORAGE_UNAVAILABLE): storage does not answer; try again.
+    - DATA_LOSS (DATA_LOSS): the commit log has a gap.
     """
 
 CheckpointServiceAsyncStub: typing_extensions.TypeAlias = CheckpointServiceStub[
@@ -211,11 +212,10 @@ CheckpointServiceAsyncStub: typing_extensions.TypeAlias = CheckpointServiceStub[
 
 class CheckpointServiceServicer(metaclass=abc.ABCMeta):
     """Two-stage asynchronous persistence (MegaScale section 4.4), served by the checkpoint daemon of
-    every node. The daemon of the first node of an attempt is its committer. An error carries its
-    gRPC code and one sentence, and no ErrorInfo yet.
+    every node. The daemon of the first node of an attempt is its committer.
 
     Errors:
-    - UNAUTHENTICATED: the call carries no valid cluster token.
+    - UNAUTHENTICATED (NO_TOKEN): the call carries no valid cluster token.
     """
 
     @abc.abstractmethod
@@ -229,14 +229,15 @@ class CheckpointServiceServicer(metaclass=abc.ABCMeta):
 
         Callers: driver
         Errors:
-        - INVALID_ARGUMENT: job, attempt, world_size, sealed_step or a uri is not valid, or the
+        - INVALID_ARGUMENT (BAD_REQUEST): job, attempt, world_size, sealed_step or a uri is not valid, or the
           checkpoint folder belongs to another job.
-        - NOT_FOUND: load_uri holds no complete checkpoint to start from.
-        - FAILED_PRECONDITION: a later attempt was opened, a driver of a later epoch has called, or the
-          job has checkpoints and none of them can be restored.
-        - PERMISSION_DENIED: the daemon may not read or write the folder.
-        - UNAVAILABLE: storage does not answer; try again.
-        - DATA_LOSS: the commit log is damaged.
+        - NOT_FOUND (NOT_FOUND): load_uri holds no complete checkpoint to start from.
+        - FAILED_PRECONDITION (SUPERSEDED): a later attempt was opened, or a driver of a later epoch has
+          called.
+        - FAILED_PRECONDITION (UNUSABLE): the job has checkpoints and none of them can be restored.
+        - PERMISSION_DENIED (FORBIDDEN): the daemon may not read or write the folder.
+        - UNAVAILABLE (STORAGE_UNAVAILABLE): storage does not answer; try again.
+        - DATA_LOSS (DAMAGED): the commit log is damaged.
         """
 
     @abc.abstractmethod
@@ -251,12 +252,13 @@ class CheckpointServiceServicer(metaclass=abc.ABCMeta):
 
         Callers: checkpoint daemon
         Errors:
-        - INVALID_ARGUMENT: the rank, a file name or small_state_json does not fit the attempt.
-        - FAILED_PRECONDITION: the attempt is superseded, or the step can no longer be committed.
-        - PERMISSION_DENIED: the committer may not read or write the folder.
-        - UNAVAILABLE: this daemon does not know the attempt yet, or storage does not answer; try
-          again.
-        - DATA_LOSS: the committer does not find a file that a rank has reported, or the commit failed.
+        - INVALID_ARGUMENT (BAD_REQUEST): the rank, a file name or small_state_json does not fit the attempt.
+        - FAILED_PRECONDITION (SUPERSEDED): the attempt is superseded, or the step can no longer be committed.
+        - PERMISSION_DENIED (FORBIDDEN): the committer may not read or write the folder.
+        - UNAVAILABLE (NOT_READY): this daemon does not know the attempt yet; try again.
+        - UNAVAILABLE (STORAGE_UNAVAILABLE): storage does not answer; try again.
+        - DATA_LOSS (DAMAGED): the committer does not find a file that a rank has reported.
+        - DATA_LOSS (DATA_LOSS): the commit failed.
         """
 
     @abc.abstractmethod
@@ -282,10 +284,10 @@ class CheckpointServiceServicer(metaclass=abc.ABCMeta):
 
         Callers: driver, operator
         Errors:
-        - INVALID_ARGUMENT: the uri is not supported.
-        - PERMISSION_DENIED: the daemon may not read the folder.
-        - UNAVAILABLE: storage does not answer; try again.
-        - DATA_LOSS: the commit log has a gap.
+        - INVALID_ARGUMENT (BAD_REQUEST): the uri is not supported.
+        - PERMISSION_DENIED (FORBIDDEN): the daemon may not read the folder.
+        - UNAVAILABLE (STORAGE_UNAVAILABLE): storage does not answer; try again.
+        - DATA_LOSS (DATA_LOSS): the commit log has a gap.
         """
 
 def add_CheckpointServiceServicer_to_server(servicer: CheckpointServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -303,7 +303,7 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
     that change something.
 
     Errors:
-    - UNAUTHENTICATED: the call carries no valid cluster token.
+    - UNAUTHENTICATED (NO_TOKEN): the call carries no valid cluster token.
     - UNAVAILABLE (NOT_LEADER): this driver does not lead, or has lost its leadership during the
       call. `leader` in the metadata of the ErrorInfo is the address of the leader where it is known.
     - INTERNAL (INTERNAL): a defect of the driver; its log has the stack trace.
@@ -732,7 +732,7 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
     that change something.
 
     Errors:
-    - UNAUTHENTICATED: the call carries no valid cluster token.
+    - UNAUTHENTICATED (NO_TOKEN): the call carries no valid cluster token.
     - UNAVAILABLE (NOT_LEADER): this driver does not lead, or has lost its leadership during the
       call. `leader` in the metadata of the ErrorInfo is the address of the leader where it is known.
     - INTERNAL (INTERNAL): a defect of the driver; its log has the stack trace.

@@ -26,11 +26,10 @@ if _version_not_supported:
 
 
 class ExecutorServiceStub(object):
-    """Served by the agent of every node. An error carries its gRPC code and one sentence, and no
-    ErrorInfo yet.
+    """Served by the agent of every node.
 
     Errors:
-    - UNAUTHENTICATED: the call carries no valid cluster token.
+    - UNAUTHENTICATED (NO_TOKEN): the call carries no valid cluster token.
     """
 
     def __init__(self, channel):
@@ -57,11 +56,10 @@ class ExecutorServiceStub(object):
 
 
 class ExecutorServiceServicer(object):
-    """Served by the agent of every node. An error carries its gRPC code and one sentence, and no
-    ErrorInfo yet.
+    """Served by the agent of every node.
 
     Errors:
-    - UNAUTHENTICATED: the call carries no valid cluster token.
+    - UNAUTHENTICATED (NO_TOKEN): the call carries no valid cluster token.
     """
 
     def GetNodeStatus(self, request, context):
@@ -78,9 +76,9 @@ class ExecutorServiceServicer(object):
 
         Callers: driver, operator
         Errors:
-        - INVALID_ARGUMENT: the node has no check of that name.
-        - FAILED_PRECONDITION: the node has an attempt.
-        - ABORTED: the node was given an attempt before the checks ended.
+        - INVALID_ARGUMENT (BAD_REQUEST): the node has no check of that name.
+        - FAILED_PRECONDITION (NODE_BUSY): the node has an attempt.
+        - ABORTED (PREEMPTED): the node was given an attempt before the checks ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -91,8 +89,8 @@ class ExecutorServiceServicer(object):
 
         Callers: driver, operator
         Errors:
-        - INVALID_ARGUMENT: job is not the name of a job, or lines is out of range.
-        - NOT_FOUND: the node has no log of that rank and attempt.
+        - INVALID_ARGUMENT (BAD_REQUEST): job is not the name of a job, or lines is out of range.
+        - NOT_FOUND (LOG_NOT_FOUND): the node has no log of that rank and attempt.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -125,11 +123,10 @@ def add_ExecutorServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ExecutorService(object):
-    """Served by the agent of every node. An error carries its gRPC code and one sentence, and no
-    ErrorInfo yet.
+    """Served by the agent of every node.
 
     Errors:
-    - UNAUTHENTICATED: the call carries no valid cluster token.
+    - UNAUTHENTICATED (NO_TOKEN): the call carries no valid cluster token.
     """
 
     @staticmethod

@@ -74,11 +74,10 @@ _ExecutorServiceTailWorkerLogsType = typing_extensions.TypeVar(
 )
 
 class ExecutorServiceStub(typing.Generic[_ExecutorServiceGetNodeStatusType, _ExecutorServiceRunNodeDiagnosticsType, _ExecutorServiceTailWorkerLogsType]):
-    """Served by the agent of every node. An error carries its gRPC code and one sentence, and no
-    ErrorInfo yet.
+    """Served by the agent of every node.
 
     Errors:
-    - UNAUTHENTICATED: the call carries no valid cluster token.
+    - UNAUTHENTICATED (NO_TOKEN): the call carries no valid cluster token.
     """
 
     @typing.overload
@@ -124,9 +123,9 @@ class ExecutorServiceStub(typing.Generic[_ExecutorServiceGetNodeStatusType, _Exe
 
     Callers: driver, operator
     Errors:
-    - INVALID_ARGUMENT: the node has no check of that name.
-    - FAILED_PRECONDITION: the node has an attempt.
-    - ABORTED: the node was given an attempt before the checks ended.
+    - INVALID_ARGUMENT (BAD_REQUEST): the node has no check of that name.
+    - FAILED_PRECONDITION (NODE_BUSY): the node has an attempt.
+    - ABORTED (PREEMPTED): the node was given an attempt before the checks ended.
     """
 
     TailWorkerLogs: _ExecutorServiceTailWorkerLogsType
@@ -134,8 +133,8 @@ class ExecutorServiceStub(typing.Generic[_ExecutorServiceGetNodeStatusType, _Exe
 
     Callers: driver, operator
     Errors:
-    - INVALID_ARGUMENT: job is not the name of a job, or lines is out of range.
-    - NOT_FOUND: the node has no log of that rank and attempt.
+    - INVALID_ARGUMENT (BAD_REQUEST): job is not the name of a job, or lines is out of range.
+    - NOT_FOUND (LOG_NOT_FOUND): the node has no log of that rank and attempt.
     """
 
 ExecutorServiceAsyncStub: typing_extensions.TypeAlias = ExecutorServiceStub[
@@ -154,11 +153,10 @@ ExecutorServiceAsyncStub: typing_extensions.TypeAlias = ExecutorServiceStub[
 ]
 
 class ExecutorServiceServicer(metaclass=abc.ABCMeta):
-    """Served by the agent of every node. An error carries its gRPC code and one sentence, and no
-    ErrorInfo yet.
+    """Served by the agent of every node.
 
     Errors:
-    - UNAUTHENTICATED: the call carries no valid cluster token.
+    - UNAUTHENTICATED (NO_TOKEN): the call carries no valid cluster token.
     """
 
     @abc.abstractmethod
@@ -182,9 +180,9 @@ class ExecutorServiceServicer(metaclass=abc.ABCMeta):
 
         Callers: driver, operator
         Errors:
-        - INVALID_ARGUMENT: the node has no check of that name.
-        - FAILED_PRECONDITION: the node has an attempt.
-        - ABORTED: the node was given an attempt before the checks ended.
+        - INVALID_ARGUMENT (BAD_REQUEST): the node has no check of that name.
+        - FAILED_PRECONDITION (NODE_BUSY): the node has an attempt.
+        - ABORTED (PREEMPTED): the node was given an attempt before the checks ended.
         """
 
     @abc.abstractmethod
@@ -197,8 +195,8 @@ class ExecutorServiceServicer(metaclass=abc.ABCMeta):
 
         Callers: driver, operator
         Errors:
-        - INVALID_ARGUMENT: job is not the name of a job, or lines is out of range.
-        - NOT_FOUND: the node has no log of that rank and attempt.
+        - INVALID_ARGUMENT (BAD_REQUEST): job is not the name of a job, or lines is out of range.
+        - NOT_FOUND (LOG_NOT_FOUND): the node has no log of that rank and attempt.
         """
 
 def add_ExecutorServiceServicer_to_server(servicer: ExecutorServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -29,7 +29,7 @@ class ExecutorLinkServiceStub(object):
     """Used by node agents only, served by the leader of the drivers.
 
     Errors:
-    - UNAUTHENTICATED: the call carries no valid cluster token.
+    - UNAUTHENTICATED (NO_TOKEN): the call carries no valid cluster token.
     - UNAVAILABLE (NOT_LEADER): this driver does not lead. `leader` in the metadata of the ErrorInfo
     is the address of the leader where it is known.
     """
@@ -56,7 +56,7 @@ class ExecutorLinkServiceServicer(object):
     """Used by node agents only, served by the leader of the drivers.
 
     Errors:
-    - UNAUTHENTICATED: the call carries no valid cluster token.
+    - UNAUTHENTICATED (NO_TOKEN): the call carries no valid cluster token.
     - UNAVAILABLE (NOT_LEADER): this driver does not lead. `leader` in the metadata of the ErrorInfo
     is the address of the leader where it is known.
     """
@@ -116,7 +116,7 @@ class ExecutorLinkService(object):
     """Used by node agents only, served by the leader of the drivers.
 
     Errors:
-    - UNAUTHENTICATED: the call carries no valid cluster token.
+    - UNAUTHENTICATED (NO_TOKEN): the call carries no valid cluster token.
     - UNAVAILABLE (NOT_LEADER): this driver does not lead. `leader` in the metadata of the ErrorInfo
     is the address of the leader where it is known.
     """

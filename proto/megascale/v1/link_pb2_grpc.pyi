@@ -61,7 +61,7 @@ class ExecutorLinkServiceStub(typing.Generic[_ExecutorLinkServiceConnectType, _E
     """Used by node agents only, served by the leader of the drivers.
 
     Errors:
-    - UNAUTHENTICATED: the call carries no valid cluster token.
+    - UNAUTHENTICATED (NO_TOKEN): the call carries no valid cluster token.
     - UNAVAILABLE (NOT_LEADER): this driver does not lead. `leader` in the metadata of the ErrorInfo
       is the address of the leader where it is known.
     """
@@ -129,7 +129,7 @@ class ExecutorLinkServiceServicer(metaclass=abc.ABCMeta):
     """Used by node agents only, served by the leader of the drivers.
 
     Errors:
-    - UNAUTHENTICATED: the call carries no valid cluster token.
+    - UNAUTHENTICATED (NO_TOKEN): the call carries no valid cluster token.
     - UNAVAILABLE (NOT_LEADER): this driver does not lead. `leader` in the metadata of the ErrorInfo
       is the address of the leader where it is known.
     """

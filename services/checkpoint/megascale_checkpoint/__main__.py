@@ -19,7 +19,6 @@ from megascale.v1 import checkpoint_pb2_grpc
 from megascale_checkpoint.committer import Committer
 from megascale_checkpoint.committer_client import CommitterClient
 from megascale_checkpoint.concurrency import Pools
-from megascale_checkpoint.errors import CheckpointError
 from megascale_checkpoint.jobs import Jobs
 from megascale_checkpoint.local_server import LocalServer
 from megascale_checkpoint.metrics import CheckpointMetrics
@@ -29,6 +28,7 @@ from megascale_common.job.names import is_dns_label
 from megascale_common.node.files import replace_file
 from megascale_common.node.process import arm_parent_death
 from megascale_common.service import logs
+from megascale_common.service.errors import ServiceError
 from megascale_common.service.metrics import MetricsServer, bind_option, registry_of
 from megascale_common.service.server import RpcServer
 
@@ -49,12 +49,12 @@ def main(arguments: list[str] | None = None) -> None:
             options.incarnation,
             options.staging_limit_bytes,
         )
-    except CheckpointError as error:
+    except ServiceError as error:
         print(f"the checkpoint daemon cannot start: {error}", file=sys.stderr)
         sys.exit(2)
     try:
         uvloop.run(_serve(options, staging))
-    except (OSError, ValueError, CheckpointError) as error:
+    except (OSError, ValueError, ServiceError) as error:
         print(f"the checkpoint daemon cannot start: {error}", file=sys.stderr)
         sys.exit(2)
     finally:

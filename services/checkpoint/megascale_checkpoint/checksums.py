@@ -13,7 +13,7 @@ from typing import Any
 
 import xxhash
 
-from megascale_checkpoint.errors import DamagedError
+from megascale_common.service.errors import DamagedError
 from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
 # Unit of work between two checks for cancellation: large enough to run at full speed.

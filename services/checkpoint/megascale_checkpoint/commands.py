@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from megascale_checkpoint.commit_log import CommitLog, Record
-from megascale_checkpoint.errors import CheckpointError
 from megascale_checkpoint.storage import join, open_storage
 from megascale_checkpoint.verify import verify_commit
+from megascale_common.service.errors import ServiceError
 
 app = typer.Typer(
     name="checkpoint", help="List and verify checkpoints on storage.", no_args_is_help=True
@@ -87,7 +87,7 @@ def _commits(uri: str) -> list[Record]:
     try:
         log = CommitLog(open_storage(uri))
         log.refresh()
-    except (CheckpointError, OSError) as error:
+    except (ServiceError, OSError) as error:
         typer.echo(f"{uri} cannot be read: {error}", err=True)
         raise typer.Exit(2) from error
     for damage in log.damaged:

@@ -16,8 +16,12 @@ from typing import Any
 
 from megascale_checkpoint import manifest as manifests
 from megascale_checkpoint.checksums import dump_record, load_record
-from megascale_checkpoint.errors import CheckpointError, DamagedError, SupersededError
 from megascale_checkpoint.storage import Storage
+from megascale_common.service.errors import (
+    DamagedError,
+    DataLossError,
+    SupersededError,
+)
 
 FOLDER = "commits"
 VERSION = 1
@@ -54,7 +58,7 @@ class CommitLog:
         A record that was damaged after it was written is skipped and kept in ``damaged``.
 
         Raises:
-            CheckpointError: a record was removed. It may have been a fence, so nothing may be
+            ServiceError: a record was removed. It may have been a fence, so nothing may be
                 appended.
             OSError: the storage does not answer.
         """
@@ -108,7 +112,7 @@ class CommitLog:
         Raises:
             SupersededError: a later attempt has been opened, or a later step of this one is
                 committed.
-            CheckpointError: the attempt was never opened.
+            ServiceError: the attempt was never opened.
         """
 
         def make() -> dict[str, Any] | Record:
@@ -116,7 +120,7 @@ class CommitLog:
             if found is not None:
                 return found
             if self.find_open(attempt) is None:
-                raise CheckpointError(
+                raise DataLossError(
                     f"attempt {attempt} was never opened in this log: call OpenAttempt first"
                 )
             # Readers take the last COMMIT as the newest state, so steps must not go backwards.
@@ -158,7 +162,7 @@ class CommitLog:
                 self.records.append(record)
                 self._next += 1
                 return record
-        raise CheckpointError(
+        raise DataLossError(
             f"given up after losing {MAX_LOST_RACES} races for the end of "
             f"{self._storage.uri}/{FOLDER}"
         )
@@ -167,7 +171,7 @@ class CommitLog:
         names = self._storage.names(FOLDER)
         for seq, name in enumerate(names, start=1):
             if name != f"{seq:012d}.json":
-                raise CheckpointError(
+                raise DataLossError(
                     f"{self._storage.uri}/{_path(seq)} is missing although later records exist: "
                     "restore it from a backup, or start in a new folder"
                 )

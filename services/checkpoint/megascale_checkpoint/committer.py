@@ -20,18 +20,18 @@ from megascale_checkpoint import manifest as manifests
 from megascale_checkpoint.checksums import checksum
 from megascale_checkpoint.commit_log import CommitLog, Record
 from megascale_checkpoint.concurrency import Pools, Signal, in_pool
-from megascale_checkpoint.errors import (
-    CheckpointError,
-    DamagedError,
-    NotReadyError,
-    RequestError,
-    SupersededError,
-)
 from megascale_checkpoint.manifest import File, Manifest
 from megascale_checkpoint.registration import RankRegistration
 from megascale_checkpoint.restore_decision import RestoreDecision, SealedStep, decide
 from megascale_checkpoint.storage import Storage, join, open_storage
 from megascale_common.service import logs
+from megascale_common.service.errors import (
+    DamagedError,
+    DataLossError,
+    NotReadyError,
+    RequestError,
+    SupersededError,
+)
 
 log = logs.get("committer")
 # Steps of an attempt that may wait for reports at once; the number of slots keeps it far lower.
@@ -88,7 +88,7 @@ class Committer:
             RequestError: a uri is not supported, or the folder belongs to another job.
             UnusableError: the job has checkpoints, and none of them can be restored.
             NotFoundError: the job was to start from ``load_uri``, which holds no usable checkpoint.
-            CheckpointError: the log is damaged.
+            ServiceError: the log is damaged.
             OSError: the storage does not answer.
         """
         storage = open_storage(uri)
@@ -134,7 +134,7 @@ class Committer:
             SupersededError: a later attempt is open, or a later step is committed.
             RequestError: the report does not fit the attempt.
             DamagedError: a file that a rank reported cannot be seen from this node.
-            CheckpointError, OSError: the commit failed; the same report may be sent again.
+            ServiceError, OSError: the commit failed; the same report may be sent again.
         """
         # One lock per job, held over the commit: a CommitLog takes one caller at a time, and two
         # reports must not both complete a step.
@@ -218,7 +218,7 @@ class Committer:
             # overwritten, so its manifest must name the same ones.
             data = storage.read(path)
             if manifests.decode(data, path).files != manifest.files:
-                raise CheckpointError(
+                raise DataLossError(
                     f"{attempt.uri}/{path} names other files than the ranks reported"
                 )
         fields = {

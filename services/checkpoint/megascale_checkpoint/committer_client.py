@@ -13,8 +13,8 @@ import grpc
 import grpc.aio
 
 from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc
-from megascale_checkpoint.errors import CheckpointError, SupersededError
 from megascale_common.service.channel import open_channel
+from megascale_common.service.errors import DataLossError, SupersededError
 
 HOLD_S = 5.0  # the committer holds an answer this long, and sends it as soon as it commits
 CALL_TIMEOUT_S = 15.0
@@ -37,7 +37,7 @@ class CommitterClient:
         Raises:
             SupersededError: a later attempt was opened, or a later step committed, before this one
                 was complete.
-            CheckpointError: the committer refuses the report, or it is given up.
+            ServiceError: the committer refuses the report, or it is given up.
         """
         stub = checkpoint_pb2_grpc.CheckpointServiceStub(self._channel(endpoint))
         deadline = time.monotonic() + self._give_up_s
@@ -55,14 +55,14 @@ class CommitterClient:
                     grpc.StatusCode.UNAVAILABLE,
                     grpc.StatusCode.DEADLINE_EXCEEDED,
                 ):
-                    raise CheckpointError(problem) from error
+                    raise DataLossError(problem) from error
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 continue
             if answer.committed:
                 return str(answer.manifest_uri)
             pause_s, problem = FIRST_PAUSE_S, "other ranks have not persisted the step"
-        raise CheckpointError(f"given up after {self._give_up_s:.0f} s: {problem}")
+        raise DataLossError(f"given up after {self._give_up_s:.0f} s: {problem}")
 
     async def close(self) -> None:
         """Close all channels."""

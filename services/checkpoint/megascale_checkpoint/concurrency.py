@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
-from megascale_checkpoint.errors import SupersededError
+from megascale_common.service.errors import SupersededError
 
 P = ParamSpec("P")
 T = TypeVar("T")

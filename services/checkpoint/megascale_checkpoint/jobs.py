@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from megascale.v1 import link_pb2
 from megascale_checkpoint.committer_client import CommitterClient
 from megascale_checkpoint.concurrency import Pools, Signal, in_pool
-from megascale_checkpoint.errors import RequestError, StagingError
 from megascale_checkpoint.rank_snapshots import Owner, RankSnapshots
 from megascale_checkpoint.registration import RankRegistration
 from megascale_checkpoint.staging import LEAST_SLOTS, StagingFolder
 from megascale_common.service import logs
+from megascale_common.service.errors import LimitError, RequestError
 
 log = logs.get("jobs")
 KEPT_JOBS = 32  # jobs without slots; a heartbeat has room for the progress of this many
@@ -172,7 +172,7 @@ class Jobs:
 
         Raises:
             RequestError: the attempt is lower than one seen before.
-            StagingError: there is no room for the slots.
+            LimitError: there is no room for the slots.
         """
         job = self.job(registration.job)
         if registration.attempt < job.attempt:
@@ -227,7 +227,7 @@ class Jobs:
             try:
                 await snapshots.detach_owner(self._staging)
                 return True
-            except StagingError as error:
+            except LimitError as error:
                 log.warning(
                     "slots are allocated again",
                     job=job.name,

@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megascale_checkpoint.errors import CheckpointError, DamagedError, RequestError
 from megascale_checkpoint.jobs import Jobs
 from megascale_checkpoint.rank_snapshots import RankSnapshots
 from megascale_checkpoint.registration import RankRegistration, field, parse
@@ -35,6 +34,7 @@ from megascale_common.node.messages import (
 )
 from megascale_common.node.unix_socket import listen
 from megascale_common.service import logs
+from megascale_common.service.errors import DamagedError, RequestError, ServiceError
 
 log = logs.get("local_server")
 MAX_CONNECTIONS = 64  # workers of one node, and those of the previous attempt that are exiting
@@ -106,7 +106,7 @@ class _WorkerConnection:
         self._task = asyncio.current_task()
         try:
             await self._answer_all()
-        except (CheckpointError, framing.FramingError) as error:
+        except (ServiceError, framing.FramingError) as error:
             log.warning("worker refused", error=str(error), **self._log_context())
             await self._send_error(str(error))
         except (OSError, TimeoutError) as error:
@@ -165,7 +165,7 @@ class _WorkerConnection:
             restored = await self._current().restore(plan)
         except DamagedError as error:
             return _refused("CHECKPOINT_CORRUPT", error, error.file)
-        except (CheckpointError, OSError) as error:
+        except (ServiceError, OSError) as error:
             return _refused("OTHER", error, "")
         self._held.add(restored.slot)
         return Restored(

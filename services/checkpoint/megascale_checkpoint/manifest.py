@@ -12,15 +12,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 from megascale_checkpoint.checksums import dump_record, load_record
-from megascale_checkpoint.errors import DamagedError, RequestError
 from megascale_checkpoint.storage import Storage, open_storage, split
+from megascale_common.service.errors import DamagedError, MissingFileError, RequestError
 
 SCHEMA_VERSION = 1
 NAME = "manifest.json"
-
-
-class MissingError(DamagedError):
-    """The manifest is missing."""
 
 
 def attempt_folder(attempt: int) -> str:
@@ -127,7 +123,7 @@ def load(uri: str) -> tuple[Storage, Manifest]:
     """The storage rooted at the folder of the manifest ``uri``, and the manifest.
 
     Raises:
-        MissingError: there is no manifest.
+        MissingFileError: there is no manifest.
         DamagedError: it is not what was written.
         RequestError: the uri is not supported.
         OSError: the storage does not answer, which is no evidence of damage.
@@ -139,7 +135,7 @@ def load(uri: str) -> tuple[Storage, Manifest]:
     try:
         data = storage.read(name)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise MissingError(uri, "is missing") from error
+        raise MissingFileError(uri, "is missing") from error
     return storage, decode(data, uri)
 
 

@@ -15,12 +15,12 @@ import xxhash
 from megascale.v1 import checkpoint_pb2
 from megascale_checkpoint import manifest
 from megascale_checkpoint.concurrency import Cancellation
-from megascale_checkpoint.errors import CheckpointError
 from megascale_checkpoint.registration import RankRegistration
 from megascale_checkpoint.shard_file import Origin, encode_header, file_chunks, primary
 from megascale_checkpoint.slots import SlotSeal
 from megascale_checkpoint.storage import Storage, open_storage
 from megascale_common.service import logs
+from megascale_common.service.errors import DataLossError
 
 # Errors of a shared file system that fails over. A full or read-only one does not recover by
 # itself, so its errors are not retried.
@@ -77,7 +77,7 @@ def write_rank_file(
         OSError: the storage is full, read-only or does not answer.
         DamagedError: the slot changed after it was sealed.
         SupersededError: cancelled.
-        CheckpointError: the file exists: the step was persisted before.
+        ServiceError: the file exists: the step was persisted before.
     """
     storage = open_storage(registration.uri)
     name = manifest.rank_file(registration.rank)
@@ -112,6 +112,6 @@ def _write(storage: Storage, path: str, chunks: Iterator[memoryview]) -> int:
     try:
         return storage.write(path, chunks)
     except FileExistsError as error:
-        raise CheckpointError(
+        raise DataLossError(
             f"{storage.uri}/{path} exists already: this step was persisted before"
         ) from error

@@ -20,12 +20,17 @@ from megascale_checkpoint import persist, restore
 from megascale_checkpoint.checksums import piece_checksums, verify_image
 from megascale_checkpoint.committer_client import CommitterClient
 from megascale_checkpoint.concurrency import Cancellation, Pools, Signal, in_pool
-from megascale_checkpoint.errors import CheckpointError, DamagedError, RequestError, SupersededError
 from megascale_checkpoint.registration import RankRegistration
 from megascale_checkpoint.slots import Slot, SlotPhase, SlotSeal, SlotTable
 from megascale_checkpoint.staging import SlotMemory, StagingFolder
 from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.service import logs
+from megascale_common.service.errors import (
+    DamagedError,
+    RequestError,
+    ServiceError,
+    SupersededError,
+)
 
 log = logs.get("stage")
 KEPT_FAILURES = 16  # steps whose failure is kept for a later Drain
@@ -101,7 +106,7 @@ class RankSnapshots:
         pools: Pools,
         committer: CommitterClient,
     ) -> RankSnapshots:
-        """Snapshots with fresh slots. Raises StagingError when there is no room."""
+        """Snapshots with fresh slots. Raises LimitError when there is no room."""
         size_bytes = registration.layout.slot_bytes
         count = registration.slots
         job, rank = registration.job, registration.rank
@@ -371,7 +376,7 @@ class RankSnapshots:
             log.info(
                 "persist superseded", job=registration.job, attempt=seal.attempt, step=seal.step
             )
-        except (OSError, CheckpointError) as error:
+        except (OSError, ServiceError) as error:
             self._fail(key, str(error))
         except Exception as error:
             # A defect costs this step only; later steps must still be persisted.
@@ -399,7 +404,7 @@ class RankSnapshots:
             self._listener.note_commit(key[1], key[0], manifest_uri)
         except SupersededError as error:
             self._remember(key, str(error))
-        except CheckpointError as error:
+        except ServiceError as error:
             self._fail(key, str(error))
         finally:
             self._reports.pop(key, None)

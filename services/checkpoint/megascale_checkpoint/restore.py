@@ -20,10 +20,15 @@ from megascale_checkpoint import manifest as manifests
 from megascale_checkpoint import reshard
 from megascale_checkpoint.checksums import checksum, piece_view
 from megascale_checkpoint.concurrency import Cancellation
-from megascale_checkpoint.errors import DamagedError, RequestError
 from megascale_checkpoint.manifest import File, Manifest
 from megascale_checkpoint.shard_file import Origin, StoredPiece, read_exactly, read_header
 from megascale_checkpoint.storage import Storage
+from megascale_common.service.errors import (
+    CoverageError,
+    DamagedError,
+    MissingFileError,
+    RequestError,
+)
 from megascale_common.sizes.checkpoint_layout import DTYPE_BYTES, ShardLayout, ShardPiece
 
 Range = tuple[Any, ...]
@@ -59,7 +64,7 @@ def fill(
     """
     try:
         storage, manifest = manifests.load(manifest_uri)
-    except manifests.MissingError as error:
+    except MissingFileError as error:
         # The committer has just read the manifest on its node, so this node's folder is at fault
         # and the checkpoint must not be marked as damaged.
         raise RequestError(
@@ -169,7 +174,7 @@ def _assemble(reader: _Reader, parameter: Parameter, wanted: ShardPiece) -> resh
     where = f"checkpoint {reader.storage.uri} does not fit this job: {wanted.name} ({wanted.state})"
     try:
         reshard.check_coverage(item.piece for item in stored)
-    except reshard.CoverageError as error:
+    except CoverageError as error:
         raise RequestError(
             f"{where}: {error}; resume with the model that wrote it, or in a new folder"
         ) from error

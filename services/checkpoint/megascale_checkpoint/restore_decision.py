@@ -13,9 +13,9 @@ from typing import Any
 from megascale_checkpoint import manifest as manifests
 from megascale_checkpoint.checksums import checksum
 from megascale_checkpoint.commit_log import CommitLog, Record
-from megascale_checkpoint.errors import DamagedError, NotFoundError, UnusableError
 from megascale_checkpoint.storage import join, open_storage
 from megascale_common.job.restore import RestorePlan, RestoreSource
+from megascale_common.service.errors import DamagedError, NotFoundError, UnusableError
 
 MAX_NAMED = 20  # damaged files that one answer lists
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -13,19 +13,15 @@ import grpc.aio
 from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc, driver_pb2
 from megascale_checkpoint.committer import Committer
 from megascale_checkpoint.committer_client import HOLD_S
-from megascale_checkpoint.errors import (
-    CheckpointError,
-    NotFoundError,
-    NotReadyError,
-    RequestError,
-    SupersededError,
-    UnusableError,
-)
 from megascale_checkpoint.jobs import Jobs
 from megascale_checkpoint.restore_decision import SealedStep
 from megascale_common.job.names import is_dns_label
 from megascale_common.job.restore import RestoreSource
 from megascale_common.job.wire import restore
+from megascale_common.service.errors import (
+    RequestError,
+)
+from megascale_common.service.handlers import answers, streams
 
 SERVICE = checkpoint_pb2.DESCRIPTOR.services_by_name["CheckpointService"].full_name
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -37,24 +33,22 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
     def __init__(self, jobs: Jobs, committer: Committer) -> None:
         self._jobs, self._committer = jobs, committer
 
+    @answers
     async def OpenAttempt(
         self, request: checkpoint_pb2.OpenAttemptRequest, context: Context
     ) -> checkpoint_pb2.OpenAttemptResponse:
         """See proto/megascale/v1/checkpoint.proto."""
-        try:
-            _check_open(request)
-            record, decision = await self._committer.open_attempt(
-                request.job,
-                request.uri,
-                request.attempt,
-                request.world_size,
-                SealedStep(request.sealed_step, request.sealed_by_attempt),
-                frozenset(request.refused_steps),
-                (request.epoch.cluster_generation, request.epoch.create_revision),
-                request.load_uri,
-            )
-        except (CheckpointError, OSError) as error:
-            await _abort(context, error)
+        _check_open(request)
+        record, decision = await self._committer.open_attempt(
+            request.job,
+            request.uri,
+            request.attempt,
+            request.world_size,
+            SealedStep(request.sealed_step, request.sealed_by_attempt),
+            frozenset(request.refused_steps),
+            (request.epoch.cluster_generation, request.epoch.create_revision),
+            request.load_uri,
+        )
         plan = decision.plan
         # Attempt 0: another job wrote it, so it is no commit of this one.
         if plan.source is RestoreSource.STORAGE and plan.written_by_attempt:
@@ -65,14 +59,12 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
             restore=restore.to_proto(plan), log_seq=record.seq, refused=decision.passed_over
         )
 
+    @answers
     async def ReportPrepared(
         self, request: checkpoint_pb2.ReportPreparedRequest, context: Context
     ) -> checkpoint_pb2.ReportPreparedResponse:
         """See proto/megascale/v1/checkpoint.proto. Answers once complete, or after HOLD_S."""
-        try:
-            manifest_uri = await self._committer.report(request)
-        except (CheckpointError, OSError) as error:
-            await _abort(context, error)
+        manifest_uri = await self._committer.report(request)
         if not manifest_uri:
             manifest_uri = await self._await_commit(request)
         else:
@@ -81,6 +73,7 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
             committed=bool(manifest_uri), manifest_uri=manifest_uri
         )
 
+    @streams
     async def WatchProgress(
         self, request: checkpoint_pb2.WatchProgressRequest, context: Context
     ) -> AsyncIterator[checkpoint_pb2.WatchProgressResponse]:
@@ -95,14 +88,12 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
                 sent = response
             await changed.wait()
 
+    @answers
     async def ListCommits(
         self, request: checkpoint_pb2.ListCommitsRequest, context: Context
     ) -> checkpoint_pb2.ListCommitsResponse:
         """See proto/megascale/v1/checkpoint.proto."""
-        try:
-            found = await self._committer.commits(request.uri)
-        except (CheckpointError, OSError) as error:
-            await _abort(context, error)
+        found = await self._committer.commits(request.uri)
         response = checkpoint_pb2.ListCommitsResponse()
         for record, manifest_uri in found:
             if request.job and record.values["job"] != request.job:
@@ -142,21 +133,3 @@ def _check_open(request: checkpoint_pb2.OpenAttemptRequest) -> None:
         raise RequestError(f"world_size is {request.world_size}; it must be at least 1")
     if request.sealed_step and not request.sealed_by_attempt:
         raise RequestError("sealed_step is given without sealed_by_attempt; give both or neither")
-
-
-async def _abort(context: Context, error: Exception) -> NoReturn:
-    """End the call with the status that fits the error."""
-    if isinstance(error, RequestError):
-        code = grpc.StatusCode.INVALID_ARGUMENT
-    elif isinstance(error, NotFoundError):
-        code = grpc.StatusCode.NOT_FOUND
-    elif isinstance(error, SupersededError | UnusableError):
-        code = grpc.StatusCode.FAILED_PRECONDITION
-    elif isinstance(error, PermissionError):
-        code = grpc.StatusCode.PERMISSION_DENIED
-    elif isinstance(error, OSError | NotReadyError):
-        code = grpc.StatusCode.UNAVAILABLE
-    else:
-        code = grpc.StatusCode.DATA_LOSS
-    await context.abort(code, str(error))
-    raise AssertionError("abort raises")

@@ -22,8 +22,8 @@ from megascale_checkpoint.checksums import (
     load_record,
     piece_view,
 )
-from megascale_checkpoint.errors import DamagedError
 from megascale_checkpoint.storage import Storage
+from megascale_common.service.errors import DamagedError
 from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
 FORMAT = "megascale-shard-1"

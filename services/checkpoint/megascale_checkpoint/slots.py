@@ -16,7 +16,7 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
-from megascale_checkpoint.errors import RequestError
+from megascale_common.service.errors import RequestError
 
 
 class SlotPhase(enum.Enum):

@@ -21,10 +21,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from megascale_checkpoint.errors import StagingError
 from megascale_common.node.host import memory_bytes
 from megascale_common.node.incarnation import boot_id
 from megascale_common.node.process import start_ticks
+from megascale_common.service.errors import LimitError
 
 OWNER_FILE = "owner.json"
 LOCK_FILE = ".lock"
@@ -75,7 +75,7 @@ class StagingFolder:
     """The daemon's own folder.
 
     Raises:
-        StagingError: the folder belongs to another user, a running daemon uses it, or it cannot be
+        LimitError: the folder belongs to another user, a running daemon uses it, or it cannot be
             created.
     """
 
@@ -96,11 +96,11 @@ class StagingFolder:
                 self.path.mkdir(mode=0o700)
                 (self.path / OWNER_FILE).write_text(json.dumps(_identity(os.getpid())))
         except FileExistsError as error:
-            raise StagingError(
+            raise LimitError(
                 f"another checkpoint daemon uses {error.filename}: stop it first"
             ) from error
         except OSError as error:
-            raise StagingError(
+            raise LimitError(
                 f"staging folder {base} cannot be used ({error}): give another --staging-folder"
             ) from error
 
@@ -110,7 +110,7 @@ class StagingFolder:
         A count of 0 means three where the ranks of a full host have room for three each, else two.
 
         Raises:
-            StagingError: there is no room; the message gives the fix.
+            LimitError: there is no room; the message gives the fix.
         """
         size_bytes = max(size_bytes, mmap.PAGESIZE)
         if count == 0:
@@ -122,7 +122,7 @@ class StagingFolder:
         # and allocating gigabytes takes seconds.
         with self._reserving:
             if count * size_bytes > self.room_bytes():
-                raise StagingError(self._no_room(job, rank, count * size_bytes))
+                raise LimitError(self._no_room(job, rank, count * size_bytes))
             self.used_bytes += count * size_bytes
         folder = self.path / job / f"rank-{rank:05d}"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -135,8 +135,8 @@ class StagingFolder:
             for slot in slots:
                 slot.close()
             if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
-                raise StagingError(self._no_room(job, rank, count * size_bytes)) from error
-            raise StagingError(
+                raise LimitError(self._no_room(job, rank, count * size_bytes)) from error
+            raise LimitError(
                 f"slots for rank {rank} of {job} cannot be created in {folder}: {error}"
             ) from error
         return slots
@@ -145,7 +145,7 @@ class StagingFolder:
         """New memory for a slot whose old memory a process that should have ended still maps.
 
         Raises:
-            StagingError: there is no room. The slot is closed then; the caller still frees it.
+            LimitError: there is no room. The slot is closed then; the caller still frees it.
         """
         # close() unlinks the file; the new one has the same name but another inode, so the old
         # process keeps writing to memory that nobody else maps.
@@ -153,7 +153,7 @@ class StagingFolder:
         try:
             return SlotMemory(slot.path, slot.size_bytes)
         except OSError as error:
-            raise StagingError(f"slot {slot.path} cannot be allocated again: {error}") from error
+            raise LimitError(f"slot {slot.path} cannot be allocated again: {error}") from error
 
     def free(self, slots: list[SlotMemory]) -> None:
         """Close slots and return their memory to the budget."""
@@ -202,7 +202,7 @@ def _private_folder(base: Path) -> None:
     # lstat: a symbolic link that another user put there must not be followed.
     found = base.lstat()
     if base.is_symlink() or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise StagingError(
+        raise LimitError(
             f"staging folder {base} is not a folder of mode 0700 of user {os.getuid()}: remove it"
         )
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
-from megascale_checkpoint.errors import RequestError
+from megascale_common.service.errors import RequestError
 
 
 class Storage(Protocol):

@@ -7,9 +7,9 @@ import xxhash
 from megascale_checkpoint import manifest as manifests
 from megascale_checkpoint.checksums import CHUNK_BYTES, checksum
 from megascale_checkpoint.commit_log import Record
-from megascale_checkpoint.errors import CheckpointError, DamagedError
 from megascale_checkpoint.manifest import File
 from megascale_checkpoint.storage import Storage
+from megascale_common.service.errors import DamagedError, ServiceError
 
 
 def verify_commit(record: Record, manifest_uri: str) -> list[str]:
@@ -18,13 +18,13 @@ def verify_commit(record: Record, manifest_uri: str) -> list[str]:
         storage, manifest = manifests.load(manifest_uri)
         if checksum(storage.read(manifests.NAME)) != record.values["manifest_xxh3"]:
             return [f"{manifest_uri}: is not the manifest that was committed"]
-    except (CheckpointError, OSError) as error:
+    except (ServiceError, OSError) as error:
         return [str(error)]
     problems = []
     for file in manifest.files:
         try:
             verify_file(storage, file)
-        except (CheckpointError, OSError) as error:
+        except (ServiceError, OSError) as error:
             problems.append(str(error))
     return problems
 

@@ -18,6 +18,7 @@ from megascale.v1 import types_pb2
 from megascale_common.etcd.election import Leadership
 from megascale_common.service import logs
 from megascale_common.service.clock import Clock
+from megascale_common.service.errors import NotLeaderError
 from megascale_driver import probes, wire
 from megascale_driver.core import machine
 from megascale_driver.core.events import (
@@ -38,7 +39,7 @@ from megascale_driver.core.policy import Policy
 from megascale_driver.core.state import Cluster
 from megascale_driver.feeds import JobFeeds
 from megascale_driver.journal.audit_log import AuditLog, canonical
-from megascale_driver.journal.store import Loaded, NotLeader, Store
+from megascale_driver.journal.store import Loaded, Store
 from megascale_driver.node_calls import NodeCalls
 from megascale_driver.open_links import OpenLinks
 
@@ -116,11 +117,11 @@ class Engine:
         """Queue a request and wait until it is committed.
 
         Raises:
-            NotLeader: this driver does not lead, or the leadership ended before the commit.
+            NotLeaderError: this driver does not lead, or the leadership ended before the commit.
             TimeoutError: etcd did not confirm the commit in time; it may still happen.
         """
         if self.term is None:
-            raise NotLeader("this driver does not lead")
+            raise NotLeaderError("this driver does not lead")
         answer: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._queue.append(_Entry(event, answer))
         self._arrived.set()
@@ -140,7 +141,7 @@ class Engine:
         """Lead until the lease is lost or a commit is refused.
 
         Raises:
-            NotLeader, EtcdError: why the term ended.
+            NotLeaderError, EtcdError: why the term ended.
         """
         epoch = types_pb2.Epoch(
             cluster_generation=loaded.generation, create_revision=leadership.create_revision
@@ -150,7 +151,7 @@ class Engine:
         try:
             while not leadership.lease.lost.is_set():
                 await self._turn(store, leadership)
-            raise NotLeader(f"the lease was lost: {leadership.lease.lost_reason}")
+            raise NotLeaderError(f"the lease was lost: {leadership.lease.lost_reason}")
         finally:
             self.term = None
             ticker.cancel()
@@ -241,7 +242,7 @@ class Engine:
         try:
             await asyncio.wait((work, lost), return_when=asyncio.FIRST_COMPLETED)
             if leadership.lease.lost.is_set():
-                raise NotLeader("the lease was lost during a commit")
+                raise NotLeaderError("the lease was lost during a commit")
             await work
         finally:
             work.cancel()
@@ -338,7 +339,7 @@ def _visible(job: Any) -> tuple[Any, ...]:
 def _refuse(entry: _Entry) -> None:
     if entry.answer is not None and not entry.answer.done():
         entry.answer.set_exception(
-            NotLeader(
+            NotLeaderError(
                 "the leadership ended before the commit was confirmed; send the request again"
             )
         )

@@ -13,16 +13,13 @@ from collections import deque
 from collections.abc import AsyncIterator
 
 from megascale.v1 import driver_pb2, types_pb2
+from megascale_common.service.errors import ExpiredError
 
 RING_UPDATES = 20_000  # of one job
 MAX_TOKEN_DIGITS = 18
 KEPT_ENDED = 64  # ended jobs whose feeds are kept whole, for late watchers
 ENDED_UPDATES = 500  # kept of each other ended job
 BATCH_UPDATES = 256  # sent before other tasks get a turn
-
-
-class TokenExpired(ValueError):
-    """The position named by a resume token is no longer held."""
 
 
 class JobFeed:
@@ -62,7 +59,7 @@ class JobFeed:
         """Updates behind ``token`` as they come, until the job has ended.
 
         Raises:
-            TokenExpired: the position is no longer in the ring.
+            ExpiredError: the position is no longer in the ring.
             ValueError: not a token.
         """
         position = self._position(token)
@@ -71,7 +68,7 @@ class JobFeed:
             changed = self._changed
             first = self._next - len(self._updates)
             if position < first:
-                raise TokenExpired(
+                raise ExpiredError(
                     f"{first - position} updates behind the resume token are no longer held"
                 )
             batch = [

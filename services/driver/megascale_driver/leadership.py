@@ -12,17 +12,14 @@ import contextlib
 import json
 from collections.abc import Awaitable, Callable
 
-import grpc
-
 from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.election import Leadership, campaign
 from megascale_common.etcd.errors import EtcdError, EtcdUnavailable, UnknownOutcome
 from megascale_common.service import logs
-from megascale_common.service.errors import RpcError
+from megascale_common.service.errors import CodecError, NotLeaderError
 from megascale_driver.engine import Engine
-from megascale_driver.journal.codec import CodecError
 from megascale_driver.journal.predecessor import clear_dead_leader, is_gone, self_description
-from megascale_driver.journal.store import LEADER_KEY, NotLeader, Store
+from megascale_driver.journal.store import LEADER_KEY, Store
 
 LEASE_TTL_S = 10
 OBSERVE_INTERVAL_S = 1.0
@@ -57,7 +54,7 @@ class Leader:
         """Whether clients may read this driver's state: it leads, or led last and no other does."""
         return self._engine.term is not None or (self._engine.loaded and not self.known_address)
 
-    def not_leading(self) -> RpcError:
+    def not_leading(self) -> NotLeaderError:
         """The error of a driver that does not lead, with the leader's address if it is known."""
         where = f"; the leader is {self.known_address}" if self.known_address else ""
         why = (
@@ -66,12 +63,7 @@ class Leader:
             else "; etcd does not answer, so no driver may change anything now"
         )
         metadata = {"leader": self.known_address} if self.known_address else {}
-        return RpcError(
-            grpc.StatusCode.UNAVAILABLE,
-            "NOT_LEADER",
-            f"this driver does not lead{where}{why}",
-            metadata=metadata,
-        )
+        return NotLeaderError(f"this driver does not lead{where}{why}", metadata=metadata)
 
     async def run(self) -> None:
         """Campaign and lead, term after term, until cancelled."""
@@ -101,7 +93,7 @@ class Leader:
         self.superseded.clear()
         try:
             await self._lead(leadership)
-        except (NotLeader, EtcdError) as error:
+        except (NotLeaderError, EtcdError) as error:
             self.etcd_answers = not leadership.lease.lost.is_set()  # a guess until the next look-up
             _log.warning("leadership ended", error=str(error))
         except CodecError as error:

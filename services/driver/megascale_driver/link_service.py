@@ -16,7 +16,13 @@ from megascale.v1 import link_pb2, link_pb2_grpc
 from megascale_common.job.names import is_dns_label
 from megascale_common.service import logs
 from megascale_common.service.build import build_version
-from megascale_common.service.errors import RpcError, abort
+from megascale_common.service.errors import (
+    NotFoundError,
+    RequestError,
+    ServiceError,
+    StateError,
+    abort,
+)
 from megascale_driver import wire
 from megascale_driver.core.events import NodeHello, NodeReport, StreamReset
 from megascale_driver.engine import Engine
@@ -46,7 +52,7 @@ class LinkService(link_pb2_grpc.ExecutorLinkServiceServicer):
         """One node's link, from its hello until either side ends it."""
         try:
             hello = await self._hello(request_iterator)
-        except RpcError as error:
+        except ServiceError as error:
             await abort(context, error)
         term = self._engine.term
         if term is None:  # it may have ended while this call waited for the hello
@@ -89,7 +95,7 @@ class LinkService(link_pb2_grpc.ExecutorLinkServiceServicer):
             if request.job not in self._engine.state.jobs:
                 await abort(
                     context,
-                    RpcError(grpc.StatusCode.NOT_FOUND, "JOB_NOT_FOUND", f"no job {request.job!r}"),
+                    NotFoundError(f"no job {request.job!r}", reason="JOB_NOT_FOUND"),
                 )
             for record in request.records:
                 self._engine.step_done(request.job, record)
@@ -105,24 +111,17 @@ class LinkService(link_pb2_grpc.ExecutorLinkServiceServicer):
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 first = await anext(requests)
         except (TimeoutError, StopAsyncIteration) as error:
-            code = grpc.StatusCode.INVALID_ARGUMENT
-            raise RpcError(
-                code, "HELLO_MISSING", f"no hello arrived within {HELLO_TIMEOUT_S:g} s"
-            ) from error
+            text = f"no hello arrived within {HELLO_TIMEOUT_S:g} s"
+            raise RequestError(text, reason="HELLO_MISSING") from error
         hello = first.hello
         if first.WhichOneof("message") != "hello":
-            raise RpcError(
-                grpc.StatusCode.INVALID_ARGUMENT,
-                "HELLO_MISSING",
-                "the first message must be a hello",
-            )
+            raise RequestError("the first message must be a hello", reason="HELLO_MISSING")
         if hello.protocol.lowest > PROTOCOL.highest or hello.protocol.highest < PROTOCOL.lowest:
-            raise RpcError(
-                grpc.StatusCode.FAILED_PRECONDITION,
-                "PROTOCOL_MISMATCH",
+            raise StateError(
                 f"the executor uses link protocol {hello.protocol.lowest} to "
                 f"{hello.protocol.highest}, the driver {PROTOCOL.lowest} to {PROTOCOL.highest}: "
                 "install builds of the same release",
+                reason="PROTOCOL_MISMATCH",
             )
         problems = [
             (f"hello.{name}", problem)
@@ -147,7 +146,7 @@ class LinkService(link_pb2_grpc.ExecutorLinkServiceServicer):
         ]
         if problems:
             text = "; ".join(f"{field}: {problem}" for field, problem in problems)
-            raise RpcError(grpc.StatusCode.INVALID_ARGUMENT, "BAD_HELLO", text, fields=problems)
+            raise RequestError(text, reason="BAD_HELLO", fields=problems)
         self._refuse_rival(hello)
         return hello
 
@@ -160,12 +159,11 @@ class LinkService(link_pb2_grpc.ExecutorLinkServiceServicer):
         rival = self._engine.links.rival(hello.node, hello.incarnation, received_since_s)
         if rival is not None:
             where = rival.identity.hostname or "another host"
-            raise RpcError(
-                grpc.StatusCode.FAILED_PRECONDITION,
-                "NODE_NAME_IN_USE",
+            raise StateError(
                 f"node {hello.node} has a link already, to the agent on {where} at "
                 f"{rival.identity.executor_endpoint}: stop that agent, or start this one with "
                 "another --node",
+                reason="NODE_NAME_IN_USE",
             )
 
     async def _read(self, requests: AsyncIterator[link_pb2.ConnectRequest], link: Link) -> None:

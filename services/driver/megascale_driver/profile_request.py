@@ -6,14 +6,11 @@ Whether the job can be profiled now, and which steps are traced, is decided in
 
 from __future__ import annotations
 
-import grpc
-
 from megascale.v1 import driver_pb2, types_pb2
-from megascale_common.service.errors import RpcError
+from megascale_common.service.errors import StateError, invalid
 from megascale_driver import wire
 from megascale_driver.core.events import ProfileRequested, RequestKey
 from megascale_driver.core.state import Job
-from megascale_driver.handlers import invalid
 
 MAX_STEPS = 20  # a trace of more steps is too large for a viewer
 MAX_RANKS = wire.MAX_TRACES
@@ -40,7 +37,7 @@ def parse(
     """The event for the core; ``record`` is the job's newest step record.
 
     Raises:
-        RpcError: the steps or ranks are out of bounds, for any job or for this one.
+        RequestError: the steps or ranks are out of bounds, for any job or for this one.
     """
     if not 1 <= request.steps <= MAX_STEPS:
         raise invalid("steps", f"{request.steps} is outside 1 to {MAX_STEPS}")
@@ -67,14 +64,13 @@ def answer(job: Job, request_id: str) -> driver_pb2.Profile:
     """The profile that the request led to.
 
     Raises:
-        RpcError: the request was carried out before, and a newer profile has replaced it since.
+        StateError: the request was carried out before, and a newer profile has replaced it since.
     """
     profile = job.profile
     if profile is None or (request_id and profile.id != request_id):
-        raise RpcError(
-            grpc.StatusCode.FAILED_PRECONDITION,
-            "PROFILE_SUPERSEDED",
+        raise StateError(
             f"a newer profile of job {job.name} was requested since; "
             "the audit log has the outcome of this one",
+            reason="PROFILE_SUPERSEDED",
         )
     return wire.profile_message(profile)

@@ -10,17 +10,15 @@ import itertools
 
 from megascale.v1 import driver_pb2, driver_pb2_grpc
 from megascale_common.job.config import JobConfig
-from megascale_common.job.problems import JobError
 from megascale_common.job.wire import spec as job_spec
 from megascale_common.service.build import build_version
-from megascale_common.service.errors import RpcError
+from megascale_common.service.errors import invalid
+from megascale_common.service.handlers import answers
 from megascale_driver import profile_request, wire
 from megascale_driver.core.events import CancelRequested, JobSubmitted
 from megascale_driver.core.explain import explain
 from megascale_driver.core.state import JobPhase, Liveness
-from megascale_driver.handlers import answers, invalid
 from megascale_driver.service_base import (
-    INVALID,
     MAX_REASON,
     Context,
     actor_of,
@@ -136,8 +134,4 @@ def _judged(request: driver_pb2.SubmitJobRequest) -> JobConfig:
         raise invalid("spec", "missing; a job needs a specification")
     if request.spec.ByteSize() > MAX_SPEC_BYTES:
         raise invalid("spec", f"{request.spec.ByteSize()} bytes; use at most {MAX_SPEC_BYTES}")
-    try:
-        return job_spec.from_proto(request.spec)
-    except JobError as error:
-        fields = [(p.field, f"{p.problem}; {p.remedy}") for p in error.problems]
-        raise RpcError(INVALID, "BAD_JOB_SPEC", str(error), fields=fields) from error
+    return job_spec.from_proto(request.spec)

@@ -15,32 +15,41 @@ import grpc
 from google.protobuf.message import Message
 
 from megascale.v1 import driver_pb2, types_pb2
-from megascale_common.service.errors import RpcError
+from megascale_common.service import errors
+from megascale_common.service.errors import (
+    ExistsError,
+    ExpiredError,
+    NotFoundError,
+    NotLeaderError,
+    PreemptedError,
+    RequestError,
+    ServiceError,
+    StateError,
+    UnavailableError,
+    invalid,
+)
 from megascale_driver import profile_request, wire
 from megascale_driver.core.events import Mutation, Outcome, RequestKey
 from megascale_driver.core.state import Job, Node
 from megascale_driver.engine import Engine
-from megascale_driver.handlers import invalid
-from megascale_driver.journal.store import NotLeader
 from megascale_driver.leadership import Leader
 
 DEFAULT_PAGE = 100
 MAX_PAGE = 1000
 MAX_REQUEST_ID = 128
 MAX_REASON = 1024
-NOT_FOUND, INVALID = grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT
-PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
-_REFUSALS = {
+# What the core refuses, by its reason.
+_REFUSALS: dict[str, tuple[type[ServiceError], str]] = {
     "JOB_EXISTS": (
-        grpc.StatusCode.ALREADY_EXISTS,
+        ExistsError,
         "a job of that name exists already; choose another name",
     ),
-    "JOB_NOT_FOUND": (NOT_FOUND, "there is no such job; `ListJobs` lists all jobs"),
-    "JOB_ENDED": (PRECONDITION, "the job has ended already"),
-    **dict.fromkeys(profile_request.REFUSALS, (PRECONDITION, "the job cannot be profiled now")),
-    "NODE_NOT_FOUND": (NOT_FOUND, "there is no such node; `ListNodes` lists all nodes"),
-    "NODE_QUARANTINED": (PRECONDITION, "the node is quarantined already and gets no work"),
-    "REQUEST_ID_REUSED": (INVALID, "the request_id belongs to another request; use a new one"),
+    "JOB_NOT_FOUND": (NotFoundError, "there is no such job; `ListJobs` lists all jobs"),
+    "JOB_ENDED": (StateError, "the job has ended already"),
+    **dict.fromkeys(profile_request.REFUSALS, (StateError, "the job cannot be profiled now")),
+    "NODE_NOT_FOUND": (NotFoundError, "there is no such node; `ListNodes` lists all nodes"),
+    "NODE_QUARANTINED": (StateError, "the node is quarantined already and gets no work"),
+    "REQUEST_ID_REUSED": (RequestError, "the request_id belongs to another request; use a new one"),
 }
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -62,14 +71,14 @@ class ServiceBase:
         self._require_state()
         if name not in self.engine.state.jobs:
             message = f"there is no job {name!r}; `ListJobs` lists all jobs"
-            raise RpcError(NOT_FOUND, "JOB_NOT_FOUND", message)
+            raise NotFoundError(message, reason="JOB_NOT_FOUND")
         return self.engine.state.jobs[name]
 
     def _node(self, name: str) -> Node:
         self._require_state()
         if name not in self.engine.state.nodes:
             message = f"there is no node {name!r}; `ListNodes` lists all nodes"
-            raise RpcError(NOT_FOUND, "NODE_NOT_FOUND", message)
+            raise NotFoundError(message, reason="NODE_NOT_FOUND")
         return self.engine.state.nodes[name]
 
     def _message(self, job: Job) -> driver_pb2.Job:
@@ -82,20 +91,19 @@ class ServiceBase:
         """Hand the request to the engine; returns once it is committed to etcd.
 
         Raises:
-            RpcError: the core refuses the request, this driver does not lead, or etcd has not
+            ServiceError: the core refuses the request, this driver does not lead, or etcd has not
                 answered in time. In the last case the outcome is unknown: the same request_id makes
                 it safe to send the request again, because the core carries out each id once.
         """
         try:
             outcome = await self.engine.call(event)
-        except NotLeader as error:
+        except NotLeaderError as error:
             raise self.leader.not_leading() from error
         except TimeoutError as error:
-            raise RpcError(
-                grpc.StatusCode.UNAVAILABLE,
-                "ETCD_SILENT",
+            raise UnavailableError(
                 "etcd has not confirmed the request in time, and may still do so; "
                 "send it again with the same request_id",
+                reason="ETCD_SILENT",
             ) from error
         raise_refusal(outcome)
 
@@ -103,26 +111,28 @@ class ServiceBase:
 def raise_refusal(outcome: Outcome) -> None:
     """Raise the core's refusal as the error for the wire, if there is one."""
     if outcome.refusal:
-        code, message = _REFUSALS[outcome.refusal]
+        kind, message = _REFUSALS[outcome.refusal]
         fields = [("request_id", message)] if outcome.refusal == "REQUEST_ID_REUSED" else []
-        raise RpcError(code, outcome.refusal, outcome.refusal_detail or message, fields=fields)
+        raise kind(outcome.refusal_detail or message, reason=outcome.refusal, fields=fields)
 
 
-def expired(error: ValueError) -> RpcError:
+def expired(error: ExpiredError) -> ExpiredError:
     """The error of a resume or page token whose position is no longer held."""
     remedy = "watch again without a token, and list events for what was missed"
-    return RpcError(grpc.StatusCode.OUT_OF_RANGE, "TOKEN_EXPIRED", f"{error}: {remedy}")
+    return ExpiredError(f"{error}: {remedy}")
 
 
-def from_node(node: str, error: grpc.aio.AioRpcError) -> RpcError:
+def from_node(node: str, error: grpc.aio.AioRpcError) -> ServiceError:
     """The error of a call to a node's agent or daemon, as the driver's own caller gets it."""
-    code = error.code()
-    if code in (NOT_FOUND, INVALID, PRECONDITION, grpc.StatusCode.ABORTED):
-        return RpcError(code, "REFUSED_BY_NODE", f"node {node}: {error.details()}")
-    return RpcError(
-        grpc.StatusCode.UNAVAILABLE,
-        "NODE_UNREACHABLE",
-        f"node {node} does not answer: {code.name}: {error.details()}",
+    refusal = errors.read(error)
+    if isinstance(refusal, (NotFoundError, RequestError, StateError, PreemptedError)):
+        text = f"node {node}: {refusal}"
+        return errors.of_code(
+            refusal.code, "REFUSED_BY_NODE", text, fields=refusal.fields, metadata=refusal.metadata
+        )
+    return UnavailableError(
+        f"node {node} does not answer: {error.code().name}: {error.details()}",
+        reason="NODE_UNREACHABLE",
     )
 
 

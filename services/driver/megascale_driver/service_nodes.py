@@ -5,7 +5,8 @@ from __future__ import annotations
 import grpc
 
 from megascale.v1 import driver_pb2
-from megascale_common.service.errors import RpcError
+from megascale_common.service.errors import StateError
+from megascale_common.service.handlers import answers
 from megascale_driver import wire
 from megascale_driver.core import machine
 from megascale_driver.core.events import (
@@ -15,9 +16,7 @@ from megascale_driver.core.events import (
     UncordonRequested,
 )
 from megascale_driver.core.state import Disposition, Job, Node
-from megascale_driver.handlers import answers
 from megascale_driver.service_base import (
-    PRECONDITION,
     Context,
     ServiceBase,
     actor_of,
@@ -100,11 +99,10 @@ class NodeMethods(ServiceBase):
         if job is not None:
             slot = job.slot_of(node.name)
             ranks = f"ranks {slot.ranks[0]}-{slot.ranks[-1]}" if slot is not None else "ranks"
-            raise RpcError(
-                PRECONDITION,
-                "NODE_BUSY",
+            raise StateError(
                 f"node {node.name} runs {ranks} of job {job.name}; "
                 "cancel the job or evict the node first",
+                reason="NODE_BUSY",
                 metadata={"job": job.name},
             )
         try:

@@ -8,21 +8,26 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 
 from megascale.v1 import driver_pb2, executor_pb2
-from megascale_common.service.errors import RpcError
+from megascale_common.service.errors import (
+    ExpiredError,
+    NotFoundError,
+    ServiceError,
+    UnavailableError,
+    invalid,
+)
+from megascale_common.service.handlers import answers, streams
 from megascale_driver import wire
 from megascale_driver.core.events import Audit
 from megascale_driver.core.state import Job, Liveness, NodeSlot
-from megascale_driver.feeds import TokenExpired
-from megascale_driver.handlers import answers, invalid, streams, until_set
 from megascale_driver.journal import audit_log
 from megascale_driver.service_base import (
-    NOT_FOUND,
     Context,
     ServiceBase,
     expired,
     from_node,
     page_size,
 )
+from megascale_driver.streams import until_set
 
 MAX_LOG_LINES = 100_000
 MAX_OFFSET_DIGITS = 9
@@ -47,7 +52,7 @@ class WatchMethods(ServiceBase):
                 self.leader.superseded, feed.follow(request.resume_token)
             ):
                 yield update
-        except TokenExpired as error:
+        except ExpiredError as error:
             raise expired(error) from error
         except ValueError as error:
             raise invalid("resume_token", str(error)) from error
@@ -63,7 +68,7 @@ class WatchMethods(ServiceBase):
         about, size = _about(request.subject), page_size(request.page_size)
         try:
             behind = self.engine.audit.behind(request.page_token)
-        except TokenExpired as error:
+        except ExpiredError as error:
             raise expired(error) from error
         except ValueError as error:
             raise invalid("page_token", str(error)) from error
@@ -88,7 +93,7 @@ class WatchMethods(ServiceBase):
                 yield driver_pb2.WatchEventsResponse(
                     resume_token=audit_log.token_of(line), event=event
                 )
-        except TokenExpired as error:
+        except ExpiredError as error:
             raise expired(error) from error
         except ValueError as error:
             raise invalid("resume_token", str(error)) from error
@@ -140,7 +145,7 @@ class WatchMethods(ServiceBase):
         # committer, which writes the commit log and so has its newest record.
         slots = {node.name: job.slot_of(node.name) for node in nodes}
         nodes.sort(key=lambda node: (0, *slot.ranks) if (slot := slots[node.name]) else (1,))
-        failure: RpcError | None = None
+        failure: ServiceError | None = None
         for node in nodes[:DAEMONS_TRIED]:
             try:
                 return await self.engine.node_calls.list_commits(
@@ -148,10 +153,9 @@ class WatchMethods(ServiceBase):
                 )
             except grpc.aio.AioRpcError as error:
                 failure = from_node(node.name, error)
-        raise failure or RpcError(
-            grpc.StatusCode.UNAVAILABLE,
-            "NO_NODE",
+        raise failure or UnavailableError(
             "no node is alive, so no checkpoint daemon can read the checkpoints",
+            reason="NO_NODE",
         )
 
 
@@ -159,7 +163,7 @@ def _slot_of_rank(job: Job, attempt: int, rank: int) -> NodeSlot:
     slots = next((record.slots for record in job.attempts if record.number == attempt), ())
     if not slots:
         message = f"job {job.name} has no attempt {attempt}"
-        raise RpcError(NOT_FOUND, "ATTEMPT_NOT_FOUND", message)
+        raise NotFoundError(message, reason="ATTEMPT_NOT_FOUND")
     slot = next((slot for slot in slots if rank in slot.ranks), None)
     if slot is None:
         size = job.config.layout.world_size

@@ -11,7 +11,7 @@ from typing import Self
 
 from megascale_common.etcd import rpc_pb2
 from megascale_common.etcd.connection import EtcdMembers, Member, TlsConfig
-from megascale_common.etcd.errors import InvalidRequest, ResourceExhausted
+from megascale_common.etcd.errors import InvalidEtcdRequest, ResourceExhausted
 from megascale_common.etcd.operations import (
     Compare,
     KeySpace,
@@ -51,7 +51,7 @@ class EtcdClient:
         tls: TlsConfig | None = None,
     ) -> None:
         if timeout_s <= 0:
-            raise InvalidRequest(f"timeout_s: {timeout_s} must be positive")
+            raise InvalidEtcdRequest(f"timeout_s: {timeout_s} must be positive")
         self.keys = KeySpace(prefix)
         self.timeout_s = timeout_s
         self._endpoints = tuple(endpoints)
@@ -73,9 +73,9 @@ class EtcdClient:
 
     @property
     def members(self) -> EtcdMembers:
-        """The connections. Raises InvalidRequest outside the `async with` block."""
+        """The connections. Raises InvalidEtcdRequest outside the `async with` block."""
         if self._members is None:
-            raise InvalidRequest("the etcd client is not open: use it in an `async with` block")
+            raise InvalidEtcdRequest("the etcd client is not open: use it in an `async with` block")
         return self._members
 
     async def get(self, key: str) -> KeyValue | None:
@@ -89,7 +89,7 @@ class EtcdClient:
         Raises Compacted if that revision was compacted away between two pages: call again.
         """
         if page_keys < 1:
-            raise InvalidRequest(f"page_keys: {page_keys} must be at least 1")
+            raise InvalidEtcdRequest(f"page_keys: {page_keys} must be at least 1")
         key, end = self.keys.range_of(prefix)
         items: list[KeyValue] = []
         revision = 0
@@ -138,7 +138,7 @@ class EtcdClient:
     ) -> TxnResult:
         """All of `success` if every compare holds, else all of `failure`, atomically.
 
-        A key may be put or deleted once per transaction. Raises InvalidRequest for a bad request.
+        A key may be put or deleted once per transaction. Raises InvalidEtcdRequest for a bad request.
         """
         request = self.keys.txn_request(compare, success, failure)
 

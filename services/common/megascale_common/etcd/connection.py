@@ -16,7 +16,12 @@ import grpc
 import grpc.aio
 
 from megascale_common.etcd import rpc_pb2_grpc
-from megascale_common.etcd.errors import EtcdUnavailable, InvalidRequest, UnknownOutcome, refusal
+from megascale_common.etcd.errors import (
+    EtcdUnavailable,
+    InvalidEtcdRequest,
+    UnknownOutcome,
+    refusal,
+)
 from megascale_common.service.backoff import Backoff
 
 T = TypeVar("T")
@@ -55,11 +60,11 @@ class TlsConfig:
     key_path: Path | None = None
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Raises InvalidRequest if only half of the pair is given, OSError if a file cannot be
+        """Raises InvalidEtcdRequest if only half of the pair is given, OSError if a file cannot be
         read.
         """
         if (self.certificate_path is None) != (self.key_path is None):
-            raise InvalidRequest(
+            raise InvalidEtcdRequest(
                 "tls: certificate_path and key_path are given together or not at all"
             )
         key = None if self.key_path is None else self.key_path.read_bytes()
@@ -98,10 +103,12 @@ class EtcdMembers:
 
     def __init__(self, endpoints: Sequence[str], tls: TlsConfig | None) -> None:
         if not endpoints:
-            raise InvalidRequest("endpoints: at least one host:port is needed")
+            raise InvalidEtcdRequest("endpoints: at least one host:port is needed")
         for endpoint in endpoints:
             if "://" in endpoint or ":" not in endpoint:
-                raise InvalidRequest(f"endpoints: {endpoint!r} must be host:port without a scheme")
+                raise InvalidEtcdRequest(
+                    f"endpoints: {endpoint!r} must be host:port without a scheme"
+                )
         self._members = [Member(endpoint, tls) for endpoint in endpoints]
         self._current = 0
         self.endpoints = tuple(endpoints)

@@ -22,7 +22,7 @@ class UnknownOutcome(EtcdError):
     """
 
 
-class InvalidRequest(EtcdError):
+class InvalidEtcdRequest(EtcdError):
     """The request cannot be right: fix the caller."""
 
 
@@ -53,10 +53,10 @@ class Compacted(EtcdError):
 # Refusals: the server looked at the request and did nothing. Every other code leaves a write
 # unknown.
 _REFUSALS: dict[grpc.StatusCode, type[EtcdError]] = {
-    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
-    grpc.StatusCode.OUT_OF_RANGE: InvalidRequest,
-    grpc.StatusCode.UNIMPLEMENTED: InvalidRequest,
-    grpc.StatusCode.ALREADY_EXISTS: InvalidRequest,
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidEtcdRequest,
+    grpc.StatusCode.OUT_OF_RANGE: InvalidEtcdRequest,
+    grpc.StatusCode.UNIMPLEMENTED: InvalidEtcdRequest,
+    grpc.StatusCode.ALREADY_EXISTS: InvalidEtcdRequest,
     grpc.StatusCode.PERMISSION_DENIED: AccessDenied,
     grpc.StatusCode.UNAUTHENTICATED: AccessDenied,
     grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhausted,

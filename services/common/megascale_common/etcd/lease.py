@@ -17,7 +17,12 @@ import structlog
 from megascale_common.etcd import rpc_pb2
 from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.connection import Member, retry_backoff
-from megascale_common.etcd.errors import EtcdError, EtcdUnavailable, InvalidRequest, UnknownOutcome
+from megascale_common.etcd.errors import (
+    EtcdError,
+    EtcdUnavailable,
+    InvalidEtcdRequest,
+    UnknownOutcome,
+)
 
 KEEPALIVES_PER_TTL = 3
 MARGIN_FRACTION = 0.1  # of the TTL: room for clock drift and for the work between check and effect
@@ -57,11 +62,11 @@ class Lease:
     async def grant(cls, client: EtcdClient, ttl_s: int) -> Self:
         """Get a lease of `ttl_s` whole seconds and start to keep it alive.
 
-        Raises InvalidRequest for a TTL below one second, EtcdUnavailable and UnknownOutcome as
+        Raises InvalidEtcdRequest for a TTL below one second, EtcdUnavailable and UnknownOutcome as
         usual.
         """
         if ttl_s < 1:
-            raise InvalidRequest(f"ttl_s: {ttl_s} must be at least 1 second")
+            raise InvalidEtcdRequest(f"ttl_s: {ttl_s} must be at least 1 second")
 
         async def send(member: Member, timeout_s: float) -> rpc_pb2.LeaseGrantResponse:
             return await member.lease.LeaseGrant(

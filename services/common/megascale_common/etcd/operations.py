@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from megascale_common.etcd import rpc_pb2
-from megascale_common.etcd.errors import InvalidRequest
+from megascale_common.etcd.errors import InvalidEtcdRequest
 
 # etcd's default --max-txn-ops; it counts compares, success and failure operations each on their
 # own.
@@ -113,14 +113,14 @@ class KeySpace:
 
     def __post_init__(self) -> None:
         if self.prefix and not self.prefix.endswith("/"):
-            raise InvalidRequest(
+            raise InvalidEtcdRequest(
                 f"prefix: {self.prefix!r} must end with '/': write {self.prefix + '/'!r}"
             )
 
     def full(self, key: str) -> bytes:
-        """The stored key. Raises InvalidRequest for an empty one, which etcd does not allow."""
+        """The stored key. Raises InvalidEtcdRequest for an empty one, which etcd does not allow."""
         if not key:
-            raise InvalidRequest("key: must not be empty")
+            raise InvalidEtcdRequest("key: must not be empty")
         return (self.prefix + key).encode(errors="surrogateescape")
 
     def range_of(self, prefix: str) -> tuple[bytes, bytes]:
@@ -138,10 +138,10 @@ class KeySpace:
     def txn_request(
         self, compare: Sequence[Compare], success: Sequence[Operation], failure: Sequence[Operation]
     ) -> rpc_pb2.TxnRequest:
-        """The wire form. Raises InvalidRequest where etcd would refuse the size."""
+        """The wire form. Raises InvalidEtcdRequest where etcd would refuse the size."""
         for name, items in (("compare", compare), ("success", success), ("failure", failure)):
             if len(items) > MAX_TXN_OPERATIONS:
-                raise InvalidRequest(
+                raise InvalidEtcdRequest(
                     f"{name}: {len(items)} entries, etcd takes {MAX_TXN_OPERATIONS}: split the transaction"
                 )
         return rpc_pb2.TxnRequest(

@@ -13,7 +13,12 @@ from dataclasses import dataclass
 
 from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.connection import retry_backoff
-from megascale_common.etcd.errors import EtcdError, EtcdUnavailable, InvalidRequest, UnknownOutcome
+from megascale_common.etcd.errors import (
+    EtcdError,
+    EtcdUnavailable,
+    InvalidEtcdRequest,
+    UnknownOutcome,
+)
 from megascale_common.etcd.operations import (
     Compare,
     Get,
@@ -53,7 +58,7 @@ class SettledTxn:
     `marker_key` is put by `success` with a value that contains `txn_id` (unique for ever: a UUID),
     and `compare` holds a `ModRevisionEquals` for it (0: must be absent). Best is a key that is
     written once, such as a log entry: then a later write of another's cannot cover the trace.
-    Raises InvalidRequest when one of these conditions is not met.
+    Raises InvalidEtcdRequest when one of these conditions is not met.
     """
 
     compare: tuple[Compare, ...]
@@ -63,16 +68,16 @@ class SettledTxn:
 
     def __post_init__(self) -> None:
         if len(self.txn_id) < MIN_TXN_ID_LENGTH:
-            raise InvalidRequest(
+            raise InvalidEtcdRequest(
                 f"txn_id: {self.txn_id!r} is shorter than {MIN_TXN_ID_LENGTH} characters: use a UUID"
             )
         puts = [op for op in self.success if isinstance(op, Put) and op.key == self.marker_key]
         if len(puts) != 1 or self.txn_id.encode() not in puts[0].value:
-            raise InvalidRequest(
+            raise InvalidEtcdRequest(
                 f"marker_key: success must put {self.marker_key!r} with the txn id in its value"
             )
         if self.marker_expected_revision() is None:
-            raise InvalidRequest(
+            raise InvalidEtcdRequest(
                 f"compare: a ModRevisionEquals of the marker {self.marker_key!r} is needed"
             )
 
@@ -124,7 +129,7 @@ async def txn_settled(
 
     See `SettledTxn` for what the arguments must satisfy. The identical transaction is sent again,
     with back-off, until `deadline_s` has passed. Raises UnknownOutcome when the outcome is still
-    open then, EtcdUnavailable when it was never sent, InvalidRequest and the other refusals of
+    open then, EtcdUnavailable when it was never sent, InvalidEtcdRequest and the other refusals of
     `errors`.
     """
     write = SettledTxn(tuple(compare), tuple(success), marker_key, txn_id)

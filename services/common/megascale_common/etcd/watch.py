@@ -22,7 +22,7 @@ from megascale_common.etcd.errors import (
     AccessDenied,
     Compacted,
     EtcdUnavailable,
-    InvalidRequest,
+    InvalidEtcdRequest,
     refusal,
 )
 from megascale_common.etcd.operations import Event
@@ -91,7 +91,7 @@ class Watch:
         queue_events: int = QUEUE_EVENTS,
     ) -> None:
         if start_revision < 1:
-            raise InvalidRequest(
+            raise InvalidEtcdRequest(
                 f"start_revision: {start_revision} must be at least 1: start right behind a read, so that "
                 "nothing falls between the two"
             )

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megascale_common.job import reading, validation
-from megascale_common.job.problems import FieldProblem, JobError
+from megascale_common.job.problems import JobError, JobProblem
 from megascale_common.job.rank_layout import RankLayout
 
 Block = Literal["parallel", "serial"]
@@ -309,9 +309,7 @@ def from_json(text: str | bytes) -> JobConfig:
     try:
         values = json.loads(text)
     except ValueError as error:
-        raise JobError(
-            [FieldProblem("job", f"not JSON: {error}", "submit the job anew")]
-        ) from error
+        raise JobError([JobProblem("job", f"not JSON: {error}", "submit the job anew")]) from error
     return from_accepted(values)
 
 
@@ -332,6 +330,6 @@ def _flat(values: Any) -> Any:
     workload = values.get("trainer")
     if not isinstance(workload, Mapping):
         remedy = "a job needs a workload: set `trainer` with model, training and data"
-        raise JobError([FieldProblem("trainer", "missing", remedy)])
+        raise JobError([JobProblem("trainer", "missing", remedy)])
     rest = {key: value for key, value in values.items() if key != "trainer"}
     return {**rest, **workload}

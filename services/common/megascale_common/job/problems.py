@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class FieldProblem:
+class JobProblem:
     """``field`` is the dotted path in the job; ``remedy`` says what would be right."""
 
     field: str
@@ -29,7 +29,7 @@ class JobError(ValueError):
     None: enough to compute what such a job would need.
     """
 
-    def __init__(self, problems: Iterable[FieldProblem], config: JobConfig | None = None) -> None:
+    def __init__(self, problems: Iterable[JobProblem], config: JobConfig | None = None) -> None:
         self.problems = tuple(problems)
         self.config = config
         super().__init__("; ".join(map(str, self.problems)))

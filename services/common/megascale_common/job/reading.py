@@ -13,7 +13,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
-from megascale_common.job.problems import FieldProblem
+from megascale_common.job.problems import JobProblem
 
 T = TypeVar("T")
 _SHOWN_CHARS = 60
@@ -21,17 +21,17 @@ _SHOWN_CHARS = 60
 _EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 
 
-def read(cls: type[T], values: Any) -> tuple[T | None, list[FieldProblem]]:
+def read(cls: type[T], values: Any) -> tuple[T | None, list[JobProblem]]:
     """An instance of the dataclass ``cls`` from ``values``, and what is wrong with them.
 
     The instance is None where a field is unknown, missing or of the wrong type.
     """
-    problems: list[FieldProblem] = []
+    problems: list[JobProblem] = []
     built = _tree(cls, values, "", problems)
     return (None if problems else typing.cast(T, built)), problems
 
 
-def _tree(cls: type[Any], values: Any, path: str, problems: list[FieldProblem]) -> Any:
+def _tree(cls: type[Any], values: Any, path: str, problems: list[JobProblem]) -> Any:
     known = {field.name: field for field in dataclasses.fields(cls)}
     if not isinstance(values, Mapping):
         _add(problems, path or "job", f"expected a mapping; got {_shown(values)}", _names(known))
@@ -53,7 +53,7 @@ def _tree(cls: type[Any], values: Any, path: str, problems: list[FieldProblem]) 
     return cls(**built) if len(problems) == before else None
 
 
-def _value(hint: Any, value: Any, where: str, problems: list[FieldProblem]) -> Any:
+def _value(hint: Any, value: Any, where: str, problems: list[JobProblem]) -> Any:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
         return _tree(typing.cast(type[Any], hint), value, where, problems)
@@ -81,7 +81,7 @@ def _value(hint: Any, value: Any, where: str, problems: list[FieldProblem]) -> A
     return _scalar(hint, value, where, problems)
 
 
-def _scalar(hint: Any, value: Any, where: str, problems: list[FieldProblem]) -> Any:
+def _scalar(hint: Any, value: Any, where: str, problems: list[JobProblem]) -> Any:
     if hint is float:
         number = _float(value)
         if number is None:
@@ -116,8 +116,8 @@ def _float(value: Any) -> float | None:
         return None
 
 
-def _add(problems: list[FieldProblem], where: str, problem: str, remedy: str) -> None:
-    problems.append(FieldProblem(where, problem, remedy))
+def _add(problems: list[JobProblem], where: str, problem: str, remedy: str) -> None:
+    problems.append(JobProblem(where, problem, remedy))
 
 
 def _suggestion(word: str, known: Iterable[Any]) -> str:

@@ -1,13 +1,47 @@
-"""Errors of the services on the wire: google.rpc.Status with ErrorInfo, and BadRequest where fields
-are at fault.
+"""Errors of the services: one tree, which is also the table to the wire.
 
-``reason`` of the ErrorInfo is stable for programs; the message is one sentence for people.
+The class gives the gRPC code, ``reason`` (of google.rpc.ErrorInfo) is stable for programs, and the
+message is for people: the fact, the field, the remedy. A service raises these, and
+:mod:`megascale_common.service.handlers` puts them on the wire.
+
+    ServiceError                   INTERNAL, INTERNAL: something failed in the service
+    ├── RequestError               INVALID_ARGUMENT, BAD_REQUEST: an argument is refused
+    │   ├── OptionError            BAD_OPTION: an option on a service's command line
+    │   └── AssignmentError        BAD_ASSIGNMENT: an assignment that contradicts the node
+    ├── ExpiredError               OUT_OF_RANGE, TOKEN_EXPIRED: a token's position is gone
+    ├── NotFoundError              NOT_FOUND, NOT_FOUND: no such job, node, file or attempt
+    ├── ExistsError                ALREADY_EXISTS, EXISTS: the name is taken
+    ├── StateError                 FAILED_PRECONDITION, WRONG_STATE: in no state for this
+    │   ├── SupersededError        SUPERSEDED: a later attempt was opened
+    │   ├── StaleStateError        STALE_STATE: a desired state of an ended term
+    │   └── UnusableError          UNUSABLE: no checkpoint of the job can be restored
+    ├── PreemptedError             ABORTED, PREEMPTED: it gave way to something else
+    ├── LimitError                 RESOURCE_EXHAUSTED, LIMIT: no room, or a bound is reached
+    ├── UnauthenticatedError       UNAUTHENTICATED, NO_TOKEN: no valid cluster token
+    ├── ForbiddenError             PERMISSION_DENIED, FORBIDDEN: no right to it
+    ├── UnavailableError           UNAVAILABLE, UNAVAILABLE: not now, try again
+    │   ├── NotLeaderError         NOT_LEADER: another driver leads, or none
+    │   ├── NotReadyError          NOT_READY: it may be known soon
+    │   └── LinkError              LINK: the driver's link cannot be used
+    ├── TimedOutError              DEADLINE_EXCEEDED, TIMED_OUT: the other side took too long
+    ├── DataLossError              DATA_LOSS, DATA_LOSS: what was stored cannot be read
+    │   ├── DamagedError           DAMAGED: a file or slot holds other bytes than were written
+    │   │   └── MissingFileError   MISSING_FILE: a file is gone
+    │   └── CodecError             BAD_STORED_VALUE: a value in etcd
+    ├── CoverageError              NOT_COVERED: pieces do not cover a tensor
+    ├── ClusterError               CLUSTER: a local cluster cannot start or go on
+    ├── TemplateError              TEMPLATE: the template process failed
+    └── DeviceQueryError           DEVICE_QUERY: the devices cannot be listed
+
+A class without a code of its own has its parent's; the reason is what it carries if none is given.
+Errors of other rooms on the wire (:func:`on_the_wire`): a JobError is INVALID_ARGUMENT with reason
+BAD_JOB_SPEC and its fields, a PermissionError is PERMISSION_DENIED, another OSError UNAVAILABLE.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import grpc
 import grpc.aio
@@ -15,30 +49,30 @@ from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from megascale_common.job.problems import JobError
+
 DOMAIN = "megascale.v1"
 
 
-class RpcError(Exception):
-    """An error that a handler raises and that :func:`abort` puts on the wire.
+class ServiceError(Exception):
+    """The root. ``fields`` are (path, description) pairs; ``metadata`` goes into the ErrorInfo."""
 
-    ``fields`` are (path, description) pairs for BadRequest; ``metadata`` goes into the ErrorInfo.
-    """
+    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+    default_reason: ClassVar[str] = "INTERNAL"
 
     def __init__(
         self,
-        code: grpc.StatusCode,
-        reason: str,
         message: str,
         *,
-        metadata: Mapping[str, str] | None = None,
+        reason: str = "",
         fields: Sequence[tuple[str, str]] = (),
+        metadata: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.code = code
-        self.reason = reason
         self.message = message
-        self.metadata = dict(metadata or {})
+        self.reason = reason or self.default_reason
         self.fields = tuple(fields)
+        self.metadata = dict(metadata or {})
 
     def to_status(self) -> status_pb2.Status:
         """The google.rpc.Status of this error."""
@@ -56,15 +90,226 @@ class RpcError(Exception):
         return status_pb2.Status(code=number, message=self.message, details=details)
 
 
-async def abort(context: grpc.aio.ServicerContext[Any, Any], error: RpcError) -> NoReturn:
+class RequestError(ServiceError):
+    """An argument is refused; ``fields`` names which, where one is at fault."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    default_reason = "BAD_REQUEST"
+
+
+class OptionError(RequestError):
+    """An option on a service's command line is refused."""
+
+    default_reason = "BAD_OPTION"
+
+
+class AssignmentError(RequestError):
+    """The driver assigns what this node cannot do."""
+
+    default_reason = "BAD_ASSIGNMENT"
+
+
+class ExpiredError(ServiceError):
+    """A resume or page token names a position that is no longer held."""
+
+    code = grpc.StatusCode.OUT_OF_RANGE
+    default_reason = "TOKEN_EXPIRED"
+
+
+class NotFoundError(ServiceError):
+    """There is no such thing."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    default_reason = "NOT_FOUND"
+
+
+class ExistsError(ServiceError):
+    """The name is taken."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
+    default_reason = "EXISTS"
+
+
+class StateError(ServiceError):
+    """The thing exists, but is in no state for this."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    default_reason = "WRONG_STATE"
+
+
+class SupersededError(StateError):
+    """A later attempt of the job was opened: whatever this one does no longer counts."""
+
+    default_reason = "SUPERSEDED"
+
+
+class StaleStateError(StateError):
+    """A desired state of a driver whose term is over."""
+
+    default_reason = "STALE_STATE"
+
+
+class UnusableError(StateError):
+    """No checkpoint of the job can be restored, and it must not start over unasked."""
+
+    default_reason = "UNUSABLE"
+
+
+class PreemptedError(ServiceError):
+    """The call gave way to something that goes first."""
+
+    code = grpc.StatusCode.ABORTED
+    default_reason = "PREEMPTED"
+
+
+class LimitError(ServiceError):
+    """There is no room, or a bound is reached."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    default_reason = "LIMIT"
+
+
+class UnauthenticatedError(ServiceError):
+    """The call carries no valid cluster token."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+    default_reason = "NO_TOKEN"
+
+
+class ForbiddenError(ServiceError):
+    """The caller, or the service's own user, has no right to it."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
+    default_reason = "FORBIDDEN"
+
+
+class UnavailableError(ServiceError):
+    """It cannot be done now; the same call may succeed later."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    default_reason = "UNAVAILABLE"
+
+
+class NotLeaderError(UnavailableError):
+    """This driver does not lead, or no longer."""
+
+    default_reason = "NOT_LEADER"
+
+
+class NotReadyError(UnavailableError):
+    """What is asked for may be known soon."""
+
+    default_reason = "NOT_READY"
+
+
+class LinkError(UnavailableError):
+    """The driver cannot be reached, or its link cannot be used."""
+
+    default_reason = "LINK"
+
+
+class TimedOutError(ServiceError):
+    """The other side took longer than the call allows."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+    default_reason = "TIMED_OUT"
+
+
+class DataLossError(ServiceError):
+    """What was stored cannot be read."""
+
+    code = grpc.StatusCode.DATA_LOSS
+    default_reason = "DATA_LOSS"
+
+
+class DamagedError(DataLossError):
+    """``file`` is missing, cut short, or holds other bytes than were written."""
+
+    default_reason = "DAMAGED"
+
+    def __init__(self, file: str, problem: str) -> None:
+        super().__init__(f"{file}: {problem}", metadata={"file": file} if file else None)
+        self.file = file
+        self.problem = problem
+
+
+class MissingFileError(DamagedError):
+    """``file`` is not there."""
+
+    default_reason = "MISSING_FILE"
+
+
+class CodecError(DataLossError):
+    """A stored value does not have the shape that this build reads."""
+
+    default_reason = "BAD_STORED_VALUE"
+
+
+class CoverageError(ServiceError):
+    """The pieces of a checkpoint do not cover what a rank needs."""
+
+    default_reason = "NOT_COVERED"
+
+
+class ClusterError(ServiceError):
+    """A local cluster cannot start or go on."""
+
+    default_reason = "CLUSTER"
+
+
+class TemplateError(ServiceError):
+    """The template process ended, or does not do what it was asked to."""
+
+    default_reason = "TEMPLATE"
+
+
+class DeviceQueryError(ServiceError):
+    """The devices of this host cannot be listed."""
+
+    default_reason = "DEVICE_QUERY"
+
+
+def of_code(
+    code: grpc.StatusCode,
+    reason: str,
+    message: str,
+    *,
+    fields: Sequence[tuple[str, str]] = (),
+    metadata: Mapping[str, str] | None = None,
+) -> ServiceError:
+    """An error that another service put on the wire, as the class of its code."""
+    kind = next((k for k in ServiceError.__subclasses__() if k.code is code), ServiceError)
+    return kind(message, reason=reason, fields=fields, metadata=metadata)
+
+
+def invalid(field: str, problem: str) -> RequestError:
+    """The refusal of one field of a request."""
+    return RequestError(f"{field}: {problem}", fields=[(field, problem)])
+
+
+def on_the_wire(error: Exception) -> ServiceError:
+    """The error of the tree for ``error``; a defect is INTERNAL and says nothing of the inside."""
+    if isinstance(error, ServiceError):
+        return error
+    if isinstance(error, JobError):
+        fields = [(p.field, f"{p.problem}; {p.remedy}") for p in error.problems]
+        return RequestError(str(error), reason="BAD_JOB_SPEC", fields=fields)
+    if isinstance(error, PermissionError):
+        return ForbiddenError(str(error))
+    if isinstance(error, OSError):
+        return UnavailableError(str(error), reason="STORAGE_UNAVAILABLE")
+    return ServiceError("internal error; see the service's log")
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: ServiceError) -> NoReturn:
     """End the call with ``error`` and its details."""
     status = rpc_status.to_status(error.to_status())
     await context.abort(status.code, status.details, status.trailing_metadata)
 
 
-def read(error: grpc.aio.AioRpcError) -> RpcError:
+def read(error: grpc.aio.AioRpcError) -> ServiceError:
     """The error that a server put on the wire; reason UNKNOWN when it carried no details."""
-    details: dict[str, Any] = {}
+    metadata: dict[str, str] = {}
     fields: list[tuple[str, str]] = []
     reason = "UNKNOWN"
     for key, value in error.trailing_metadata() or ():
@@ -74,12 +319,11 @@ def read(error: grpc.aio.AioRpcError) -> RpcError:
             info = error_details_pb2.ErrorInfo()
             bad = error_details_pb2.BadRequest()
             if item.Unpack(info):
-                reason, details = info.reason, dict(info.metadata)
+                reason, metadata = info.reason, dict(info.metadata)
             elif item.Unpack(bad):
-                fields = [
-                    (violation.field, violation.description) for violation in bad.field_violations
-                ]
-    return RpcError(error.code(), reason, error.details() or "", metadata=details, fields=fields)
+                fields = [(v.field, v.description) for v in bad.field_violations]
+    message = error.details() or ""
+    return of_code(error.code(), reason, message, metadata=metadata, fields=fields)
 
 
 def _packed(message: Any) -> any_pb2.Any:

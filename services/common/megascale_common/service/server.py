@@ -20,6 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from megascale_common.service.channel import MAX_MESSAGE_BYTES
+from megascale_common.service.errors import UnauthenticatedError, abort
 from megascale_common.service.token import HEADER, bearer, check_token
 
 # Both sides agree on pings: without these options a client's keepalive ends in GOAWAY
@@ -54,11 +55,13 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         self._expected = bearer(token).encode()
 
         async def refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            await context.abort(
-                grpc.StatusCode.UNAUTHENTICATED,
-                "the call carries no valid cluster token; send metadata "
-                "'authorization: Bearer TOKEN' (the token is in the file `token` of the cluster's "
-                "run folder)",
+            await abort(
+                context,
+                UnauthenticatedError(
+                    "the call carries no valid cluster token; send metadata "
+                    "'authorization: Bearer TOKEN' (the token is in the file `token` of the "
+                    "cluster's run folder)"
+                ),
             )
 
         self._refuse = refuse

@@ -12,7 +12,7 @@ from typing import Any
 
 from megascale.v1 import job_pb2
 from megascale_common.job.config import JobConfig, ParallelismConfig
-from megascale_common.job.problems import FieldProblem, JobError
+from megascale_common.job.problems import JobError, JobProblem
 from megascale_common.job.wire import spec as job_spec
 from megascale_common.sizes.flops import flops_per_token
 from megascale_common.sizes.memory import RankMemory, rank_memory
@@ -29,7 +29,7 @@ def plan_job(
     ``refused`` lists each problem with field and remedy; the other keys of a refused job are there
     only if they can be computed. ``device_memory_bytes`` 0: the memory of a device is not checked.
     """
-    problems: list[FieldProblem] = []
+    problems: list[JobProblem] = []
     try:
         config = job_spec.from_proto(spec)
     except JobError as error:
@@ -43,7 +43,7 @@ def plan_job(
         plan |= _model(config) | _batch(config)
     except (ValueError, ArithmeticError) as error:  # impossible sizes; the problems name them
         problems = problems or [
-            FieldProblem("trainer", str(error), "change the sizes that are named")
+            JobProblem("trainer", str(error), "change the sizes that are named")
         ]
     else:
         nodes, refused = _nodes(config, devices_per_node)
@@ -52,7 +52,7 @@ def plan_job(
     return {**plan, "refused": _plain(problems)}
 
 
-def _plain(problems: list[FieldProblem]) -> list[dict[str, str]]:
+def _plain(problems: list[JobProblem]) -> list[dict[str, str]]:
     return [dataclasses.asdict(problem) for problem in problems]
 
 
@@ -91,7 +91,7 @@ def _batch(config: JobConfig) -> dict[str, Any]:
     }
 
 
-def _nodes(config: JobConfig, devices_per_node: int) -> tuple[dict[str, Any], list[FieldProblem]]:
+def _nodes(config: JobConfig, devices_per_node: int) -> tuple[dict[str, Any], list[JobProblem]]:
     """Nodes of ``devices_per_node`` devices: a node takes whole tensor-parallel groups only."""
     world_size, tp = config.layout.world_size, config.parallelism.tp
     per_node = devices_per_node // tp * tp
@@ -101,7 +101,7 @@ def _nodes(config: JobConfig, devices_per_node: int) -> tuple[dict[str, Any], li
             f"a tensor-parallel group of {tp} does not fit on a node of {devices_per_node} devices"
         )
         remedy = f"use a tp of at most {devices_per_node}, or larger nodes (--devices-per-node)"
-        return base, [FieldProblem("parallelism.tp", problem, remedy)]
+        return base, [JobProblem("parallelism.tp", problem, remedy)]
     nodes = -(-world_size // per_node)
     spares = config.recovery.spare_nodes
     return {**base, "nodes": nodes, "spare_nodes": spares, "nodes_wanted": nodes + spares}, []
@@ -122,7 +122,7 @@ def _memory(config: JobConfig, stages: list[RankMemory]) -> dict[str, Any]:
 
 def _too_large(
     config: JobConfig, stages: list[RankMemory], device_memory_bytes: int
-) -> list[FieldProblem]:
+) -> list[JobProblem]:
     stage, need = max(enumerate(stages), key=lambda item: item[1].total_bytes)
     if not device_memory_bytes or need.total_bytes <= device_memory_bytes:
         return []
@@ -135,4 +135,4 @@ def _too_large(
         if config.training.micro_batch_size == 1
         else "raise tp or pp, lower micro_batch_size"
     )
-    return [FieldProblem("parallelism", problem, f"{smaller}, or recompute activations")]
+    return [JobProblem("parallelism", problem, f"{smaller}, or recompute activations")]

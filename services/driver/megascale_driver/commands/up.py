@@ -16,8 +16,9 @@ from rich.markup import escape
 
 from megascale_common.job.names import is_dns_label
 from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
+from megascale_common.service.errors import ClusterError
 from megascale_driver.platform.devices import choose_device, count_gpus
-from megascale_driver.platform.local import ClusterError, LocalCluster, LocalOptions
+from megascale_driver.platform.local import LocalCluster, LocalOptions
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 _console = Console(stderr=True, highlight=False)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
+from megascale_common.service.errors import ExpiredError
 from megascale_driver.core.events import Audit
-from megascale_driver.feeds import TokenExpired
 
 HELD_LINES = 50_000
 TRIM_LINES = 5_000  # dropped together, so that trimming costs little per line
@@ -64,7 +64,7 @@ class AuditLog:
         """The lines behind the one that ``token`` names; for "" all lines that are held.
 
         Raises:
-            TokenExpired: the line is no longer held.
+            ExpiredError: the line is no longer held.
             ValueError: not a token.
         """
         return self._lines[self._position(_parse(token)) - self._first if token else 0 :]
@@ -73,7 +73,7 @@ class AuditLog:
         """Wanted lines behind ``token`` ("": behind the newest now) as they are added, without end.
 
         Raises:
-            TokenExpired: the line is no longer held; from the iterator: the reader is too slow, and
+            ExpiredError: the line is no longer held; from the iterator: the reader is too slow, and
                 its next line has been dropped.
             ValueError: not a token.
         """
@@ -109,7 +109,7 @@ class AuditLog:
             return found + 1
         log, seq = key
         if 0 < seq <= self._newest.get(log, 0):
-            raise TokenExpired(
+            raise ExpiredError(
                 f"the line that the token names is no longer among the newest {self._held}"
             )
         raise ValueError(f"{_text(key)!r} names no line of the audit log")

@@ -15,14 +15,11 @@ import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from megascale_common.service.errors import CodecError
 from megascale_driver.core.state import persistent_fields
 
 T = TypeVar("T")
 SCHEMA_VERSION = 1
-
-
-class CodecError(ValueError):
-    """A stored value that this build cannot read."""
 
 
 def dump(value: Any, **extra: Any) -> bytes:

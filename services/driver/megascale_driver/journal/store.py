@@ -25,6 +25,7 @@ from megascale_common.etcd.election import Leadership
 from megascale_common.etcd.operations import Compare, Delete, ModRevisionEquals, Operation, Put
 from megascale_common.etcd.settled import Rejected, txn_settled
 from megascale_common.job import config as job_config
+from megascale_common.service.errors import CodecError, NotLeaderError
 from megascale_driver.core.events import Audit
 from megascale_driver.core.state import (
     AttemptRecord,
@@ -41,10 +42,6 @@ LEADER_KEY = "driver/leader"
 # etcd takes 128 operations in a transaction; one compare is for the leader key.
 MAX_KEYS_PER_TXN = 100
 MAX_BYTES_PER_TXN = 1 << 20  # etcd takes 1.5 MiB in a request
-
-
-class NotLeader(RuntimeError):
-    """A fenced write was refused: another driver leads, or someone else changed the keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +67,7 @@ class Store:
 
         Raises:
             CodecError: a stored value cannot be read by this build.
-            NotLeader: the leadership was lost meanwhile.
+            NotLeaderError: the leadership was lost meanwhile.
         """
         listing = await self._client.get_prefix("")
         values = {item.key: item.value for item in listing.items if item.key != LEADER_KEY}
@@ -115,7 +112,7 @@ class Store:
         It returns only when all of it is known to be committed.
 
         Raises:
-            NotLeader: a transaction was refused; nothing of it was applied.
+            NotLeaderError: a transaction was refused; nothing of it was applied.
             EtcdError: no answer within the deadline. The outcome is unknown, so the leadership must
                 end: the next leader reads it from etcd.
         """
@@ -132,7 +129,7 @@ class Store:
             found = json.loads(value)
             version = int(found["schema_version"])
             if version > codec.SCHEMA_VERSION:
-                raise codec.CodecError(
+                raise CodecError(
                     f"meta: etcd holds schema version {version}, this driver reads versions "
                     f"up to {codec.SCHEMA_VERSION}: start the newer build"
                 )
@@ -167,7 +164,9 @@ class Store:
             deadline_s=deadline_s,
         )
         if isinstance(result, Rejected):
-            raise NotLeader(f"the write of {', '.join(key for key, _ in changes[:4])} was refused")
+            raise NotLeaderError(
+                f"the write of {', '.join(key for key, _ in changes[:4])} was refused"
+            )
         for key, value in changes:
             self._revisions[key] = result.revision if value is not None else 0
 

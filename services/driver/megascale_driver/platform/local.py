@@ -26,6 +26,7 @@ from megascale.v1 import driver_pb2, driver_pb2_grpc, types_pb2
 from megascale_common.etcd.errors import EtcdError
 from megascale_common.etcd.server import EtcdServer
 from megascale_common.service.channel import open_channel
+from megascale_common.service.errors import ClusterError
 from megascale_common.service.token import read_or_create_token
 from megascale_driver.platform import metrics_targets
 from megascale_driver.platform.child import Child
@@ -44,10 +45,6 @@ RESTART_DELAYS_S = (0.5, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 MAX_PAGE = 1000
 
 Report = Callable[[str, dict[str, Any]], None]
-
-
-class ClusterError(Exception):
-    """The cluster cannot be started or kept up; the message has the reason and what to do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

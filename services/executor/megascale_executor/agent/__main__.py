@@ -13,9 +13,9 @@ import uvloop
 from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
 from megascale_common.service import logs
 from megascale_common.service.build import build_version
+from megascale_common.service.errors import DeviceQueryError, OptionError
 from megascale_common.service.metrics import bind_option
-from megascale_executor.agent.config import AgentConfig, OptionError, parse_devices, parse_topology
-from megascale_executor.diagnostics.devices import DeviceQueryError
+from megascale_executor.agent.config import AgentConfig, parse_devices, parse_topology
 
 _EPILOG = """\
 example: one node with four CPU slots, whose driver writes its address to a file

@@ -13,12 +13,9 @@ from megascale_common.job.rank_layout import RankLayout
 from megascale_common.job.wire import restore
 from megascale_common.node import framing
 from megascale_common.node.messages import Assignment
+from megascale_common.service.errors import AssignmentError
 from megascale_executor.agent.config import AgentConfig
 from megascale_executor.agent.folders import AttemptFolder
-
-
-class AssignmentError(ValueError):
-    """The driver asks for what this node cannot do."""
 
 
 @dataclass(frozen=True, slots=True)

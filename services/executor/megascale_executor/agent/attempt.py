@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from megascale.v1 import link_pb2, types_pb2
+from megascale_common.service.errors import StaleStateError
 
 # Generated enums are plain numbers at run time; only the type checker knows this name.
 Phase: TypeAlias = "link_pb2.AttemptPhase.ValueType"
@@ -66,10 +67,6 @@ class AttemptKey:
 NO_ATTEMPT = AttemptKey()
 
 
-class StaleDesiredState(Exception):
-    """The desired state comes from a superseded driver, or is older than one taken in before."""
-
-
 @dataclass(slots=True)
 class AttemptState:
     """Desired and actual state of the node. Change it through the methods only."""
@@ -86,10 +83,10 @@ class AttemptState:
         """Take in the epoch of a driver.
 
         Raises:
-            StaleDesiredState: a higher one has been seen.
+            StaleStateError: a higher one has been seen.
         """
         if epoch < self.epoch_seen:
-            raise StaleDesiredState(
+            raise StaleStateError(
                 f"epoch {epoch} is lower than {self.epoch_seen}, which this node has seen"
             )
         if epoch > self.epoch_seen:
@@ -100,7 +97,7 @@ class AttemptState:
         """Make ``desired`` the state to reach.
 
         Raises:
-            StaleDesiredState: its epoch or version is lower than one taken in before.
+            StaleStateError: its epoch or version is lower than one taken in before.
             ValueError: it has no phase, or PREPARE or START without an assignment.
         """
         if desired.phase not in (
@@ -117,7 +114,7 @@ class AttemptState:
             raise ValueError("a desired state of PREPARE or START names no job and attempt")
         self.see_epoch(EpochNumber.of(desired.epoch))
         if desired.version < self.desired.version:
-            raise StaleDesiredState(
+            raise StaleStateError(
                 f"version {desired.version} is lower than {self.desired.version}, taken in before"
             )
         self.desired = desired

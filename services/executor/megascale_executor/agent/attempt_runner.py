@@ -20,13 +20,9 @@ from megascale_common.job.config import JobConfig
 from megascale_common.job.problems import JobError
 from megascale_common.job.wire.spec import from_accepted_proto
 from megascale_common.service import logs
+from megascale_common.service.errors import AssignmentError, TemplateError
 from megascale_executor.agent import asyncio_tasks, attempt, child_processes, folders
-from megascale_executor.agent.assignment import (
-    AssignmentError,
-    Sockets,
-    check_assignment,
-    worker_assignments,
-)
+from megascale_executor.agent.assignment import Sockets, check_assignment, worker_assignments
 from megascale_executor.agent.attempt import AttemptAction, AttemptState
 from megascale_executor.agent.checkpoint_daemon import CheckpointDaemon
 from megascale_executor.agent.config import AgentConfig
@@ -37,7 +33,6 @@ from megascale_executor.agent.rank_logs import LogScanner
 from megascale_executor.agent.self_check import SelfChecks
 from megascale_executor.agent.step_reports import StepReports
 from megascale_executor.agent.template_keeper import TemplateKeeper
-from megascale_executor.agent.template_process import TemplateError
 from megascale_executor.agent.tensorboard import EventFile
 from megascale_executor.agent.workers import Worker, WorkerEvents, WorkerSet, describe_exit
 from megascale_executor.diagnostics.devices import DeviceFacts

@@ -8,16 +8,11 @@ from pathlib import Path
 from typing import Literal
 
 from megascale_common.job.names import is_dns_label
+from megascale_common.service.errors import OptionError
 
 DeviceKindName = Literal["cpu", "cuda"]
 MAX_DEVICES = 64
 MAX_TOPOLOGY_LABELS = 16
-
-
-class OptionError(ValueError):
-    """A command-line option has a value that cannot work; the message names the option and the
-    remedy.
-    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

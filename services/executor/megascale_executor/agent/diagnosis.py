@@ -10,21 +10,17 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+from megascale_common.service.errors import PreemptedError, TemplateError
 from megascale_executor.agent.asyncio_tasks import once
 from megascale_executor.agent.checkpoint_daemon import CheckpointDaemon
 from megascale_executor.agent.rank_probe import probe
 from megascale_executor.agent.template_keeper import TemplateKeeper
-from megascale_executor.agent.template_process import TemplateError
 from megascale_executor.diagnostics.devices import DeviceFacts
 from megascale_executor.diagnostics.diagnostic import NodeView
 from megascale_executor.diagnostics.finding import Finding
 from megascale_executor.diagnostics.rank_checks import ALL_REDUCE, COMPUTE
 from megascale_executor.diagnostics.registry import Registry
 from megascale_executor.diagnostics.runner import run_diagnostics
-
-
-class GaveWay(Exception):
-    """The node was given an attempt before the checks were done."""
 
 
 class Diagnosis:
@@ -48,7 +44,7 @@ class Diagnosis:
 
         Raises:
             UnknownDiagnostic: no diagnostic of the node has that name.
-            GaveWay: an attempt arrived.
+            PreemptedError: an attempt arrived.
         """
         wanted = self._registry.on_demand(names)
         async with self._turn:
@@ -63,7 +59,7 @@ class Diagnosis:
             try:
                 await asyncio.wait([running])
                 if running.cancelled():
-                    raise GaveWay(
+                    raise PreemptedError(
                         "the node was given work before the checks were done; "
                         "ask again when it is idle"
                     )

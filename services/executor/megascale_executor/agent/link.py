@@ -21,7 +21,8 @@ from megascale.v1 import link_pb2, link_pb2_grpc
 from megascale_common.service import logs
 from megascale_common.service.backoff import Backoff
 from megascale_common.service.channel import open_channel
-from megascale_executor.agent.attempt import EpochNumber, StaleDesiredState
+from megascale_common.service.errors import LinkError, StaleStateError
+from megascale_executor.agent.attempt import EpochNumber
 from megascale_executor.agent.step_reports import StepReports
 
 _log = logs.get(__name__)
@@ -35,10 +36,6 @@ _BACKOFF_S = (0.2, 2.0)
 # up for another.
 _SILENT_INTERVALS = 6
 MAX_HEARTBEAT_BYTES = 64 * 1024
-
-
-class LinkError(Exception):
-    """The peer is not a driver that this node may obey."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +54,8 @@ class NodeSide:
 
     hello: Callable[[], link_pb2.ExecutorHello]
     heartbeat: Callable[[], link_pb2.Heartbeat]  # everything but seq and clock
-    see_epoch: Callable[[EpochNumber], None]  # raises StaleDesiredState
-    desired: Callable[[link_pb2.DesiredState], None]  # raises StaleDesiredState or ValueError
+    see_epoch: Callable[[EpochNumber], None]  # raises StaleStateError
+    desired: Callable[[link_pb2.DesiredState], None]  # raises StaleStateError or ValueError
 
 
 class DriverLink:
@@ -122,7 +119,7 @@ class DriverLink:
                     _log.error(
                         "the link was cancelled from within; it is dialled again", driver=address
                     )
-                except StaleDesiredState as error:
+                except StaleStateError as error:
                     _log.warning(
                         "a driver is refused whose epoch is older than one that this node has obeyed: an old leader, "
                         "or etcd was restored from a backup without raising its generation",

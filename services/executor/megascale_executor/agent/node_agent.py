@@ -17,13 +17,14 @@ from megascale_common.node import host
 from megascale_common.node.files import replace_file
 from megascale_common.node.incarnation import boot_id, new_incarnation
 from megascale_common.service import logs
+from megascale_common.service.errors import OptionError
 from megascale_common.service.metrics import MetricsServer, registry_of
 from megascale_common.service.server import RpcServer
 from megascale_executor.agent import asyncio_tasks, attempt, folders
 from megascale_executor.agent.attempt import AttemptKey
 from megascale_executor.agent.attempt_runner import AttemptRunner
 from megascale_executor.agent.checkpoint_daemon import CheckpointDaemon
-from megascale_executor.agent.config import AgentConfig, OptionError
+from megascale_executor.agent.config import AgentConfig
 from megascale_executor.agent.heartbeat import build_heartbeat, build_hello
 from megascale_executor.agent.link import DriverLink, NodeSide, addresses_from
 from megascale_executor.agent.metrics import AgentMetrics

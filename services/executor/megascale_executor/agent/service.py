@@ -14,9 +14,10 @@ import grpc.aio
 
 from megascale.v1 import executor_pb2, executor_pb2_grpc
 from megascale_common.job.names import is_dns_label
+from megascale_common.service.errors import NotFoundError, StateError, invalid
+from megascale_common.service.handlers import answers, streams
 from megascale_executor.agent import folders
 from megascale_executor.agent.attempt import AttemptKey
-from megascale_executor.agent.diagnosis import GaveWay
 from megascale_executor.agent.rank_logs import DEFAULT_LINES, MAX_LINES, follow, tail
 from megascale_executor.diagnostics.finding import Finding
 from megascale_executor.diagnostics.registry import UnknownDiagnostic
@@ -47,55 +48,54 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         self._node_folder, self._status, self._is_active = node_folder, status, is_active
         self._holder, self._diagnose = holder, diagnose
 
+    @answers
     async def GetNodeStatus(
         self, request: executor_pb2.GetNodeStatusRequest, context: _Context
     ) -> executor_pb2.GetNodeStatusResponse:
         """What the node is and does now."""
         return self._status()
 
+    @answers
     async def RunNodeDiagnostics(
         self, request: executor_pb2.RunNodeDiagnosticsRequest, context: _Context
     ) -> executor_pb2.RunNodeDiagnosticsResponse:
         """Check the node now; it must have no attempt."""
         holder = self._holder()
         if holder is not None:
-            await context.abort(
-                grpc.StatusCode.FAILED_PRECONDITION,
-                f"the node has attempt {holder.attempt} of job {holder.job}; cancel the job or evict the node first",
+            raise StateError(
+                f"the node has attempt {holder.attempt} of job {holder.job}; "
+                "cancel the job or evict the node first",
+                reason="NODE_BUSY",
+                metadata={"job": holder.job},
             )
         try:
             findings = await self._diagnose(request.checks)
         except UnknownDiagnostic as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"checks: {error}")
-        except GaveWay as error:
-            await context.abort(grpc.StatusCode.ABORTED, str(error))
+            raise invalid("checks", str(error)) from error
         return executor_pb2.RunNodeDiagnosticsResponse(
             checks=[finding.to_proto() for finding in findings]
         )
 
+    @streams
     async def TailWorkerLogs(
         self, request: executor_pb2.TailWorkerLogsRequest, context: _Context
     ) -> AsyncIterator[executor_pb2.TailWorkerLogsResponse]:
         """Last lines of a rank's log; with ``follow`` also new ones, until the attempt ends here."""
         if not is_dns_label(request.job):
-            await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT, f"job: {request.job!r} is not the name of a job"
-            )
+            raise invalid("job", f"{request.job!r} is not the name of a job; `ListJobs` lists them")
         if not 0 <= request.lines <= MAX_LINES:
-            await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT,
-                f"lines: {request.lines} is not within 0 (the default) to {MAX_LINES}",
-            )
+            problem = f"{request.lines} is not within 0 (the default) to {MAX_LINES}"
+            raise invalid("lines", problem)
         number = request.attempt or folders.newest_attempt(self._node_folder, request.job)
         path = folders.attempt_folder(self._node_folder, request.job, number).log(request.rank)
         try:
             lines, offset = await asyncio.to_thread(tail, path, request.lines or DEFAULT_LINES)
-        except OSError:
-            await context.abort(
-                grpc.StatusCode.NOT_FOUND,
-                f"this node has no log of rank {request.rank} of job {request.job}, attempt {number}; "
-                "ask the driver's TailLogs, which knows the node of each rank",
-            )
+        except OSError as error:
+            raise NotFoundError(
+                f"this node has no log of rank {request.rank} of job {request.job}, attempt "
+                f"{number}; call TailLogs of the driver, which finds the node of each rank",
+                reason="LOG_NOT_FOUND",
+            ) from error
         for line in lines:
             yield executor_pb2.TailWorkerLogsResponse(line=line)
         if request.follow:

@@ -9,8 +9,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from megascale_common.service.errors import TemplateError
 from megascale_executor.agent import asyncio_tasks, child_processes
-from megascale_executor.agent.template_process import FORK_TIMEOUT_S, TemplateError, TemplateProcess
+from megascale_executor.agent.template_process import FORK_TIMEOUT_S, TemplateProcess
 
 
 class TemplateKeeper:

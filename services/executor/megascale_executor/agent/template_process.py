@@ -22,6 +22,7 @@ from typing import cast
 from megascale_common.node import framing
 from megascale_common.node.messages import Fork, TemplateMessage
 from megascale_common.service import logs
+from megascale_common.service.errors import TemplateError
 from megascale_executor.agent import asyncio_tasks, child_processes
 from megascale_executor.agent.channels import MessageChannel
 
@@ -31,10 +32,6 @@ _log = logs.get(__name__)
 FORK_TIMEOUT_S = 90.0
 # Index order as nvidia-smi shows it, on all processes of the host.
 _ENVIRONMENT = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "PYTHONUNBUFFERED": "1"}
-
-
-class TemplateError(Exception):
-    """The template process ended, or does not answer."""
 
 
 class ForkedProcess:

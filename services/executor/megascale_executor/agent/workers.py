@@ -19,9 +19,10 @@ from megascale.v1 import link_pb2
 from megascale_common.node import framing
 from megascale_common.node.messages import STACKS_SIGNAL, Assignment, Profiled, WorkerMessage
 from megascale_common.service import logs
+from megascale_common.service.errors import TemplateError
 from megascale_executor.agent.channels import MessageChannel
 from megascale_executor.agent.symptoms import STOPPED, stands_still, waited_in_vain
-from megascale_executor.agent.template_process import ForkedProcess, TemplateError, TemplateProcess
+from megascale_executor.agent.template_process import ForkedProcess, TemplateProcess
 
 _log = logs.get(__name__)
 

@@ -6,7 +6,8 @@ import os
 import time
 from collections.abc import Sequence
 
-from megascale_executor.diagnostics.devices import DeviceFacts, DeviceQueryError, list_gpus
+from megascale_common.service.errors import DeviceQueryError
+from megascale_executor.diagnostics.devices import DeviceFacts, list_gpus
 from megascale_executor.diagnostics.diagnostic import Diagnostic, NodeView
 from megascale_executor.diagnostics.finding import Finding
 

@@ -10,15 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from megascale_common.service.errors import DeviceQueryError
+
 # A healthy driver answers in 0.1 to 2 s without persistence mode; a GPU that fell off the bus can
 # block it for minutes.
 QUERY_TIMEOUT_S = 20.0
 _FIELDS = "index,uuid,name,memory.total"
 _MIB = 1 << 20
-
-
-class DeviceQueryError(Exception):
-    """The devices cannot be listed."""
 
 
 @dataclass(frozen=True, slots=True)
