@@ -22,7 +22,7 @@ sys.path.insert(
 
 from benchmarks import command, options, report
 from benchmarks.options import Entry
-from benchmarks.presets import PRESETS, Refused, Run
+from benchmarks.presets import PRESETS, ConfigurationRefused, Run
 
 _PLAIN = ("--block", "serial", "--kernels", "torch", "--overlap", "none")
 _OVERLAP_ROWS = {"tp": "TP", "pp": "PP", "dp": "DP"}
@@ -66,7 +66,7 @@ def _own_options(parser: argparse.ArgumentParser) -> None:
 def _entries(machine: argparse.Namespace, rest: Sequence[str]) -> list[Entry]:
     asked = options.entry_of(rest)
     if len(asked.variants) > 1:
-        raise Refused("an ablation has rows of its own: leave --against out")
+        raise ConfigurationRefused("an ablation has rows of its own: leave --against out")
     ranks = command.ranks(machine, [asked])
     return [options.entry_of([*rest, *_PLAIN], ladder(asked.run, ranks, machine.batch_factor))]
 

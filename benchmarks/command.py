@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from benchmarks import launch, options
 from benchmarks.options import Entry
-from benchmarks.presets import Refused
+from benchmarks.presets import ConfigurationRefused
 
 EntriesOf = Callable[[argparse.Namespace, Sequence[str]], list[Entry]]
 
@@ -38,7 +38,7 @@ def main(
     machine, rest = _split(arguments, description, own_options, devices)
     try:
         entries = entries_of(machine, rest)
-        plan = launch.Plan(
+        plan = launch.LaunchPlan(
             entries=entries,
             cuda=machine.device == "cuda",
             ranks=ranks(machine, entries),
@@ -48,7 +48,7 @@ def main(
             limit_s=machine.limit_s,
         )
         return launch.run(plan, machine.folder / machine.results if machine.results else None)
-    except (Refused, OSError) as problem:
+    except (ConfigurationRefused, OSError) as problem:
         print(f"{Path(sys.argv[0]).name}: {problem}", file=sys.stderr)
         return 2
 

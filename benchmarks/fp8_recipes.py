@@ -21,7 +21,7 @@ from megascale_kernels.fused import quantize as casts
 from megascale_kernels.fused.activation import write_activation, write_gradients
 from megascale_kernels.fused.activation_operand import activation_operand, activation_with_amax
 from megascale_kernels.fused.norm import norm
-from megascale_kernels.fused.norm_operand import norm_bound, norm_operand
+from megascale_kernels.fused.norm_operand import NormCast, Normed, norm_bound, norm_operand
 from megascale_kernels.fused.rotary import read_heads, write_head_gradients
 from megascale_kernels.gemm import Gemm, multiply_by_torch
 from megascale_kernels.quantize import E4M3, E5M2, Factor, Operand, scale_of
@@ -134,9 +134,7 @@ def bf16_layer(t: Tensors, gemm: Gemm | None) -> Run:
     multiply = multiply_by_torch if gemm is None else gemm.multiply
 
     def run() -> None:
-        norm_operand(
-            t.x, t.residual, t.vector, t.norm_weight, t.vector, "layernorm", EPSILON, "amax"
-        )
+        _norm_operand(t, NormCast("amax"))
         multiply(Factor(t.gathered), Factor(t.weight_in), t.projected)
         plain_activation(t)
         multiply(Factor(t.joined), Factor(t.weight_out), t.y)
@@ -289,17 +287,21 @@ class _Weight:
 
 def norm_cast(t: Tensors, recipe: Recipe, bound: torch.Tensor) -> Operand:
     """The norm of this rank's rows in FP8."""
-    arguments = (t.x, t.residual, t.vector, t.norm_weight, t.vector, "layernorm", EPSILON)
     if recipe.scaling in ("bound", "rows"):
-        form = "given" if recipe.scaling == "bound" else "rows"
-        found = norm_operand(*arguments, form, scale=bound if form == "given" else None)
+        given = NormCast("given", scale=bound) if recipe.scaling == "bound" else NormCast("rows")
+        found = _norm_operand(t, given)
         assert found.operand is not None
         return found.operand
-    found = norm_operand(*arguments, "amax")
+    found = _norm_operand(t, NormCast("amax"))
     assert found.normed is not None
     amax = found.amax if recipe.scaling == "fused" else casts.amax(found.normed)
     assert amax is not None
     return casts.quantize(found.normed, amax=amax, transposed=False)
+
+
+def _norm_operand(t: Tensors, cast: NormCast) -> Normed:
+    vectors = t.vector, t.norm_weight, t.vector
+    return norm_operand(t.x, t.residual, *vectors, "layernorm", EPSILON, cast)
 
 
 def activation_cast(t: Tensors, recipe: Recipe) -> Operand:

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from benchmarks.measure import measure
 from benchmarks.options import Entry
-from benchmarks.presets import Refused
+from benchmarks.presets import ConfigurationRefused
 from benchmarks.session import Session
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
@@ -50,7 +50,7 @@ Report = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class LaunchPlan:
     """What is to be measured, on what, and within what time. ``report`` prints a line as it comes."""
 
     entries: Sequence[Entry]
@@ -102,7 +102,7 @@ class Journal:
         return {line["entry"] for line in self.lines()}
 
 
-def run(plan: Plan, results: Path | None) -> int:
+def run(plan: LaunchPlan, results: Path | None) -> int:
     """Measure everything; returns the exit status: 0 if nothing failed.
 
     Args:
@@ -130,14 +130,14 @@ def run(plan: Plan, results: Path | None) -> int:
     raise AssertionError("unreachable")
 
 
-def _alike(plan: Plan, todo: Sequence[int]) -> list[int]:
+def _alike(plan: LaunchPlan, todo: Sequence[int]) -> list[int]:
     """The first of ``todo`` and those after it that want the same environment."""
     wanted = plan.entries[todo[0]].environment
     return list(itertools.takewhile(lambda index: plan.entries[index].environment == wanted, todo))
 
 
 def _fork_session(
-    plan: Plan, journal: Journal, todo: Sequence[int], store: Path, deadline: float
+    plan: LaunchPlan, journal: Journal, todo: Sequence[int], store: Path, deadline: float
 ) -> None:
     """One process per rank for ``todo``; when this returns, all have ended and at least one entry
     has its line.
@@ -189,7 +189,7 @@ def _wait(running: dict[int, int], journal: Journal, limit_s: float, end: float)
 
 
 def _forked_rank(
-    plan: Plan, journal: Journal, todo: Sequence[int], rank: int, path: Path, deadline: float
+    plan: LaunchPlan, journal: Journal, todo: Sequence[int], rank: int, path: Path, deadline: float
 ) -> int:
     """The life of a forked rank; returns its exit status and never raises."""
     store = FileStore(str(path), plan.ranks)
@@ -200,11 +200,13 @@ def _forked_rank(
     return status
 
 
-def _torchrun(plan: Plan, results: Path) -> int:
+def _torchrun(plan: LaunchPlan, results: Path) -> int:
     """This process is one rank of torchrun, which starts all of them again when one fails."""
     environments = {entry.environment for entry in plan.entries}
     if environments != {()}:
-        raise Refused("--environment needs processes of our own: start without torchrun")
+        raise ConfigurationRefused(
+            "--environment needs processes of our own: start without torchrun"
+        )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     agents_store, rank, world_size = next(rendezvous("env://"))
     store = PrefixStore(
@@ -219,13 +221,15 @@ def _torchrun(plan: Plan, results: Path) -> int:
         )
     todo = json.loads(store.get("todo"))
     if world_size != plan.ranks:
-        raise Refused(f"torchrun started {world_size} ranks, the measurements want {plan.ranks}")
+        raise ConfigurationRefused(
+            f"torchrun started {world_size} ranks, the measurements want {plan.ranks}"
+        )
     deadline = time.time() + plan.budget_s if plan.budget_s else 0.0
     return _rank(plan, journal, todo, rank, int(os.environ["LOCAL_RANK"]), store, deadline)
 
 
 def _rank(
-    plan: Plan,
+    plan: LaunchPlan,
     journal: Journal,
     todo: Sequence[int],
     rank: int,
@@ -249,7 +253,7 @@ def _rank(
 
 
 def _session(
-    plan: Plan,
+    plan: LaunchPlan,
     journal: Journal,
     todo: Sequence[int],
     rank: int,
@@ -278,11 +282,13 @@ def _line(session: Session, entry: Entry, folder: Path) -> dict[str, Any]:
         return {"name": entry.name, "skipped": _TIME_IS_UP}
     try:
         return measure(session, entry, folder)
-    except Refused as refusal:  # every rank comes to the same judgement, before it starts anything
+    except (
+        ConfigurationRefused
+    ) as refusal:  # every rank comes to the same judgement, before it starts anything
         return {"name": entry.name, "failed": str(refusal)}
 
 
-def _note(plan: Plan, journal: Journal, number: int, line: dict[str, Any]) -> None:
+def _note(plan: LaunchPlan, journal: Journal, number: int, line: dict[str, Any]) -> None:
     line = {"name": plan.entries[number].name, **line}
     if journal.add(number, line):
         plan.report(line)

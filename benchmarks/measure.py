@@ -33,7 +33,7 @@ def measure(session: Session, entry: Entry, folder: Path) -> dict[str, Any]:
     """Do what ``entry`` says; ends early, after a whole round, when the session's time is up.
 
     Raises:
-        Refused: a configuration cannot run; before anything has been started.
+        ConfigurationRefused: a configuration cannot run; before anything has been started.
     """
     for variant in entry.variants:
         session.config(variant.run)

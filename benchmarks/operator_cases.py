@@ -188,10 +188,8 @@ def activation(shape: Shape, kind: Literal["gelu", "swiglu"]) -> Case:
     return Case(f"{shape.tokens} x {width}", _costs(size + out, 2 * size + out), ways)
 
 
-def core(shape: Shape, part: Literal["heads", "all"]) -> Case:
-    """From the input GEMM to the output GEMM: the split into rotated ``heads``, or ``all``:
-    attention and GELU too.
-    """
+def block_inner(shape: Shape, part: Literal["heads", "all"]) -> Case:
+    """What lies between a block's GEMMs: the split into rotated ``heads``, or ``all`` of it."""
     size, heads = shape.hidden // shape.heads, shape.heads // shape.tp
     ffn = 4 * shape.hidden // shape.tp if part == "all" else 0
     width, batch = 3 * heads * size, shape.tokens // shape.sequence
@@ -225,7 +223,7 @@ def core(shape: Shape, part: Literal["heads", "all"]) -> Case:
         split, table = module.Heads(heads, heads, size), module.RotaryTable(cos, sin)
         if part == "heads":
             return module.fused_heads(split, table)
-        return module.fused_core(split, table, shape.sequence)
+        return module.fused_block_inner(split, table, shape.sequence)
 
     read = inputs[0].nbytes
     ways = differentiable(plain, inputs, vectors, {"fused": fused})
@@ -438,8 +436,8 @@ CASES: Mapping[str, Callable[[Shape], Case]] = {
     "rmsnorm": partial(norm, kind="rmsnorm"),
     "gelu": partial(activation, kind="gelu"),
     "swiglu": partial(activation, kind="swiglu"),
-    "heads": partial(core, part="heads"),
-    "core": partial(core, part="all"),
+    "heads": partial(block_inner, part="heads"),
+    "block_inner": partial(block_inner, part="all"),
     "attention": attention,
     "documents": documents,
     "cross_entropy": loss,

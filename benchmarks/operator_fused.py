@@ -1,5 +1,6 @@
-"""The fused core and the attention backends as functions of tensors and weights; imported where
-they are measured.
+"""The fused operators that need Triton, and attention backends, as functions of tensors.
+
+Imported where they are measured, and not before.
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ from typing import Any
 import torch
 
 from megascale_kernels.attention import BACKENDS, AttentionMask, attention, attention_mask
-from megascale_kernels.fused import block_inner as core
-from megascale_kernels.fused import rotary
+from megascale_kernels.fused import block_inner, rotary
 from megascale_kernels.rotary import Heads, RotaryTable
 from megascale_trainer.weights import Weight
 
@@ -28,10 +28,10 @@ def fused_heads(heads: Heads, table: RotaryTable) -> Function:
     return run
 
 
-def fused_core(heads: Heads, table: RotaryTable, sequence: int) -> Function:
+def fused_block_inner(heads: Heads, table: RotaryTable, sequence: int) -> Function:
     """Attention and GELU between two merged GEMMs."""
     mask = attention_mask(sequence)
-    return lambda x, bias: (core.core(x, bias, heads, "gelu", table, mask),)
+    return lambda x, bias: (block_inner.block_inner(x, bias, heads, "gelu", table, mask),)
 
 
 def backend(name: str, mask: AttentionMask) -> Function:

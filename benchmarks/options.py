@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks.presets import OVERLAPS, PRESETS, Refused, Run
+from benchmarks.presets import OVERLAPS, PRESETS, ConfigurationRefused, Run
 
 SILENCED = ("all", "tp", "pp", "dp")
 COMPARED_ROUNDS = 5
@@ -163,7 +163,7 @@ def entry_of(arguments: Sequence[str], rows: Sequence[Mapping[str, Any]] = ()) -
     """The measurement of one command line.
 
     Raises:
-        Refused: an unknown option, or options that contradict each other.
+        ConfigurationRefused: an unknown option, or options that contradict each other.
     """
     parser = _Parser(prog="a measurement", add_help=False, allow_abbrev=False)
     add_configuration(parser)
@@ -171,7 +171,9 @@ def entry_of(arguments: Sequence[str], rows: Sequence[Mapping[str, Any]] = ()) -
     found = parser.parse_args(arguments)
     changes = [_split(text) for text in found.against]
     if changes and rows:
-        raise Refused("a measurement has either rows or something that it is compared against")
+        raise ConfigurationRefused(
+            "a measurement has either rows or something that it is compared against"
+        )
     if changes:
         against = parser.parse_args([*arguments, *to_arguments(dict(changes))])
         variants = [
@@ -202,15 +204,15 @@ def read_sweep(path: Path, common: Sequence[str]) -> list[Entry]:
     otherwise.
 
     Raises:
-        Refused: the file is not a list of such objects; names the entry.
+        ConfigurationRefused: the file is not a list of such objects; names the entry.
     """
     entries = []
     for number, values in enumerate(json.loads(path.read_text())):
         rest = {key: value for key, value in values.items() if key != "rows"}
         try:
             entries.append(entry_of([*common, *to_arguments(rest)], values.get("rows", ())))
-        except Refused as refusal:
-            raise Refused(
+        except ConfigurationRefused as refusal:
+            raise ConfigurationRefused(
                 f"{path}, entry {number} ({values.get('name', 'unnamed')}): {refusal}"
             ) from refusal
     return entries
@@ -238,7 +240,7 @@ def to_arguments(values: Mapping[str, Any]) -> list[str]:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
-        raise Refused(message)
+        raise ConfigurationRefused(message)
 
 
 def _run(found: argparse.Namespace) -> Run:
@@ -275,7 +277,7 @@ def _prefix(text: str) -> str:
 def _split(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals:
-        raise Refused(f"{text!r} is not NAME=VALUE")
+        raise ConfigurationRefused(f"{text!r} is not NAME=VALUE")
     return name, value
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megascale_common.job.config import JobConfig, from_dict
+from megascale_common.job.config import JobConfig, from_accepted
 from megascale_common.job.validation import validate
 
 
@@ -34,7 +34,7 @@ PRESETS = {
 OVERLAPS = ("tp", "pp", "dp")
 
 
-class Refused(ValueError):
+class ConfigurationRefused(ValueError):
     """A configuration that cannot run; the message says what to change."""
 
 
@@ -95,15 +95,15 @@ def job(run: Run, world_size: int, *, cuda: bool) -> JobConfig:
     """The job of ``run`` on ``world_size`` ranks: bf16 on CUDA, fp32 on a CPU.
 
     Raises:
-        Refused: the layout does not fit the ranks or the model.
+        ConfigurationRefused: the layout does not fit the ranks or the model.
     """
     preset = PRESETS[run.preset]
     dp = run.dp or max(1, world_size // (run.tp * run.pp))
     if run.tp * run.pp * dp != world_size:
-        raise Refused(
+        raise ConfigurationRefused(
             f"tp {run.tp} * pp {run.pp} * dp {dp} is not the {world_size} ranks that there are"
         )
-    config = from_dict(
+    config = from_accepted(
         {
             "name": f"throughput-{run.preset}",
             "model": {
@@ -147,5 +147,5 @@ def job(run: Run, world_size: int, *, cuda: bool) -> JobConfig:
         problem for problem in validate(config) if run.data or problem.field != "data.sources"
     ]
     if problems:
-        raise Refused("; ".join(map(str, problems)))
+        raise ConfigurationRefused("; ".join(map(str, problems)))
     return config

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from megascale.v1 import driver_pb2
-from megascale_cli.demo.machine import Machine, run_command
-from megascale_cli.demo.plan import Plan
+from megascale_cli.demo.cluster import DemoCluster, run_command
+from megascale_cli.demo.plan import DemoPlan
 from megascale_cli.demo.recording import Recording, seconds
 from megascale_client import AsyncClient, parse_job
 
@@ -78,7 +78,7 @@ def job(arguments: argparse.Namespace, name: str, folder: Path) -> dict[str, Any
 
 async def train(
     client: AsyncClient,
-    machine: Machine,
+    machine: DemoCluster,
     arguments: argparse.Namespace,
     name: str,
     folder: Path,
@@ -120,7 +120,7 @@ async def train(
 
 
 async def break_something(
-    client: AsyncClient, machine: Machine, name: str, folder: Path, fault: str
+    client: AsyncClient, machine: DemoCluster, name: str, folder: Path, fault: str
 ) -> float:
     """SIGKILL to the worker of rank 0, or to its whole node; the time."""
     node = (await client.get(name)).nodes[0]
@@ -189,7 +189,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
             str(vocabulary),
         ),
     )
-    plan = Plan(
+    plan = DemoPlan(
         device=arguments.device,
         nodes=arguments.nodes,
         devices_per_node=arguments.devices_per_node,
@@ -199,7 +199,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
         steps=60,
         sabotage="no-spare",
     )
-    machine = Machine(plan, folder, lambda text: print(text, file=sys.stderr))
+    machine = DemoCluster(plan, folder, lambda text: print(text, file=sys.stderr))
     await machine.start()
     try:
         async with AsyncClient.from_run_folder(folder) as client:

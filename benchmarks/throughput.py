@@ -24,7 +24,7 @@ sys.path.insert(
 
 from benchmarks import command, options, report
 from benchmarks.options import Entry
-from benchmarks.presets import Refused
+from benchmarks.presets import ConfigurationRefused
 
 
 def _own_options(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +43,7 @@ def _entries(machine: argparse.Namespace, rest: Sequence[str]) -> list[Entry]:
         entry for entry in options.read_sweep(machine.sweep, rest) if machine.only in entry.name
     ]
     if not entries:
-        raise Refused(
+        raise ConfigurationRefused(
             f"--only {machine.only!r}: no measurement of {machine.sweep} has that in its name"
         )
     return entries

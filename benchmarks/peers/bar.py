@@ -62,7 +62,7 @@ def job_of(options: argparse.Namespace, ranks: int) -> JobConfig:
     """Our job of the same shape.
 
     Raises:
-        Refused: the layout does not fit the ranks or the model.
+        ConfigurationRefused: the layout does not fit the ranks or the model.
     """
     run = Run(**{name: getattr(options, name) for name in SHAPE}, bias=True)
     return job(run, ranks, cuda=True)

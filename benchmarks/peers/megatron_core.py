@@ -222,7 +222,7 @@ def _layer(attention: str, device: torch.device) -> tuple[Any, Any]:
                 )
             return out.permute(2, 0, 1, 3).flatten(2)
 
-    class Norm:
+    class SequenceParallelNorm:
         def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
             norm = torch.nn.LayerNorm(
                 hidden_size, eps=eps, dtype=config.params_dtype, device=device
@@ -233,10 +233,10 @@ def _layer(attention: str, device: torch.device) -> tuple[Any, Any]:
 
     layer = get_gpt_layer_local_spec(normalization="LayerNorm")
     parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = Norm
+    parts.input_layernorm = parts.pre_mlp_layernorm = SequenceParallelNorm
     parts.self_attention.submodules.core_attention = Attention
     parts.self_attn_bda = parts.mlp_bda = get_bias_dropout_add
-    return layer, Norm
+    return layer, SequenceParallelNorm
 
 
 def _optimizer(model: list[Any]) -> Any:

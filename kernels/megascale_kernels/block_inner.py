@@ -1,8 +1,7 @@
-"""What lies between a block's input and output GEMMs: attention, and beside it in the parallel
-block the activation.
+"""What lies between a block's input and output GEMMs: rotary embedding, attention, activation.
 
-MegaScale section 3.1: with one merged GEMM in and one out, attention and feed-forward meet as
-columns of one matrix.
+In the parallel block the activation stands beside the attention (MegaScale section 3.1): with one
+merged GEMM in and one out, attention and feed-forward meet as columns of one matrix.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from megascale_kernels.parameter import Parameter
 from megascale_kernels.rotary import Heads, RotaryTable, split_heads
 
 
-def core(
+def block_inner(
     inputs: torch.Tensor,
     bias: Parameter | None,
     heads: Heads,
@@ -23,13 +22,13 @@ def core(
     rotary: RotaryTable | None,
     mask: AttentionMask,
 ) -> torch.Tensor:
-    """Attention of the first columns beside the activation of the others; without ``activation``
-    attention alone.
+    """Attention of the first columns beside the activation of the others.
 
     Args:
         inputs: the input GEMM's result [S, B, heads.width + ffn columns]: q, k, v, then what
             ``activation`` takes.
         bias: of the input GEMM, not yet added; as wide as ``inputs``.
+        activation: None: attention alone.
         rotary: None with learned positions.
 
     Returns:
@@ -48,5 +47,6 @@ def core(
 def _attend(
     inputs: torch.Tensor, heads: Heads, rotary: RotaryTable | None, mask: AttentionMask
 ) -> torch.Tensor:
+    """[S, B, heads.width] to [S, B, query heads * d]."""
     attended = attention(*split_heads(inputs, heads, rotary), mask)
     return attended.permute(2, 0, 1, 3).flatten(2)

@@ -81,7 +81,7 @@ def test_the_demo_shows_a_node_lost_and_a_run_that_goes_on(tmp_path: Path) -> No
     ("sabotage", "options", "reason"),
     [
         pytest.param("no-kill", (), "no node was killed", marks=pytest.mark.slow),
-        ("no-spare", ("--recovery-timeout-s", "6"), "waits: needs 2 nodes"),
+        ("no-spare", ("--recovery-timeout-s", "6"), "is waiting: it needs 2 nodes"),
         ("loss", (), "every step's loss equals the twin's bit for bit"),
     ],
 )

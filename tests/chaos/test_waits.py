@@ -80,7 +80,7 @@ async def test_a_job_that_never_starts_fails_the_wait_and_leaves_none_to_the_nex
         spec = cluster.job("patient", steps=ENDLESS_STEPS, interval_steps=10)
         async with cluster.follow(client, spec, limit_s=LIMIT_S) as run:
             with pytest.raises(
-                Standstill, match=r"step 1 of attempt 1: nothing has moved(.|\n)*waits for nodes"
+                Standstill, match=r"step 1 of attempt 1: nothing has moved(.|\n)*waiting for nodes"
             ):
                 await run.until_step(1)
 

@@ -17,7 +17,7 @@ from megascale_kernels import quantize as plain
 from megascale_kernels.activation import gelu
 from megascale_kernels.fused import quantize as fused
 from megascale_kernels.fused.activation_operand import activation_operand, activation_with_amax
-from megascale_kernels.fused.norm_operand import norm_bound, norm_operand
+from megascale_kernels.fused.norm_operand import NormCast, norm_bound, norm_operand
 from megascale_kernels.gemm import Gemm, multiply_by_torch
 from megascale_kernels.norm import layer_norm
 from megascale_kernels.quantize import E4M3, E5M2, Factor, Operand, dequantize, scale_of
@@ -74,17 +74,8 @@ def test_norm(width: int, form: str) -> None:
     )
     weight = 1 + _random(width, scale=0.1)
     scale = scale_of(norm_bound(weight, bias), E4M3) if form == "given" else None
-    found = norm_operand(
-        x,
-        residual,
-        shift,
-        weight,
-        bias,
-        "layernorm",
-        1e-5,
-        form,
-        scale=scale,  # type: ignore[arg-type]
-    )
+    cast = NormCast(form, scale=scale)  # type: ignore[arg-type]
+    found = norm_operand(x, residual, shift, weight, bias, "layernorm", 1e-5, cast)
     exact = layer_norm(found.stream.double(), weight.double(), bias.double(), 1e-5)
     if found.operand is not None:
         assert relative_error(dequantize(found.operand.over_columns()), exact) < 0.03

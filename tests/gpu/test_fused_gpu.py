@@ -144,7 +144,7 @@ def test_activate(activation: Activation, width: int, bias: bool) -> None:
     ],
     ids=["gelu", "grouped swiglu", "attention alone, learned positions"],
 )
-def test_core(heads: Heads, activation: Activation | None, turned: bool, bias: bool) -> None:
+def test_block_inner(heads: Heads, activation: Activation | None, turned: bool, bias: bool) -> None:
     sequence, batch, ffn = 2048, 2, 4096 if activation else 0
     position = torch.arange(sequence, device=CUDA).expand(batch, -1)
     table = rotary_table(position, heads.size, 10_000.0) if turned else None
@@ -153,7 +153,9 @@ def test_core(heads: Heads, activation: Activation | None, turned: bool, bias: b
     def run(
         operators: Operators, x: Sequence[torch.Tensor], bound: Sequence[Weight]
     ) -> torch.Tensor:
-        return operators.core(x[0], bound[0] if bias else None, heads, activation, table, mask)
+        return operators.block_inner(
+            x[0], bound[0] if bias else None, heads, activation, table, mask
+        )
 
     width = heads.width + ffn * (2 if activation == "swiglu" else 1)
     weights = [_random(width)] if bias else []
@@ -161,7 +163,7 @@ def test_core(heads: Heads, activation: Activation | None, turned: bool, bias: b
     _is_as_good_as_torch(run, [_random(sequence, batch, width)], weights, [gradient])
 
 
-def test_the_core_on_cudnn_is_right() -> None:
+def test_block_inner_on_cudnn_is_right() -> None:
     """Without the deterministic flag: the fastest attention, fed by the fused split and its strided
     gradient copied.
     """
@@ -173,7 +175,7 @@ def test_the_core_on_cudnn_is_right() -> None:
     gradient = _random(sequence, batch, heads.query * heads.size + ffn)
 
     def run(operators: Operators, x: Sequence[torch.Tensor], _: Sequence[Weight]) -> torch.Tensor:
-        return operators.core(x[0], None, heads, "gelu", table, attention_mask(sequence))
+        return operators.block_inner(x[0], None, heads, "gelu", table, attention_mask(sequence))
 
     exact = gradients_of(partial(run, torch_operators()), [inputs], [], [gradient], torch.float64)
     eager = gradients_of(partial(run, torch_operators()), [inputs], [], [gradient], torch.bfloat16)

@@ -17,8 +17,8 @@ from megascale_checkpoint.commit_log import CommitLog
 from megascale_checkpoint.concurrency import Cancellation
 from megascale_checkpoint.manifest import File, Manifest
 from megascale_checkpoint.persist import write_rank_file
-from megascale_checkpoint.registration import Registration
-from megascale_checkpoint.slots import Seal
+from megascale_checkpoint.registration import RankRegistration
+from megascale_checkpoint.slots import SlotSeal
 from megascale_checkpoint.storage import FileStorage
 from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
@@ -35,10 +35,10 @@ def slot_bytes(pieces: Iterable[ShardPiece]) -> int:
 
 def registration_of(
     uri: str, rank: int, world_size: int, layout: ShardLayout, attempt: int = 1
-) -> Registration:
+) -> RankRegistration:
     """What a worker would have registered."""
     info = {"tp": 1, "cp": 1, "dp": world_size, "pp": 1}
-    return Registration(
+    return RankRegistration(
         "job", attempt, rank, world_size, uri, "none:0", 2, layout, layout.digest(), info
     )
 
@@ -90,7 +90,7 @@ def write_images(
     for rank, layout in enumerate(layouts):
         registration = registration_of(uri, rank, len(layouts), layout, attempt)
         image = memoryview(images[rank])
-        seal = Seal(
+        seal = SlotSeal(
             attempt, step, registration.digest, piece_checksums(layout, image), {"rank": rank}
         )
         (file,) = write_rank_file(registration, seal, image, Cancellation()).request.files

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from tests.harness.training import micro_batches, tiny_job
 
-from megascale_common.job.config import JobConfig, from_dict
+from megascale_common.job.config import JobConfig, from_accepted
 from megascale_common.sizes.memory import rank_memory
 from megascale_common.sizes.parameter_table import parameter_table
 from megascale_kernels.operators import Operators
@@ -40,7 +40,7 @@ def kept_bytes(
 ) -> int:
     """Bytes of distinct storages that a forward of the layers keeps for backward, weights aside."""
     device = device or torch.device("cpu")
-    config = from_dict(job)
+    config = from_accepted(job)
     table, alone = parameter_table(config, 0), single_process_groups().world
     buffers = FlatBuffers(table, torch.bfloat16, device, alone, alone)
     weights = bind_weights(table, buffers.parameters, buffers.gradients)

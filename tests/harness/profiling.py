@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.harness.training import device_of, start, step
 
-from megascale_common.job.config import from_dict
+from megascale_common.job.config import from_accepted
 from megascale_common.node import framing
 from megascale_trainer.parallel.groups import destroy_groups
 from megascale_trainer.telemetry.profiling import StepProfiler
@@ -42,7 +42,7 @@ def train_under_profiler(
     Returns:
         The losses, and the answers (Profiled) in their order.
     """
-    trainer = start(from_dict(job), rank, world_size, folder)
+    trainer = start(from_accepted(job), rank, world_size, folder)
     agent, ours = socket.socketpair()
     profiler = StepProfiler(ours, device_of(rank))
     if file_limit_bytes:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness.processes import cpu_ticks
-from tests.harness.waiting import STANDSTILL_S, Standstill, Watch
+from tests.harness.waiting import STANDSTILL_S, ProgressWatch, Standstill
 
 from megascale_common.node.process import arm_parent_death, child_environment
 
@@ -169,7 +169,7 @@ class World:
             with contextlib.suppress(BrokenPipeError):  # it died since: seen below
                 os.write(pipe, line)
         waiting, failed = set(self._ranks.values()), {}
-        watch = Watch("the ranks", lambda: cpu_ticks(self._ranks), request["limit_s"])
+        watch = ProgressWatch("the ranks", lambda: cpu_ticks(self._ranks), request["limit_s"])
         deadline = math.inf
         while waiting:
             if select.select([self._answers], [], [], 0.005)[0]:

@@ -1,6 +1,4 @@
-"""A driver for tests of the node's side of the link: real gRPC, says what the test wants, remembers
-what nodes say.
-"""
+"""A driver for tests of the node's side of the link, over real gRPC; it records what nodes send."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from typing import Any
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
-from tests.harness.waiting import LOOK_INTERVAL_S, Watch
+from tests.harness.waiting import LOOK_INTERVAL_S, ProgressWatch
 
 from megascale.v1 import link_pb2, link_pb2_grpc, types_pb2
 from megascale_common.job.config import JobConfig
@@ -36,9 +34,7 @@ def whole_on_one_node(config: JobConfig, attempt: int = 1) -> link_pb2.AttemptAs
 
 
 class RecordingDriver(link_pb2_grpc.ExecutorLinkServiceServicer):
-    """Serves one node. ``desired`` is sent on connect and on :meth:`want`; everything received is
-    kept.
-    """
+    """Serves one node: sends ``desired`` on connect and on :meth:`want`, keeps what it receives."""
 
     def __init__(
         self, cluster: str, token: str, *, revision: int = 1, interval_s: float = 0.5
@@ -100,7 +96,7 @@ class RecordingDriver(link_pb2_grpc.ExecutorLinkServiceServicer):
     async def ReportSteps(
         self, request_iterator: AsyncIterator[link_pb2.ReportStepsRequest], context: Any
     ) -> link_pb2.ReportStepsResponse:
-        """Take all records, or refuse as ``refusal`` says."""
+        """Accept all records, or refuse them with the status ``refusal``."""
         if self.refusal is not None:
             self.refused += 1
             await context.abort(self.refusal, "refused by the test")
@@ -147,10 +143,8 @@ class RecordingDriver(link_pb2_grpc.ExecutorLinkServiceServicer):
             self._outbox.put_nowait(link_pb2.ConnectResponse(desired_state=desired))
 
     async def until(self, condition: Callable[[], bool], what: str = "news of the node") -> None:
-        """Wait until ``condition`` holds, as long as the node's attempt moves; looked at whenever
-        something arrives.
-        """
-        watch = Watch(what, self._moves, story=lambda: f"last heartbeat: {self.beats[-1:]}")
+        """Wait for ``condition``, checked at each message, as long as the attempt advances."""
+        watch = ProgressWatch(what, self._moves, story=lambda: f"last heartbeat: {self.beats[-1:]}")
         async with self._news:
             while not condition():
                 watch.check()
@@ -160,7 +154,7 @@ class RecordingDriver(link_pb2_grpc.ExecutorLinkServiceServicer):
     async def until_joined(self) -> None:
         """Wait for the node's first heartbeat, and for the hello that names its checkpoint daemon.
 
-        An agent whose daemon is slow to start dials without it, and once more when it serves.
+        An agent whose daemon is slow to start links without it, and again when the daemon serves.
         """
         await self.until(
             lambda: bool(self.beats and self.hellos[-1].checkpoint_endpoint),
@@ -182,7 +176,7 @@ class RecordingDriver(link_pb2_grpc.ExecutorLinkServiceServicer):
         return self.beats[-1]
 
     def _moves(self) -> tuple[object, ...]:
-        """A node that only repeats its heartbeat stands still."""
+        """What changes as the attempt advances; a repeated heartbeat changes nothing."""
         last = self.beats[-1] if self.beats else link_pb2.Heartbeat()
         workers = [
             (worker.rank, worker.state, worker.step, worker.phase) for worker in last.workers

@@ -11,7 +11,7 @@ import torch
 from tests.harness.training import start, step
 
 from megascale_checkpoint import restore
-from megascale_common.job.config import from_dict
+from megascale_common.job.config import from_accepted
 from megascale_trainer.parallel.groups import destroy_groups
 
 FURTHER_STEPS = 2
@@ -23,7 +23,7 @@ def train_and_keep(
     """Program of one rank: leaves its slot image of ``kept_step`` in a file; returns the losses of
     some more steps.
     """
-    trainer = start(from_dict(job), rank, world_size, folder)
+    trainer = start(from_accepted(job), rank, world_size, folder)
     for _ in range(kept_step):
         step(trainer, rank)
     slot = torch.zeros(trainer.shard_layout().slot_bytes, dtype=torch.uint8)
@@ -46,7 +46,7 @@ def load_and_train(
     """Program of one rank: for each named checkpoint of any layout, load it and return the losses
     of as many steps.
     """
-    trainer = start(from_dict(job), rank, world_size, folder)
+    trainer = start(from_accepted(job), rank, world_size, folder)
     layout = trainer.shard_layout()
     losses = {}
     for name, uri in manifests.items():

@@ -1,4 +1,4 @@
-"""A driver that answers what a test says, on a real socket: for tests of clients."""
+"""A driver with scripted answers on a real socket, for tests of clients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POLL_INTERVAL_S = 0.01
 
 
 class ScriptedDriver(driver_pb2_grpc.DriverServiceServicer):
-    """Answers what the test says: errors first, each once, then success."""
+    """Answers with the errors of the test, each once, and then with success."""
 
     def __init__(self) -> None:
         self.errors: list[RpcError] = []
@@ -171,7 +171,7 @@ class ScriptedDriver(driver_pb2_grpc.DriverServiceServicer):
 
 
 async def start_driver() -> ScriptedDriver:
-    """A driver that serves; calls that it does not script are UNIMPLEMENTED."""
+    """A driver that serves; a call without a script fails with UNIMPLEMENTED."""
     scripted = ScriptedDriver()  # type: ignore[abstract]
     await scripted.start()
     return scripted

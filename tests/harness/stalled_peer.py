@@ -15,7 +15,7 @@ from tests.harness.recording_driver import RecordingDriver, whole_on_one_node
 from tests.harness.training import tiny_job
 
 from megascale.v1 import link_pb2
-from megascale_common.job.config import from_dict
+from megascale_common.job.config import from_accepted
 
 TIMEOUT_S = 4.0
 _STALLED_RANK = 1
@@ -49,7 +49,7 @@ async def end_of_a_stall(
 
 
 def _assignment(folder: Path) -> link_pb2.AttemptAssignment:
-    config = from_dict(
+    config = from_accepted(
         tiny_job(
             parallelism={"tp": 2, "overlap": {"tp": True}},
             training={"steps": 1_000_000},

@@ -17,7 +17,7 @@ import torch
 from tests.harness.training import GROUP_TIMEOUT_S, device_of, tiny_job
 from torch._C._distributed_c10d import FileStore
 
-from megascale_common.job.config import from_dict
+from megascale_common.job.config import from_accepted
 from megascale_common.job.rank_layout import RankLayout
 from megascale_kernels.overlap import peer_memory
 from megascale_kernels.overlap.collective_matmul import OverlappedProducts, region_bytes
@@ -135,7 +135,7 @@ def choice(
     job = tiny_job(parallelism={"tp": world_size, "overlap": {"tp": overlap}})
     group = tp_group(rank, world_size, folder)
     with contextlib.redirect_stdout(io.StringIO()) as log:
-        tp = tensor_parallel(from_dict(job), group, torch.float32, device_of(rank))
+        tp = tensor_parallel(from_accepted(job), group, torch.float32, device_of(rank))
     destroy_groups()
     return {"products": type(tp.products).__name__, "log": log.getvalue()}
 

@@ -16,7 +16,7 @@ import torch
 from tests.harness.waiting import CALL_TIMEOUT_S
 from torch._C._distributed_c10d import FileStore
 
-from megascale_common.job.config import JobConfig, from_dict
+from megascale_common.job.config import JobConfig, from_accepted
 from megascale_common.node.status_page import StatusPageWriter, read_status_page
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.parallel.groups import Groups, create_groups, destroy_groups
@@ -111,7 +111,7 @@ def train(
     """Program of one rank: train ``steps`` steps; returns the records and leaves initial and final
     values in files.
     """
-    trainer = start(from_dict(job), rank, world_size, folder)
+    trainer = start(from_accepted(job), rank, world_size, folder)
     _save(folder / f"initial-{rank}.npz", pieces_of(trainer))
     results = [step(trainer, rank) for _ in range(steps)]
     records = [asdict(result.read()) for result in results]
@@ -128,12 +128,12 @@ def train_each(
 
     Values of job n are left in the folder ``n``.
     """
-    groups = _groups(from_dict(jobs[0]), rank, folder)
+    groups = _groups(from_accepted(jobs[0]), rank, folder)
     found = []
     for number, job in enumerate(jobs):
         place = folder / str(number)
         place.mkdir(exist_ok=True)
-        trainer = Trainer(from_dict(job), rank, groups, device_of(rank))
+        trainer = Trainer(from_accepted(job), rank, groups, device_of(rank))
         trainer.initialise()
         _save(place / f"initial-{rank}.npz", pieces_of(trainer))
         results = [step(trainer, rank) for _ in range(steps)]
@@ -149,7 +149,7 @@ def train_and_resume(
     """Program of one rank: six steps, and again from a slot written after the third, in a trainer
     of its own.
     """
-    config = from_dict(job)
+    config = from_accepted(job)
     assert config.layout.world_size == world_size
     groups, device = _groups(config, rank, folder), device_of(rank)
     first = Trainer(config, rank, groups, device)
@@ -179,11 +179,11 @@ def train_in_several_ways(
     ``lag_cycles`` (CUDA) hold the device back before each step, so that the host is far ahead and
     nothing but events orders the streams.
     """
-    assert from_dict(jobs[0]).layout.world_size == world_size
-    groups = _groups(from_dict(jobs[0]), rank, folder)
+    assert from_accepted(jobs[0]).layout.world_size == world_size
+    groups = _groups(from_accepted(jobs[0]), rank, folder)
     found = []
     for job in jobs:
-        config = from_dict(job)
+        config = from_accepted(job)
         dp_rank = config.layout.coordinates(rank).dp
         trainer = Trainer(config, rank, groups, device_of(rank))
         trainer.initialise()
@@ -210,7 +210,7 @@ def train_with_a_broken_replica(
     """Program of one rank: three steps; in the second, replica 1 has a NaN in its batch and rank r
     votes r.
     """
-    config = from_dict(job)
+    config = from_accepted(job)
     trainer = start(config, rank, world_size, folder)
     dp_rank = config.layout.coordinates(rank).dp
     records = [step(trainer, rank).read()]
@@ -236,7 +236,7 @@ def status_rows(
     """Program of one rank: one step; returns what each row of its status page entered and completed
     in it.
     """
-    config = from_dict(job)
+    config = from_accepted(job)
     assert config.layout.world_size == world_size
     path = folder / f"status-{rank}"
     status = StatusPageWriter(path, rank=rank, attempt=1)
@@ -262,7 +262,7 @@ def posted_receive_rows(
     row in between.
     """
     path = folder / f"status-{rank}"
-    groups = _groups(from_dict(job), rank, folder, StatusPageWriter(path, rank=rank, attempt=1))
+    groups = _groups(from_accepted(job), rank, folder, StatusPageWriter(path, rank=rank, attempt=1))
     values = torch.full((4,), 7.0 * (1 - rank), device=device_of(rank))
     if groups.edges.activation_in is None:
         assert groups.edges.activation_out is not None
@@ -286,7 +286,7 @@ def page_of_a_busy_device(
     then and after.
     """
     path = folder / f"status-{rank}"
-    groups = _groups(from_dict(job), rank, folder, StatusPageWriter(path, rank=rank, attempt=1))
+    groups = _groups(from_accepted(job), rank, folder, StatusPageWriter(path, rank=rank, attempt=1))
     values = torch.ones(4, device=device_of(rank))
     groups.dp.all_reduce(values)
     torch.cuda._sleep(3_000_000_000)  # type: ignore[no-untyped-call]
@@ -311,7 +311,7 @@ def stall(rank: int, world_size: int, folder: Path, *, job: dict[str, Any]) -> d
     """Program of one rank: the last rank stalls before its first step; the others report how long
     they waited.
     """
-    config = from_dict(job)
+    config = from_accepted(job)
     groups = _groups(config, rank, folder, timeout_s=2.0)
     trainer = Trainer(config, rank, groups, device_of(rank))
     trainer.initialise()
@@ -333,9 +333,9 @@ def step_without_sync(
     error that the host waits for the device. That error ends the rank, with the place in its
     traceback. Returns the number of jobs.
     """
-    groups = _groups(from_dict(jobs[0]), rank, folder)
+    groups = _groups(from_accepted(jobs[0]), rank, folder)
     for job in jobs:
-        trainer = Trainer(from_dict(job), rank, groups, device_of(rank))
+        trainer = Trainer(from_accepted(job), rank, groups, device_of(rank))
         trainer.initialise()
         step(trainer, rank).read()
         batches = micro_batches(
@@ -357,7 +357,7 @@ def snapshot_beside_a_step(
     """Program of one rank (CUDA): a slow copy of the states on a side stream while the next step
     runs.
     """
-    trainer = start(from_dict(job), rank, world_size, folder)
+    trainer = start(from_accepted(job), rank, world_size, folder)
     step(trainer, rank).read()
     before = trainer.states()["master"].clone()
     slot = torch.zeros(trainer.shard_layout().slot_bytes, dtype=torch.uint8, pin_memory=True)
@@ -469,7 +469,7 @@ def evaluate(rank: int, world_size: int, folder: Path, *, job: dict[str, Any]) -
     """Program of one rank: two evaluations and steps in turn; the evaluated batches are those of
     steps 1 and 2.
     """
-    trainer = start(from_dict(job), rank, world_size, folder)
+    trainer = start(from_accepted(job), rank, world_size, folder)
     dp_rank = trainer.config.layout.coordinates(rank).dp
     batches = [
         micro_batches(trainer.config, number, dp_rank, device_of(rank)) for number in range(2)

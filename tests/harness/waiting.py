@@ -31,7 +31,7 @@ class Standstill(AssertionError):
     """Nothing has moved for the limit of a wait."""
 
 
-class Watch:
+class ProgressWatch:
     """Follows what shows progress, for a wait of any kind.
 
     Args:
@@ -83,9 +83,9 @@ def until(
     story: Callable[[], str] = str,
 ) -> Found:
     """Wait until ``condition()`` is something true and return it; arguments and errors are those of
-    :class:`Watch`.
+    :class:`ProgressWatch`.
     """
-    watch = Watch(what, moves, limit_s, story)
+    watch = ProgressWatch(what, moves, limit_s, story)
     while not (found := condition()):
         watch.check()
         time.sleep(POLL_INTERVAL_S)
@@ -101,7 +101,7 @@ async def eventually(
     story: Callable[[], str] = str,
 ) -> Any:
     """:func:`until` beside which the event loop goes on; ``condition()`` may be something to await."""
-    watch = Watch(what, moves, limit_s, story)
+    watch = ProgressWatch(what, moves, limit_s, story)
     while True:
         found = condition()
         if inspect.isawaitable(found):

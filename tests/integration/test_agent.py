@@ -29,7 +29,7 @@ from megascale.v1 import (
     types_pb2,
 )
 from megascale_common.job import config as job_config
-from megascale_common.service.server import open_channel
+from megascale_common.service.channel import open_channel
 
 IDLE, PREPARE, START = (
     link_pb2.DESIRED_PHASE_IDLE,
@@ -48,7 +48,7 @@ def assignment(
     **labels: str,
 ) -> link_pb2.AttemptAssignment:
     """A small job over two ranks, both on node n0. ``labels`` are for the scripted training side."""
-    config = job_config.from_dict(
+    config = job_config.from_accepted(
         {
             "name": "demo",
             "model": {

@@ -5,6 +5,7 @@ daemon's.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import urllib.request
 from collections.abc import AsyncIterator
@@ -16,15 +17,27 @@ import pytest
 import pytest_asyncio
 from tests.harness import scripted_template
 from tests.harness.agent_process import TOKEN, AgentProcess, start_agent
+from tests.harness.installed_package import install
 from tests.harness.recording_driver import RecordingDriver, whole_on_one_node
 from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
 from megascale.v1 import executor_pb2, executor_pb2_grpc, link_pb2, types_pb2
 from megascale_common.job import config as job_config
-from megascale_common.service.server import open_channel
+from megascale_common.service.channel import open_channel
 
 IDLE, PREPARE = link_pb2.DESIRED_PHASE_IDLE, link_pb2.DESIRED_PHASE_PREPARE
 SCRIPT = Path(scripted_template.__file__)
+REFUSES = """
+from megascale_executor.diagnostics.diagnostic import Diagnostic
+from megascale_executor.diagnostics.finding import Finding
+
+class Refuses(Diagnostic):
+    name = "refuses"
+
+    async def run(self, node):
+        job, rank = node.attempt.job.name, node.attempt.ranks[0]
+        return [Finding(self.name, job, "FAIL", f"rank {rank} is unwelcome")]
+"""
 
 
 @pytest_asyncio.fixture
@@ -76,7 +89,7 @@ def assignment(tmp_path: Path) -> link_pb2.AttemptAssignment:
         "parallelism": {"dp": 2},
         "data": {"sources": [{"prefix": str(tmp_path / "corpus")}]},
     }
-    return whole_on_one_node(job_config.from_dict(values), attempt=3)
+    return whole_on_one_node(job_config.from_accepted(values), attempt=3)
 
 
 async def test_an_idle_node_checks_itself_and_a_held_one_refuses(
@@ -92,7 +105,7 @@ async def test_an_idle_node_checks_itself_and_a_held_one_refuses(
     code, message = await refused(agent, "disk_room", "gpu_burn")
     assert (
         code == grpc.StatusCode.INVALID_ARGUMENT
-        and "no check gpu_burn; this node knows device_present" in message
+        and "no check gpu_burn; this node has device_present" in message
     )
     driver.want(PREPARE, assignment(tmp_path))
     await driver.until_phase(link_pb2.ATTEMPT_PHASE_PREPARED)
@@ -119,6 +132,29 @@ async def test_a_diagnosis_gives_way_to_an_attempt(
     assert code == grpc.StatusCode.ABORTED and "given work" in message
     driver.want(IDLE)
     await driver.until_phase(link_pb2.ATTEMPT_PHASE_IDLE)
+
+
+async def test_a_check_of_an_installed_package_can_refuse_an_attempt(
+    driver: RecordingDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    install(packages, "acme-checks", REFUSES, {"refuses": "Refuses"})
+    install(packages, "broken-checks", "import no_such_module", {"broken": "Broken"})
+    paths = [str(packages), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    agent = start_agent(tmp_path)
+    try:
+        await driver.until_joined()
+        driver.want(PREPARE, assignment(tmp_path))
+        failed = await driver.until_phase(link_pb2.ATTEMPT_PHASE_FAILED)
+        assert failed.failure == "self-check refuses of demo: rank 0 is unwelcome"
+        verdicts = {check.name: check.verdict for check in failed.checks}
+        assert verdicts["broken"] == types_pb2.CHECK_VERDICT_SKIPPED
+        assert verdicts["compute"] == types_pb2.CHECK_VERDICT_PASS
+        assert "package broken-checks: broken_checks:Broken cannot be loaded" in agent.log()
+    finally:
+        await asyncio.to_thread(agent.end)
 
 
 async def test_agent_and_daemon_show_metrics(agent: AgentProcess) -> None:

@@ -23,7 +23,7 @@ from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc, link_pb2, types_pb2
 from megascale_common.node import framing
 from megascale_common.node.process import child_environment
-from megascale_common.service.server import open_channel
+from megascale_common.service.channel import open_channel
 from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
 

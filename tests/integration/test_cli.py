@@ -290,7 +290,7 @@ def test_a_running_job_is_profiled_and_trains_as_if_it_were_not(cluster: Path) -
             refused = megascale("profile", "profiled", *options, *here)
             assert (refused.returncode, said in refused.stderr) == (status, True), refused.stderr
         far = client.profile("profiled", steps=1, first_step=client.get("profiled").step + 3000)
-        with pytest.raises(NotPossible, match="still under way"):
+        with pytest.raises(NotPossible, match="still in progress"):
             client.profile("profiled", steps=2)
         losses = losses_until(client, "profiled", last + 3)
         client.cancel("profiled", reason="enough")

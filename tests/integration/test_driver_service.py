@@ -1,4 +1,4 @@
-"""The driver as a process: real etcd, real gRPC, executors that speak the real link."""
+"""The driver as a process, with a real etcd, over real gRPC, with agents on real links."""
 
 from __future__ import annotations
 
@@ -33,10 +33,8 @@ __all__ = ["etcd", "etcd_prefix", "etcd_server"]
 
 RUNNING, SUCCEEDED = types_pb2.JOB_PHASE_RUNNING, types_pb2.JOB_PHASE_SUCCEEDED
 START = link_pb2.DESIRED_PHASE_START
-SUSPECT_S, UNCORROBORATED_S = (
-    8.0,
-    60.0,
-)  # what the next slower verdict takes (megascale_driver.core.policy)
+# What the next slower verdict takes (megascale_driver.core.policy).
+SUSPECT_S, UNCORROBORATED_S = 8.0, 60.0
 
 
 @pytest_asyncio.fixture
@@ -62,7 +60,7 @@ async def executors(
 
 @contextlib.asynccontextmanager
 async def joined(driver: DriverProcess, name: str) -> AsyncIterator[FakeExecutor]:
-    """One executor that the driver has heard."""
+    """One executor whose heartbeats the driver acknowledges."""
     async with FakeExecutor(name, driver.token, driver.address) as node:
         await eventually(lambda: bool(node.acks), f"{name} is acknowledged")
         yield node
@@ -146,8 +144,10 @@ async def test_a_dead_worker_leads_to_a_new_attempt_that_blames_the_culprit(
         ]
         for index, node in enumerate(nodes):
             mine = sealed[4 * index : 4 * index + 4]
-            node.report(progress=[link_pb2.CheckpointProgress(job="demo", sealed=mine, committed_step=10,
-                                                              committed_by_attempt=1, manifest_uri="m")])  # fmt: skip
+            progress = link_pb2.CheckpointProgress(
+                job="demo", sealed=mine, committed_step=10, committed_by_attempt=1, manifest_uri="m"
+            )
+            node.report(progress=[progress])
         nodes[0].checkpoints.restore = link_pb2.RestorePlan(
             source=types_pb2.RESTORE_SOURCE_MEMORY, step=15
         )
@@ -192,7 +192,7 @@ async def test_a_killed_node_is_dead_at_once_and_the_spare_takes_over(
         events = {event.reason: event for event in await driver.events("jobs/demo")}
         dead = events["NODE_DEAD"]
         assert dead.time.ToNanoseconds() / 1e9 - killed_s < SUSPECT_S, (
-            "nobody waits for missing heartbeats"
+            "it is not detected by missing heartbeats"
         )
         assert [item.kind for item in dead.evidence] == ["stream", "probe"]
         assert "SPARE_ASSIGNED" in events
@@ -254,7 +254,7 @@ async def test_a_standby_names_the_leader_and_takes_over_when_it_resigns(
         await standby.close()
 
 
-async def test_training_and_watchers_go_on_while_etcd_is_away(
+async def test_training_and_watchers_continue_while_etcd_is_away(
     driver: DriverProcess, etcd_server: EtcdServer
 ) -> None:
     async with executors(driver, 2, steps=100_000) as nodes:
@@ -285,14 +285,14 @@ async def test_training_and_watchers_go_on_while_etcd_is_away(
 
 
 async def test_a_stale_leader_cannot_write(etcd: EtcdClient) -> None:
-    first = await campaign(etcd, LEADER_KEY, b"{}", ttl_s=5)
+    first = await campaign(etcd, LEADER_KEY, b"{}", ttl_s=60)
     stale = Store(etcd, first)
     await stale.load()
     node = Cluster(nodes={"n1": Node("n1")})
     line = Audit("", 1, 0.0, "driver", "driver", "LEADER_ELECTED", "first")
     await stale.commit(Cluster(), node, (line,), deadline_s=5)
     await etcd.delete(LEADER_KEY)
-    second = await campaign(etcd, LEADER_KEY, b"{}", ttl_s=5)
+    second = await campaign(etcd, LEADER_KEY, b"{}", ttl_s=60)
     fresh = Store(etcd, second)
     loaded = await fresh.load()
     assert list(loaded.cluster.nodes) == ["n1"] and [item.message for item in loaded.audit] == [
@@ -302,7 +302,7 @@ async def test_a_stale_leader_cannot_write(etcd: EtcdClient) -> None:
     with pytest.raises(NotLeader):
         await stale.commit(node, Cluster(nodes={**node.nodes, "n2": Node("n2")}), (), deadline_s=5)
     after = await etcd.get_prefix("")
-    assert after.items == before.items, "nothing of the stale leader's write is there"
+    assert after.items == before.items, "nothing of the former leader's write was applied"
     await fresh.commit(
         loaded.cluster, Cluster(nodes={**node.nodes, "n2": Node("n2")}), (), deadline_s=5
     )
@@ -336,7 +336,7 @@ async def test_eviction_needs_a_reason_can_be_tried_and_moves_the_job(
         await driver.submit(small_job("late", trainer__parallelism__dp=4))
         explained = await driver.stub.ExplainJob(driver_pb2.ExplainJobRequest(name="late"))
         assert explained.explanation.startswith(
-            "job late waits: needs 4 nodes with 4 cpu devices, 2 schedulable nodes"
+            "job late is waiting: it needs 4 nodes with 4 cpu devices, 2 schedulable nodes"
         )
         assert "n1 is quarantined (its fan is loud)" in explained.explanation
         assert explained.events[0].reason == "SUBMITTED"
@@ -348,7 +348,7 @@ async def test_lists_are_paged_and_logs_and_checkpoints_come_from_the_nodes(
     async with contextlib.AsyncExitStack() as stack:
         second, first_node = [
             await stack.enter_async_context(joined(driver, name)) for name in ("n2", "n1")
-        ]  # the order in which they join says nothing of their ranks
+        ]  # they do not join in the order of their ranks
         await driver.submit(small_job("demo", checkpoint__uri="/ckpt"))
         await driver.until_job("demo", runs(1))
         first = await driver.stub.ListNodes(driver_pb2.ListNodesRequest(page_size=1))
@@ -424,10 +424,10 @@ async def test_bad_specs_and_requests_are_refused_by_field(driver: DriverProcess
             refused.fields
         )
         assert all(description for _, description in refused.fields)
-    judged = await driver.stub.SubmitJob(
+    validated = await driver.stub.SubmitJob(
         driver_pb2.SubmitJobRequest(spec=small_job("x"), validate_only=True)
     )
-    assert judged.job.spec.trainer.training.micro_batch_size == 1
+    assert validated.job.spec.trainer.training.micro_batch_size == 1
     assert not (await driver.stub.ListJobs(driver_pb2.ListJobsRequest())).jobs
     one = await driver.submit(small_job("demo"), request_id="r1")
     two = await driver.submit(small_job("demo"), request_id="r1")
@@ -457,7 +457,7 @@ async def test_a_second_agent_of_a_name_waits_until_the_first_is_gone(
             )
             await asyncio.sleep(0.5)
             assert await serves(first.incarnation) and not second.acks
-            # A beat that is too large is dropped, and the link stays.
+            # A heartbeat that is too large is dropped, and the link stays open.
             orders, acks = len(first.history), len(first.acks)
             first.report(
                 progress=[link_pb2.CheckpointProgress(job="x", persist_error="e" * 70_000)]

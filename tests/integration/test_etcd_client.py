@@ -42,7 +42,6 @@ from megascale_common.node.process import child_environment
 __all__ = ["etcd", "etcd_prefix", "etcd_server"]  # fixtures
 
 # --- keys, values, transactions
-# ---------------------------------------------------------------------
 
 
 async def test_put_get_delete(etcd: EtcdClient, etcd_server: EtcdServer, etcd_prefix: str) -> None:
@@ -134,7 +133,6 @@ def test_prefix_end_bounds_exactly_the_prefix(prefix: bytes, key: bytes) -> None
 
 
 # --- endpoints that fail
-# ----------------------------------------------------------------------------
 
 
 async def test_failover_past_a_dead_and_a_silent_endpoint(
@@ -223,7 +221,6 @@ async def test_mutual_tls(etcd_server: EtcdServer, etcd_prefix: str, tmp_path: P
 
 
 # --- outcomes settled by sending again
-# --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fault", ["reply lost", "reply lost, server killed", "request lost"])
@@ -324,7 +321,6 @@ async def test_a_write_that_could_not_be_settled_is_refused_beforehand(etcd: Etc
 
 
 # --- the server
-# -------------------------------------------------------------------------------------
 
 
 async def test_a_taken_port_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -402,7 +402,7 @@ def test_a_loader_replaces_a_dead_socket_but_not_a_live_one(
         command, env=child_environment(), capture_output=True, text=True, check=False
     )
     assert second.returncode == 2
-    assert "another loader is listening" in second.stderr
+    assert "another loader listens on" in second.stderr
     loader.process.kill()
     loader.process.wait(timeout=CALL_TIMEOUT_S)
     assert loader.socket_path.exists()

@@ -151,11 +151,11 @@ async def test_cordon_and_uncordon_are_tried_audited_and_kept_in_etcd(
         await driver.until_job("demo", lambda job: job.phase == types_pb2.JOB_PHASE_RUNNING)
         assert (
             await driver.stub.UncordonNode(back)
-        ).consequence == "nothing changes: it is so already"
+        ).consequence == "nothing changes: the node is in that state already"
         evicted = await driver.stub.EvictNode(
             driver_pb2.EvictNodeRequest(name="n1", reason="smoke")
         )
-        assert "begins at step 0: it writes no checkpoints" in evicted.consequence
+        assert "starts at step 0, because the job writes no checkpoints" in evicted.consequence
         refused = await refusal(
             driver.stub.CordonNode(driver_pb2.CordonNodeRequest(name="n1", reason="r"))
         )

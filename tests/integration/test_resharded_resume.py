@@ -12,7 +12,7 @@ from tests.harness.checkpoint_files import write_images
 from tests.harness.ranks import rank_pool
 from tests.harness.training import tiny_job
 
-from megascale_common.job.config import from_dict
+from megascale_common.job.config import from_accepted
 from megascale_common.sizes.parameter_table import parameter_table, shard_layout
 
 KEPT_STEP = 3
@@ -43,7 +43,7 @@ def test_every_layout_goes_on_from_every_other(tmp_path: Path) -> None:
     uris, uninterrupted, resumed = {}, {}, {}
     with rank_pool() as pool:
         for name, job in jobs.items():
-            config, folder = from_dict(job), tmp_path / f"write-{name}"
+            config, folder = from_accepted(job), tmp_path / f"write-{name}"
             world_size = config.layout.world_size
             program = "tests.harness.resharding:train_and_keep"
             uninterrupted[name] = pool.run(
@@ -60,7 +60,7 @@ def test_every_layout_goes_on_from_every_other(tmp_path: Path) -> None:
             others = {other: uri for other, uri in uris.items() if other != name}
             results = pool.run(
                 "tests.harness.resharding:load_and_train",
-                from_dict(job).layout.world_size,
+                from_accepted(job).layout.world_size,
                 tmp_path / f"load-{name}",
                 job=job,
                 manifests=others,

@@ -16,7 +16,7 @@ from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc
 from megascale_common.node.messages import RestorePlanMessage
-from megascale_common.service.server import open_channel
+from megascale_common.service.channel import open_channel
 from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 from megascale_trainer.snapshot import Registration, Snapshotter
 

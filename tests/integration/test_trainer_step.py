@@ -14,7 +14,7 @@ from tests.harness.reference_model import ReferenceModel
 from tests.harness.training import CPU, micro_batches, pieces_of, sample, tiny_job
 from tests.harness.varlen import use_slow_varlen
 
-from megascale_common.job.config import JobConfig, from_dict
+from megascale_common.job.config import JobConfig, from_accepted
 from megascale_common.node.status_page import StatusPageWriter, read_status_page
 from megascale_trainer.optimizer.learning_rate import learning_rate
 from megascale_trainer.parallel.groups import single_process_groups
@@ -74,7 +74,7 @@ def test_attention_by_documents_trains_as_under_a_matrix(
     )
 
     def losses() -> list[float]:
-        trainer = _started(from_dict(job))
+        trainer = _started(from_accepted(job))
         trained = [record.loss for record in _run(trainer, 0, 3)]
         return [*trained, trainer.evaluate([micro_batches(trainer.config, 3, 0)])]
 
@@ -88,7 +88,7 @@ def test_attention_by_documents_trains_as_under_a_matrix(
 
 @pytest.mark.parametrize("name", MODELS)
 def test_trainer_follows_an_independent_model_in_float64(name: str) -> None:
-    config = from_dict(
+    config = from_accepted(
         tiny_job(model={**MODELS[name], "layers": 2}, training={"global_batch_size": 2})
     )
     trainer = _started(config)
@@ -128,9 +128,11 @@ def test_trainer_follows_an_independent_model_in_float64(name: str) -> None:
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("block", ["parallel", "serial"])
 def test_recomputation_changes_no_bit(recompute: str, block: str) -> None:
-    plain = _run(_started(from_dict(tiny_job(model={"block": block}))), 0, 3)
+    plain = _run(_started(from_accepted(tiny_job(model={"block": block}))), 0, 3)
     again = _run(
-        _started(from_dict(tiny_job(model={"block": block}, parallelism={"recompute": recompute}))),
+        _started(
+            from_accepted(tiny_job(model={"block": block}, parallelism={"recompute": recompute}))
+        ),
         0,
         3,
     )
@@ -138,14 +140,14 @@ def test_recomputation_changes_no_bit(recompute: str, block: str) -> None:
 
 
 def test_same_seed_same_bits_and_another_seed_another_run() -> None:
-    first, second = (_run(_started(from_dict(tiny_job())), 0, 3) for _ in range(2))
-    other = _run(_started(from_dict(tiny_job(training={"seed": 7}))), 0, 3)
+    first, second = (_run(_started(from_accepted(tiny_job())), 0, 3) for _ in range(2))
+    other = _run(_started(from_accepted(tiny_job(training={"seed": 7}))), 0, 3)
     assert first == second
     assert first[0].loss != other[0].loss
 
 
 def test_a_restored_trainer_goes_on_bit_for_bit() -> None:
-    config = from_dict(tiny_job())
+    config = from_accepted(tiny_job())
     uninterrupted = _started(config)
     expected = _run(uninterrupted, 0, 6)
     first = _started(config)
@@ -162,7 +164,7 @@ def test_a_restored_trainer_goes_on_bit_for_bit() -> None:
 
 
 def test_a_restore_ignores_what_no_piece_describes() -> None:
-    config = from_dict(tiny_job(model={"vocab_size": 299, "ffn_size": 101}))  # both are padded
+    config = from_accepted(tiny_job(model={"vocab_size": 299, "ffn_size": 101}))  # both are padded
     trainer = _started(config)
     _run(trainer, 0, 2)
     slot = torch.full((trainer.shard_layout().slot_bytes,), 0xAB, dtype=torch.uint8)
@@ -181,7 +183,7 @@ def test_a_restore_ignores_what_no_piece_describes() -> None:
 
 
 def test_a_broken_gradient_skips_the_update_and_training_goes_on() -> None:
-    config = from_dict(tiny_job())
+    config = from_accepted(tiny_job())
     trainer = _started(config)
     _run(trainer, 0, 2)
     before = {name: state.clone() for name, state in trainer.states().items()}
@@ -200,7 +202,7 @@ def test_a_broken_gradient_skips_the_update_and_training_goes_on() -> None:
 
 
 def test_a_batch_without_weight_is_skipped() -> None:
-    trainer = _started(from_dict(tiny_job()))
+    trainer = _started(from_accepted(tiny_job()))
     batches = micro_batches(trainer.config, 0, 0)
     for batch in batches:
         batch.loss_weight.zero_()
@@ -210,33 +212,33 @@ def test_a_batch_without_weight_is_skipped() -> None:
 
 
 def test_clipping_off() -> None:
-    record = _run(_started(from_dict(tiny_job(optimizer={"clip_norm": 0}))), 0, 1)[0]
+    record = _run(_started(from_accepted(tiny_job(optimizer={"clip_norm": 0}))), 0, 1)[0]
     assert record.clip_factor == 1.0
     assert record.gradient_norm > 1.0
 
 
 def test_bf16_learns_with_float32_master_and_gradients() -> None:
-    config = from_dict(tiny_job(training={"precision": "bf16"}))
-    exact, rounded = (_run(_started(c), 0, 8) for c in (from_dict(tiny_job()), config))
+    config = from_accepted(tiny_job(training={"precision": "bf16"}))
+    exact, rounded = (_run(_started(c), 0, 8) for c in (from_accepted(tiny_job()), config))
     for ours, theirs in zip(rounded, exact, strict=True):
         assert ours.loss == pytest.approx(theirs.loss, abs=0.05)
     assert rounded[-1].loss < rounded[0].loss - 0.2
 
 
 def test_wrong_batches_and_slots_are_refused() -> None:
-    trainer = _started(from_dict(tiny_job()))
+    trainer = _started(from_accepted(tiny_job()))
     batches = micro_batches(trainer.config, 0, 0)
     with pytest.raises(ValueError, match="takes 8 micro-batches, got 7"):
         trainer.train_step(batches[:7])
     with pytest.raises(ValueError, match=r"\[B, S\] = \(1, 32\), got \(2, 32\)"):
-        wide = from_dict(tiny_job(training={"micro_batch_size": 2, "global_batch_size": 16}))
+        wide = from_accepted(tiny_job(training={"micro_batch_size": 2, "global_batch_size": 16}))
         trainer.train_step(micro_batches(wide, 0, 0))
     with pytest.raises(ValueError, match="a slot of this rank is uint8"):
         trainer.load_from(torch.zeros(10, dtype=torch.uint8))
 
 
 def test_the_status_page_names_the_micro_batch(tmp_path: Path) -> None:
-    config = from_dict(tiny_job())
+    config = from_accepted(tiny_job())
     status = StatusPageWriter(tmp_path / "page", rank=0, attempt=1)
     trainer = _trainer(config, status)
     trainer.initialise()

@@ -27,7 +27,7 @@ def up(tmp_path: Path) -> Iterator[UpProcess]:
 
 
 async def alive_nodes(folder: Path) -> dict[str, str]:
-    """Names and switches of the nodes that the driver finds alive."""
+    """Names and switches of the nodes that are alive for the driver."""
     async with AsyncClient.from_run_folder(folder) as client:
         alive = types_pb2.NODE_LIVENESS_ALIVE
         return {
@@ -49,12 +49,12 @@ async def test_life_of_a_cluster(up: UpProcess) -> None:
     }
     assert groups == {"n1": {state["nodes"]["n1"]["pid"]}, "n2": {state["nodes"]["n2"]["pid"]}}
 
-    # The folder is taken.
+    # The run folder is in use.
     second = megascale("up", "--run-folder", str(up.folder), *OPTIONS)
     assert second.returncode == 1
     assert "in use by another" in second.stderr
 
-    # A driver that dies is started again, and the nodes find it.
+    # A driver that ends is restarted, and the nodes link to it.
     os.kill(state["driver"]["pid"], signal.SIGKILL)
     until(
         lambda: up.seen("driver_exited") and len(up.seen("driver_ready")) == 2, "driver restarted"
@@ -63,13 +63,13 @@ async def test_life_of_a_cluster(up: UpProcess) -> None:
     async with AsyncClient.from_run_folder(up.folder) as client:
         assert (await client.cluster_info()).cluster == "local"
 
-    # So is etcd, on its data; the driver leads again and takes orders.
+    # So is etcd, with its data; the driver leads again and accepts requests.
     os.kill(state["etcd"]["pid"], signal.SIGKILL)
     until(lambda: len(up.seen("etcd_ready")) == 2, "etcd restarted")
     async with AsyncClient.from_run_folder(up.folder) as client:
         assert (await client.evict("n2", reason="a test")).node.disposition_reason == "a test"
 
-    # A node that dies stays away, and that is said.
+    # A node that ends is reported and not restarted.
     up.kill_node("n2")
     (report,) = until(lambda: up.seen("node_exited"), "end of the node reported")
     assert (report["node"], report["exit_status"]) == ("n2", -signal.SIGKILL)
@@ -133,9 +133,7 @@ if "megascale_checkpoint" in sys.orig_argv:
 async def test_ready_means_that_the_daemons_of_all_nodes_serve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An agent that waits in vain for its daemon (5 s) dials without it: the node is alive, and not
-    yet of use.
-    """
+    """An agent waits 5 s for its daemon and then links without it: the node is alive, not ready."""
     (tmp_path / "slow").mkdir()
     (tmp_path / "slow" / "sitecustomize.py").write_text(SLOW_DAEMON)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "slow"), prepend=os.pathsep)
@@ -160,7 +158,7 @@ def test_a_cluster_in_the_background_of_a_script_ends_on_a_signal(
         until_gone(everything, "all processes gone")
 
 
-def test_a_cluster_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_cluster_that_cannot_start_reports_why_and_leaves_nothing(tmp_path: Path) -> None:
     options = ("--run-folder", str(tmp_path / "x"), "--etcd-endpoints", "127.0.0.1:1")
     wrong_name = megascale("up", "--cluster", "Not A Name", *OPTIONS)
     assert wrong_name.returncode == 2

@@ -12,7 +12,7 @@ from megascale.v1 import link_pb2, types_pb2
 from megascale_executor.agent import attempt
 from megascale_executor.agent.attempt import (
     NO_ATTEMPT,
-    Action,
+    AttemptAction,
     AttemptKey,
     AttemptState,
     StaleDesiredState,
@@ -38,18 +38,18 @@ def desired(
     return made
 
 
-def carry_out(state: AttemptState) -> list[Action]:
+def carry_out(state: AttemptState) -> list[AttemptAction]:
     """Do what the state asks for until it asks for nothing; everything succeeds."""
-    done: list[Action] = []
-    while (action := state.next_action()) is not Action.NOTHING:
+    done: list[AttemptAction] = []
+    while (action := state.next_action()) is not AttemptAction.NOTHING:
         assert len(done) < 5, f"never comes to rest: {done}"
         done.append(action)
-        if action is Action.STOP:
+        if action is AttemptAction.STOP:
             state.stopped()
-        elif action is Action.PREPARE:
+        elif action is AttemptAction.PREPARE:
             state.begin(attempt.PREPARING)
             state.prepared("host:1", ())
-        elif action is Action.START:
+        elif action is AttemptAction.START:
             state.begin(attempt.STARTING)
             state.running()
         else:
@@ -62,17 +62,17 @@ def test_happy_path_and_idempotence() -> None:
     state = AttemptState()
     assert carry_out(state) == []
     state.accept(desired("PREPARE", version=1))
-    assert carry_out(state) == [Action.PREPARE] and state.phase == attempt.PREPARED
+    assert carry_out(state) == [AttemptAction.PREPARE] and state.phase == attempt.PREPARED
     state.accept(desired("PREPARE", version=2))
     assert carry_out(state) == []
     state.accept(desired("START", version=3))
-    assert carry_out(state) == [Action.START] and state.phase == attempt.RUNNING
+    assert carry_out(state) == [AttemptAction.START] and state.phase == attempt.RUNNING
     state.accept(desired("START", version=4))
     assert carry_out(state) == []
     state.finished()
     assert carry_out(state) == [] and state.phase == attempt.FINISHED
     state.accept(desired("IDLE", version=5))
-    assert carry_out(state) == [Action.STOP] and state.phase == attempt.IDLE
+    assert carry_out(state) == [AttemptAction.STOP] and state.phase == attempt.IDLE
 
 
 def test_start_waits_for_a_preparation_under_way() -> None:
@@ -80,9 +80,9 @@ def test_start_waits_for_a_preparation_under_way() -> None:
     state.accept(desired("PREPARE"))
     state.begin(attempt.PREPARING)
     state.accept(desired("START", version=2))
-    assert state.next_action() is Action.NOTHING
+    assert state.next_action() is AttemptAction.NOTHING
     state.prepared("", ())
-    assert state.next_action() is Action.START
+    assert state.next_action() is AttemptAction.START
 
 
 def test_newer_attempt_stops_the_older_first() -> None:
@@ -90,13 +90,16 @@ def test_newer_attempt_stops_the_older_first() -> None:
     state.accept(desired("PREPARE", 1))
     carry_out(state)
     state.accept(desired("PREPARE", 2, version=2))
-    assert carry_out(state) == [Action.STOP, Action.PREPARE] and state.key == AttemptKey("job", 2)
+    assert carry_out(state) == [
+        AttemptAction.STOP,
+        AttemptAction.PREPARE,
+    ] and state.key == AttemptKey("job", 2)
 
 
 def test_start_of_an_attempt_never_prepared_fails() -> None:
     state = AttemptState()
     state.accept(desired("START", 4))
-    assert carry_out(state) == [Action.REFUSE_START] and state.phase == attempt.FAILED
+    assert carry_out(state) == [AttemptAction.REFUSE_START] and state.phase == attempt.FAILED
     state.accept(desired("START", 4, version=2))
     assert carry_out(state) == []
 

@@ -44,7 +44,7 @@ def test_device_that_is_gone_or_exchanged_fails() -> None:
 def test_disk_room(tmp_path: Path) -> None:
     assert disk_room.check(tmp_path).verdict in ("PASS", "DEGRADED")
     assert disk_room.check(tmp_path / "absent").verdict == "FAIL"
-    assert [disk_room.judge("d", size, 0.0).verdict for size in (1 << 20, 1 << 29, 1 << 31)] == [
+    assert [disk_room.evaluate("d", size, 0.0).verdict for size in (1 << 20, 1 << 29, 1 << 31)] == [
         "FAIL",
         "DEGRADED",
         "PASS",
@@ -53,7 +53,7 @@ def test_disk_room(tmp_path: Path) -> None:
 
 def _config(uri: str) -> job_config.JobConfig:
     model = {"layers": 2, "hidden_size": 64, "heads": 2, "vocab_size": 256, "sequence_length": 16}
-    return job_config.from_dict(
+    return job_config.from_accepted(
         {
             "name": "j",
             "model": model,
@@ -107,12 +107,12 @@ def test_missing_answer_fails_and_one_rank_is_skipped_not_passed() -> None:
             }
         ],
     }
-    alone = rank_checks.judge(["cpu:0"], {0: answer}, 0.0)
+    alone = rank_checks.evaluate(["cpu:0"], {0: answer}, 0.0)
     assert [(finding.name, finding.verdict) for finding in alone] == [
         ("compute", "PASS"),
         ("all_reduce", "SKIPPED"),
     ]
-    both = rank_checks.judge(["cpu:0", "cpu:1"], {0: answer, 1: "no answer within 15 s"}, 0.0)
+    both = rank_checks.evaluate(["cpu:0", "cpu:1"], {0: answer, 1: "no answer within 15 s"}, 0.0)
     assert [finding.target for finding in failures(both)] == ["cpu:1"]
     assert verdict_of("SPLENDID") == "FAIL"
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megascale_executor.agent.logs import MAX_SIGNATURES, LogScanner, follow, signature, tail
+from megascale_executor.agent.rank_logs import MAX_SIGNATURES, LogScanner, follow, signature, tail
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

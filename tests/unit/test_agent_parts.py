@@ -18,16 +18,17 @@ from tests.harness.waiting import CALL_TIMEOUT_S
 from megascale.v1 import link_pb2
 from megascale_common.job import config as job_config
 from megascale_common.job.rank_layout import RankLayout
-from megascale_executor.agent import children, folders, host, tasks, template
+from megascale_common.service.wire_text import encodable
+from megascale_executor.agent import asyncio_tasks, child_processes, folders, template_process
 from megascale_executor.agent.assignment import AssignmentError, check_assignment, readers_of
 from megascale_executor.agent.channels import MessageChannel
-from megascale_executor.agent.children import RestartBudget
+from megascale_executor.agent.child_processes import RestartBudget
 from megascale_executor.agent.config import OptionError, parse_devices, parse_topology
+from megascale_executor.agent.heartbeat import host_counters
 from megascale_executor.agent.link import MAX_HEARTBEAT_BYTES, addresses_from, fit
-from megascale_executor.agent.status import encodable
 from megascale_executor.agent.step_reports import StepReports, to_proto
-from megascale_executor.agent.template import TemplateError
 from megascale_executor.agent.template_keeper import TemplateKeeper
+from megascale_executor.agent.template_process import TemplateError
 
 
 def test_devices_and_topology() -> None:
@@ -84,7 +85,7 @@ def test_wrong_options_are_one_line_and_status_2(
 
 
 def test_agent_never_imports_torch() -> None:
-    code = "import sys, megascale_executor.agent.node as _; sys.exit('torch' in sys.modules)"
+    code = "import sys, megascale_executor.agent.node_agent as _; sys.exit('torch' in sys.modules)"
     assert (
         subprocess.run([sys.executable, "-c", code], timeout=CALL_TIMEOUT_S, check=False).returncode
         == 0
@@ -130,7 +131,7 @@ def test_readers_share_a_data_parallel_rank() -> None:
 
 def _config(dp: int) -> job_config.JobConfig:
     model = {"layers": 1, "hidden_size": 8, "heads": 1, "vocab_size": 8, "sequence_length": 4}
-    return job_config.from_dict(
+    return job_config.from_accepted(
         {
             "name": "j",
             "model": model,
@@ -240,7 +241,7 @@ async def test_an_essential_part_that_is_cancelled_from_within_ends_the_agent(
         raise asyncio.CancelledError
 
     with pytest.raises(asyncio.CancelledError):
-        await tasks.essential(part())
+        await asyncio_tasks.essential(part())
     assert killed == [os.getpid()]
 
 
@@ -255,8 +256,8 @@ async def test_a_template_that_hangs_is_replaced(
         pid = keeper.pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
-        monkeypatch.setattr(template, "FORK_TIMEOUT_S", 0.2)
-        monkeypatch.setattr(children, "TERMINATE_GRACE_S", 0.2)
+        monkeypatch.setattr(template_process, "FORK_TIMEOUT_S", 0.2)
+        monkeypatch.setattr(child_processes, "TERMINATE_GRACE_S", 0.2)
         with (
             (tmp_path / "log").open("wb") as log,
             pytest.raises(TemplateError, match="forked nothing"),
@@ -267,7 +268,7 @@ async def test_a_template_that_hangs_is_replaced(
         assert second is not first and keeper.pid != pid
         ours, theirs = MessageChannel.pair()
         with theirs, (tmp_path / "log").open("wb") as log:
-            monkeypatch.setattr(template, "FORK_TIMEOUT_S", CALL_TIMEOUT_S)
+            monkeypatch.setattr(template_process, "FORK_TIMEOUT_S", CALL_TIMEOUT_S)
             process = await second.fork(0, theirs.fileno(), log.fileno())
         process.kill()
         ours.close()
@@ -283,8 +284,8 @@ def test_counters_from_proc(tmp_path: Path) -> None:
     (tmp_path / "net/dev").write_text(
         f"Inter-| x\n face | y\n    lo: {columns}\n  eth0:{columns}\n  ib0: {columns}\n"
     )
-    found = host.host_counters(tmp_path, tmp_path)
+    found = host_counters(tmp_path, tmp_path)
     assert (found.load_1min, found.memory_available_bytes) == (1.5, 60 * 1024)
     assert (found.network_received_bytes, found.network_sent_bytes) == (2, 18)
     assert found.staging_free_bytes > 0
-    assert host.host_counters(tmp_path / "absent", tmp_path / "absent") == link_pb2.HostCounters()
+    assert host_counters(tmp_path / "absent", tmp_path / "absent") == link_pb2.HostCounters()

@@ -13,7 +13,7 @@ from benchmarks import compare_losses, timing
 from benchmarks.ablation import ladder
 from benchmarks.launch import Journal
 from benchmarks.options import entry_of, read_sweep
-from benchmarks.presets import PRESETS, Refused, job
+from benchmarks.presets import PRESETS, ConfigurationRefused, job
 from benchmarks.report import table, text
 from hypothesis import given
 from hypothesis import strategies as st
@@ -96,15 +96,15 @@ def test_a_mistake_in_a_sweep_is_refused_with_its_place(
 ) -> None:
     path = tmp_path / "sweep.json"
     path.write_text(json.dumps([{"name": "good"}, {"name": "bad", **values}]))
-    with pytest.raises(Refused, match=r"entry 1 \(bad\)") as refusal:
+    with pytest.raises(ConfigurationRefused, match=r"entry 1 \(bad\)") as refusal:
         read_sweep(path, [])
     assert names in str(refusal.value)
 
 
 def test_a_layout_that_does_not_fit_is_refused_with_a_remedy() -> None:
-    with pytest.raises(Refused, match="is not the 8 ranks"):
+    with pytest.raises(ConfigurationRefused, match="is not the 8 ranks"):
         job(entry_of(["--tp", "16"]).run, 8, cuda=True)
-    with pytest.raises(Refused, match="global_batch_size"):
+    with pytest.raises(ConfigurationRefused, match="global_batch_size"):
         job(entry_of(["--global-batch", "9"]).run, 8, cuda=True)
 
 

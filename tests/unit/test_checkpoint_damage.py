@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from megascale_checkpoint import restore
 from megascale_checkpoint.commands import app
 from megascale_checkpoint.commit_log import CommitLog
-from megascale_checkpoint.decision import Decision, Sealed, decide
 from megascale_checkpoint.errors import DamagedError, NotFoundError, RequestError, UnusableError
+from megascale_checkpoint.restore_decision import RestoreDecision, SealedStep, decide
 from megascale_checkpoint.storage import FileStorage
 from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
@@ -120,17 +120,17 @@ def test_a_file_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
 
 def decided(
     root: Path, sealed: int = 0, refused: tuple[int, ...] = (), load_uri: str = ""
-) -> Decision:
+) -> RestoreDecision:
     log = CommitLog(FileStorage(root))
     log.refresh()
-    return decide(log, str(root), Sealed(sealed, 1), frozenset(refused), load_uri)
+    return decide(log, str(root), SealedStep(sealed, 1), frozenset(refused), load_uri)
 
 
 def decision(
     root: Path, sealed: int = 0, refused: tuple[int, ...] = ()
 ) -> tuple[str, int, tuple[str, ...]]:
     made = decided(root, sealed, refused)
-    return made.source, made.step, made.passed_over
+    return made.plan.source, made.plan.step, made.passed_over
 
 
 def test_a_job_without_a_state_of_its_own_starts_from_another_jobs(tmp_path: Path) -> None:
@@ -138,14 +138,14 @@ def test_a_job_without_a_state_of_its_own_starts_from_another_jobs(tmp_path: Pat
     own.mkdir()
     newest = [write_checkpoint(other, LAYOUTS, VALUES, step=step) for step in (10, 20)][-1]
     made = decided(own, load_uri=str(other))
-    assert (made.source, made.step, made.manifest_uri) == ("storage", 20, newest)
-    assert made.attempt == 0, "no attempt of this job wrote it"
-    assert decided(own, refused=(20,), load_uri=str(other)).step == 10
+    assert (made.plan.source, made.plan.step, made.plan.manifest_uri) == ("storage", 20, newest)
+    assert made.plan.written_by_attempt == 0, "no attempt of this job wrote it"
+    assert decided(own, refused=(20,), load_uri=str(other)).plan.step == 10
     # with a state of its own, sealed or committed, the other job's newer one does not count
-    assert decided(own, sealed=15, load_uri=str(other)).source == "memory"
+    assert decided(own, sealed=15, load_uri=str(other)).plan.source == "memory"
     write_checkpoint(own, LAYOUTS, VALUES, step=15)
     made = decided(own, load_uri=str(other))
-    assert (made.step, made.attempt) == (15, 1)
+    assert (made.plan.step, made.plan.written_by_attempt) == (15, 1)
 
 
 def test_nothing_to_start_from_is_an_error_not_a_start_from_scratch(tmp_path: Path) -> None:

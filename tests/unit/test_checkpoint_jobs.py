@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megascale_checkpoint.committer_client import CommitterClient
 from megascale_checkpoint.concurrency import Pools
 from megascale_checkpoint.jobs import KEPT_JOBS, Jobs
-from megascale_checkpoint.reporting import Reporter
 from megascale_checkpoint.staging import StagingFolder
 
 
@@ -14,7 +14,7 @@ def test_only_the_newest_jobs_that_hold_nothing_are_told_of(tmp_path: Path) -> N
     staging = StagingFolder(tmp_path / "staging", "test", "n0", "i0")
     pools = Pools()
     try:
-        jobs = Jobs(staging, pools, Reporter("token"))
+        jobs = Jobs(staging, pools, CommitterClient("token"))
         jobs.job("first").note_commit(10, 1, "m")
         for number in range(500):
             jobs.job(f"j{number}").note_commit(number + 1, 1, "m")

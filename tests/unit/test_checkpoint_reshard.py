@@ -16,7 +16,7 @@ from tests.harness.checkpoint_files import image_of, slot_bytes, write_checkpoin
 from megascale_checkpoint import restore
 from megascale_checkpoint.errors import RequestError
 from megascale_checkpoint.reshard import CoverageError, check_coverage, flat_boxes
-from megascale_common.job.config import from_dict
+from megascale_common.job.config import from_accepted
 from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 from megascale_common.sizes.parameter_table import parameter_table, shard_layout
 
@@ -107,7 +107,7 @@ GRIDS = [(1, 1, 1, 1), (2, 2, 1, 2), (4, 1, 1, 1), (1, 4, 1, 1), (1, 1, 1, 4), (
 
 def _trainer_layouts(tp: int, pp: int, virtual_stages: int, dp: int) -> list[ShardLayout]:
     values = {"name": "t", "model": MODEL, "training": {"steps": 1, "global_batch_size": 4}}
-    config = from_dict(
+    config = from_accepted(
         {**values, "parallelism": {"tp": tp, "pp": pp, "virtual_stages": virtual_stages, "dp": dp}}
     )
     return [shard_layout(parameter_table(config, rank)) for rank in range(tp * pp * dp)]

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from megascale_checkpoint.errors import RequestError
-from megascale_checkpoint.slots import Phase, Seal, SlotTable
+from megascale_checkpoint.slots import SlotPhase, SlotSeal, SlotTable
 
 
-def seal(step: int, attempt: int = 1) -> Seal:
-    return Seal(attempt, step, "digest", (), {})
+def seal(step: int, attempt: int = 1) -> SlotSeal:
+    return SlotSeal(attempt, step, "digest", (), {})
 
 
 class SlotMachine(RuleBasedStateMachine):
@@ -26,9 +26,9 @@ class SlotMachine(RuleBasedStateMachine):
         self.step, self.attempt = 0, 1
         self.writing: list[int] = []
         self.lent: list[int] = []
-        self.persisting: list[tuple[int, Seal]] = []
+        self.persisting: list[tuple[int, SlotSeal]] = []
         self.persisted: list[tuple[int, int]] = []
-        self.newest: Seal | None = None
+        self.newest: SlotSeal | None = None
 
     @rule()
     def acquire(self) -> None:
@@ -146,4 +146,4 @@ def test_seal_must_name_the_step_that_was_acquired() -> None:
         table.begin_seal(index, 6)
     with pytest.raises(RequestError, match="nothing to release"):
         table.release(1 - index)
-    assert table.at(index).phase is Phase.WRITING
+    assert table.at(index).phase is SlotPhase.WRITING

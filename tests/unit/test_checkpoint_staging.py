@@ -110,7 +110,7 @@ def test_slots_that_could_not_be_renewed_are_given_back_once(tmp_path: Path) -> 
     slots = staging.allocate("job", 0, PAGE, 2)
     hindrance = tmp_path / "elsewhere"
     slots[0].path.parent.rename(hindrance)
-    with pytest.raises(StagingError, match="cannot be made anew"):
+    with pytest.raises(StagingError, match="cannot be allocated again"):
         staging.renew(slots[0])
     hindrance.rename(slots[0].path.parent)
     staging.free(slots)

@@ -277,7 +277,7 @@ def test_version_is_that_of_the_package(runner: CliRunner) -> None:
 def test_an_absent_command_names_what_to_install(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         plugins.run_plugin(
-            "not-there", plugins.Known("x", extra="executor"), [], "megascale not-there"
+            "not-there", plugins.Plugin("x", extra="executor"), [], "megascale not-there"
         )
     assert ended.value.code == exits.USAGE
     assert "pip install 'megascale[executor]'" in capsys.readouterr().err

@@ -11,16 +11,16 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from megascale.v1 import driver_pb2, types_pb2
 from megascale_cli.demo import render
-from megascale_cli.demo.judge import (
+from megascale_cli.demo.claims import (
     Kill,
     differing_steps,
-    judge_recovery,
-    judge_twin,
     make_report,
     max_abs_difference,
     missing_steps,
+    recovery_claims,
+    twin_claims,
 )
-from megascale_cli.demo.plan import Plan, PlanError, choose_plan
+from megascale_cli.demo.plan import DemoPlan, PlanError, choose_plan
 from megascale_cli.demo.recording import Recording
 from megascale_client import parse_job
 
@@ -49,11 +49,11 @@ REPORT_FIELDS = [
 ]
 
 
-def plan(**changes: Any) -> Plan:
+def plan(**changes: Any) -> DemoPlan:
     values: dict[str, Any] = dict(
         device="cpu", nodes=3, devices_per_node=4, tp=2, pp=2, dp=2, steps=12
     )
-    return Plan(**{**values, **changes})
+    return DemoPlan(**{**values, **changes})
 
 
 def at(offset_s: float) -> Timestamp:
@@ -117,7 +117,7 @@ def uninterrupted() -> Recording:
 
 def test_a_run_that_shows_everything_is_accepted() -> None:
     run, kill = interrupted()
-    claims = [*judge_recovery(plan(), run, kill), *judge_twin(plan(), run, uninterrupted(), True)]
+    claims = [*recovery_claims(plan(), run, kill), *twin_claims(plan(), run, uninterrupted(), True)]
     assert [claim.text for claim in claims if not claim.holds] == []
 
 
@@ -145,11 +145,11 @@ def test_on_gpus_the_report_gives_the_difference_instead_of_a_verdict() -> None:
     gpu = plan(device="cuda", devices_per_node=2, dp=1)
     report = make_report(gpu, run, twin, kill, ["n1"], 1.0)
     assert (report.loss_after_resume_matches, report.max_loss_abs_diff) == (None, 0.25)
-    assert all(claim.holds for claim in judge_twin(gpu, run, twin, True))
+    assert all(claim.holds for claim in twin_claims(gpu, run, twin, True))
 
 
 def failing(run: Recording, kill: Kill | None) -> list[str]:
-    return [claim.text for claim in judge_recovery(plan(), run, kill) if not claim.holds]
+    return [claim.text for claim in recovery_claims(plan(), run, kill) if not claim.holds]
 
 
 def test_each_thing_that_is_not_seen_is_told() -> None:
@@ -176,7 +176,7 @@ def test_each_thing_that_is_not_seen_is_told() -> None:
 def test_the_smallest_change_of_one_loss_is_seen() -> None:
     run, twin = interrupted()[0], uninterrupted()
     twin.records[1, 9].loss = math.nextafter(twin.records[1, 9].loss, math.inf)
-    (claim,) = [claim for claim in judge_twin(plan(), run, twin, True) if not claim.holds]
+    (claim,) = [claim for claim in twin_claims(plan(), run, twin, True) if not claim.holds]
     assert claim.text.startswith("every step's loss")
     assert "steps 9 differ" in claim.seen
 
@@ -185,14 +185,14 @@ def test_a_repeated_step_with_another_loss_is_seen() -> None:
     run = interrupted()[0]
     run.records[1, 6].loss += 1e-12
     failed = [
-        claim.text for claim in judge_twin(plan(), run, uninterrupted(), True) if not claim.holds
+        claim.text for claim in twin_claims(plan(), run, uninterrupted(), True) if not claim.holds
     ]
     assert failed == ["the steps repeated after the restart give the same losses as before it"]
 
 
 def test_a_twin_on_other_or_restarted_nodes_is_refused() -> None:
     run = interrupted()[0]
-    assert not judge_twin(plan(), run, uninterrupted(), False)[0].holds
+    assert not twin_claims(plan(), run, uninterrupted(), False)[0].holds
 
 
 def test_comparisons_treat_gaps_and_nan_as_different() -> None:
@@ -203,7 +203,7 @@ def test_comparisons_treat_gaps_and_nan_as_different() -> None:
     assert max_abs_difference({1: 1.0}, {2: 1.0}) == math.inf
 
 
-def choose(**changes: Any) -> Plan:
+def choose(**changes: Any) -> DemoPlan:
     values: dict[str, Any] = dict(
         device="auto",
         gpus=0,
@@ -257,7 +257,7 @@ def test_options_that_do_not_fit_are_refused_with_a_remedy(
 @pytest.mark.parametrize(
     "chosen", [choose(), choose(gpus=8), choose(tp=1, pp=1, dp=1, devices_per_node=1)]
 )
-def test_the_job_is_one_that_the_client_understands(chosen: Plan) -> None:
+def test_the_job_is_one_that_the_client_understands(chosen: DemoPlan) -> None:
     spec = parse_job(chosen.job("demo", Path("/corpus"), Path("/checkpoints")))
     model = spec.trainer.model
     parameters = 12 * model.layers * model.hidden_size**2 + 2 * model.vocab_size * model.hidden_size

@@ -101,7 +101,7 @@ async def test_a_profile_is_awaited_and_a_missing_trace_is_a_failed_command(
     ) and sent.request_id
     driver.profiles = [profile("p2", pending)]
     status, _, errors = await run("profile", "x")
-    assert (status, "another profile was asked for since" in errors) == (REFUSED, True)
+    assert (status, "another profile was requested since" in errors) == (REFUSED, True)
     driver.requests.clear()
     status, output, _ = await run("profile", "x", "--no-wait", "--json")
     assert (status, json.loads(output)["id"], len(driver.requests)) == (OK, "p1", 1)

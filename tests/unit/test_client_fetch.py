@@ -106,7 +106,7 @@ def cut(path: Path) -> None:
         ("rank-00001.safetensors", flip, "fails its checksum"),
         ("rank-00000.safetensors", Path.unlink, "is missing"),
         ("manifest.json", flip, "manifest.json"),
-        ("manifest.json", cut, "is no manifest"),
+        ("manifest.json", cut, "is not a manifest"),
     ],
 )
 async def test_damage_is_refused_by_name_and_leaves_nothing(
@@ -154,7 +154,7 @@ async def test_what_cannot_be_fetched_says_why(
         (5, tmp_path / "copy", NotFound, "has those of steps 8, 4"),
         (4, tmp_path / "copy", NotPossible, "machine that sees it"),
         (8, tmp_path / "taken", NotPossible, "taken"),
-        (8, Path("/proc/nowhere/copy"), NotPossible, "may write to"),
+        (8, Path("/proc/nowhere/copy"), NotPossible, "can write to"),
     ]
     for step, to, kind, said in cases:
         with pytest.raises(kind, match=said):

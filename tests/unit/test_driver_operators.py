@@ -1,6 +1,4 @@
-"""What operators do to nodes, in the core; the audit log with its tokens; the driver's figures for
-Prometheus.
-"""
+"""Operators' requests on nodes in the core, the audit log with its tokens, the driver's metrics."""
 
 from __future__ import annotations
 
@@ -67,7 +65,9 @@ def test_a_cordoned_node_keeps_its_ranks_and_gets_no_new_ones() -> None:
     busy, spare = used(world)[0], world.state.jobs["a"].spares[0]
     assert ask(world, "cordon", busy) == ""
     world.run(5.0)
-    assert (world.state.jobs["a"].attempt, used(world)[0]) == (1, busy), "what runs there goes on"
+    assert (world.state.jobs["a"].attempt, used(world)[0]) == (1, busy), (
+        "the attempt on it continues"
+    )
     line = next(line for line in world.audit if line.reason == "NODE_CORDONED")
     assert (line.log, line.subject, line.actor, line.mode) == (
         "a",
@@ -75,7 +75,7 @@ def test_a_cordoned_node_keeps_its_ranks_and_gets_no_new_ones() -> None:
         "ada",
         "ENFORCE",
     )
-    assert line.outcome == "attempt 1 of job a goes on there"
+    assert line.outcome == "attempt 1 of job a continues"
     world.kill_worker(used(world)[1])
     world.run(15.0)
     job = world.state.jobs["a"]
@@ -86,7 +86,7 @@ def test_a_cordoned_node_keeps_its_ranks_and_gets_no_new_ones() -> None:
     )
 
 
-def test_a_cordoned_spare_is_a_spare_no_longer_until_it_is_put_back() -> None:
+def test_a_cordoned_node_is_no_spare_until_it_is_uncordoned() -> None:
     world = running()
     spare = world.state.jobs["a"].spares[0]
     ask(world, "cordon", spare)
@@ -97,7 +97,7 @@ def test_a_cordoned_spare_is_a_spare_no_longer_until_it_is_put_back() -> None:
     assert world.state.nodes[spare].disposition_reason == ""
 
 
-def test_a_quarantined_node_that_is_put_back_serves_the_job_that_left_it() -> None:
+def test_an_uncordoned_node_serves_the_job_that_left_it_for_its_quarantine() -> None:
     world = running()
     guilty = used(world)[0]
     ask(world, "evict", guilty)
@@ -116,7 +116,7 @@ def test_a_quarantined_node_that_is_put_back_serves_the_job_that_left_it() -> No
     assert guilty in used(world)
 
 
-def test_asking_for_what_is_so_changes_nothing_and_unknown_nodes_are_refused() -> None:
+def test_a_disposition_that_a_node_has_changes_nothing_and_unknown_nodes_are_refused() -> None:
     world = running()
     before, lines = world.state.nodes["n0"], len(world.audit)
     assert (
@@ -129,7 +129,7 @@ def test_asking_for_what_is_so_changes_nothing_and_unknown_nodes_are_refused() -
     ask(world, "uncordon", "n0")
     ask(world, "cordon", "n0", RequestKey("r1", "d1"))
     assert world.state.nodes["n0"].disposition is Disposition.SCHEDULABLE, (
-        "a repeated request was carried out before"
+        "the repeated request was carried out before"
     )
     assert ask(world, "cordon", "n1", RequestKey("r1", "d2")) == "REQUEST_ID_REUSED"
     assert ask(world, "cordon", "n9") == ask(world, "uncordon", "n9") == "NODE_NOT_FOUND"
@@ -192,7 +192,7 @@ def test_lines_of_one_commit_have_one_order() -> None:
     ]
 
 
-async def test_followers_see_what_comes_across_a_reload_and_only_what_they_want() -> None:
+async def test_followers_get_new_lines_across_a_reload_and_only_those_they_want() -> None:
     log = AuditLog()
     log.load(lines_of(("a", 1), ("b", 1)))
     everything = log.follow("", lambda line: True)
@@ -245,12 +245,12 @@ async def test_a_stream_ends_when_its_event_is_set() -> None:
     assert seen == [1, 2]
 
 
-def figures(registry: CollectorRegistry, name: str) -> dict[tuple[str, ...], float]:
-    """Samples of one name, by their labels' values (but for a histogram's bounds)."""
-    samples = [
+def samples(registry: CollectorRegistry, name: str) -> dict[tuple[str, ...], float]:
+    """Samples of one name, by the values of their labels."""
+    found = [
         sample for metric in registry.collect() for sample in metric.samples if sample.name == name
     ]
-    return {tuple(sample.labels.values()): sample.value for sample in samples}
+    return {tuple(sample.labels.values()): sample.value for sample in found}
 
 
 def record(attempt: int, step: int, mfu: float | None = None) -> types_pb2.StepRecord:
@@ -264,9 +264,7 @@ def record(attempt: int, step: int, mfu: float | None = None) -> types_pb2.StepR
 def observe(
     world: SimulatedCluster, engine: Engine, metrics: DriverMetrics, seconds: float
 ) -> None:
-    """Let time pass in small rounds and show the observer each change, as the engine does after its
-    commits.
-    """
+    """Advance in small rounds and report each change to the metrics, as the engine does."""
     for _ in range(int(seconds / 0.25)):
         old, lines = world.state, len(world.audit)
         world.run(0.25)
@@ -282,30 +280,30 @@ def test_steps_recoveries_and_events_are_counted() -> None:
     for step in (1, 2):
         metrics.step("a", record(1, step, mfu=0.4 if step == 2 else None))
     registry = metrics.registry
-    assert figures(registry, "megascale_step_duration_seconds_count") == {("a",): 2}
-    assert figures(registry, "megascale_step_duration_seconds_sum") == {("a",): 0.5}
-    assert figures(registry, "megascale_tokens_total") == {("a",): 500}
-    assert figures(registry, "megascale_mfu_ratio") == {("a", "causal"): 0.4, ("a", "full"): 0.4}
-    assert figures(registry, "megascale_leader") == {(): 0}
-    assert figures(registry, "megascale_jobs") == {}, (
-        "a standby does not tell what it does not know"
+    assert samples(registry, "megascale_step_duration_seconds_count") == {("a",): 2}
+    assert samples(registry, "megascale_step_duration_seconds_sum") == {("a",): 0.5}
+    assert samples(registry, "megascale_tokens_total") == {("a",): 500}
+    assert samples(registry, "megascale_mfu_ratio") == {("a", "causal"): 0.4, ("a", "full"): 0.4}
+    assert samples(registry, "megascale_leader") == {(): 0}
+    assert samples(registry, "megascale_jobs") == {}, (
+        "a standby does not report a state that it does not have"
     )
     world.kill_worker(used(world)[0])
     observe(world, engine, metrics, 20.0)
     assert world.state.jobs["a"].attempt == 2
     metrics.step("a", record(2, 3))
     metrics.step("a", record(2, 4))
-    # Placement follows in the very event that ends the stop: nothing was waited for, so there is no
-    # "schedule".
-    counts = figures(registry, "megascale_recovery_duration_seconds_count")
+    # The event that ends the stop also places the next attempt. No time passes in QUEUED, so there
+    # is no "schedule" part.
+    counts = samples(registry, "megascale_recovery_duration_seconds_count")
     assert counts == {(part,): 1 for part in ("stop", "prepare", "start", "first_step", "total")}
-    sums = figures(registry, "megascale_recovery_duration_seconds_sum")
+    sums = samples(registry, "megascale_recovery_duration_seconds_sum")
     parts = sum(seconds for (part,), seconds in sums.items() if part != "total")
     assert sums[("total",)] == pytest.approx(parts, abs=0.01) and parts > 0
-    assert figures(registry, "megascale_events_total")[("WORKER_EXITED",)] >= 1
+    assert samples(registry, "megascale_events_total")[("WORKER_EXITED",)] >= 1
 
 
-def test_series_of_an_ended_job_go_after_a_while() -> None:
+def test_series_of_an_ended_job_are_dropped_after_an_hour() -> None:
     world = running()
     clock = VirtualClock()
     engine = Engine(Policy(), clock, "token", "here")
@@ -315,6 +313,6 @@ def test_series_of_an_ended_job_go_after_a_while() -> None:
     world.feed(CancelRequested(world.now_s, "a", "enough", "ada"))
     world.run(10.0)
     engine.state, engine.clock = world.state, world.clock
-    assert figures(metrics.registry, "megascale_loss") == {("a",): 2.5}
+    assert samples(metrics.registry, "megascale_loss") == {("a",): 2.5}
     world.run(3700.0)
-    assert figures(metrics.registry, "megascale_loss") == {}
+    assert samples(metrics.registry, "megascale_loss") == {}

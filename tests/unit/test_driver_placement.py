@@ -81,7 +81,7 @@ def test_survivors_keep_their_ranks_and_named_spares_come_first() -> None:
         assert ranks["spare"] == next(part.ranks for part in parts if part.node == lost)
 
 
-def test_what_is_too_small_or_of_another_kind_does_not_stand_in() -> None:
+def test_nodes_too_small_or_of_another_kind_replace_no_lost_node() -> None:
     parts = place(8, 2, [node("n1"), node("n2")])
     assert parts is not None
     survivors = {"n1": node("n1")}

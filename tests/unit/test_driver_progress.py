@@ -25,7 +25,7 @@ from megascale_driver.analysis.progress import (
     standing,
     suspects,
 )
-from megascale_executor.agent.status import worker_status
+from megascale_executor.agent.worker_status import worker_status
 from megascale_executor.agent.workers import Worker
 
 LIMITS = HangLimits()
@@ -74,9 +74,7 @@ def test_standstill_counts_up_to_the_oldest_beat_from_the_newest_write() -> None
     found = standing(beats, PACE, 950.0, LIMITS)
     assert found is not None and found.still_s == 46.0 and not found.hangs
     silent = standing([beats[0], Beat("n1", 935.0, (1,), (status(1, 80.0),))], PACE, 0.0, LIMITS)
-    assert silent is not None and silent.still_s == 5.0, (
-        "a node that is not heard of proves nothing"
-    )
+    assert silent is not None and silent.still_s == 5.0, "a node without heartbeats proves nothing"
 
 
 @given(
@@ -133,7 +131,7 @@ def test_a_group_that_all_members_entered_is_suspected_when_others_wait_for_it()
     ) == [0, 1]
 
 
-def test_where_operations_do_not_tell_the_first_to_stop_are_suspected() -> None:
+def test_without_evidence_from_operations_the_first_to_stop_are_suspected() -> None:
     layout = RankLayout(dp=3)
     assert suspected(layout, status(0, 60.0), status(1, 75.0), status(2, 60.5)) == [1]
     assert suspected(layout, status(0, 60.0), status(1, 60.1), status(2, 60.2)) == [2, 1, 0]

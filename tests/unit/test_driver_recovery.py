@@ -1,6 +1,4 @@
-"""The core, event by event: attempts, blame, budgets, deadlines, requests, and what it says about
-itself.
-"""
+"""The core, event by event: attempts, blame, budgets, deadlines, requests, explanations."""
 
 from __future__ import annotations
 
@@ -10,6 +8,7 @@ import pytest
 from tests.harness.desk import POLICY, Desk, exited
 from tests.harness.simulated_cluster import demo_job
 
+from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_driver.core.events import (
     AttemptOpened,
     CancelRequested,
@@ -36,8 +35,7 @@ from megascale_driver.core.state import (
     Liveness,
     Progress,
     Report,
-    Restore,
-    Sealed,
+    SealedSnapshot,
 )
 
 
@@ -92,7 +90,7 @@ def test_a_node_that_dies_while_its_peers_report_symptoms_is_the_culprit(desk: D
     desk.feed(StreamReset(desk.now_s, "n2", "n2-1"))
     assert isinstance(desk.effects[-1], Probe)
     desk.report("n1", AttemptPhase.IDLE)
-    assert desk.job().phase is JobPhase.STOPPING, "nobody knows yet what has become of n2"
+    assert desk.job().phase is JobPhase.STOPPING, "whether n2 is gone is not known yet"
     desk.feed(ProbeResult(desk.now_s, "n2", "n2-1", "refused"))
     assert (desk.job().attempt, desk.job().evicted) == (2, ("n2",))
     assert [slot.node for slot in desk.job().slots] == ["n1", "n3"]
@@ -106,7 +104,7 @@ def test_the_next_attempt_waits_until_every_node_has_stopped(desk: Desk) -> None
     stale = desk.state.nodes["n1"]
     report = Report(desired_version=stale.desired_version - 1, phase=AttemptPhase.IDLE)
     desk.feed(NodeReport(desk.now_s, "n1", "n1-1", report))
-    assert desk.job().phase is JobPhase.STOPPING, "that report was older than the order to stop"
+    assert desk.job().phase is JobPhase.STOPPING, "the report is older than the order to stop"
     for _ in range(4):
         desk.wait(3.0)
         desk.report("n2", AttemptPhase.IDLE)
@@ -168,7 +166,7 @@ def test_a_quarantine_by_self_check_ends_with_the_incarnation_that_failed_it() -
     assert desk.disposition("n1") == "SCHEDULABLE" and not desk.job().evicted
     desk.feed(EvictRequested(desk.now_s, "n1", "broken fan", "me"))
     desk.hello("n1", boot=3)
-    assert desk.disposition("n1") == "QUARANTINED", "a person said so"
+    assert desk.disposition("n1") == "QUARANTINED", "an operator quarantined it"
 
 
 def test_self_checks_that_fail_everywhere_do_not_quarantine_the_fleet() -> None:
@@ -209,7 +207,7 @@ def test_a_rank_that_only_lost_its_peer_is_not_the_culprit_of_its_node(
 def test_a_damaged_checkpoint_is_refused_and_blames_no_node(desk: Desk) -> None:
     job = desk.job()
     desk.state = replace(
-        desk.state, jobs={"a": replace(job, restore=Restore("STORAGE", 30, 1, "m"))}
+        desk.state, jobs={"a": replace(job, restore=RestorePlan(RestoreSource.STORAGE, 30, 1, "m"))}
     )
     desk.fail(
         "n2",
@@ -222,7 +220,7 @@ def test_a_damaged_checkpoint_is_refused_and_blames_no_node(desk: Desk) -> None:
     assert job.restarts_without_progress == 0 and "CHECKPOINT_REFUSED" in desk.reasons()
 
 
-def test_a_node_that_fails_again_and_again_is_left_and_the_budget_ends_the_job(desk: Desk) -> None:
+def test_a_job_leaves_a_node_that_fails_repeatedly_and_ends_with_its_budget(desk: Desk) -> None:
     for attempt in range(1, 4):
         desk.fail("n2", exited(5, 1001.0, -11))
         desk.stop()
@@ -261,7 +259,7 @@ def test_progress_clears_what_was_counted_in_a_row(desk: Desk) -> None:
 @pytest.mark.parametrize(
     ("phase", "limit_s"), [(JobPhase.PREPARING, 300.0), (JobPhase.STARTING, 900.0)]
 )
-def test_a_phase_that_takes_too_long_names_who_is_late(phase: JobPhase, limit_s: float) -> None:
+def test_a_phase_that_takes_too_long_names_the_late_nodes(phase: JobPhase, limit_s: float) -> None:
     desk = Desk("n1", "n2", "n3")
     desk.submit()
     if phase is JobPhase.STARTING:
@@ -282,7 +280,7 @@ def test_a_phase_that_takes_too_long_names_who_is_late(phase: JobPhase, limit_s:
     assert desk.job().stop_reason.endswith("not ready: n2")
 
 
-def test_a_lateness_of_all_is_the_fault_of_none() -> None:
+def test_if_all_nodes_are_late_none_is_blamed() -> None:
     desk = Desk("n1", "n2", "n3")
     desk.submit()
     for _ in range(61):
@@ -325,7 +323,7 @@ def test_a_node_that_comes_back_before_the_verdict_is_alive_again(desk: Desk) ->
     assert desk.liveness("n2") == "ALIVE" and desk.job().attempt == 1
 
 
-def test_a_refused_probe_proves_nothing_while_the_link_stands(desk: Desk) -> None:
+def test_a_refused_probe_proves_nothing_while_the_link_is_open(desk: Desk) -> None:
     desk.feed(ProbeResult(desk.now_s, "n2", "n2-1", "refused"))
     assert desk.state.nodes["n2"].liveness is Liveness.ALIVE
     desk.feed(StreamReset(desk.now_s, "n2", "an older incarnation"))
@@ -335,7 +333,7 @@ def test_a_refused_probe_proves_nothing_while_the_link_stands(desk: Desk) -> Non
     )
 
 
-def test_commits_are_believed_only_of_attempts_that_were_issued(desk: Desk) -> None:
+def test_commits_count_only_of_attempts_that_were_issued(desk: Desk) -> None:
     desk.report(
         "n1", AttemptPhase.RUNNING, progress=(Progress("a", (), 40, 7), Progress("ghost", (), 9, 1))
     )
@@ -346,7 +344,7 @@ def test_commits_are_believed_only_of_attempts_that_were_issued(desk: Desk) -> N
     assert desk.reasons().count("CHECKPOINT_COMMITTED") == 1
 
 
-def test_completed_steps_prove_that_silent_nodes_are_there(desk: Desk) -> None:
+def test_completed_steps_prove_that_silent_nodes_are_alive(desk: Desk) -> None:
     for step in range(1, 30):
         desk.now_s += 1.0
         desk.feed(Tick(desk.now_s, (("a", 1, step),)))
@@ -363,7 +361,7 @@ def test_a_blocked_loop_suspends_verdicts_over_silence(desk: Desk) -> None:
     assert all(node.liveness is not Liveness.ALIVE for node in desk.state.nodes.values())
 
 
-def test_the_committer_is_asked_again_and_then_given_up() -> None:
+def test_the_committer_is_called_again_and_then_given_up() -> None:
     desk = Desk("n1", "n2")
     desk.feed(JobSubmitted(desk.now_s, demo_job("a", spares=0), "me"))
     for name in ("n1", "n2"):
@@ -374,9 +372,9 @@ def test_the_committer_is_asked_again_and_then_given_up() -> None:
         desk.feed(OpenFailed(desk.now_s, "a", 1, "disk is gone"))
         desk.wait(1.1)
     assert desk.job().phase is JobPhase.STOPPING and "disk is gone" in desk.job().stop_reason
-    late = AttemptOpened(desk.now_s, "a", 1, Restore(), "n1:2")
+    late = AttemptOpened(desk.now_s, "a", 1, RestorePlan(), "n1:2")
     desk.feed(late)
-    assert desk.job().phase is JobPhase.STOPPING, "an answer that came too late starts nothing"
+    assert desk.job().phase is JobPhase.STOPPING, "a late answer starts nothing"
 
 
 def test_only_a_snapshot_that_every_rank_still_holds_counts_as_sealed(desk: Desk) -> None:
@@ -384,7 +382,7 @@ def test_only_a_snapshot_that_every_rank_still_holds_counts_as_sealed(desk: Desk
 
     def hold(node: str, ranks: range, *steps: tuple[int, int], digest: str = "d") -> None:
         sealed = tuple(
-            Sealed(rank, attempt, step, digest) for rank in ranks for step, attempt in steps
+            SealedSnapshot(rank, attempt, step, digest) for rank in ranks for step, attempt in steps
         )
         desk.report(node, AttemptPhase.RUNNING, progress=(Progress("a", sealed),))
 
@@ -420,7 +418,7 @@ def test_a_request_is_carried_out_once(desk: Desk) -> None:
     assert not desk.state.requests
 
 
-def test_cancel_stops_at_once_and_stays(desk: Desk) -> None:
+def test_cancel_stops_at_once_and_for_good(desk: Desk) -> None:
     desk.feed(CancelRequested(desk.now_s, "a", "enough", "me"))
     assert all(desk.state.nodes[name].desired.phase is DesiredPhase.IDLE for name in ("n1", "n2"))
     desk.stop()
@@ -430,11 +428,11 @@ def test_cancel_stops_at_once_and_stays(desk: Desk) -> None:
     assert desk.job().attempt == 1
 
 
-def test_a_waiting_job_says_what_it_waits_for(desk: Desk) -> None:
+def test_explain_names_what_a_waiting_job_waits_for(desk: Desk) -> None:
     desk.feed(EvictRequested(desk.now_s, "n3", "bad fan", "me"))
     desk.feed(JobSubmitted(desk.now_s, demo_job("b"), "me"))
     assert explain(desk.state, "b", desk.now_s, POLICY) == (
-        "job b waits: needs 2 nodes with 4 cpu devices, 0 schedulable nodes are idle; "
+        "job b is waiting: it needs 2 nodes with 4 cpu devices, 0 schedulable nodes are idle; "
         "n1 runs job a; n2 runs job a; n3 is quarantined (bad fan)"
     )
     assert (
@@ -459,8 +457,11 @@ def test_higher_priority_goes_first() -> None:
 
 def test_a_new_leader_places_nothing_before_the_known_nodes_had_time_to_return() -> None:
     desk = Desk("n1", "n2", "n3", "n4")
-    desk.state = replace(desk.state, nodes={n: replace(v, liveness=Liveness.UNKNOWN, connected=False)
-                                            for n, v in desk.state.nodes.items()})  # fmt: skip
+    unknown = {
+        name: replace(node, liveness=Liveness.UNKNOWN, connected=False)
+        for name, node in desk.state.nodes.items()
+    }
+    desk.state = replace(desk.state, nodes=unknown)
     desk.feed(LeaderStarted(desk.now_s, "there"))
     desk.submit()
     for name in ("n3", "n4"):

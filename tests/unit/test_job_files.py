@@ -25,8 +25,8 @@ from megascale_common.job.wire.fields import (
     job_fields,
     proto_comments,
 )
+from megascale_driver.commands.init import PRESETS, job_template
 from megascale_driver.commands.plan import plan_job
-from megascale_driver.commands.template import PRESETS, job_template
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Defaults that a comment tells in words.
@@ -200,8 +200,8 @@ def test_the_plan_of_a_job_that_can_be_reckoned_by_hand() -> None:
 @pytest.mark.parametrize(
     ("changes", "devices_per_node", "memory_bytes", "field", "said"),
     [
-        ({}, 1, 0, "parallelism.tp", "does not fit into a node of 1"),
-        ({}, 8, 1000, "parallelism", "of the device's"),
+        ({}, 1, 0, "parallelism.tp", "does not fit on a node of 1"),
+        ({}, 8, 1000, "parallelism", "GiB, the device has"),
         ({"model": {"heads": 3}}, 8, 0, "model.hidden_size", "not a multiple of model.heads = 3"),
         ({"parallelism": {"pp": 0}}, 8, 0, "parallelism.pp", "0 is not positive"),
         (

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from tests.harness.training import tiny_job
 
-from megascale_common.job.config import from_dict
+from megascale_common.job.config import from_accepted
 from megascale_trainer.optimizer.learning_rate import learning_rate
 
 
 @pytest.mark.parametrize("decay", ["cosine", "linear"])
 def test_warm_up_peak_and_end(decay: str) -> None:
-    config = from_dict(
+    config = from_accepted(
         tiny_job(
             training={"steps": 101},
             schedule={"warmup_steps": 10, "decay": decay, "min_ratio": 0.1},
@@ -30,7 +30,7 @@ def test_warm_up_peak_and_end(decay: str) -> None:
 
 
 def test_constant_without_warm_up() -> None:
-    config = from_dict(
+    config = from_accepted(
         tiny_job(
             schedule={"warmup_steps": 0, "decay": "constant"}, optimizer={"learning_rate": 0.5}
         )
@@ -39,7 +39,7 @@ def test_constant_without_warm_up() -> None:
 
 
 def test_a_run_of_one_step() -> None:
-    config = from_dict(
+    config = from_accepted(
         tiny_job(
             training={"steps": 1}, schedule={"warmup_steps": 0}, optimizer={"learning_rate": 0.5}
         )

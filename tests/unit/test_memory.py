@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.harness.kept_memory import OwnMemory, kept_bytes, layers_job
 from tests.harness.training import hiding, tiny_job
 
-from megascale_common.job.config import from_dict
+from megascale_common.job.config import from_accepted
 from megascale_common.sizes.memory import largest_rank_memory, rank_memory
 from megascale_common.sizes.parameter_table import parameter_table
 from megascale_kernels.operators import torch_operators
@@ -34,12 +34,12 @@ def test_activations_of_a_layer(
 ) -> None:
     few, many = (layers_job(layers, model, recompute=recompute, **parallelism) for layers in (2, 6))
     measured = kept_bytes(many, torch_operators()) - kept_bytes(few, torch_operators())
-    estimate = [rank_memory(from_dict(job), 0).activations_bytes for job in (few, many)]
+    estimate = [rank_memory(from_accepted(job), 0).activations_bytes for job in (few, many)]
     assert estimate[1] - estimate[0] == pytest.approx(measured, rel=0.03)
 
 
 def test_buffers_are_exact() -> None:
-    config = from_dict(layers_job(4, {}, tp=2, dp=4))
+    config = from_accepted(layers_job(4, {}, tp=2, dp=4))
     table, need = parameter_table(config, 0), rank_memory(config, 0)
     elements = sum(plan.elements for plan in table.buffers)
     assert (need.parameters_bytes, need.gradients_bytes) == (2 * elements, 4 * elements)
@@ -60,7 +60,7 @@ def test_buffers_are_exact() -> None:
 def test_peer_memory_is_what_the_trainer_takes(
     tp: int, rows: int, micro_batch_size: int, hidden_size: int, precision: str, overlap: bool
 ) -> None:
-    config = from_dict(
+    config = from_accepted(
         tiny_job(
             model={"sequence_length": 4 * rows, "hidden_size": hidden_size, "heads": 4},
             parallelism={"tp": tp, "overlap": {"tp": overlap}},
@@ -90,11 +90,11 @@ def test_peer_memory_is_what_the_trainer_takes(
 @pytest.mark.parametrize(("pp", "virtual_stages"), [(4, 1), (2, 2), (4, 2), (2, 4)])
 def test_as_many_layers_are_alive_as_the_schedule_says(pp: int, virtual_stages: int) -> None:
     few, many = (
-        rank_memory(from_dict(layers_job(layers, {})), 0).activations_bytes for layers in (2, 6)
+        rank_memory(from_accepted(layers_job(layers, {})), 0).activations_bytes for layers in (2, 6)
     )
     layer_bytes = (many - few) // 4
     head_bytes = few - 2 * layer_bytes
-    config = from_dict(layers_job(8, {}, pp=pp, virtual_stages=virtual_stages))
+    config = from_accepted(layers_job(8, {}, pp=pp, virtual_stages=virtual_stages))
     for stage in range(pp):
         chunks = parameter_table(config, stage).chunks
         alive = most = 0
@@ -107,7 +107,7 @@ def test_as_many_layers_are_alive_as_the_schedule_says(pp: int, virtual_stages: 
 
 
 def test_earlier_stages_keep_more_micro_batches() -> None:
-    config = from_dict(layers_job(4, {}, pp=4))
+    config = from_accepted(layers_job(4, {}, pp=4))
     stages = [rank_memory(config, rank).activations_bytes for rank in range(4)]
     assert stages[0] == 4 * (stages[2] // 2)
     assert stages[0] > stages[1] > stages[2]
@@ -121,7 +121,7 @@ def test_fused_operators_keep_no_intermediates(model: dict[str, Any]) -> None:
     job = layers_job(1, model)
     plain, fused = (
         rank_memory(
-            from_dict({**job, "training": {**job["training"], "kernels": kernels}}), 0
+            from_accepted({**job, "training": {**job["training"], "kernels": kernels}}), 0
         ).activations_bytes
         for kernels in ("torch", "triton")
     )

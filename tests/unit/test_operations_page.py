@@ -12,20 +12,20 @@ from prometheus_client import CollectorRegistry
 from tests.harness.simulated_cluster import SimulatedCluster, demo_job
 
 from megascale.v1 import link_pb2
+from megascale_checkpoint.committer_client import CommitterClient
 from megascale_checkpoint.concurrency import Pools
 from megascale_checkpoint.jobs import Jobs
 from megascale_checkpoint.metrics import CheckpointMetrics
-from megascale_checkpoint.reporting import Reporter
 from megascale_checkpoint.staging import StagingFolder
 from megascale_common.service.metrics import registry_of
 from megascale_driver.core.events import JobSubmitted, Reason
 from megascale_driver.core.policy import Policy
 from megascale_driver.engine import Engine, Term
 from megascale_driver.metrics import DriverMetrics
-from megascale_executor.agent.diagnosis import CHECKS
 from megascale_executor.agent.link import DriverLink
 from megascale_executor.agent.metrics import AgentMetrics
 from megascale_executor.agent.step_reports import StepReports
+from megascale_executor.diagnostics.registry import BUILT_IN, Registry
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = (REPOSITORY / "docs" / "operations.md").read_text()
@@ -91,7 +91,7 @@ def checkpoint_names(tmp_path: Path) -> set[str]:
     staging = StagingFolder(tmp_path / "staging", "test", "n0", "i0")
     pools = Pools()
     try:
-        jobs = Jobs(staging, pools, Reporter("token"))
+        jobs = Jobs(staging, pools, CommitterClient("token"))
         jobs.job("a").note_persisted(0.5, 100)
         jobs.job("a").note_restored("memory", 0.1, 0)
         return names(registry_of("checkpoint", CheckpointMetrics(jobs, staging)))
@@ -109,7 +109,7 @@ def test_every_metric_is_listed_under_its_service(tmp_path: Path) -> None:
 
 def test_every_diagnostic_check_is_named() -> None:
     section = PAGE.split("\n## Nodes")[1].split("\n## ")[0]
-    assert all(f"`{name}`" in section for name in CHECKS)
+    assert all(f"`{name}`" in section for name in Registry(made() for made in BUILT_IN).names)
 
 
 def test_every_script_and_file_that_the_page_names_is_there() -> None:

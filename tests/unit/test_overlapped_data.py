@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.harness.training import CPU, micro_batches, tiny_job
 
-from megascale_common.job.config import JobConfig, from_dict
+from megascale_common.job.config import JobConfig, from_accepted
 from megascale_common.sizes.parameter_slices import ParameterTable
 from megascale_common.sizes.parameter_table import parameter_table
 from megascale_kernels.operators import torch_operators
@@ -135,7 +135,7 @@ def test_every_bucket_leaves_once_with_the_gradients_of_the_whole_step(
     recompute: str,
     model: dict[str, Any],
 ) -> None:
-    config = from_dict(
+    config = from_accepted(
         tiny_job(
             model={**model, "layers": layers, "sequence_length": 8},
             parallelism={"pp": 1 if stage == "whole" else 2, "recompute": recompute},
@@ -162,7 +162,7 @@ def test_a_bucket_leaves_before_the_backward_of_earlier_layers(
         parallelism={"recompute": recompute},
         training={"global_batch_size": 2, "bucket_mib": 0},
     )
-    config = from_dict(job)
+    config = from_accepted(job)
     table, events = parameter_table(config, 0), list[str]()
 
     def note(kind: str, tensor: torch.Tensor) -> None:
@@ -203,7 +203,7 @@ def _base(tensor: torch.Tensor) -> int:
 
 
 def test_forward_waits_for_a_bucket_just_before_its_first_use() -> None:
-    config = from_dict(tiny_job(training={"bucket_mib": 0, "global_batch_size": 2}))
+    config = from_accepted(tiny_job(training={"bucket_mib": 0, "global_batch_size": 2}))
     table, recorder = parameter_table(config, 0), _Recorder()
     buffers = OverlappedBuffers(table, torch.float32, CPU, ALONE, recorder, micro_batches=2)
     units = table.chunks[0].units

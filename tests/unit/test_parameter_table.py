@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascale_common.job.config import JobConfig, from_dict
+from megascale_common.job.config import JobConfig, from_accepted
 from megascale_common.sizes.parameter_table import (
     STATES,
     parameter_table,
@@ -47,7 +47,7 @@ models = st.fixed_dictionaries(
 
 def _config(model: dict[str, Any], parallelism: dict[str, Any], bucket_mib: int = 64) -> JobConfig:
     training = {"steps": 1, "global_batch_size": 12, "bucket_mib": bucket_mib}
-    return from_dict(
+    return from_accepted(
         {"name": "t", "model": model, "parallelism": parallelism, "training": training}
     )
 

@@ -1,5 +1,6 @@
-"""Commands about a job's checkpoints: list, fetch. (`verify` reads storage and belongs to the
-checkpoint service.)
+"""Commands about a job's checkpoints: list and fetch.
+
+The command verify reads storage and belongs to the checkpoint service; see :mod:`plugins`.
 """
 
 from __future__ import annotations
@@ -56,12 +57,12 @@ def list_checkpoints(name: JobName, cluster: Cluster = None, as_json: Json = Fal
 
 def fetch(
     name: JobName,
-    to: Annotated[Path, typer.Option(metavar="FOLDER", help="A new folder for it.")],
-    step: Annotated[int | None, typer.Option(min=1, help="Which one; default: the newest.")] = None,
+    to: Annotated[Path, typer.Option(metavar="FOLDER", help="New folder for the copy.")],
+    step: Annotated[int | None, typer.Option(min=1, help="Its step; default: the newest.")] = None,
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
-    """Copy a complete checkpoint from its storage, each file compared with the manifest.
+    """Copy a complete checkpoint from its storage, and compare each file with the manifest.
 
     Example: [bold]megascale checkpoint fetch example --to ./newest[/bold]
     """
@@ -84,9 +85,9 @@ def fetch(
             print_json({**facts, "size_bytes": got.size_bytes, "verified": got.verified})
             return
         how = (
-            "every checksum is right"
+            "all checksums match"
             if got.verified == "checksums"
-            else "sizes compared; xxhash is not installed"
+            else "all sizes match; for checksums: pip install xxhash"
         )
         console.print(
             f"step {got.step} of job [bold]{name}[/bold] is in {escape(str(got.folder))}: "

@@ -19,7 +19,7 @@ _Answer = (
 
 
 def nodes(cluster: Cluster = None, as_json: Json = False) -> None:
-    """List all nodes: may they be given work, are they there, what do they do.
+    """List all nodes: liveness, disposition, assignment, job, devices, and the reason.
 
     Example: [bold]megascale nodes[/bold]
     """
@@ -45,7 +45,7 @@ def nodes(cluster: Cluster = None, as_json: Json = False) -> None:
         print_table(
             columns,
             map(_row, listed),
-            empty="no nodes yet; each node's agent dials the driver by itself",
+            empty="no nodes yet; each node's agent connects to the driver when it starts",
         )
 
     with_client(action, cluster, as_json)
@@ -54,7 +54,8 @@ def nodes(cluster: Cluster = None, as_json: Json = False) -> None:
 def diagnose(
     node: NodeName,
     check: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Only this check; may be repeated.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Run only this check; can be repeated."),
     ] = None,
     cluster: Cluster = None,
     as_json: Json = False,
@@ -85,13 +86,13 @@ def cordon(
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
-    """Keep new work off a node; what runs there goes on.
+    """Keep new work off a node; what runs there continues.
 
     Example: [bold]megascale cordon n2 --reason "new cable on Monday"[/bold]
     """
 
     async def action(client: AsyncClient) -> None:
-        _say_answer(
+        _print_answer(
             await client.cordon(node, reason=reason, validate_only=check),
             "cordoned",
             check,
@@ -114,7 +115,7 @@ def uncordon(
     """
 
     async def action(client: AsyncClient) -> None:
-        _say_answer(
+        _print_answer(
             await client.uncordon(node, reason=reason, validate_only=check),
             "schedulable",
             check,
@@ -131,13 +132,13 @@ def evict(
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
-    """Quarantine a node: its work moves to a spare, and it gets none until it is put back.
+    """Quarantine a node: its work moves to a spare, and it gets no work until `uncordon`.
 
     Example: [bold]megascale evict n2 --reason "fan broken"[/bold]
     """
 
     async def action(client: AsyncClient) -> None:
-        _say_answer(
+        _print_answer(
             await client.evict(node, reason=reason, validate_only=check),
             "quarantined",
             check,
@@ -148,7 +149,7 @@ def evict(
 
 
 def cluster(cluster: Cluster = None, as_json: Json = False) -> None:
-    """Say who leads, since when, and how the cluster stands.
+    """Show the leading driver, since when it leads, and the counts of nodes and jobs.
 
     Example: [bold]megascale cluster --json[/bold]
     """
@@ -158,23 +159,24 @@ def cluster(cluster: Cluster = None, as_json: Json = False) -> None:
         if as_json:
             print_json(info)
             return
+        epoch = f"{info.epoch.cluster_generation}.{info.epoch.create_revision}"
         console.print(
-            f"cluster [bold]{info.cluster}[/bold]: {info.nodes_alive} nodes alive, {info.jobs_running} jobs running\n"
-            f"driver {info.leader} (megascale {info.build}) leads since {local_time(info.leader_since)}, "
-            f"epoch {info.epoch.cluster_generation}.{info.epoch.create_revision}"
+            f"cluster [bold]{info.cluster}[/bold]: {info.nodes_alive} nodes alive, "
+            f"{info.jobs_running} jobs running\n"
+            f"driver {info.leader} (megascale {info.build}) leads since "
+            f"{local_time(info.leader_since)}, epoch {epoch}"
         )
 
     with_client(action, cluster, as_json)
 
 
-def _say_answer(answer: _Answer, wanted: str, check: bool, as_json: bool) -> None:
+def _print_answer(answer: _Answer, wanted: str, check: bool, as_json: bool) -> None:
     if as_json:
         print_json(answer)
         return
     disposition = short(types_pb2.NodeDisposition, answer.node.disposition, "NODE_DISPOSITION_")
-    console.print(
-        f"node [bold]{answer.node.name}[/bold] {f'would be {wanted}' if check else f'is {disposition}'}"
-    )
+    outcome = f"would be {wanted}" if check else f"is {disposition}"
+    console.print(f"node [bold]{answer.node.name}[/bold] {outcome}")
     if answer.consequence:
         console.print(answer.consequence, markup=False)
 

@@ -1,6 +1,4 @@
-"""A job's run as it happens: on a terminal a progress bar with events above it, else one line for
-each thing.
-"""
+"""Shows a job while it runs: a progress bar with events above it, or lines for a pipe."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from megascale_cli.output import (
 )
 from megascale_client import TERMINAL_PHASES, AsyncClient
 
-# A watch outlives the restart of a driver with room to spare.
+# Far longer than the restart of a driver takes, so a watch survives one.
 WATCH_RETRY_FOR_S = 120.0
 
 
@@ -57,8 +55,7 @@ async def _watch_json(client: AsyncClient, name: str) -> int:
 
 
 def _status(job: driver_pb2.Job) -> int:
-    # A watch can end before the job only when the driver stays away, which raises: this is a
-    # terminal phase.
+    # The watch has ended, so the job has: without a driver it would have raised an error.
     return OK if job.phase == types_pb2.JOB_PHASE_SUCCEEDED else FAILED
 
 
@@ -99,7 +96,7 @@ class _Lines:
 
 
 class _Bar(_Lines):
-    """For terminals: steps move the bar, all else is printed above it."""
+    """For terminals: steps move the bar, everything else is printed above it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +109,7 @@ class _Bar(_Lines):
             console=console,
         )
         self._task: TaskID | None = None
-        self._held_out = ""  # of the newest evaluation, which most steps have none of
+        self._held_out = ""  # loss of the newest evaluation; most steps have none
 
     def __enter__(self) -> _Bar:
         self._progress.start()
@@ -134,7 +131,7 @@ class _Bar(_Lines):
         self._progress.update(self._task, description=description, total=self._steps)
 
     def step(self, record: types_pb2.StepRecord) -> None:
-        """Move the bar; it goes back when steps are repeated after a restart."""
+        """Move the bar; it moves back when steps are repeated after a restart."""
         if self._task is None:
             return
         self._held_out = evaluation_text(record) or self._held_out

@@ -1,15 +1,14 @@
-"""The synchronous client: the methods of :class:`AsyncClient` under the same names, for scripts and
-notebooks.
+"""The synchronous client for scripts and notebooks, with the methods of :class:`AsyncClient`.
 
     with Client.from_run_folder("runs/current") as client:
         client.submit(load_job("job.yaml"))
         for update in client.watch("example"):
             ...
 
-It holds no logic of its own: each call runs on an :class:`AsyncClient` in a private event-loop
-thread. So it works where the caller's own thread runs a loop (a notebook), from several threads at
-once, and Ctrl-C stops the call under way. An iterator that is left early (``break``, ``close()``,
-Ctrl-C) ends its stream at the driver.
+It has no logic of its own: each call runs on an :class:`AsyncClient` in a private event-loop
+thread. So it works where the caller's own thread runs a loop (a notebook) and from several threads
+at once, and Ctrl-C stops the call in progress. An iterator that is left early (``break``,
+``close()``, Ctrl-C) ends its stream at the driver.
 """
 
 from __future__ import annotations
@@ -80,8 +79,9 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connection and end its thread; calls under way in other threads raise
-        RuntimeError.
+        """Close the connection and end its thread.
+
+        Calls in progress in other threads raise RuntimeError.
         """
         self._loop.stop()
 
@@ -191,40 +191,38 @@ class Client:
 
 
 class _LoopThread:
-    """An event loop on a thread of its own, and the two ways into it: one result, or one after the
-    other.
-    """
+    """An event loop on its own thread, which runs a coroutine or iterates asynchronously."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
         self._loop = asyncio.new_event_loop()
         self._process = os.getpid()
-        # Held while a call is handed over, so that none is when the loop ends and would never
-        # answer. Reentrant: the garbage collector may strike meanwhile, and end an iterator in the
-        # same thread.
+        # Held while a call is handed over, so none is handed to a loop that has ended and would
+        # never answer. Reentrant, because the garbage collector may run at any point in this thread
+        # and end an iterator, which takes the lock again.
         self._lock = threading.RLock()
         self._open = True
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="megascale-client", daemon=True
         )
         self._thread.start()
-        # Before the interpreter freezes the thread: an iterator that is collected later must not
-        # wait for it.
+        # Before the interpreter freezes the thread at its own end: an iterator that is collected
+        # after that must not wait for it.
         atexit.register(self.stop)
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """The coroutine's result; the coroutine is cancelled when the caller is interrupted."""
+        """The coroutine's result; if the caller is interrupted, the coroutine is cancelled."""
         future = self._hand_over(coroutine)
         try:
             return future.result()
         except concurrent.futures.CancelledError:
-            raise RuntimeError("this Client was closed while the call was under way") from None
+            raise RuntimeError("this Client was closed while the call was in progress") from None
         except BaseException:
             future.cancel()
             raise
 
     def iterate(self, source: AsyncIterator[Result]) -> Iterator[Result]:
-        """The items of ``source``, each fetched when it is asked for."""
+        """The items of ``source``, each fetched when the caller takes the next one."""
         assert isinstance(source, AsyncGenerator)
         try:
             while item := self.run(_next(source)):
@@ -233,7 +231,7 @@ class _LoopThread:
             self._abandon(source)
 
     def stop(self) -> None:
-        """Cancel what is under way, close the client and end the thread."""
+        """Cancel calls in progress, close the client and end the thread."""
         atexit.unregister(self.stop)
         with self._lock:
             if not self._usable:
@@ -250,7 +248,7 @@ class _LoopThread:
 
     @property
     def _usable(self) -> bool:
-        # A forked child has the loop but not its thread.
+        # A forked child has a copy of the loop, but not the thread that runs it.
         return self._open and self._process == os.getpid()
 
     def _hand_over(
@@ -260,18 +258,17 @@ class _LoopThread:
             if self._usable:
                 return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         coroutine.close()
-        raise RuntimeError("this Client is closed, or was made before a fork: make a new one")
+        raise RuntimeError("this Client is closed, or was made before a fork: create a new one")
 
     def _abandon(self, source: AsyncGenerator[Any, None]) -> None:
-        """End an iterator that nobody asks any more; the loop's end does it as well."""
-        if (
-            threading.current_thread() is self._thread
-        ):  # collected by the garbage collector, in the loop itself
+        """End an iterator that was left early, and with it its stream at the driver."""
+        # The garbage collector may run on the loop's own thread, which must not wait for itself.
+        if threading.current_thread() is self._thread:
             self._loop.create_task(_finish(source))
             return
         try:
             self.run(_finish(source))
-        except RuntimeError:
+        except RuntimeError:  # closed: the end of the loop has ended the iterator
             return
 
 
@@ -290,8 +287,7 @@ async def _end(client: AsyncClient) -> None:
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
-    # Before the channel closes: its end would look like a driver that stops, and calls would begin
-    # to retry.
+    # Before the channel closes: calls would take that for a driver that stops, and would retry.
     await asyncio.gather(*others, return_exceptions=True)
     await client.close()
     loop = asyncio.get_running_loop()

@@ -1,14 +1,17 @@
-"""The core of a block without copies: attention and activation meet in one matrix, and their
-gradients in another.
+"""What lies between a block's GEMMs, without copies: all of it meets in one matrix each way.
 
-Two autograd nodes stand round the attention. ``_Open`` reads q, k and v (bias, rotary) from the
-input GEMM's result and makes the output GEMM's input, still empty; attention runs between the two
-as itself; ``_Close`` fills the columns of that matrix: the attention's result is copied once, the
-activation writes its own. Backward passes the matrix' gradient through ``_Close`` whole, and
-``_Open`` writes the gradients of q, k, v and of the activation into the columns of one gradient.
-Nothing is concatenated or cut. What backward needs is kept by ``_Open`` and by the attention, so
-that recomputing the core (torch.utils.checkpoint) ends before ``_Close``: neither activation nor
-copy is done again.
+Two autograd nodes stand round the attention:
+
+- ``_Open`` reads q, k and v (bias, rotary) from the input GEMM's result and makes the output GEMM's
+  input, still empty. Its backward writes the gradients of q, k, v and of the activation into the
+  columns of one gradient.
+- The attention runs between the two as an autograd node of its own, whichever backend it has.
+- ``_Close`` fills the columns of that matrix: the attention's result is copied once, the activation
+  writes its own. Its backward passes the matrix' gradient to ``_Open`` whole.
+
+So nothing is concatenated or cut. What backward needs is kept by ``_Open`` and by the attention
+alone: recomputing the operator (torch.utils.checkpoint) ends before ``_Close``, and neither the
+activation nor the copy is done again.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from megascale_kernels.parameter import Parameter
 from megascale_kernels.rotary import Heads, RotaryTable
 
 
-def core(
+def block_inner(
     inputs: torch.Tensor,
     bias: Parameter | None,
     heads: Heads,
@@ -33,12 +36,13 @@ def core(
     rotary: RotaryTable | None,
     mask: AttentionMask,
 ) -> torch.Tensor:
-    """Fused :func:`megascale_kernels.block_inner.core`, of float32 or bf16."""
+    """Fused :func:`megascale_kernels.block_inner.block_inner`, of float32 or bf16."""
     value, main_grad = (None, None) if bias is None else (bias.value, bias.main_grad)
     q, k, v, joined = _Open.apply(  # type: ignore[no-untyped-call]
         inputs, value, main_grad, heads, activation, rotary, mask.by_position
     )
     attended = attention(q, k, v, mask)
+    # Detached: the gradients of inputs and bias come from _Open alone; _Close has no edge to them.
     constant = None if value is None else value.detach()
     filled: torch.Tensor = _Close.apply(  # type: ignore[no-untyped-call]
         joined, attended, inputs.detach(), constant, heads, activation, mask.by_position
@@ -47,6 +51,8 @@ def core(
 
 
 class _Open(torch.autograd.Function):
+    """(inputs) to (q, k, v, the empty output matrix); their gradients to that of ``inputs``."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -86,6 +92,8 @@ class _Open(torch.autograd.Function):
 
 
 class _Close(torch.autograd.Function):
+    """(matrix, attention's result) to the same matrix, filled in place."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -103,6 +111,7 @@ class _Close(torch.autograd.Function):
             write_activation(
                 joined[..., heads.query * heads.size :], inputs[..., heads.width :], own, activation
             )
+        # Filled in place, and still the output of _Open: its gradient reaches _Open as joined's.
         ctx.mark_dirty(joined)
         ctx.heads, ctx.by_position = heads, by_position
         return joined
@@ -110,6 +119,8 @@ class _Close(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_joined: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         heads = ctx.heads
+        # Attention's share is copied into the layout that its backend reads; the activation's stays
+        # where it is, in columns that _Open's backward reads.
         d_joined = d_joined.contiguous()
         d_attended = read_plain(d_joined, heads.query, heads.size, by_position=ctx.by_position)
         return d_joined, d_attended, None, None, None, None, None

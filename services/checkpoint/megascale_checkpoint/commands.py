@@ -1,4 +1,4 @@
-"""``megascale checkpoint``: look at checkpoints on storage, without a cluster."""
+"""``megascale checkpoint list`` and ``verify``: checkpoints on storage, without a cluster."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ app = typer.Typer(
 
 
 def _absolute(uri: str) -> str:
-    # Storage refuses relative paths, since each node would resolve them itself; here there is one
-    # machine.
+    # Storage refuses relative paths, because each node would resolve them in its own working
+    # directory; this command runs on one machine.
     return uri if "://" in uri else str(Path(uri).expanduser().absolute())
 
 
@@ -61,7 +61,9 @@ def list_checkpoints(uri: Uri, as_json: AsJson = False) -> None:
 
 @app.command("verify")
 def verify(uri: Uri, as_json: AsJson = False) -> None:
-    """Check every byte of every complete checkpoint below URI; the status is 1 when one is damaged.
+    """Check every byte of every complete checkpoint below URI.
+
+    The exit status is 1 when a checkpoint is damaged.
 
     Example: megascale checkpoint verify /data/checkpoints/example
     """
@@ -71,9 +73,8 @@ def verify(uri: Uri, as_json: AsJson = False) -> None:
         problems = verify_commit(record, join(uri, record.values["manifest"]))
         results.append({**_row(uri, record), "problems": problems})
         if not as_json:
-            typer.echo(
-                f"step {record.step} of attempt {record.attempt}: {'damaged' if problems else 'whole'}"
-            )
+            state = "damaged" if problems else "whole"
+            typer.echo(f"step {record.step} of attempt {record.attempt}: {state}")
             for problem in problems:
                 typer.echo(f"  {problem}")
     if as_json:

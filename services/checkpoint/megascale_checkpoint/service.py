@@ -1,6 +1,4 @@
-"""CheckpointService: the daemon's gRPC face, for the driver, the node's agent and the daemons of
-other nodes.
-"""
+"""CheckpointService over gRPC, for the driver, the node's agent and daemons of other nodes."""
 
 from __future__ import annotations
 
@@ -12,9 +10,9 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
-from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc, driver_pb2, link_pb2, types_pb2
+from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc, driver_pb2
 from megascale_checkpoint.committer import Committer
-from megascale_checkpoint.decision import Sealed
+from megascale_checkpoint.committer_client import HOLD_S
 from megascale_checkpoint.errors import (
     CheckpointError,
     NotFoundError,
@@ -24,22 +22,17 @@ from megascale_checkpoint.errors import (
     UnusableError,
 )
 from megascale_checkpoint.jobs import Jobs
-from megascale_checkpoint.reporting import HOLD_S
-from megascale_common.node.identity import is_dns_label
+from megascale_checkpoint.restore_decision import SealedStep
+from megascale_common.job.names import is_dns_label
+from megascale_common.job.restore import RestoreSource
+from megascale_common.job.wire import restore
 
 SERVICE = checkpoint_pb2.DESCRIPTOR.services_by_name["CheckpointService"].full_name
-_SOURCES = {
-    "none": types_pb2.RESTORE_SOURCE_NONE,
-    "memory": types_pb2.RESTORE_SOURCE_MEMORY,
-    "storage": types_pb2.RESTORE_SOURCE_STORAGE,
-}
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
-    """Errors: INVALID_ARGUMENT (bad request), FAILED_PRECONDITION (superseded, or no checkpoint of
-    the job is usable), NOT_FOUND (load_uri), UNAVAILABLE, DATA_LOSS.
-    """
+    """The calls of proto/megascale/v1/checkpoint.proto; :func:`_abort` maps errors to statuses."""
 
     def __init__(self, jobs: Jobs, committer: Committer) -> None:
         self._jobs, self._committer = jobs, committer
@@ -55,35 +48,27 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
                 request.uri,
                 request.attempt,
                 request.world_size,
-                Sealed(request.sealed_step, request.sealed_by_attempt),
+                SealedStep(request.sealed_step, request.sealed_by_attempt),
                 frozenset(request.refused_steps),
                 (request.epoch.cluster_generation, request.epoch.create_revision),
                 request.load_uri,
             )
         except (CheckpointError, OSError) as error:
             await _abort(context, error)
-        if (
-            decision.source == "storage" and decision.attempt
-        ):  # what another job wrote is none of our checkpoints
+        plan = decision.plan
+        # Attempt 0: another job wrote it, so it is no commit of this one.
+        if plan.source is RestoreSource.STORAGE and plan.written_by_attempt:
             self._jobs.job(request.job).note_commit(
-                decision.step, decision.attempt, decision.manifest_uri
+                plan.step, plan.written_by_attempt, plan.manifest_uri
             )
-        plan = link_pb2.RestorePlan(
-            source=_SOURCES[decision.source],
-            step=decision.step,
-            written_by_attempt=decision.attempt,
-            manifest_uri=decision.manifest_uri,
-        )
         return checkpoint_pb2.OpenAttemptResponse(
-            restore=plan, log_seq=record.seq, refused=decision.passed_over
+            restore=restore.to_proto(plan), log_seq=record.seq, refused=decision.passed_over
         )
 
     async def ReportPrepared(
         self, request: checkpoint_pb2.ReportPreparedRequest, context: Context
     ) -> checkpoint_pb2.ReportPreparedResponse:
-        """See proto/megascale/v1/checkpoint.proto. Answers when the step is complete, at the latest
-        after HOLD_S.
-        """
+        """See proto/megascale/v1/checkpoint.proto. Answers once complete, or after HOLD_S."""
         try:
             manifest_uri = await self._committer.report(request)
         except (CheckpointError, OSError) as error:
@@ -99,12 +84,10 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
     async def WatchProgress(
         self, request: checkpoint_pb2.WatchProgressRequest, context: Context
     ) -> AsyncIterator[checkpoint_pb2.WatchProgressResponse]:
-        """See proto/megascale/v1/checkpoint.proto. Changes while a message is sent are told in the
-        next one.
-        """
+        """See proto/megascale/v1/checkpoint.proto. Changes during a send go into the next one."""
         sent = None
         while True:
-            # Taken before the look, so that a change during the send is not missed.
+            # Taken before the state is read: the send awaits, and a change during it must wake us.
             changed = self._jobs.changed.next()
             response = checkpoint_pb2.WatchProgressResponse(jobs=self._jobs.progress())
             if response != sent:
@@ -156,9 +139,9 @@ def _check_open(request: checkpoint_pb2.OpenAttemptRequest) -> None:
     if request.attempt < 1:
         raise RequestError("attempt is 0; attempts count from 1")
     if request.world_size < 1:
-        raise RequestError(f"world_size is {request.world_size}; it is at least 1")
+        raise RequestError(f"world_size is {request.world_size}; it must be at least 1")
     if request.sealed_step and not request.sealed_by_attempt:
-        raise RequestError("sealed_step is given without sealed_by_attempt")
+        raise RequestError("sealed_step is given without sealed_by_attempt; give both or neither")
 
 
 async def _abort(context: Context, error: Exception) -> NoReturn:

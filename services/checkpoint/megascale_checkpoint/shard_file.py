@@ -1,10 +1,9 @@
-"""The file that one rank writes for one checkpoint: standard safetensors, one 1-D tensor per
-primary piece.
+"""The file format of one rank's part of a checkpoint: standard safetensors, one tensor per piece.
 
-The metadata says for every tensor which flat range of which box of which global parameter it is, so
-that any later layout finds what it needs, and its checksum, so that what is read is verified
-without reading the whole file. The header carries its own checksum too: a flipped bit in an offset
-would otherwise go unseen.
+Each 1-D tensor is one primary piece. Its metadata name the flat range, the box and the global
+parameter that it covers, so any later layout finds what it needs, and hold its checksum, so a piece
+is verified without reading the whole file. The header has a checksum of its own, because otherwise
+a flipped bit in an offset would go undetected.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class StoredPiece:
-    """A piece in a file: ``piece.slot_offset_bytes`` is its offset in ``file``."""
+    """A piece in a file; ``piece.slot_offset_bytes`` is its offset in bytes in ``file``."""
 
     piece: ShardPiece
     checksum: str
@@ -54,8 +53,9 @@ class StoredPiece:
 
 
 def primary(layout: ShardLayout, checksums: tuple[str, ...]) -> list[tuple[ShardPiece, str]]:
-    """What a rank writes: its primary pieces that hold anything, each with its checksum, in the
-    order of the slot.
+    """The pieces that a rank writes, each with its checksum, in the order of the slot.
+
+    These are the primary ones that are not empty; replicas are written by one rank only.
     """
     chosen = [
         (p, c) for p, c in zip(layout.pieces, checksums, strict=True) if p.primary and p.size_bytes
@@ -91,7 +91,7 @@ def encode_header(origin: Origin, pieces: list[tuple[ShardPiece, str]]) -> bytes
         )
         offset += piece.size_bytes
     header["__metadata__"] = metadata
-    # The checksum of everything else goes where safetensors readers look for strings.
+    # Safetensors allows strings only in __metadata__, so the checksum of all the rest goes there.
     metadata[RECORD_CHECKSUM] = json.loads(dump_record(header))[RECORD_CHECKSUM]
     body = json.dumps(header, separators=(",", ":")).encode()
     body += b" " * (-(_LENGTH.size + len(body)) % ALIGNMENT)
@@ -104,8 +104,8 @@ def file_chunks(
     """The file's bytes straight from the slot, without a copy.
 
     Raises:
-        DamagedError: a piece is not what was sealed (whoever wrote into the sealed slot spoiled
-            this checkpoint only).
+        DamagedError: a piece has changed since it was sealed. A stray write into a sealed slot
+            costs this checkpoint only.
     """
     yield memoryview(header)
     for piece, digest in pieces:
@@ -128,7 +128,7 @@ def read_header(storage: Storage, file: str, origin: Origin) -> list[StoredPiece
     prefix = memoryview(bytearray(_LENGTH.size))
     read_exactly(storage, file, 0, prefix)
     (length,) = _LENGTH.unpack(prefix)
-    if length > MAX_HEADER_BYTES:
+    if length > MAX_HEADER_BYTES:  # a flipped bit here must not allocate exabytes
         raise DamagedError(file, f"announces a header of {length} bytes")
     body = memoryview(bytearray(length))
     read_exactly(storage, file, _LENGTH.size, body)
@@ -143,8 +143,11 @@ def read_header(storage: Storage, file: str, origin: Origin) -> list[StoredPiece
 
 
 def read_exactly(storage: Storage, file: str, offset: int, target: memoryview) -> None:
-    """Fill ``target``. DamagedError when the file is missing or too short, OSError when the storage
-    does not answer.
+    """Fill ``target`` from ``offset`` on.
+
+    Raises:
+        DamagedError: the file is missing or too short.
+        OSError: the storage does not answer.
     """
     try:
         count = storage.read_into(file, offset, target)
@@ -159,7 +162,9 @@ def _checked(body: bytes, file: str) -> dict[str, Any]:
         header = json.loads(body)
         expected = header["__metadata__"].pop(RECORD_CHECKSUM)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(file, "its header is not that of a safetensors file of ours") from error
+        raise DamagedError(
+            file, "its header is not that of a megascale safetensors file"
+        ) from error
     return load_record(json.dumps({**header, RECORD_CHECKSUM: expected}).encode(), file)
 
 

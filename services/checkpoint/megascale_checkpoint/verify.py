@@ -13,7 +13,7 @@ from megascale_checkpoint.storage import Storage
 
 
 def verify_commit(record: Record, manifest_uri: str) -> list[str]:
-    """What is wrong with a checkpoint, each problem naming its file; nothing when it is whole."""
+    """The problems of a checkpoint, each with its file's name; none when it is whole."""
     try:
         storage, manifest = manifests.load(manifest_uri)
         if checksum(storage.read(manifests.NAME)) != record.values["manifest_xxh3"]:
@@ -30,7 +30,7 @@ def verify_commit(record: Record, manifest_uri: str) -> list[str]:
 
 
 def verify_file(storage: Storage, file: File) -> None:
-    """Read one file whole. DamagedError when its size or checksum is not the manifest's."""
+    """Read a whole file. Raises DamagedError when its size or checksum is not the manifest's."""
     name = f"{storage.uri}/{file.path}"
     manifests.check_size(storage, file)
     hasher = xxhash.xxh3_128()

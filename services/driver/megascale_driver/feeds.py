@@ -1,8 +1,8 @@
-"""What watchers of jobs see: a bounded ring of updates per job, with resume tokens.
+"""Feeds of jobs for their watchers: a bounded ring of updates per job, with resume tokens.
 
-A token names this process's ring and a position in it. A token of another process (the driver was
-restarted) starts over with everything that is held; one that has fallen off the ring is refused, so
-that no gap goes unseen.
+A token names this process's ring and a position in it. With a token of another process (the driver
+was restarted) a watcher gets everything that is held, from the start. A position that is no longer
+in the ring is refused, so that a watcher never misses updates without an error.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from megascale.v1 import driver_pb2, types_pb2
 
 RING_UPDATES = 20_000  # of one job
 MAX_TOKEN_DIGITS = 18
-KEPT_ENDED = 64  # ended jobs whose updates are all kept, for those who watch late
-ENDED_UPDATES = 500  # kept of the others
-BATCH_UPDATES = 256  # handed out before other tasks get a turn
+KEPT_ENDED = 64  # ended jobs whose feeds are kept whole, for late watchers
+ENDED_UPDATES = 500  # kept of each other ended job
+BATCH_UPDATES = 256  # sent before other tasks get a turn
 
 
 class TokenExpired(ValueError):
     """The position named by a resume token is no longer held."""
 
 
-class Feed:
-    """Updates of one job, oldest first."""
+class JobFeed:
+    """The updates of one job, oldest first."""
 
     def __init__(self, ring_id: str) -> None:
         self.last_record: types_pb2.StepRecord | None = None
@@ -38,21 +38,19 @@ class Feed:
         self._changed = asyncio.Event()
 
     def add_job(self, job: driver_pb2.Job, ended: bool) -> None:
-        """The job's state has changed; ``ended``: nothing comes after it."""
+        """Add a new state of the job; ``ended``: it is the last update."""
         self.ended = ended
         self._add(driver_pb2.WatchJobResponse(job=job))
 
     def add_event(self, event: types_pb2.Event) -> None:
-        """A line was added to the audit log; lines that were added before are passed over."""
+        """Add a line of the audit log; lines that were added before are ignored."""
         if event.seq <= self._last_event:
             return
         self._last_event = event.seq
         self._add(driver_pb2.WatchJobResponse(event=event))
 
     def add_step(self, record: types_pb2.StepRecord) -> bool:
-        """A step was completed; False when it is known already (executors repeat what was not
-        acknowledged).
-        """
+        """Add a step record; False if it is known (agents repeat what was not acknowledged)."""
         last = self.last_record
         if last is not None and (record.attempt, record.step) <= (last.attempt, last.step):
             return False
@@ -64,11 +62,12 @@ class Feed:
         """Updates behind ``token`` as they come, until the job has ended.
 
         Raises:
-            TokenExpired: the position has fallen off the ring.
+            TokenExpired: the position is no longer in the ring.
             ValueError: not a token.
         """
         position = self._position(token)
         while True:
+            # Taken before the ring is read: an update that is added after the last read sets it.
             changed = self._changed
             first = self._next - len(self._updates)
             if position < first:
@@ -89,7 +88,7 @@ class Feed:
             await changed.wait()
 
     def shrink(self) -> None:
-        """Let go of all but the newest ENDED_UPDATES updates."""
+        """Drop all but the newest ENDED_UPDATES updates."""
         while len(self._updates) > ENDED_UPDATES:
             self._updates.popleft()
 
@@ -99,7 +98,7 @@ class Feed:
         if not token or (ring_id != self._ring_id and is_number):
             return self._next - len(self._updates)
         if not is_number or int(number) > self._next:
-            raise ValueError(f"resume_token {token!r} is not one that WatchJob gave out")
+            raise ValueError(f"{token!r} is not a token that WatchJob returned")
         return int(number)
 
     def _add(self, update: driver_pb2.WatchJobResponse) -> None:
@@ -110,27 +109,25 @@ class Feed:
         self._changed = asyncio.Event()
 
 
-class Feeds:
+class JobFeeds:
     """The feeds of all jobs of one driver process."""
 
     def __init__(self) -> None:
         self._ring_id = secrets.token_hex(6)
-        self._feeds: dict[str, Feed] = {}
+        self._feeds: dict[str, JobFeed] = {}
 
-    def of(self, job: str) -> Feed:
-        """The feed of a job, made on first use."""
-        return self._feeds.setdefault(job, Feed(self._ring_id))
+    def of(self, job: str) -> JobFeed:
+        """The feed of a job, created on first use."""
+        return self._feeds.setdefault(job, JobFeed(self._ring_id))
 
     def release(self, job: str) -> None:
-        """The job has ended: its feed is kept whole until KEPT_ENDED others have ended, then its
-        tail only.
-        """
+        """The job has ended: keep its feed whole, then its tail once KEPT_ENDED others ended."""
         self._feeds[job] = self._feeds.pop(job)
         ended = [feed for feed in self._feeds.values() if feed.ended]
         for feed in ended[:-KEPT_ENDED]:
             feed.shrink()
 
     def record_of(self, job: str) -> types_pb2.StepRecord | None:
-        """Newest step record of a job."""
+        """The newest step record of a job; None before the first."""
         feed = self._feeds.get(job)
         return feed.last_record if feed is not None else None

@@ -1,4 +1,8 @@
-"""What handlers share: errors on the wire with their details, streams that end when they have to."""
+"""Decorators for the methods of DriverService, and streams that can be ended from outside.
+
+``answers`` and ``streams`` turn an RpcError into the status on the wire, and an unexpected
+exception into INTERNAL with a line in the driver's log.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ _log = logs.get(__name__)
 def answers(
     method: Callable[[Any, Any, Context], Awaitable[Answer]],
 ) -> Callable[[Any, Any, Context], Awaitable[Answer]]:
-    """For handlers of unary calls."""
+    """For methods that return one response."""
 
     @functools.wraps(method)
     async def handler(self: Any, request: Any, context: Context) -> Answer:
@@ -46,7 +50,7 @@ def answers(
 def streams(
     method: Callable[[Any, Any, Context], AsyncIterator[Answer]],
 ) -> Callable[[Any, Any, Context], AsyncIterator[Answer]]:
-    """For handlers that answer with a stream."""
+    """For methods that return a stream of responses."""
 
     @functools.wraps(method)
     async def handler(self: Any, request: Any, context: Context) -> AsyncIterator[Answer]:
@@ -70,7 +74,7 @@ def streams(
 
 
 def invalid(field: str, problem: str) -> RpcError:
-    """A request that cannot be carried out as it stands."""
+    """The error of a request with a wrong field."""
     return RpcError(
         grpc.StatusCode.INVALID_ARGUMENT,
         "BAD_REQUEST",
@@ -80,7 +84,7 @@ def invalid(field: str, problem: str) -> RpcError:
 
 
 async def until_set(event: asyncio.Event, answers: AsyncIterator[Answer]) -> AsyncIterator[Answer]:
-    """Pass ``answers`` on until they end or ``event`` is set."""
+    """Pass ``answers`` on until they end or ``event`` is set, whatever they wait for then."""
     ended = asyncio.ensure_future(event.wait())
     coming: asyncio.Future[Answer] | None = None
     try:

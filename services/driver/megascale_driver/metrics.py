@@ -1,7 +1,7 @@
-"""What the driver tells Prometheus: jobs, nodes, steps, recoveries, the audit log in numbers.
+"""The driver's metrics for Prometheus: jobs, nodes, steps, recoveries, lines of the audit log.
 
-Gauges are read off the state at each scrape; counters and histograms count what this process has
-seen since its start.
+Gauges are read from the state at each scrape; counters and histograms count from the start of this
+process.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ STEP_BUCKETS_S = (
     math.inf,
 )
 RECOVERY_BUCKETS_S = (0.1, 0.3, 1, 2, 3, 5, 10, 15, 20, 30, 60, 120, 300, 600, 1800, math.inf)
-# Series of a job that has ended stay for a last scrape, then go.
+# How long the series of an ended job are kept, so that they are scraped to the end.
 ENDED_JOB_KEPT_S = 3600.0
-# Which part of a recovery the phase is that a job leaves.
+# The part of a recovery that each phase is; observed when the job leaves the phase.
 _PARTS = {
     JobPhase.STOPPING: "stop",
     JobPhase.QUEUED: "schedule",
@@ -56,7 +56,7 @@ _PARTS = {
 
 
 class DriverMetrics(Collector):
-    """Observes one engine; :attr:`registry` is what is served."""
+    """Observes one engine; :attr:`registry` is served."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -74,12 +74,13 @@ class DriverMetrics(Collector):
             registry=into,
         )
         self._recovery = Histogram(
-            "megascale_recovery_duration_seconds", "Parts of a recovery, and the whole from verdict to first new step.",
+            "megascale_recovery_duration_seconds",
+            "Parts of a recovery, and the whole from verdict to first new step.",
             ["phase"], buckets=RECOVERY_BUCKETS_S, registry=into,
         )  # fmt: skip
         self._tokens = Total(
             "megascale_tokens",
-            "Tokens trained on; steps done again count again.",
+            "Tokens trained on; repeated steps count again.",
             job,
             registry=into,
         )
@@ -93,7 +94,8 @@ class DriverMetrics(Collector):
             )
         }
         self._mfu = Gauge(
-            "megascale_mfu_ratio", "Model FLOP utilisation of the newest step; attention counted causal or full.",
+            "megascale_mfu_ratio",
+            "Model FLOP utilisation of the newest step; attention counted causal or full.",
             ["job", "attention"], registry=into,
         )  # fmt: skip
 
@@ -127,7 +129,7 @@ class DriverMetrics(Collector):
                 self._moved(before, job)
 
     def collect(self) -> Iterator[Metric]:
-        """Gauges of the state as it stands; called at each scrape."""
+        """Gauges of the current state; called at each scrape."""
         state, now_s = self._engine.state, self._engine.clock.now_s()
         self._forget_ended(state, now_s)
         leads = GaugeMetricFamily("megascale_leader", "1 while this driver leads.")
@@ -140,7 +142,7 @@ class DriverMetrics(Collector):
             events.add_metric([reason], count)
         yield events
         if self._engine.term is None:
-            return  # a standby's picture of the cluster is old or empty: the leader tells it
+            return  # the state of a standby is old or empty: the leader reports it
         yield from _jobs(state)
         yield from _nodes(state, now_s)
 
@@ -179,7 +181,9 @@ class DriverMetrics(Collector):
                 (self._mfu, (name, "causal")),
                 (self._mfu, (name, "full")),
             ):
-                with contextlib.suppress(KeyError):  # never set where the device's peak is unknown
+                with contextlib.suppress(
+                    KeyError
+                ):  # MFU is not set if the device's peak is unknown
                     metric.remove(*labels)
 
 
@@ -231,7 +235,5 @@ def _nodes(state: Cluster, now_s: float) -> Iterator[Metric]:
 
 
 def _expected(node: Node) -> bool:
-    """Whether the node has a heartbeat to be late with: those that left the cluster for good would
-    alarm for ever.
-    """
+    """Whether heartbeats of the node are expected; a node that was removed would alarm for ever."""
     return node.liveness not in ("DEAD", "UNKNOWN")

@@ -1,5 +1,7 @@
-"""Calls to the nodes' own services on behalf of the driver: open an attempt, list commits, read
-logs.
+"""The driver's calls to nodes: their agents (logs, diagnostics) and checkpoint daemons (commits).
+
+Desired states do not go this way but over the links that the nodes dial. Each call opens a channel
+of its own: calls are rare, and a node may have a new address after a restart.
 """
 
 from __future__ import annotations
@@ -16,21 +18,21 @@ from megascale.v1 import (
     executor_pb2_grpc,
     types_pb2,
 )
-from megascale_common.service import server as rpc
+from megascale_common.job.wire import restore
+from megascale_common.service.channel import open_channel
 from megascale_common.service.clock import Clock
-from megascale_driver import wire
 from megascale_driver.core.events import AttemptOpened, OpenAttempt, OpenFailed
 from megascale_driver.core.state import Node
 
 OPEN_TIMEOUT_S = 20.0
 LIST_TIMEOUT_S = 10.0
 STATUS_TIMEOUT_S = 2.0
-DIAGNOSE_TIMEOUT_S = 120.0  # a GPU's first start and NCCL's, on every device
+DIAGNOSE_TIMEOUT_S = 120.0  # the first use of CUDA and NCCL, on every device
 _REFUSED_SHOWN = 16
 
 
-class Daemons:
-    """Short-lived channels to nodes, all with the cluster's token."""
+class NodeCalls:
+    """Calls over short-lived channels, with the cluster's token."""
 
     def __init__(self, token: str, clock: Clock) -> None:
         self._token = token
@@ -39,8 +41,8 @@ class Daemons:
     async def open_attempt(
         self, wanted: OpenAttempt, node: Node, epoch: types_pb2.Epoch
     ) -> AttemptOpened | OpenFailed:
-        """Ask the committer of an attempt to open it; never raises for a failing peer."""
-        endpoint = await self._committer(node) or wanted.endpoint
+        """Have the committer open an attempt; a call that fails becomes an OpenFailed event."""
+        endpoint = await self._daemon_endpoint(node) or wanted.endpoint
         if not endpoint:
             return self._failed(wanted, f"node {wanted.node} has no checkpoint daemon")
         request = checkpoint_pb2.OpenAttemptRequest(
@@ -54,7 +56,7 @@ class Daemons:
             refused_steps=wanted.refused_steps,
             epoch=epoch,
         )
-        channel = rpc.open_channel(endpoint, self._token)
+        channel = open_channel(endpoint, self._token)
         try:
             stub = checkpoint_pb2_grpc.CheckpointServiceStub(channel)
             reply = await stub.OpenAttempt(request, timeout=OPEN_TIMEOUT_S)
@@ -63,19 +65,19 @@ class Daemons:
         finally:
             await channel.close()
         refused = tuple(reply.refused[:_REFUSED_SHOWN])
-        restore = wire.restore_from(reply.restore)
+        plan = restore.from_proto(reply.restore)
         return AttemptOpened(
-            self._clock.now_s(), wanted.job, wanted.attempt, restore, endpoint, refused
+            self._clock.now_s(), wanted.job, wanted.attempt, plan, endpoint, refused
         )
 
     async def list_commits(self, node: Node, job: str, uri: str) -> list[driver_pb2.Checkpoint]:
-        """Complete checkpoints of a job as the node's daemon reads them, newest first.
+        """Complete checkpoints of a job, read by the node's daemon, newest first.
 
         Raises:
             grpc.aio.AioRpcError: the daemon does not answer or refuses.
         """
-        channel = rpc.open_channel(
-            await self._committer(node) or node.identity.checkpoint_endpoint, self._token
+        channel = open_channel(
+            await self._daemon_endpoint(node) or node.identity.checkpoint_endpoint, self._token
         )
         try:
             stub = checkpoint_pb2_grpc.CheckpointServiceStub(channel)
@@ -92,7 +94,7 @@ class Daemons:
         Raises:
             grpc.aio.AioRpcError: the node does not answer or has no such log.
         """
-        channel = rpc.open_channel(node.identity.executor_endpoint, self._token)
+        channel = open_channel(node.identity.executor_endpoint, self._token)
         try:
             async for part in executor_pb2_grpc.ExecutorServiceStub(channel).TailWorkerLogs(
                 request
@@ -102,12 +104,12 @@ class Daemons:
             await channel.close()
 
     async def diagnose(self, node: Node, checks: Sequence[str]) -> list[types_pb2.CheckResult]:
-        """Have the node's agent run its self-checks now.
+        """Run the node's self-checks now.
 
         Raises:
             grpc.aio.AioRpcError: the node does not answer or refuses.
         """
-        channel = rpc.open_channel(node.identity.executor_endpoint, self._token)
+        channel = open_channel(node.identity.executor_endpoint, self._token)
         try:
             stub = executor_pb2_grpc.ExecutorServiceStub(channel)
             request = executor_pb2.RunNodeDiagnosticsRequest(checks=checks)
@@ -118,13 +120,14 @@ class Daemons:
     def _failed(self, wanted: OpenAttempt, error: str) -> OpenFailed:
         return OpenFailed(self._clock.now_s(), wanted.job, wanted.attempt, error)
 
-    async def _committer(self, node: Node) -> str:
-        """The daemon's address as the node knows it now: it has a new one after a restart; empty if
-        not to be had.
+    async def _daemon_endpoint(self, node: Node) -> str:
+        """The address of the node's checkpoint daemon now; empty if the agent does not answer.
+
+        The one in the node's hello may be old: the agent restarts its daemon, on a new port.
         """
         if not node.identity.executor_endpoint:
             return ""
-        channel = rpc.open_channel(node.identity.executor_endpoint, self._token)
+        channel = open_channel(node.identity.executor_endpoint, self._token)
         try:
             stub = executor_pb2_grpc.ExecutorServiceStub(channel)
             reply = await stub.GetNodeStatus(

@@ -25,8 +25,22 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from megascale_common.job.restore import RestorePlan
 from megascale_common.node import framing
-from megascale_common.node.messages import ErrorKind, RestorePlanMessage
+from megascale_common.node.messages import (
+    Acquire,
+    Acquired,
+    Busy,
+    DaemonRequest,
+    Drain,
+    ErrorKind,
+    Refused,
+    Register,
+    Release,
+    Restore,
+    Restored,
+    Seal,
+)
 from megascale_common.sizes.checkpoint_layout import ShardLayout
 
 # the first registration clears memory, a restore reads storage; nobody waits for this rank
@@ -122,22 +136,21 @@ class Snapshotter:
         self.skipped = 0
         self._connect(START_TIMEOUT_S)
 
-    def restore(self, plan: RestorePlanMessage) -> dict[str, Any]:
+    def restore(self, plan: RestorePlan) -> dict[str, Any]:
         """Load the planned state into the trainer; returns the small state that was sealed with it.
 
         Raises:
             RestoreRefused: the daemon cannot give it (damaged or missing file, lost memory).
         """
-        answer = self._request({"kind": "restore", "plan": dict(plan)}, START_TIMEOUT_S)
+        request = Restore(kind="restore", plan=plan.to_mapping())
+        answer = cast(Restored | Refused, self._request(request, START_TIMEOUT_S))
         if answer["kind"] == "refused":
-            raise RestoreRefused(
-                cast(ErrorKind, answer["error_kind"]), answer["error"], answer["file"]
-            )
+            raise RestoreRefused(answer["error_kind"], answer["error"], answer["file"])
         self._state.load_from(self._slots[answer["slot"]])
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the slot is given back below
-        self._request({"kind": "release", "slot": answer["slot"]})
-        return cast(dict[str, Any], answer["small_state"])
+        self._request(Release(kind="release", slot=answer["slot"]))
+        return answer["small_state"]
 
     def reserve(self, step: int) -> int:
         """Reserve a slot for the snapshot after ``step``; returns this rank's vote: 0 ready, 1 must
@@ -149,7 +162,7 @@ class Snapshotter:
                 self._connect(self._answer_timeout_s)
             if self._pending is not None:
                 return 1  # the previous copy is not even sealed
-            answer = self._request({"kind": "acquire", "step": step})
+            answer = cast(Acquired | Busy, self._request(Acquire(kind="acquire", step=step)))
         except OSError as error:
             self._lost(error)
             return 1
@@ -181,7 +194,7 @@ class Snapshotter:
                 flush=True,
             )
             if slot is not None:
-                self._try({"kind": "release", "slot": slot})
+                self._try(Release(kind="release", slot=slot))
             return False
         if slot is None:  # the daemon went away after the vote: training goes on without this one
             self.skipped += 1
@@ -221,22 +234,23 @@ class Snapshotter:
             elif not pending.done.query():  # type: ignore[no-untyped-call]
                 return
         self._pending = None
-        message = {
-            "kind": "seal",
-            "slot": pending.slot,
-            "step": pending.step,
-            "small_state": pending.small_state,
-        }
+        message = Seal(
+            kind="seal",
+            slot=pending.slot,
+            step=pending.step,
+            small_state=pending.small_state,
+            finite=pending.finite,
+        )
         try:
             self._take_seal_answer()
-            framing.send(self._connected(), {**message, "finite": pending.finite})
+            framing.send(self._connected(), message)
             self._seal_unanswered = True
         except OSError as error:
             self._lost(error)
 
     def drain(self, step: int, timeout_s: float) -> str:
         """Wait until ``step`` is committed; returns "" or why it is not."""
-        message = {"kind": "drain", "step": step, "timeout_s": timeout_s}
+        message = Drain(kind="drain", step=step, timeout_s=timeout_s)
         answer = self._try(message, timeout_s + self._answer_timeout_s)
         return "the checkpoint daemon is gone" if answer is None else str(answer.get("error", ""))
 
@@ -263,29 +277,29 @@ class Snapshotter:
         connection.connect(self._path)
         self._socket = connection
         who, layout = self._registration, self._state.shard_layout()
-        message = {
-            "kind": "register",
-            "version": framing.PROTOCOL_VERSION,
-            "job": who.job,
-            "attempt": who.attempt,
-            "rank": who.rank,
-            "world_size": who.world_size,
-            "uri": who.uri,
-            "committer_endpoint": who.committer_endpoint,
-            "slots": who.slots,
-            "layout": layout.to_dict(),
-            "layout_info": dict(who.sizes),
-        }
+        message = Register(
+            kind="register",
+            version=framing.PROTOCOL_VERSION,
+            job=who.job,
+            attempt=who.attempt,
+            rank=who.rank,
+            world_size=who.world_size,
+            uri=who.uri,
+            committer_endpoint=who.committer_endpoint,
+            slots=who.slots,
+            layout=layout.to_dict(),
+            layout_info=dict(who.sizes),
+        )
         answer, descriptors = self._exchange(message, timeout_s)
         self._slots = [_map_slot(descriptor, answer["slot_bytes"]) for descriptor in descriptors]
         if self._stream is not None:
             self._pinned = [slot for slot in self._slots if _pin(slot, self._device)]
 
-    def _request(self, message: framing.Message, timeout_s: float | None = None) -> framing.Message:
+    def _request(self, message: DaemonRequest, timeout_s: float | None = None) -> framing.Message:
         return self._exchange(message, timeout_s or self._answer_timeout_s)[0]
 
     def _exchange(
-        self, message: framing.Message, timeout_s: float
+        self, message: DaemonRequest, timeout_s: float
     ) -> tuple[framing.Message, Sequence[int]]:
         connection = self._connected()
         connection.settimeout(timeout_s)
@@ -315,7 +329,7 @@ class Snapshotter:
         return self._socket
 
     def _try(
-        self, message: framing.Message, timeout_s: float | None = None
+        self, message: DaemonRequest, timeout_s: float | None = None
     ) -> framing.Message | None:
         """Send a message whose loss only costs a snapshot."""
         try:

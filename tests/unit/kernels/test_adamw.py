@@ -1,6 +1,4 @@
-"""The AdamW update, plain and fused: against the formula in float64, and what a skipped step leaves
-alone.
-"""
+"""The AdamW update, plain and fused: against float64, and a skipped step changes nothing."""
 
 from __future__ import annotations
 
@@ -8,15 +6,29 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.harness.kernels import DEVICE, blank
 
 from megascale_kernels.adamw import AdamWKernel, AdamWUpdate, adamw
 
-DEVICE = torch.device(
-    "cuda" if torch.cuda.is_available() else "cpu"
-)  # Triton's interpreter where there is no CUDA
 UPDATE = AdamWUpdate(3e-3, 0.9, 0.95, 1e-8, 0.1, 1)
 SIZE = 2500  # no multiple of a block
 ONE, ZERO, QUARTER = torch.tensor([1.0, 0.0, 0.25], device=DEVICE)
+
+
+def _compile(size: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Two steps, whose numbers differ: one kernel."""
+    from megascale_kernels.fused import adamw as fused
+
+    shard, scalar = torch.zeros(4, size), torch.ones(())
+    for number in (1, 16):
+        update = replace(UPDATE, number=number, learning_rate=float(number - 1), weight_decay=1.0)
+        fused.adamw(shard[:3], shard[3], blank(size, dtype=dtype), scalar, scalar, update)
+
+
+COMPILED = {
+    "adamw": lambda: _compile(1 << 16),
+    "small adamw": lambda: _compile(100, torch.float32),
+}
 
 
 @pytest.fixture(params=["torch", "triton"])

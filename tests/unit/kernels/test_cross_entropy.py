@@ -1,9 +1,8 @@
-"""Vocabulary-parallel cross entropy, plain and fused: against float64, with the vocabulary cut over
-1 to 4 ranks.
-"""
+"""Vocabulary-parallel cross entropy, plain and fused, against float64, over 1 to 4 ranks."""
 
 from __future__ import annotations
 
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,14 +11,26 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.harness.kernels import COMPILED_ROWS, DEVICE, blank
 from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale_kernels.cross_entropy import CrossEntropy, Reduce, cross_entropy
 
-DEVICE = torch.device(
-    "cuda" if torch.cuda.is_available() else "cpu"
-)  # Triton's interpreter where there is no CUDA
 TOKENS = 11
+
+
+def _compile(tokens: int, width: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    from megascale_kernels.fused import cross_entropy as fused
+
+    logits, target = blank(tokens, width, dtype=dtype), blank(tokens, dtype=torch.int64)
+    maximum, sums = fused._statistics(logits, target, columns)
+    fused._gradient(logits, target, columns, maximum, sums[0], maximum, maximum)
+
+
+COMPILED = {
+    "cross entropy": lambda: _compile(math.prod(COMPILED_ROWS), 25600, 25599),
+    "small cross entropy": lambda: _compile(16, 300, 300, torch.float32),
+}
 
 
 @pytest.fixture(params=["torch", "triton"])
@@ -38,8 +49,9 @@ def _kernel(name: str) -> CrossEntropy:
 
 
 class _Lockstep:
-    """Reductions over threads that stand for ranks, one of which runs at a time: Triton's
-    interpreter is one only.
+    """Reductions over threads that stand for ranks.
+
+    One of them runs at a time, because Triton's interpreter keeps its state in module variables.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -97,9 +109,8 @@ def _exact(
 def test_cross_entropy(
     vocabulary: int, ranks: int, dtype: torch.dtype, tolerance: float, kernel: CrossEntropy
 ) -> None:
-    width = (
-        16 if ranks == 4 else -(-vocabulary // ranks) + 3
-    )  # with 4 ranks the last one holds padding alone
+    # With 4 ranks the last one holds padding alone.
+    width = 16 if ranks == 4 else -(-vocabulary // ranks) + 3
     logits, targets = _logits(TOKENS, vocabulary, dtype)
     weights = torch.rand(2, TOKENS, generator=torch.Generator().manual_seed(7)).to(DEVICE)
     loss, log_z, wanted = _exact(logits, targets, weights)
@@ -108,9 +119,8 @@ def test_cross_entropy(
     def rank_part(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         first = min(rank * width, vocabulary)
         columns = max(0, min(width, vocabulary - first))
-        local = torch.full(
-            (TOKENS, width), 50.0, dtype=dtype, device=DEVICE
-        )  # padding is larger than any logit
+        # Padding is larger than any logit.
+        local = torch.full((TOKENS, width), 50.0, dtype=dtype, device=DEVICE)
         local[:, :columns] = logits[:, first : first + columns]
         local.requires_grad_()
         reduce_max, reduce_sum = (

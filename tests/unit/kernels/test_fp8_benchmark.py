@@ -1,4 +1,4 @@
-"""A dry run of benchmarks/fp8_products.py: sections give figures, and the errors are those of the
+"""A dry run of benchmarks/fp8_gemms.py: sections give figures, and the errors are those of the
 formats.
 """
 
@@ -8,7 +8,7 @@ import json
 
 import pytest
 import torch
-from benchmarks import fp8_products
+from benchmarks import fp8_gemms
 from benchmarks.fp8_recipes import LAYERS, RECIPES
 from benchmarks.power import sustained
 from tests.harness.fp8 import right_fp8_conversion  # noqa: F401
@@ -35,7 +35,7 @@ def test_a_cpu_runs_an_operation_once() -> None:
 @pytest.mark.usefixtures("right_fp8_conversion")
 def test_a_dry_run_measures(capsys: pytest.CaptureFixture[str]) -> None:
     sections = "products", "layers", "errors", "linear"
-    assert fp8_products.main(["--quick", "--models", "7b tp2", "--only", ",".join(sections)]) == 0
+    assert fp8_gemms.main(["--quick", "--models", "7b tp2", "--only", ",".join(sections)]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(found) == {"machine", *sections}, "all of it in one line"
     assert {row["recipe"] for row in found["layers"]} == {"bf16, torch", "bf16, chosen", *RECIPES}

@@ -1,6 +1,4 @@
-"""The fused loss and update in their places in the trainer: the head's objective, and the optimizer
-over its runs.
-"""
+"""The fused loss and update in the trainer: the head's objective, and the optimizer's runs."""
 
 from __future__ import annotations
 
@@ -9,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.harness.kernels import DEVICE
 from tests.harness.training import micro_batches, tiny_job
 
-from megascale_common.job.config import JobConfig, from_dict
+from megascale_common.job.config import JobConfig, from_accepted
 from megascale_common.sizes.parameter_slices import ParameterTable
 from megascale_common.sizes.parameter_table import parameter_table
 from megascale_kernels import adamw as plain_adamw
@@ -26,10 +25,6 @@ from megascale_trainer.parallel.tensor.matmul import plain_tensor_parallel
 from megascale_trainer.weights import bind_weights
 
 pytest.importorskip("triton")
-
-DEVICE = torch.device(
-    "cuda" if torch.cuda.is_available() else "cpu"
-)  # Triton's interpreter where there is no CUDA
 
 
 def _buffers(table: ParameterTable) -> FlatBuffers:
@@ -62,7 +57,7 @@ def _head(config: JobConfig, entropy_of: Any) -> list[torch.Tensor]:
 def test_the_head_has_the_same_objective_and_gradients() -> None:
     from megascale_kernels.fused import cross_entropy as fused
 
-    config = from_dict(tiny_job(model={"vocab_size": 299, "layers": 1}))  # 5 columns of padding
+    config = from_accepted(tiny_job(model={"vocab_size": 299, "layers": 1}))  # 5 columns of padding
     found = [_head(config, module.cross_entropy) for module in (plain_cross_entropy, fused)]
     for plain, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours, plain, atol=1e-4, rtol=1e-5)
@@ -70,9 +65,7 @@ def test_the_head_has_the_same_objective_and_gradients() -> None:
 
 
 def _updated(config: JobConfig, kernel: Any) -> list[torch.Tensor]:
-    """States and parameters of the last of two replicas after an update, a skipped one, and
-    another.
-    """
+    """States of the last of two replicas after an update, a skipped one, and another."""
     table = parameter_table(config, 1)
     optimizer, buffers = AdamW(config.optimizer, table, DEVICE, kernel), _buffers(table)
     generator = torch.Generator().manual_seed(3)
@@ -97,7 +90,7 @@ def _updated(config: JobConfig, kernel: Any) -> list[torch.Tensor]:
 def test_the_optimizer_makes_the_same_updates_of_all_its_runs() -> None:
     from megascale_kernels.fused import adamw as fused
 
-    config = from_dict(
+    config = from_accepted(
         tiny_job(model={"layers": 2, "vocab_size": 299, "ffn_size": 101}, parallelism={"dp": 2})
     )
     for plain, ours in zip(

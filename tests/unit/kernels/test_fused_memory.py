@@ -8,7 +8,7 @@ import pytest
 from tests.harness.kept_memory import kept_bytes, layers_job
 from tests.harness.kernels import DEVICE
 
-from megascale_common.job.config import from_dict
+from megascale_common.job.config import from_accepted
 from megascale_common.sizes.memory import rank_memory
 from megascale_kernels.operators import triton_operators
 
@@ -32,5 +32,5 @@ def test_activations_of_a_layer(model: dict[str, Any], recompute: str) -> None:
     measured = kept_bytes(many, triton_operators(), DEVICE) - kept_bytes(
         few, triton_operators(), DEVICE
     )
-    estimate = [rank_memory(from_dict(job), 0).activations_bytes for job in (few, many)]
+    estimate = [rank_memory(from_accepted(job), 0).activations_bytes for job in (few, many)]
     assert estimate[1] - estimate[0] == pytest.approx(measured, rel=0.03)

@@ -1,6 +1,4 @@
-"""The fused norms against the plain ones in float64: values, gradients, and the gradients of weight
-and bias.
-"""
+"""The fused norms against the plain ones in float64: values and all gradients."""
 
 from __future__ import annotations
 
@@ -8,7 +6,14 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from tests.harness.kernels import DEVICE, gradients_of, relative_error, weight
+from tests.harness.kernels import (
+    COMPILED_ROWS,
+    DEVICE,
+    blank,
+    gradients_of,
+    relative_error,
+    weight,
+)
 
 from megascale_kernels import norm as plain
 from megascale_kernels.norm import Kind
@@ -17,6 +22,35 @@ from megascale_trainer.weights import Weight
 pytest.importorskip("triton")
 
 EPSILON = 1e-5
+
+
+def _compile(
+    shape: tuple[int, ...], kind: Kind, dtype: torch.dtype = torch.bfloat16, *, added: bool
+) -> None:
+    """Forward and backward, with a residual and its bias if ``added``."""
+    from megascale_kernels.fused import norm as fused
+
+    x, residual = (blank(*shape, dtype=dtype).requires_grad_() for _ in range(2))
+    gain, bias, shift = (weight(blank(shape[-1], dtype=dtype)) for _ in range(3))
+    outputs = fused.norm(
+        x.clone(),
+        residual if added else None,
+        gain,
+        bias if kind == "layernorm" else None,
+        kind,
+        EPSILON,
+        [shift] if added else (),
+    )
+    torch.autograd.backward(outputs, [torch.zeros_like(out) for out in outputs])
+
+
+COMPILED = {
+    "layernorm 4096": lambda: _compile((*COMPILED_ROWS, 4096), "layernorm", added=True),
+    "rmsnorm 5120": lambda: _compile((*COMPILED_ROWS, 5120), "rmsnorm", added=False),
+    "layernorm 7168": lambda: _compile((*COMPILED_ROWS, 7168), "layernorm", added=True),
+    "layernorm 12288": lambda: _compile((*COMPILED_ROWS, 12288), "layernorm", added=False),
+    "small norm": lambda: _compile((8, 2, 72), "layernorm", torch.float32, added=True),
+}
 
 
 def _computed(
@@ -44,9 +78,8 @@ def test_norm(
 ) -> None:
     from megascale_kernels.fused import norm as fused
 
-    monkeypatch.setattr(
-        fused, "_PROCESSORS", 2
-    )  # the larger shape: three programs of six rows and one of three
+    # The larger shape: three programs of six rows and one of three.
+    monkeypatch.setattr(fused, "_MULTIPROCESSORS", 2)
     generator = torch.Generator().manual_seed(2)
 
     def random(*size: int) -> torch.Tensor:
@@ -89,9 +122,7 @@ def test_the_stream_need_not_be_used() -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_biases_without_a_residual_are_refused(fused: bool) -> None:
-    """They would be left out of the sum, and the fused backward would give them a gradient all the
-    same.
-    """
+    """They would be missing in the sum, and the fused backward would still give them a gradient."""
     from megascale_kernels.fused import norm as module
 
     x, one = torch.ones(2, 16, device=DEVICE), weight(torch.ones(16, device=DEVICE))

@@ -1,5 +1,6 @@
-"""The fused casts beside the plain ones, bit for bit; in the interpreter with torch's conversion to
-FP8.
+"""The fused casts against the plain ones, bit for bit.
+
+In the interpreter torch converts to FP8 (tests/harness/fp8.py).
 """
 
 from __future__ import annotations
@@ -7,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.harness.fp8 import right_fp8_conversion  # noqa: F401
-from tests.harness.kernels import DEVICE
+from tests.harness.kernels import DEVICE, blank
 
 from megascale_kernels import quantize as plain
 from megascale_kernels.quantize import E4M3, E5M2, Operand
@@ -15,6 +16,19 @@ from megascale_kernels.quantize import E4M3, E5M2, Operand
 pytest.importorskip("triton")
 
 pytestmark = pytest.mark.usefixtures("right_fp8_conversion")
+
+
+def _compile(width: int) -> None:
+    from megascale_kernels.fused import quantize as fused
+
+    x, one = blank(8192, width), torch.ones(1)
+    fused.amax(x)
+    fused.transpose(fused.quantize(x, amax=one))
+    fused.quantize(x, E5M2, amax=one, power_of_two=True, straight=False)
+    fused.quantize_rows(x, transposed=True)
+
+
+COMPILED = {"casts 4096": lambda: _compile(4096), "casts 12288": lambda: _compile(12288)}
 
 
 def _random(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

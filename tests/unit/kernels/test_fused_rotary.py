@@ -1,18 +1,57 @@
-"""The fused split of q, k and v against the plain one in float64: heads, and gradients back into
-columns.
-"""
+"""The fused split of q, k and v against the plain one in float64: heads, and their gradients."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from tests.harness.kernels import DEVICE, relative_error
+from tests.harness.kernels import COMPILED_ROWS as ROWS
+from tests.harness.kernels import DEVICE, blank, relative_error
 
 from megascale_kernels.rotary import Heads, RotaryTable, rotary_table, split_heads
 
 pytest.importorskip("triton")
 
 BATCH, SPARE = 2, 3
+
+
+def _compile(heads: Heads, ffn: tuple[int, int], *, bias: bool, table: bool = True) -> None:
+    """Each function of the module, as a block with ``ffn`` columns in and out calls it."""
+    from megascale_kernels.fused import rotary as fused
+
+    width = heads.width + ffn[0]
+    inputs, joined = blank(*ROWS, width), blank(*ROWS, heads.query * heads.size + ffn[1])
+    angles = blank(*ROWS, 1, heads.size // 2, dtype=torch.float32)
+    rotary = RotaryTable(angles, angles) if table else None
+    shift, sums = (blank(width), blank(width, dtype=torch.float32)) if bias else (None, None)
+    for by_position in (True, False):
+        found = fused.read_heads(inputs, shift, heads, rotary, by_position=by_position)
+        fused.read_plain(joined, heads.query, heads.size, by_position=by_position)
+    fused.write_plain(joined, found[0].transpose(1, 2).contiguous().transpose(1, 2))
+    fused.write_head_gradients(inputs, sums, found, heads, rotary)
+
+
+def _compile_small() -> None:
+    """At a size that is no power of two, in float32."""
+    from megascale_kernels.fused import rotary as fused
+
+    heads, width = Heads(4, 1, 18), 6 * 18 + 200
+    inputs, shift, sums = (
+        blank(*shape, dtype=torch.float32) for shape in ((8, 2, width), (width,), (width,))
+    )
+    angles = blank(8, 2, 1, 9, dtype=torch.float32)
+    found = fused.read_heads(inputs, shift, heads, RotaryTable(angles, angles))
+    fused.write_head_gradients(inputs, sums, found, heads, RotaryTable(angles, angles))
+
+
+COMPILED = {
+    "heads 7b tp2": lambda: _compile(Heads(16, 16, 128), (8192, 8192), bias=True),
+    "heads 30b tp8": lambda: _compile(Heads(7, 7, 128), (3584, 3584), bias=False),
+    "grouped heads": lambda: _compile(Heads(32, 1, 128), (21856, 10928), bias=False),
+    "heads bias learned positions": lambda: _compile(
+        Heads(8, 2, 64), (8192, 4096), bias=True, table=False
+    ),
+    "small heads": _compile_small,
+}
 
 
 def _table(sequence: int, size: int) -> RotaryTable:

@@ -1,13 +1,11 @@
-"""How the demo shows what happened: the timeline, the loss curve as text, and the same as a
-picture.
-"""
+"""The demo's output: the timeline, and the loss curve as text and as a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 
-from megascale_cli.demo.judge import Kill
+from megascale_cli.demo.claims import Kill
 from megascale_cli.demo.recording import Recording, seconds
 from megascale_cli.output import clipped
 
@@ -16,9 +14,7 @@ CURVE_HEIGHT = 12
 
 
 def timeline(run: Recording, kill: Kill | None) -> list[str]:
-    """Events, the kill, and each attempt's first and last step, in order; seconds since the first
-    of them.
-    """
+    """Events, the kill, and each attempt's first and last step, with seconds since the first."""
     rows: list[tuple[float, str]] = [
         (seconds(event.time), f"{event.reason:<22} {clipped(event.message)}")
         for event in run.events
@@ -45,9 +41,7 @@ def timeline(run: Recording, kill: Kill | None) -> list[str]:
 def curve(
     losses: Mapping[int, float], killed_at_step: int | None, resumed_from_step: int
 ) -> list[str]:
-    """The loss over the steps as lines of text; ``x`` is the last step before the kill, ``o`` the
-    first one resumed.
-    """
+    """The loss curve as text; ``x``: last step before the kill, ``o``: first step resumed."""
     if not losses:
         return ["no losses"]
     first, last = min(losses), max(losses)
@@ -78,7 +72,7 @@ def curve(
 
 
 def write_png(path: Path, run: Recording, twin: Recording, killed_at_step: int | None) -> str:
-    """Write the loss curves as a picture; "" when that worked, else why not."""
+    """Write the loss curves as a picture; returns "", or why there is none."""
     try:
         import matplotlib
     except ImportError:

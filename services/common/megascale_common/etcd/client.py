@@ -7,11 +7,10 @@ must decide, and `settled.txn_settled` is how.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from megascale_common.etcd import rpc_pb2
-from megascale_common.etcd.connection import Cluster, Member, TlsConfig
+from megascale_common.etcd.connection import EtcdMembers, Member, TlsConfig
 from megascale_common.etcd.errors import InvalidRequest, ResourceExhausted
 from megascale_common.etcd.operations import (
     Compare,
@@ -57,32 +56,27 @@ class EtcdClient:
         self.timeout_s = timeout_s
         self._endpoints = tuple(endpoints)
         self._tls = tls
-        self._cluster: Cluster | None = None
+        self._members: EtcdMembers | None = None
 
     async def __aenter__(self) -> Self:
-        self._cluster = Cluster(self._endpoints, self._tls)
+        self._members = EtcdMembers(self._endpoints, self._tls)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
         """Close the connections; close leases and watches before. A closed client stays closed."""
-        cluster, self._cluster = self._cluster, None
-        if cluster is not None:
-            await cluster.close()
+        members, self._members = self._members, None
+        if members is not None:
+            await members.close()
 
     @property
-    def cluster(self) -> Cluster:
+    def members(self) -> EtcdMembers:
         """The connections. Raises InvalidRequest outside the `async with` block."""
-        if self._cluster is None:
+        if self._members is None:
             raise InvalidRequest("the etcd client is not open: use it in an `async with` block")
-        return self._cluster
+        return self._members
 
     async def get(self, key: str) -> KeyValue | None:
         """The key as stored now, or None."""
@@ -125,7 +119,7 @@ class EtcdClient:
         async def send(member: Member, timeout_s: float) -> rpc_pb2.PutResponse:
             return await member.kv.Put(request, timeout=timeout_s)
 
-        return (await self.cluster.write(f"put {key}", self.timeout_s, send)).header.revision
+        return (await self.members.write(f"put {key}", self.timeout_s, send)).header.revision
 
     async def delete(self, key: str) -> int:
         """Delete the key; how many keys went (0 or 1)."""
@@ -151,7 +145,7 @@ class EtcdClient:
         async def send(member: Member, timeout_s: float) -> rpc_pb2.TxnResponse:
             return await member.kv.Txn(request, timeout=timeout_s)
 
-        return self.keys.txn_result(await self.cluster.write("txn", self.timeout_s, send))
+        return self.keys.txn_result(await self.members.write("txn", self.timeout_s, send))
 
     async def compact(self, revision: int) -> None:
         """Forget history before `revision`. Raises Compacted if that has happened already."""
@@ -160,7 +154,7 @@ class EtcdClient:
         async def send(member: Member, timeout_s: float) -> rpc_pb2.CompactionResponse:
             return await member.kv.Compact(request, timeout=timeout_s)
 
-        await self.cluster.write(f"compact {revision}", self.timeout_s, send)
+        await self.members.write(f"compact {revision}", self.timeout_s, send)
 
     async def status(self) -> MemberStatus:
         """The status of the member in use."""
@@ -168,14 +162,14 @@ class EtcdClient:
         async def send(member: Member, timeout_s: float) -> rpc_pb2.StatusResponse:
             return await member.maintenance.Status(rpc_pb2.StatusRequest(), timeout=timeout_s)
 
-        reply = await self.cluster.read("status", self.timeout_s, send)
+        reply = await self.members.read("status", self.timeout_s, send)
         return MemberStatus(reply.version, reply.leader, reply.dbSize, reply.header.revision)
 
     async def _range(self, request: rpc_pb2.RangeRequest) -> rpc_pb2.RangeResponse:
         async def send(member: Member, timeout_s: float) -> rpc_pb2.RangeResponse:
             return await member.kv.Range(request, timeout=timeout_s)
 
-        return await self.cluster.read(f"get {request.key!r}", self.timeout_s, send)
+        return await self.members.read(f"get {request.key!r}", self.timeout_s, send)
 
     async def _delete(self, what: str, key: bytes, end: bytes) -> int:
         request = rpc_pb2.DeleteRangeRequest(key=key, range_end=end)
@@ -183,4 +177,4 @@ class EtcdClient:
         async def send(member: Member, timeout_s: float) -> rpc_pb2.DeleteRangeResponse:
             return await member.kv.DeleteRange(request, timeout=timeout_s)
 
-        return (await self.cluster.write(what, self.timeout_s, send)).deleted
+        return (await self.members.write(what, self.timeout_s, send)).deleted

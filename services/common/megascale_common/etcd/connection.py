@@ -7,7 +7,6 @@ time is up.
 """
 
 import asyncio
-import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import grpc.aio
 
 from megascale_common.etcd import rpc_pb2_grpc
 from megascale_common.etcd.errors import EtcdUnavailable, InvalidRequest, UnknownOutcome, refusal
+from megascale_common.service.backoff import Backoff
 
 T = TypeVar("T")
 
@@ -93,7 +93,7 @@ class Member:
         return state is grpc.ChannelConnectivity.READY
 
 
-class Cluster:
+class EtcdMembers:
     """The members, tried in turn; calls stay with one member until it fails."""
 
     def __init__(self, endpoints: Sequence[str], tls: TlsConfig | None) -> None:
@@ -120,7 +120,7 @@ class Cluster:
         member = self._members[self._current]
         if member.channel.get_state() is grpc.ChannelConnectivity.READY:
             return member  # the common case, without a task and a timer per call
-        backoff = Backoff()
+        backoff = retry_backoff()
         share_s = timeout_s / len(self._members)
         try:
             async with asyncio.timeout(timeout_s):
@@ -148,7 +148,7 @@ class Cluster:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        backoff = Backoff()
+        backoff = retry_backoff()
         failure: grpc.aio.AioRpcError | None = None
         while (remaining_s := deadline - loop.time()) > 0:
             member = await self.member(remaining_s)
@@ -187,27 +187,9 @@ class Cluster:
             ) from error
 
 
-class Backoff:
-    """Exponential back-off with full jitter, so that clients of one cluster do not come back in
-    step.
-    """
-
-    def __init__(self) -> None:
-        self._limit_s = RETRY_BACKOFF_MIN_S
-
-    def reset(self) -> None:
-        """Start small again, after a success."""
-        self._limit_s = RETRY_BACKOFF_MIN_S
-
-    def next_s(self) -> float:
-        """A random time of up to the limit; the limit doubles."""
-        wait_s = random.uniform(RETRY_BACKOFF_MIN_S / 2, self._limit_s)
-        self._limit_s = min(2 * self._limit_s, RETRY_BACKOFF_MAX_S)
-        return wait_s
-
-    async def sleep(self) -> None:
-        """Wait for `next_s`."""
-        await asyncio.sleep(self.next_s())
+def retry_backoff() -> Backoff:
+    """The waits between retries at etcd."""
+    return Backoff(RETRY_BACKOFF_MIN_S, RETRY_BACKOFF_MAX_S)
 
 
 async def _within(answer: Awaitable[bool], timeout_s: float) -> bool:

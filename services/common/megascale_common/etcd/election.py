@@ -7,11 +7,10 @@ inside every write's transaction (`guard`) can.
 
 import contextlib
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from megascale_common.etcd.client import EtcdClient
-from megascale_common.etcd.connection import Backoff
+from megascale_common.etcd.connection import retry_backoff
 from megascale_common.etcd.errors import (
     Compacted,
     EtcdError,
@@ -54,12 +53,7 @@ class Leadership:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.resign()
 
 
@@ -69,7 +63,7 @@ async def campaign(client: EtcdClient, key: str, value: bytes, *, ttl_s: int) ->
     Waits without limit, across restarts of etcd; cancel it to give up. After that or an error no
     lease is left behind. Raises the refusals of `errors` (a wrong request, access denied).
     """
-    backoff = Backoff()
+    backoff = retry_backoff()
     while True:
         try:
             lease = await Lease.grant(client, ttl_s)
@@ -94,7 +88,7 @@ async def _claim(client: EtcdClient, key: str, value: bytes, lease: Lease) -> tu
     Without an answer the same claim is made again: if it had gone through, the key carries our
     lease.
     """
-    backoff = Backoff()
+    backoff = retry_backoff()
     while True:
         try:
             result = await client.txn(

@@ -9,7 +9,6 @@ another, even if it was paused, cut off, or its event loop was blocked.
 import asyncio
 import contextlib
 import time
-from types import TracebackType
 from typing import Self
 
 import grpc.aio
@@ -17,7 +16,7 @@ import structlog
 
 from megascale_common.etcd import rpc_pb2
 from megascale_common.etcd.client import EtcdClient
-from megascale_common.etcd.connection import Backoff, Member
+from megascale_common.etcd.connection import Member, retry_backoff
 from megascale_common.etcd.errors import EtcdError, EtcdUnavailable, InvalidRequest, UnknownOutcome
 
 KEEPALIVES_PER_TTL = 3
@@ -74,7 +73,7 @@ class Lease:
             attempts_left -= 1
             sent_s = now_s()
             try:
-                reply = await client.cluster.write("lease grant", client.timeout_s, send)
+                reply = await client.members.write("lease grant", client.timeout_s, send)
             except UnknownOutcome:
                 if attempts_left == 0:
                     raise
@@ -97,17 +96,12 @@ class Lease:
 
         # A lease that cannot be revoked expires by itself.
         with contextlib.suppress(EtcdError):
-            await self._client.cluster.write("lease revoke", REVOKE_TIMEOUT_S, send)
+            await self._client.members.write("lease revoke", REVOKE_TIMEOUT_S, send)
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     def _extend(self, sent_s: float, ttl_s: float) -> None:
@@ -123,7 +117,7 @@ class Lease:
         out.
         """
         interval_s = self.ttl_s / KEEPALIVES_PER_TTL
-        backoff = Backoff()
+        backoff = retry_backoff()
         wait_s = interval_s
         try:
             while True:
@@ -165,4 +159,4 @@ class Lease:
                 raise EtcdUnavailable("the keep-alive stream ended without a reply")
             return reply.TTL
 
-        return await self._client.cluster.read("lease keep-alive", timeout_s, send)
+        return await self._client.members.read("lease keep-alive", timeout_s, send)

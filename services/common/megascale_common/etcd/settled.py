@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megascale_common.etcd.client import EtcdClient
-from megascale_common.etcd.connection import Backoff
+from megascale_common.etcd.connection import retry_backoff
 from megascale_common.etcd.errors import EtcdError, EtcdUnavailable, InvalidRequest, UnknownOutcome
 from megascale_common.etcd.operations import (
     Compare,
@@ -130,7 +130,7 @@ async def txn_settled(
     write = SettledTxn(tuple(compare), tuple(success), marker_key, txn_id)
     loop = asyncio.get_running_loop()
     deadline = loop.time() + deadline_s
-    backoff = Backoff()
+    backoff = retry_backoff()
     unknown = False
     while True:
         failure: EtcdError

@@ -9,7 +9,6 @@ its events already delivered: resuming asks for that revision again and skips th
 import asyncio
 import contextlib
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 import grpc
@@ -18,7 +17,7 @@ import structlog
 
 from megascale_common.etcd import rpc_pb2
 from megascale_common.etcd.client import EtcdClient
-from megascale_common.etcd.connection import Backoff
+from megascale_common.etcd.connection import retry_backoff
 from megascale_common.etcd.errors import (
     AccessDenied,
     Compacted,
@@ -27,6 +26,7 @@ from megascale_common.etcd.errors import (
     refusal,
 )
 from megascale_common.etcd.operations import Event
+from megascale_common.service.backoff import Backoff
 
 QUEUE_EVENTS = (
     1024  # a slow consumer stops the reading, and flow control then holds the server back
@@ -110,12 +110,7 @@ class Watch:
         self._reader = asyncio.create_task(self._run(), name=f"etcd-watch-{self._key}")
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     def __aiter__(self) -> Self:
@@ -139,12 +134,12 @@ class Watch:
 
     async def _run(self) -> None:
         """Follow one stream after another until refused or closed."""
-        backoff = Backoff()
-        cluster = self._client.cluster
+        backoff = retry_backoff()
+        members = self._client.members
         try:
             while True:
                 with contextlib.suppress(EtcdUnavailable):
-                    member = await cluster.member(self._client.timeout_s)
+                    member = await members.member(self._client.timeout_s)
                     call = member.watch.Watch(metadata=_REQUIRE_LEADER)
                     try:
                         await self._follow(call, backoff)
@@ -155,7 +150,7 @@ class Watch:
                         pass  # gRPC's word for writing to a call that has just ended
                     finally:
                         call.cancel()
-                    cluster.avoid(member)
+                    members.avoid(member)
                 _log.info("watch resumes", key=self._key, revision=self.position.revision)
                 await backoff.sleep()
         except Exception as error:  # whatever ends the reading is the consumer's to see

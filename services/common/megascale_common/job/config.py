@@ -1,22 +1,21 @@
-"""What a training job is: one tree of frozen dataclasses, pure, shared by driver, agent, trainer
-and checkpoint daemon.
+"""What a training job is: one frozen tree of dataclasses that every process of the system reads.
 
-The wire form is ``megascale.v1.JobSpec``; :mod:`megascale_common.job.wire.spec` turns it into this
-tree. The trainer, which never imports protobuf, receives the tree as JSON (:func:`to_json`,
-:func:`from_json`). A field that is absent takes the default that stands here; an unknown field is
-refused by name. :mod:`megascale_common.job.validation` judges the values.
+A job travels one road: a job file (YAML) or ``megascale.v1.JobSpec`` (protobuf) becomes plain values,
+:func:`from_mapping` checks them and builds the tree, and every room reads the tree. The driver
+stores it as JSON, and the agent hands it to the trainer, which never imports protobuf, as JSON
+(:func:`to_json`, :func:`from_json`). A field that is absent takes the default that stands here.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import types
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megascale_common.job import reading, validation
+from megascale_common.job.problems import FieldProblem, JobError
 from megascale_common.job.rank_layout import RankLayout
 
 Block = Literal["parallel", "serial"]
@@ -28,15 +27,6 @@ Recompute = Literal["none", "selective", "full"]
 Kernels = Literal["auto", "torch", "triton"]
 Decay = Literal["constant", "linear", "cosine"]
 TokenizerKind = Literal["bytes", "bpe"]
-
-
-class ConfigError(ValueError):
-    """A value that has the wrong type or an unknown name. ``field`` is its dotted path in the spec."""
-
-    def __init__(self, field_path: str, problem: str) -> None:
-        super().__init__(f"{field_path}: {problem}")
-        self.field = field_path
-        self.problem = problem
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -281,83 +271,67 @@ class JobConfig:
         )
 
 
-def from_dict(values: Mapping[str, Any]) -> JobConfig:
-    """Build a :class:`JobConfig` from plain values.
+def from_mapping(values: Any) -> JobConfig:
+    """The job in plain values, as YAML, JSON or the protobuf front end give them, checked throughout.
+
+    A job file nests the trainer's sections under ``trainer``; they may also stand at the root.
 
     Raises:
-        ConfigError: unknown field, missing field, or value of the wrong type; names the dotted
-            path.
+        JobError: names every problem by field: unknown or missing fields, wrong types, and values
+            that cannot run (:mod:`megascale_common.job.validation`).
     """
-    config = _build(JobConfig, values, "")
-    assert isinstance(config, JobConfig)
+    config = from_accepted(values)
+    if refused := validation.validate(config):
+        raise JobError(refused, config)
     return config
 
 
-def to_dict(config: JobConfig) -> dict[str, Any]:
-    """Plain values of ``config``, the inverse of :func:`from_dict`."""
+def from_accepted(values: Any) -> JobConfig:
+    """:func:`from_mapping` of a job that was checked when it was submitted: only its types are read.
+
+    A job that an earlier version accepted goes on, whatever this one would refuse.
+
+    Raises:
+        JobError: fields that this version cannot read; names each.
+    """
+    config, problems = reading.read(JobConfig, _flat(values))
+    if config is None:
+        raise JobError(problems)
+    return config
+
+
+def from_json(text: str | bytes) -> JobConfig:
+    """The job that :func:`to_json` wrote.
+
+    Raises:
+        JobError: not JSON, or fields that this version cannot read; names each.
+    """
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise JobError(
+            [FieldProblem("job", f"not JSON: {error}", "submit the job anew")]
+        ) from error
+    return from_accepted(values)
+
+
+def to_mapping(config: JobConfig) -> dict[str, Any]:
+    """Plain values of ``config``, the trainer's sections at the root; :func:`from_mapping` reads them."""
     return dataclasses.asdict(config)
 
 
 def to_json(config: JobConfig) -> str:
     """Canonical JSON of ``config``: sorted keys, no spaces; equal configs give equal text."""
-    return json.dumps(to_dict(config), sort_keys=True, separators=(",", ":"))
+    return json.dumps(to_mapping(config), sort_keys=True, separators=(",", ":"))
 
 
-def from_json(text: str) -> JobConfig:
-    """The inverse of :func:`to_json`."""
-    return from_dict(json.loads(text))
-
-
-def _build(cls: type[Any], values: Any, path: str) -> Any:
-    if not isinstance(values, Mapping):
-        raise ConfigError(path or "job", f"expected a mapping, got {type(values).__name__}")
-    hints = typing.get_type_hints(cls)
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    built: dict[str, Any] = {}
-    for key, value in values.items():
-        where = f"{path}.{key}" if path else key
-        if key not in fields:
-            raise ConfigError(where, f"unknown field; known here: {', '.join(sorted(fields))}")
-        built[key] = _convert(hints[key], value, where)
-    for name, spec in fields.items():
-        required = (
-            spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
-        )
-        if required and name not in built:
-            raise ConfigError(
-                f"{path}.{name}" if path else name, "missing; this field has no default"
-            )
-    return cls(**built)
-
-
-def _convert(hint: Any, value: Any, where: str) -> Any:
-    origin = typing.get_origin(hint)
-    if dataclasses.is_dataclass(hint):
-        return _build(typing.cast(type[Any], hint), value, where)
-    if origin is Literal:
-        choices = typing.get_args(hint)
-        if value not in choices:
-            raise ConfigError(where, f"{value!r} is not one of {', '.join(map(str, choices))}")
-        return value
-    if origin is tuple:
-        if not isinstance(value, (list, tuple)):
-            raise ConfigError(where, f"expected a list, got {type(value).__name__}")
-        item = typing.get_args(hint)[0]
-        return tuple(_convert(item, v, f"{where}[{i}]") for i, v in enumerate(value))
-    if origin is not None and issubclass(origin, Mapping):
-        if not isinstance(value, Mapping):
-            raise ConfigError(where, f"expected a mapping, got {type(value).__name__}")
-        return {str(k): str(v) for k, v in value.items()}
-    return _scalar(hint, value, where)
-
-
-def _scalar(hint: Any, value: Any, where: str) -> Any:
-    if isinstance(hint, types.UnionType):  # no union stands in the tree; refuse rather than guess
-        raise TypeError(f"{where}: unions are not supported in the configuration tree")
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if hint is int and isinstance(value, float) and value.is_integer():
-        return int(value)
-    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        raise ConfigError(where, f"expected {hint.__name__}, got {value!r}")
-    return value
+def _flat(values: Any) -> Any:
+    """``values`` with what stands under ``trainer`` at the root."""
+    if not isinstance(values, Mapping) or "model" in values:
+        return values
+    workload = values.get("trainer")
+    if not isinstance(workload, Mapping):
+        remedy = "a job needs a workload: set `trainer` with model, training and data"
+        raise JobError([FieldProblem("trainer", "missing", remedy)])
+    rest = {key: value for key, value in values.items() if key != "trainer"}
+    return {**rest, **workload}

@@ -9,10 +9,13 @@ from __future__ import annotations
 import math
 import posixpath
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from megascale_common.job.config import DataSource, JobConfig
-from megascale_common.node.identity import is_dns_label
+from megascale_common.job.names import is_dns_label
+from megascale_common.job.problems import FieldProblem
+
+if TYPE_CHECKING:  # config calls what stands here
+    from megascale_common.job.config import DataSource, JobConfig
 
 _MAX_LABELS = 64
 _MAX_TEXT = 1024
@@ -44,18 +47,6 @@ _LIMITS = {
 _MAX_WORLD_SIZE = 2**17
 _MAX_COLLECTIVE_TIMEOUT_S = 86_400
 _SHA256_DIGITS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class FieldProblem:
-    """``field`` is the dotted path in the spec; ``remedy`` says what would be right."""
-
-    field: str
-    problem: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return f"{self.field}: {self.problem}; {self.remedy}"
 
 
 def validate(config: JobConfig) -> list[FieldProblem]:

@@ -1,18 +1,24 @@
-"""Where a node's files lie below its folder, where the driver must know it too. Pure."""
+"""Files that readers see whole: addresses, lists of process ids, small JSON."""
 
 from __future__ import annotations
 
-from pathlib import PurePosixPath
-
-TRACE_PREFIX = "trace-"  # with a dot before it while it is being written
-
-
-def attempt_folder(job: str, attempt: int) -> PurePosixPath:
-    """Files of an attempt."""
-    return PurePosixPath("jobs", job, f"attempt-{attempt:06d}")
+import os
+from pathlib import Path
 
 
-def trace_file(job: str, attempt: int, first_step: int, last_step: int, rank: int) -> PurePosixPath:
-    """A rank's trace of the steps ``first_step`` to ``last_step``."""
-    name = f"{TRACE_PREFIX}steps-{first_step}-{last_step}-rank-{rank:05d}.json.gz"
-    return attempt_folder(job, attempt) / name
+def replace_file(path: Path, text: str) -> None:
+    """Replace ``path`` by a file with ``text`` (UTF-8): a reader sees the old file or the new one.
+
+    Nothing is synced: after a crash of the host the file may be the old one, or empty. The name of
+    the draft holds the process id, so two processes do not write into one draft.
+
+    Raises:
+        OSError: it cannot be written; the old file stays and no draft is left.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise

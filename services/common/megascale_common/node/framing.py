@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 PROTOCOL_VERSION = 1
@@ -26,7 +26,7 @@ class FramingError(ConnectionError):
     """The peer closed the socket in the middle of a message, or sent something that is not one."""
 
 
-def encode(message: Message) -> bytes:
+def encode(message: Mapping[str, Any]) -> bytes:
     """Bytes of one framed message.
 
     Raises:
@@ -68,7 +68,7 @@ class Decoder:
         return messages
 
 
-def send(sock: socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
+def send(sock: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
     """Send one message, with ``descriptors`` beside its first byte. Blocks until all is written."""
     data = encode(message)
     if not descriptors:

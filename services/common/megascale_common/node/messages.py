@@ -1,41 +1,43 @@
-"""Messages of the local contract: what trainer, agent and checkpoint daemon say to each other on
-one node.
+"""Messages of the local contract between trainer, agent and checkpoint daemon of one node.
 
-Framed as :mod:`megascale_common.node.framing` says (u32 length + JSON). Every message is an object
-with a ``kind``; the first message of a connection carries ``version``
-(:data:`megascale_common.node.framing.PROTOCOL_VERSION`). These TypedDicts are the contract; both
-sides import them from here. ``-> fds`` in a docstring means that file descriptors travel beside.
+Framed by :mod:`megascale_common.node.framing` (u32 length + JSON). Every message is an object with
+a ``kind``; the first message of a connection carries ``version``
+(:data:`megascale_common.node.framing.PROTOCOL_VERSION`). These TypedDicts are the contract: both
+sides build and read messages through them. ``-> fds`` means that file descriptors travel with the
+message.
 
 Agent and template (the process that imported torch ahead of need and forks workers), over an
 inherited socket:
-    template: TemplateHello when it is ready; agent: Fork -> fds, template: Forked (in the order of
-    the Forks) | Exited. Agent closing the socket ends the template and its workers.
+    template: TemplateHello when it is ready.
+    agent: Fork -> fds; template: Forked (in the order of the Forks), Exited when the process ends.
+    Closing the agent's end ends the template and its workers.
 Agent and worker, over the socket passed with Fork:
-    agent: Assignment (-> fds: the store's listening socket, on rank 0 only)
-    worker: Running, then StepDone per step (one rank of the node's ranks per job: see ``reports``),
-        Failed or Finished.
+    agent: Assignment (-> fds: the store's listening socket, on rank 0 only).
+    worker: Running, then StepDone per step (from one rank per job: see ``reports``), then Failed or
+        Finished.
     agent: ProfileSteps at any time; the worker answers each with Profiled, steps later.
     agent: STACKS_SIGNAL at any time; the worker writes its threads' stacks to its log, even from
         inside a hung call.
     Or, instead of Assignment, agent: SelfCheck (-> fds: the store's listening socket, on rank 0 of
     several only); the forked process answers SelfChecked and exits.
-Worker and checkpoint daemon, over the daemon's unix socket, strictly request and answer: Register
-    -> Registered (-> fds: one per slot); Restore -> Restored | Refused; Acquire -> Acquired | Busy;
-    Seal -> Sealed; Release -> Released.  Closing the connection releases what is neither sealed nor
-    being persisted.
+Worker and checkpoint daemon, over the daemon's unix socket, strictly request and answer:
+    Register -> Registered (-> fds: one per slot), Restore -> Restored | Refused,
+    Acquire -> Acquired | Busy, Seal -> Sealed, Release -> Released, Drain -> Drained.
+    Any request that breaks the contract -> RequestFailed, after which the daemon closes the
+    connection. Closing it releases what is neither sealed nor being persisted.
 """
 
 from __future__ import annotations
 
 import signal
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
 
 STACKS_SIGNAL = signal.SIGUSR1
 ErrorKind = Literal["CHECKPOINT_CORRUPT", "DATA", "COLLECTIVE", "OUT_OF_MEMORY", "OTHER"]
 
 
 class TemplateHello(TypedDict):
-    """Template to agent, first message: torch is imported; forks take milliseconds from now on."""
+    """Template to agent, first message: torch is imported; from now on a fork takes milliseconds."""
 
     kind: Literal["hello"]
     version: int
@@ -58,27 +60,18 @@ class Forked(TypedDict):
 
 
 class Exited(TypedDict):
-    """Template to agent: a worker ended. ``status`` is the exit status, or minus the signal's
-    number.
-    """
+    """Template to agent: a worker ended, with this exit status or minus the signal's number."""
 
     kind: Literal["exited"]
     pid: int
     status: int
 
 
-class RestorePlanMessage(TypedDict):
-    """The driver's decision of what to restore; ``source`` is none, memory or storage."""
-
-    source: Literal["none", "memory", "storage"]
-    step: int
-    written_by_attempt: int
-    manifest_uri: str
-
-
 class Assignment(TypedDict):
-    """Agent to worker: everything a rank needs to know. ``config`` is
-    megascale_common.job.config.to_dict's value.
+    """Agent to worker: all that a rank needs.
+
+    ``config`` is the value of :func:`megascale_common.job.config.to_mapping`, ``restore`` that of
+    :meth:`megascale_common.job.restore.RestorePlan.to_mapping`.
     """
 
     kind: Literal["assignment"]
@@ -100,14 +93,15 @@ class Assignment(TypedDict):
     reader: int
     checkpoint_socket: str
     committer_endpoint: str
-    restore: RestorePlanMessage
+    restore: dict[str, Any]
     reports: bool
     run_folder: str
 
 
 class SelfCheck(TypedDict):
     """Agent to a forked process: check the device, and the path to the other ranks of this node.
-    Ranks are local.
+
+    ``rank`` and ``world_size`` count the ranks of this check.
     """
 
     kind: Literal["self_check"]
@@ -145,19 +139,17 @@ class Running(TypedDict):
 
 
 class StepDone(TypedDict):
-    """Worker to agent: one step record. The fields are those of megascale.v1.StepRecord, times in
-    seconds.
-    """
+    """Worker to agent: a step record, with the fields of megascale.v1.StepRecord, times in s."""
 
     kind: Literal["step"]
     record: dict[str, Any]
 
 
 class ProfileSteps(TypedDict):
-    """Agent to worker: write a trace of these steps, both ends included, to ``path`` (gzipped
-    Chrome JSON).
+    """Agent to worker: write a trace of these steps to ``path`` (gzipped Chrome JSON).
 
-    A worker that has not reached ``first_step`` by ``not_after_s`` (Unix seconds) does not begin.
+    ``first_step`` and ``last_step`` are part of the trace. A worker that has not reached
+    ``first_step`` by ``not_after_s`` (Unix seconds) does not begin.
     """
 
     kind: Literal["profile"]
@@ -169,7 +161,7 @@ class ProfileSteps(TypedDict):
 
 
 class Profiled(TypedDict):
-    """Worker to agent: what became of a trace; ``detail`` says why there is none."""
+    """Worker to agent: what became of a trace; ``detail`` gives the reason when there is none."""
 
     kind: Literal["profiled"]
     id: str
@@ -179,8 +171,9 @@ class Profiled(TypedDict):
 
 
 class Failed(TypedDict):
-    """Worker to agent: it is about to exit with an error. ``detail`` names the damaged file for
-    CHECKPOINT_CORRUPT.
+    """Worker to agent: it is about to exit with an error.
+
+    ``detail`` names the damaged file for CHECKPOINT_CORRUPT.
     """
 
     kind: Literal["failed"]
@@ -190,8 +183,9 @@ class Failed(TypedDict):
 
 
 class Finished(TypedDict):
-    """Worker to agent: all steps are done and the last snapshot is committed, or given up with a
-    reason.
+    """Worker to agent: all steps are done, and the last snapshot is committed or given up.
+
+    The worker's log has the reason for giving up.
     """
 
     kind: Literal["finished"]
@@ -199,8 +193,10 @@ class Finished(TypedDict):
 
 
 class Register(TypedDict):
-    """Worker to daemon: the rank's slot layout
-    (megascale_common.sizes.checkpoint_layout.ShardLayout.to_dict).
+    """Worker to daemon: who the rank is, and the layout of its slots.
+
+    ``layout`` is the value of megascale_common.sizes.checkpoint_layout.ShardLayout.to_dict;
+    ``slots`` 0 leaves their number to the daemon.
     """
 
     kind: Literal["register"]
@@ -217,7 +213,7 @@ class Register(TypedDict):
 
 
 class Registered(TypedDict):
-    """Daemon to worker: slots are mapped in this order. -> fds: one per slot."""
+    """Daemon to worker: its slots. -> fds: one per slot, in the order of their indices."""
 
     kind: Literal["registered"]
     slots: int
@@ -228,7 +224,7 @@ class Restore(TypedDict):
     """Worker to daemon: bring the state of ``plan`` into a slot, in this rank's layout."""
 
     kind: Literal["restore"]
-    plan: RestorePlanMessage
+    plan: dict[str, Any]
 
 
 class Restored(TypedDict):
@@ -236,13 +232,13 @@ class Restored(TypedDict):
 
     kind: Literal["restored"]
     slot: int
-    source: Literal["memory", "storage"]
+    source: str  # a megascale_common.job.restore.RestoreSource
     small_state: dict[str, Any]
     bytes_read: int
 
 
 class Refused(TypedDict):
-    """Daemon to worker: the state cannot be had; ``file`` names the damaged or missing file."""
+    """Daemon to worker: the state is not available; ``file`` names a damaged or missing file."""
 
     kind: Literal["refused"]
     error_kind: ErrorKind
@@ -274,7 +270,7 @@ class Seal(TypedDict):
     """Worker to daemon: the slot holds the whole state after ``step``.
 
     ``finite``: the update of that step had a finite loss and gradient, or was masked, which leaves
-    the state as it was. All ranks say the same. A state that is not finite is not kept.
+    the state as it was. It is the same on all ranks. A state that is not finite is not kept.
     """
 
     kind: Literal["seal"]
@@ -285,7 +281,7 @@ class Seal(TypedDict):
 
 
 class Sealed(TypedDict):
-    """Daemon to worker: the checksums of the slot are taken; persistence goes on in the background."""
+    """Daemon to worker: the slot's checksums are taken; it is persisted in the background."""
 
     kind: Literal["sealed"]
     step: int
@@ -305,9 +301,7 @@ class Released(TypedDict):
 
 
 class Drain(TypedDict):
-    """Worker to daemon, at the end of a run: answer when ``step`` is committed, or cannot be within
-    ``timeout_s``.
-    """
+    """Worker to daemon, at the end of a run: answer when ``step`` is committed, or the time is up."""
 
     kind: Literal["drain"]
     step: int
@@ -315,10 +309,26 @@ class Drain(TypedDict):
 
 
 class Drained(TypedDict):
-    """Daemon to worker: ``committed_step`` is the newest complete checkpoint; ``error`` says why it
-    is not ``step``.
+    """Daemon to worker: ``committed_step`` is the newest complete checkpoint.
+
+    ``error`` gives the reason when that is not the step asked for.
     """
 
     kind: Literal["drained"]
     committed_step: int
     error: NotRequired[str]
+
+
+class RequestFailed(TypedDict):
+    """Daemon to worker: the request breaks the contract, or the worker is superseded."""
+
+    kind: Literal["error"]
+    error: str
+
+
+TemplateMessage: TypeAlias = TemplateHello | Forked | Exited
+WorkerMessage: TypeAlias = Running | StepDone | Profiled | Failed | Finished
+DaemonRequest: TypeAlias = Register | Restore | Acquire | Seal | Release | Drain
+DaemonAnswer: TypeAlias = (
+    Registered | Restored | Refused | Acquired | Busy | Sealed | Released | Drained | RequestFailed
+)

@@ -13,6 +13,7 @@ import os
 import signal as signals
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 PARENT_PID_VARIABLE = "MEGASCALE_PARENT_PID"
@@ -78,6 +79,27 @@ def exec_with_parent_death(command: Sequence[str]) -> NoReturn:
         )
     arm_parent_death()
     os.execvp(command[0], list(command))
+
+
+def stat_fields(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat (proc_pid_stat(5)) from the state on; empty when there is no process.
+
+    Field n of the manual page is at index n - 3.
+    """
+    try:
+        # The command name before them may hold spaces and parentheses: the last one ends it.
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def start_ticks(pid: int) -> int | None:
+    """Start time of a process in clock ticks since boot; None when it is gone or a zombie.
+
+    With the boot id it names a process for good: a process id alone may be in use again.
+    """
+    fields = stat_fields(pid)
+    return int(fields[19]) if fields and fields[0] not in "ZX" else None
 
 
 def _main(arguments: Sequence[str]) -> NoReturn:

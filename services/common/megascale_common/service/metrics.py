@@ -13,15 +13,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import os
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Info, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from megascale_common.node import identity
+from megascale_common.node.files import replace_file
 from megascale_common.service import logs
+from megascale_common.service.build import build_version
 
 PATH = "/metrics"
 MAX_REQUEST_BYTES = 8192
@@ -36,7 +36,7 @@ def registry_of(service: str, *collectors: Collector) -> CollectorRegistry:
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     Info("megascale_build", "Which build of which service this is.", registry=registry).info(
-        {"service": service, "build": identity.build()}
+        {"service": service, "build": build_version()}
     )
     for collector in collectors:
         registry.register(collector)
@@ -76,9 +76,7 @@ class MetricsServer:
         )
         address = f"{host}:{self._server.sockets[0].getsockname()[1]}"
         if address_file is not None:
-            draft = address_file.with_name(f".{address_file.name}.{os.getpid()}")
-            draft.write_text(address + "\n")
-            draft.replace(address_file)
+            replace_file(address_file, address + "\n")
         _log.info("metrics are served", url=f"http://{address}{PATH}")
         return address
 

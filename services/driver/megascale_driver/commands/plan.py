@@ -1,8 +1,7 @@
-"""What a job needs, worked out without a cluster: `megascale plan`, and what would be refused and
-why.
+"""What a job needs, computed without a cluster, for `megascale plan`; and why it would be refused.
 
-Everything comes from the formulas that the services themselves use: the parameter table, the memory
-estimate, the FLOP count, the batch arithmetic and the rules of placement.
+All numbers come from the formulas that the services use: the parameter table, the memory estimate,
+the FLOP count, the batch arithmetic and the rules of placement.
 """
 
 from __future__ import annotations
@@ -12,47 +11,49 @@ import math
 from typing import Any
 
 from megascale.v1 import job_pb2
-from megascale_common.job import validation as job_validation
-from megascale_common.job.config import ConfigError, JobConfig, ParallelismConfig
-from megascale_common.job.validation import FieldProblem
+from megascale_common.job.config import JobConfig, ParallelismConfig
+from megascale_common.job.problems import FieldProblem, JobError
 from megascale_common.job.wire import spec as job_spec
 from megascale_common.sizes.flops import flops_per_token
 from megascale_common.sizes.memory import RankMemory, rank_memory
 from megascale_common.sizes.parameter_table import STATE_BYTES, STATES, parameter_table
 
-DEFAULT_SLOTS = 3  # of staging memory, where it suffices
+DEFAULT_SLOTS = 3  # of staging memory, if there is enough
 
 
 def plan_job(
     spec: job_pb2.JobSpec, devices_per_node: int, device_memory_bytes: int
 ) -> dict[str, Any]:
-    """The plan of a job as plain values, sizes in bytes; ``refused`` lists each problem with field
-    and remedy.
+    """The plan of a job as plain values, sizes in bytes.
 
-    ``device_memory_bytes`` 0: no device in mind. A job that is refused has the other keys only
-    where they make sense.
+    ``refused`` lists each problem with field and remedy; the other keys of a refused job are there
+    only if they can be computed. ``device_memory_bytes`` 0: the memory of a device is not checked.
     """
+    problems: list[FieldProblem] = []
     try:
         config = job_spec.from_proto(spec)
-    except ConfigError as error:
-        return {
-            "name": spec.name,
-            "refused": [{"field": error.field, "problem": error.problem, "remedy": ""}],
-        }
-    problems = job_validation.validate(config)
+    except JobError as error:
+        problems += error.problems
+        if error.config is None:
+            return {"name": spec.name, "refused": _plain(problems)}
+        config = error.config
     plan: dict[str, Any] = {"name": config.name}
     try:
         memory = [rank_memory(config, rank) for rank in config.layout.group_of(0, ("pp",))]
         plan |= _model(config) | _batch(config)
-    except (ValueError, ArithmeticError) as error:  # sizes that fit nowhere; the problems say which
+    except (ValueError, ArithmeticError) as error:  # impossible sizes; the problems name them
         problems = problems or [
-            FieldProblem("trainer", str(error), "change the sizes that it names")
+            FieldProblem("trainer", str(error), "change the sizes that are named")
         ]
     else:
         nodes, refused = _nodes(config, devices_per_node)
         plan |= nodes | _memory(config, memory)
         problems += refused + _too_large(config, memory, device_memory_bytes)
-    return {**plan, "refused": [dataclasses.asdict(problem) for problem in problems]}
+    return {**plan, "refused": _plain(problems)}
+
+
+def _plain(problems: list[FieldProblem]) -> list[dict[str, str]]:
+    return [dataclasses.asdict(problem) for problem in problems]
 
 
 def _model(config: JobConfig) -> dict[str, Any]:
@@ -96,7 +97,9 @@ def _nodes(config: JobConfig, devices_per_node: int) -> tuple[dict[str, Any], li
     per_node = devices_per_node // tp * tp
     base = {"world_size": world_size, "devices_per_node": devices_per_node}
     if not per_node:
-        problem = f"a tensor-parallel group of {tp} does not fit into a node of {devices_per_node} devices"
+        problem = (
+            f"a tensor-parallel group of {tp} does not fit on a node of {devices_per_node} devices"
+        )
         remedy = f"use a tp of at most {devices_per_node}, or larger nodes (--devices-per-node)"
         return base, [FieldProblem("parallelism.tp", problem, remedy)]
     nodes = -(-world_size // per_node)
@@ -124,8 +127,8 @@ def _too_large(
     if not device_memory_bytes or need.total_bytes <= device_memory_bytes:
         return []
     problem = (
-        f"a rank of pipeline stage {stage} needs about {need.total_bytes / 2**30:.1f} GiB of the device's "
-        f"{device_memory_bytes / 2**30:.1f} GiB"
+        f"a rank of pipeline stage {stage} needs about {need.total_bytes / 2**30:.1f} GiB, "
+        f"the device has {device_memory_bytes / 2**30:.1f} GiB"
     )
     smaller = (
         "raise tp or pp"

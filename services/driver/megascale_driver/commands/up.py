@@ -1,4 +1,4 @@
-"""`megascale up`, contributed to the CLI through the entry-point group `megascale.commands`."""
+"""The command `megascale up`, which the CLI finds through its entry point."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from megascale_common.node.identity import is_dns_label
+from megascale_common.job.names import is_dns_label
 from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
 from megascale_driver.platform.devices import choose_device, count_gpus
 from megascale_driver.platform.local import ClusterError, LocalCluster, LocalOptions
@@ -26,18 +26,20 @@ _SENTENCES = {
     "etcd_ready": "etcd serves at {endpoint}",
     "driver_ready": "driver serves at {address}",
     "node_alive": "node {node} is alive",
-    "node_exited": "[red]node {node} ended[/red] (status {exit_status}); it stays away, a spare takes over",
-    "driver_exited": "[yellow]driver ended[/yellow]; restart {restart} of at most {restarts_allowed}",
+    "node_exited": "[red]node {node} ended[/red] (status {exit_status}) and is not restarted; "
+    "its job takes a spare",
+    "driver_exited": "[yellow]driver ended[/yellow]; "
+    "restart {restart} of at most {restarts_allowed}",
     "etcd_exited": "[yellow]etcd ended[/yellow]; restart {restart} of at most {restarts_allowed}",
     "driver_failed": "[red]the driver did not start[/red]: {error}",
     "etcd_failed": "[red]etcd did not start[/red]: {error}",
-    "driver_given_up": "[red]the driver ended {restarts} times and is given up[/red]; the nodes go on. See {log}, "
-    "then stop this command and start it again",
-    "etcd_given_up": "[red]etcd ended {restarts} times and is given up[/red]; the nodes go on. See {log}, "
-    "then stop this command and start it again",
+    "driver_given_up": "[red]the driver ended {restarts} times and is not restarted again[/red]; "
+    "the nodes continue. See {log}, then stop this command and start it again",
+    "etcd_given_up": "[red]etcd ended {restarts} times and is not restarted again[/red]; "
+    "the nodes continue. See {log}, then stop this command and start it again",
     "metrics_ready": "metrics at {url}; Prometheus reads all targets from {targets_file}",
-    "ready": "[green]ready[/green]: {nodes_count} nodes of {devices_per_node} {device} devices in {run_folder}; "
-    "stop with Ctrl-C. Now: megascale submit job.yaml --watch",
+    "ready": "[green]ready[/green]: {nodes_count} nodes with {devices_per_node} {device} devices "
+    "each in {run_folder}; stop with Ctrl-C. Next: megascale submit job.yaml --watch",
     "stopping": "stopping",
     "stopped": "stopped",
 }
@@ -45,31 +47,35 @@ _SENTENCES = {
 
 @app.command()
 def up(
-    nodes: Annotated[int, typer.Option(min=1, max=256, help="Nodes, named n1 to nN.")] = 3,
+    nodes: Annotated[
+        int, typer.Option(min=1, max=256, help="Number of nodes, named n1 to nN.")
+    ] = 3,
     devices_per_node: Annotated[
-        int, typer.Option(min=1, max=64, help="Devices (CPU: ranks) of each node.")
+        int, typer.Option(min=1, max=64, help="Devices of each node; on CPU, ranks.")
     ] = 4,
     device: Annotated[
-        Literal["auto", "cpu", "cuda"], typer.Option(help="auto: GPUs if there are enough.")
+        Literal["auto", "cpu", "cuda"],
+        typer.Option(help="auto: GPUs if there are enough, else CPU."),
     ] = "auto",
-    run_folder: Annotated[Path, typer.Option(help="Where state, logs and the token live.")] = Path(
+    run_folder: Annotated[Path, typer.Option(help="Folder for state, logs and the token.")] = Path(
         "runs/local"
     ),
     cluster: Annotated[str, typer.Option(help="Name of the cluster.")] = "local",
     nodes_per_switch: Annotated[
-        int, typer.Option(min=1, help="Nodes with the same topology label `switch`.")
+        int, typer.Option(min=1, help="Nodes that share a topology label `switch`.")
     ] = 4,
     etcd_endpoints: Annotated[
-        str, typer.Option(help="host:port[,...] of an etcd that runs; default: our own.")
+        str, typer.Option(help="host:port[,...] of a running etcd; default: start one.")
     ] = "",
     heartbeat_interval_s: Annotated[
-        float, typer.Option(min=0.1, max=60, help="Interval of heartbeats.")
+        float, typer.Option(min=0.1, max=60, help="Time between the heartbeats of a node.")
     ] = 5.0,
     hang_floor_s: Annotated[
-        float, typer.Option(min=1, help="A step that stands still this long may hang.")
+        float,
+        typer.Option(min=1, help="A job without progress for less than this is never restarted."),
     ] = 60.0,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be started, start nothing.")
+        bool, typer.Option("--dry-run", help="Print what would be started, start nothing.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
 ) -> None:
@@ -77,16 +83,17 @@ def up(
 
     Starts etcd, a driver and the nodes, each node a process group of its own, and writes pids and
     addresses to up.json in the run folder. A driver or etcd that ends is restarted; a node that
-    ends is reported and stays away. Ctrl-C (or SIGTERM) stops everything in order; so does the
-    death of this process.
+    ends is reported and not restarted. Ctrl-C (or SIGTERM) stops everything in order; if this
+    process is killed, all of them end with it.
 
     Example: [bold]megascale up --nodes 3 --devices-per-node 4 --device cpu[/bold]
     """
-    if PARENT_PID_VARIABLE in os.environ:  # started by a program, not by a shell: end with it
+    if PARENT_PID_VARIABLE in os.environ:  # started by a program and not by a shell: end with it
         arm_parent_death()
     if not is_dns_label(cluster):
         raise typer.BadParameter(
-            f"{cluster!r} is no name: use 1 to 63 of a-z, 0-9 and '-'", param_hint="--cluster"
+            f"{cluster!r} is not a valid name: use 1 to 63 of a-z, 0-9 and '-'",
+            param_hint="--cluster",
         )
     try:
         kind = choose_device(device, nodes * devices_per_node)
@@ -104,12 +111,12 @@ def up(
         hang_floor_s=hang_floor_s,
     )
     if dry_run:
-        _say_plan(options, as_json)
+        _print_plan(options, as_json)
         return
     raise typer.Exit(asyncio.run(_run(options, as_json)))
 
 
-def _say_plan(options: LocalOptions, as_json: bool) -> None:
+def _print_plan(options: LocalOptions, as_json: bool) -> None:
     plan = {
         "run_folder": str(options.run_folder),
         "device": options.device,
@@ -125,7 +132,7 @@ def _say_plan(options: LocalOptions, as_json: bool) -> None:
 
 
 async def _run(options: LocalOptions, as_json: bool) -> int:
-    """Start, supervise until a signal or a failure, stop; the exit status."""
+    """Start, supervise until a signal or a failure, stop; returns the exit status."""
 
     def report(kind: str, fields: dict[str, Any]) -> None:
         if as_json:

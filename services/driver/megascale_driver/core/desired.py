@@ -1,4 +1,8 @@
-"""What each node is to do: a pure function of its job, so that sending it again is always right."""
+"""The desired state of each node: a pure function of its job.
+
+Level-triggered: it says what should be, not what has happened. Sending it again is always correct,
+and a node that missed ten versions needs only the newest.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +20,10 @@ IDLE = Desired()
 
 
 def desired_of(node: Node, job: Job | None) -> Desired:
-    """The desired state of ``node``, whose attempt (if any) is that of ``job``.
+    """The desired state of ``node``, held by an attempt of ``job`` or idle.
 
-    A node that restarted since its attempt was placed is IDLE: its workers are gone, and the
-    attempt with them.
+    A node whose agent restarted since the attempt was placed is IDLE: its workers are gone, and the
+    attempt is about to end.
     """
     slot = job.slot_of(node.name) if job is not None else None
     if job is None or slot is None or job.phase is JobPhase.STOPPING:
@@ -29,13 +33,13 @@ def desired_of(node: Node, job: Job | None) -> Desired:
     if job.phase is JobPhase.PREPARING:
         return Desired(DesiredPhase.PREPARE, job.name, job.attempt)
     return Desired(
-        DesiredPhase.START, job.name, job.attempt, job.store_endpoint, job.restore, job.committer_endpoint,
-        _profile_on(node.name, job),
+        DesiredPhase.START, job.name, job.attempt, job.store_endpoint, job.restore,
+        job.committer_endpoint, _profile_on(node.name, job),
     )  # fmt: skip
 
 
 def _profile_on(node: str, job: Job) -> ProfileCommand | None:
-    """The node's part in the attempt's profile, while traces of its ranks are awaited."""
+    """The node's part in the attempt's profile, while traces of its ranks are pending."""
     profile = job.profile
     if profile is None or profile.attempt != job.attempt:
         return None

@@ -1,4 +1,4 @@
-"""Which step all ranks still hold in the memory of their own nodes."""
+"""Which snapshot all ranks still hold in the memory of their own nodes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from megascale_driver.core.state import Job, Node
 
 
 def sealed_everywhere(job: Job, nodes: Mapping[str, Node]) -> tuple[int, int]:
-    """(step, attempt) of the newest snapshot that every rank of the attempt finds sealed on its own
-    node; (0, 0): none.
+    """(step, attempt) of the newest snapshot that every rank has sealed on its node; (0, 0): none.
 
-    A snapshot counts where one attempt wrote it for all ranks. Refused steps and attempts never
-    issued do not count.
+    It counts only if one attempt wrote it on all ranks: two attempts may have reached the same step
+    with different states. Refused steps, and attempts that were never issued, do not count.
     """
     common: set[tuple[int, int]] | None = None
     for slot in job.slots:

@@ -1,9 +1,8 @@
-"""The audit log as the driver holds it: the newest lines of all logs in one order, listed and
-followed with tokens.
+"""The audit log in the driver's memory: the newest lines of all logs, listed and followed by token.
 
 The order is that of etcd's revisions and, within one transaction, of the logs' names, so a driver
 that takes over holds the same lines in the same order as the one before. A token names the last
-line seen; it is good at every driver.
+line that a client has received; it is valid at every driver.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from megascale_driver.core.events import Audit
 from megascale_driver.feeds import TokenExpired
 
 HELD_LINES = 50_000
-TRIM_LINES = 5_000  # dropped at once, so that trimming costs little per line
-BATCH_LINES = 256  # looked at before other tasks get a turn
+TRIM_LINES = 5_000  # dropped together, so that trimming costs little per line
+BATCH_LINES = 256  # read before other tasks get a turn
 
 
 def canonical(lines: Iterable[Audit]) -> tuple[Audit, ...]:
-    """Lines of one commit in the order in which every driver holds them."""
+    """The lines of one commit in the order in which every driver holds them."""
     return tuple(sorted(lines, key=_key))
 
 
@@ -42,12 +41,12 @@ class AuditLog:
         return reversed(self._lines)
 
     def load(self, lines: Iterable[Audit]) -> None:
-        """Hold these lines instead; they come in the order of their commits."""
+        """Hold these lines instead of all others; they are in the order of their commits."""
         self._lines, self._first, self._positions, self._newest = [], 0, {}, {}
         self.extend(lines)
 
     def extend(self, lines: Iterable[Audit]) -> None:
-        """Add committed lines and wake who follows."""
+        """Add committed lines and wake the followers."""
         for line in lines:
             self._positions[_key(line)] = self._first + len(self._lines)
             self._newest[line.log] = max(line.seq, self._newest.get(line.log, 0))
@@ -62,7 +61,7 @@ class AuditLog:
         self._changed = asyncio.Event()
 
     def behind(self, token: str) -> list[Audit]:
-        """Lines behind the one that ``token`` names; all that are held for "".
+        """The lines behind the one that ``token`` names; for "" all lines that are held.
 
         Raises:
             TokenExpired: the line is no longer held.
@@ -71,12 +70,11 @@ class AuditLog:
         return self._lines[self._position(_parse(token)) - self._first if token else 0 :]
 
     def follow(self, token: str, wanted: Callable[[Audit], bool]) -> AsyncIterator[Audit]:
-        """Wanted lines behind ``token`` ("": behind what is the newest now) as they come, without
-        end.
+        """Wanted lines behind ``token`` ("": behind the newest now) as they are added, without end.
 
         Raises:
-            TokenExpired: the line is no longer held; from the iterator: the reader has fallen too
-                far behind.
+            TokenExpired: the line is no longer held; from the iterator: the reader is too slow, and
+                its next line has been dropped.
             ValueError: not a token.
         """
         last = _parse(token) if token else self._newest_key()
@@ -89,7 +87,7 @@ class AuditLog:
     ) -> AsyncIterator[Audit]:
         while True:
             changed = self._changed
-            # Looked up by name each time: a new term loads the log anew, and positions with it.
+            # Looked up by name each time: a new term loads the log again, with other positions.
             begin = self._position(last) - self._first if last is not None else 0
             batch = self._lines[begin : begin + BATCH_LINES]
             for line in batch:
@@ -105,20 +103,20 @@ class AuditLog:
         return _key(self._lines[-1]) if self._lines else None
 
     def _position(self, key: tuple[str, int]) -> int:
-        """Position behind the line ``key``."""
+        """The position behind the line ``key``."""
         found = self._positions.get(key)
         if found is not None:
             return found + 1
         log, seq = key
         if 0 < seq <= self._newest.get(log, 0):
             raise TokenExpired(
-                f"the line behind the token is no longer among the newest {self._held}"
+                f"the line that the token names is no longer among the newest {self._held}"
             )
         raise ValueError(f"{_text(key)!r} names no line of the audit log")
 
 
 def token_of(line: Audit) -> str:
-    """Token that names the line."""
+    """The token that names the line."""
     return _text(_key(line))
 
 
@@ -133,5 +131,5 @@ def _text(key: tuple[str, int]) -> str:
 def _parse(token: str) -> tuple[str, int]:
     number, dot, log = token.partition(".")
     if not dot or not number.isdecimal() or len(number) > 18:
-        raise ValueError(f"{token!r} was not given out by this cluster")
+        raise ValueError(f"{token!r} is not a token of this cluster")
     return log, int(number)

@@ -1,8 +1,8 @@
-"""Values of the core <-> JSON for etcd, by the types of their fields.
+"""The core's values as JSON for etcd and back, by the types of their fields.
 
-Volatile fields and those kept under keys of their own stay out. Reading is lenient where versions
-may differ: an absent field takes its default, an unknown one is passed over; a wrong type is an
-error that names the field.
+Volatile fields, and those that have keys of their own, are left out. Other builds may have written
+a value: an absent field takes its default, an unknown one is ignored; a wrong type is an error that
+names the field.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ SCHEMA_VERSION = 1
 
 
 class CodecError(ValueError):
-    """A stored value does not have the shape that this build reads."""
+    """A stored value that this build cannot read."""
 
 
 def dump(value: Any, **extra: Any) -> bytes:
-    """JSON of a dataclass, with ``extra`` beside its fields."""
+    """The JSON of a dataclass, with ``extra`` beside its fields."""
     return json.dumps({**_plain(value), **extra}, separators=(",", ":"), sort_keys=True).encode()
 
 

@@ -1,10 +1,15 @@
-"""The driver's memory in etcd: loaded by a new leader, changed only by fenced transactions.
+"""The driver's state in etcd: loaded by a new leader, changed only by fenced transactions.
 
 Keys under the cluster's prefix: ``meta``, ``driver/leader``, ``log/{seq}``, ``breaker``,
 ``nodes/{n}``, ``requests/{id}``, ``jobs/{j}/head``, ``jobs/{j}/specs/{rev}``,
-``jobs/{j}/attempts/{n}``, ``jobs/{j}/log/{seq}``. Every transaction compares the leader key's
-create revision and the mod revision of each key that it puts, and carries an id, so that an unknown
-outcome is settled by sending the identical transaction again.
+``jobs/{j}/attempts/{n}``, ``jobs/{j}/log/{seq}``.
+
+Every transaction compares two things. The create revision of the leader key fences a former leader:
+its writes fail as soon as the key is gone or is another's. The mod revision of each key that is
+written lets the transaction be applied once only. So when a reply is lost and the outcome is
+unknown, the identical transaction is sent again: either it is applied now, or it fails and finds
+its own id in what the first one wrote. A read could not decide this, because the lost transaction
+may still be on its way and be applied after the read.
 """
 
 from __future__ import annotations
@@ -33,18 +38,18 @@ from megascale_driver.core.state import (
 from megascale_driver.journal import codec
 
 LEADER_KEY = "driver/leader"
-# etcd takes 128 operations a transaction; one compare is the guard's.
+# etcd takes 128 operations in a transaction; one compare is for the leader key.
 MAX_KEYS_PER_TXN = 100
-MAX_BYTES_PER_TXN = 1 << 20  # etcd takes 1.5 MiB a request
+MAX_BYTES_PER_TXN = 1 << 20  # etcd takes 1.5 MiB in a request
 
 
 class NotLeader(RuntimeError):
-    """A fenced write was refused: another driver leads, or somebody changed our keys."""
+    """A fenced write was refused: another driver leads, or someone else changed the keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a new leader finds."""
+    """What a new leader reads from etcd."""
 
     cluster: Cluster
     audit: tuple[Audit, ...]
@@ -52,7 +57,7 @@ class Loaded:
 
 
 class Store:
-    """Reads and writes the cluster's keys on behalf of one leadership."""
+    """Reads and writes the cluster's keys during one leadership."""
 
     def __init__(self, client: EtcdClient, leadership: Leadership) -> None:
         self._client = client
@@ -61,11 +66,11 @@ class Store:
         self._cluster_log_seq = 0
 
     async def load(self) -> Loaded:
-        """Everything that earlier leaders committed; writes ``meta`` on a cluster's first start.
+        """All that earlier leaders have committed; writes ``meta`` at a cluster's first start.
 
         Raises:
             CodecError: a stored value cannot be read by this build.
-            NotLeader: leadership was lost meanwhile.
+            NotLeader: the leadership was lost meanwhile.
         """
         listing = await self._client.get_prefix("")
         values = {item.key: item.value for item in listing.items if item.key != LEADER_KEY}
@@ -74,7 +79,8 @@ class Store:
         }
         generation = await self._meta(values.get("meta"))
         jobs = {name: _load_job(name, values) for name in _job_names(values)}
-        # A log line is written once, so its key's revision orders it among the lines of all logs.
+        # A line is written once and never changed, so the revision of its key gives its place among
+        # the lines of all logs.
         lines = [
             (self._revisions[key], codec.load(Audit, value))
             for key, value in values.items()
@@ -104,14 +110,18 @@ class Store:
     async def commit(
         self, old: Cluster, new: Cluster, audit: tuple[Audit, ...], *, deadline_s: float
     ) -> bool:
-        """Write what differs; whether there was anything. Returns only when it is known to be
-        committed.
+        """Write what differs between the states; returns whether there was anything to write.
+
+        It returns only when all of it is known to be committed.
 
         Raises:
-            NotLeader: the write was refused; nothing of it was applied.
-            EtcdError: no answer within the deadline; the outcome may be open, so the leadership
-                must end.
+            NotLeader: a transaction was refused; nothing of it was applied.
+            EtcdError: no answer within the deadline. The outcome is unknown, so the leadership must
+                end: the next leader reads it from etcd.
         """
+        # A batch beyond the limits of one transaction becomes several. The log lines come first: if
+        # the driver fails in between, a line may be there without its decision, never a decision
+        # without its line.
         changes = list(_changes(old, new, audit))
         for chunk in chunks(changes):
             await self._write(chunk, deadline_s)
@@ -123,12 +133,12 @@ class Store:
             version = int(found["schema_version"])
             if version > codec.SCHEMA_VERSION:
                 raise codec.CodecError(
-                    f"meta: etcd holds schema version {version}, this driver reads up to {codec.SCHEMA_VERSION}: "
-                    "start the newer build"
+                    f"meta: etcd holds schema version {version}, this driver reads versions "
+                    f"up to {codec.SCHEMA_VERSION}: start the newer build"
                 )
             return int(found["cluster_generation"])
-        # A new etcd counts its revisions anew. By the time of its birth its epochs are above those
-        # of the one before, or executors would refuse every order.
+        # An empty etcd counts its revisions from 1 again. With the time as generation its epochs
+        # are still greater than those of the etcd before; agents refuse orders of lesser ones.
         generation = int(time.time())
         meta = {"schema_version": codec.SCHEMA_VERSION, "cluster_generation": generation}
         await self._write([("meta", json.dumps(meta).encode())], deadline_s=10.0)
@@ -140,7 +150,8 @@ class Store:
         compare += [ModRevisionEquals(key, self._revisions.get(key, 0)) for key, _ in changes]
         marker = next((key for key, value in changes if value is not None), "")
         if not marker:
-            # Deleting alone leaves no trace of the transaction's id: note it beside.
+            # A transaction that only deletes leaves no trace of its id, so it could not be settled:
+            # the id is put under a key for that purpose.
             marker, compare = "housekeeping", [*compare, self._expect("housekeeping")]
             changes = [*changes, (marker, b"{}")]
         success: list[Operation] = [
@@ -165,13 +176,11 @@ class Store:
 
 
 def chunks(changes: list[tuple[str, bytes | None]]) -> Iterator[list[tuple[str, bytes | None]]]:
-    """The changes in order, in transactions of at most so many keys and bytes (one large value
-    stands alone).
-    """
+    """The changes in order, cut into transactions within the limits; a larger value is alone."""
     chunk: list[tuple[str, bytes | None]] = []
     size_bytes = 0
     for key, value in changes:
-        more_bytes = 2 * len(key) + len(value or b"")  # the key stands in its compare, too
+        more_bytes = 2 * len(key) + len(value or b"")  # the key is in its compare as well
         if chunk and (
             len(chunk) == MAX_KEYS_PER_TXN or size_bytes + more_bytes > MAX_BYTES_PER_TXN
         ):
@@ -192,7 +201,7 @@ def _stamp(value: bytes, txn_id: str) -> bytes:
 def _changes(
     old: Cluster, new: Cluster, audit: tuple[Audit, ...]
 ) -> Iterator[tuple[str, bytes | None]]:
-    """(key, new value or None to delete) of everything that differs, log lines first."""
+    """(key, new value or None to delete) of all that differs, log lines first."""
     for line in audit:
         yield (
             (f"jobs/{line.log}/log/{line.seq:020d}" if line.log else f"log/{line.seq:020d}"),
@@ -236,7 +245,7 @@ def _load_job(name: str, values: dict[str, bytes]) -> Job:
         for key, value in sorted(values.items())
         if key.startswith(prefix)
     ]
-    return codec.load(Job, head, config=job_config.from_dict(spec), attempts=tuple(records))
+    return codec.load(Job, head, config=job_config.from_accepted(spec), attempts=tuple(records))
 
 
 def _is_log(key: str) -> bool:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import uvloop
 
-from megascale_common.node import identity
 from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
 from megascale_common.service import logs
+from megascale_common.service.build import build_version
 from megascale_common.service.metrics import bind_option
 from megascale_executor.agent.config import AgentConfig, OptionError, parse_devices, parse_topology
 from megascale_executor.diagnostics.devices import DeviceQueryError
@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--version", action="version", version=identity.build())
+    made.add_argument("--version", action="version", version=build_version())
     add = made.add_argument
     add("--cluster", required=True, help="name of the cluster; a driver of another one is refused")
     add("--node", required=True, help="name of this node, unique in the cluster")
@@ -121,11 +121,11 @@ def main() -> int:
     # Read when grpc is imported. Our children exec at once; handlers for forks that do not would
     # only write warnings.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-    from megascale_executor.agent.node import run_node
+    from megascale_executor.agent.node_agent import run_agent
 
     logs.configure("agent", level=options.log_level)
     try:
-        uvloop.run(run_node(config_from(options)))
+        uvloop.run(run_agent(config_from(options)))
     except (OptionError, DeviceQueryError, OSError, ValueError) as error:
         sys.stderr.write(f"megascale agent: {error}\n")
         return 2

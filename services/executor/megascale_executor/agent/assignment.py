@@ -6,19 +6,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megascale.v1 import link_pb2, types_pb2
+from megascale.v1 import link_pb2
 from megascale_common.job import config as job_config
 from megascale_common.job.config import JobConfig
 from megascale_common.job.rank_layout import RankLayout
+from megascale_common.job.wire import restore
 from megascale_common.node import framing
-from megascale_common.node.messages import Assignment, RestorePlanMessage
+from megascale_common.node.messages import Assignment
 from megascale_executor.agent.config import AgentConfig
 from megascale_executor.agent.folders import AttemptFolder
-
-_SOURCES: dict[int, str] = {
-    types_pb2.RESTORE_SOURCE_MEMORY: "memory",
-    types_pb2.RESTORE_SOURCE_STORAGE: "storage",
-}
 
 
 class AssignmentError(ValueError):
@@ -77,16 +73,6 @@ def readers_of(ranks: Sequence[int], layout: RankLayout) -> dict[int, tuple[int,
     }
 
 
-def restore_plan(plan: link_pb2.RestorePlan) -> RestorePlanMessage:
-    """The driver's restore plan as the workers read it."""
-    return {
-        "source": _SOURCES.get(plan.source, "none"),  # type: ignore[typeddict-item]  # one of the literals
-        "step": plan.step,
-        "written_by_attempt": plan.written_by_attempt,
-        "manifest_uri": plan.manifest_uri,
-    }
-
-
 def worker_assignments(
     assignment: link_pb2.AttemptAssignment,
     config: JobConfig,
@@ -104,7 +90,7 @@ def worker_assignments(
         raise AssignmentError(f"store_endpoint {assignment.store_endpoint!r} is not host:port")
     ranks = list(assignment.ranks)
     readers = readers_of(ranks, config.layout)
-    values = job_config.to_dict(config)
+    values = job_config.to_mapping(config)
     told: list[tuple[Assignment, Path]] = []
     for local_rank, (rank, device) in enumerate(zip(ranks, assignment.devices, strict=True)):
         reader, count = readers[rank]
@@ -128,7 +114,7 @@ def worker_assignments(
             "reader": reader,
             "checkpoint_socket": str(sockets.checkpoint),
             "committer_endpoint": assignment.committer_endpoint,
-            "restore": restore_plan(assignment.restore),
+            "restore": restore.from_proto(assignment.restore).to_mapping(),
             "reports": rank == 0,
             "run_folder": str(folder.path),
         }

@@ -25,7 +25,7 @@ FAILED = link_pb2.ATTEMPT_PHASE_FAILED
 FINISHED = link_pb2.ATTEMPT_PHASE_FINISHED
 
 
-class Action(enum.Enum):
+class AttemptAction(enum.Enum):
     """What the node has to do to come closer to the desired state."""
 
     NOTHING = enum.auto()
@@ -131,18 +131,18 @@ class AttemptState:
             return AttemptKey(self.desired.assignment.job, self.desired.assignment.attempt)
         return NO_ATTEMPT
 
-    def next_action(self) -> Action:
+    def next_action(self) -> AttemptAction:
         """The one thing to do now; NOTHING also while an action is under way."""
         if self.desired.phase == link_pb2.DESIRED_PHASE_UNSPECIFIED:
-            return Action.NOTHING  # no driver has spoken yet: whatever runs goes on
+            return AttemptAction.NOTHING  # no driver has spoken yet: whatever runs goes on
         if self.wanted != self.key:
             if self.key != NO_ATTEMPT:
-                return Action.STOP
+                return AttemptAction.STOP
             prepare = self.desired.phase == link_pb2.DESIRED_PHASE_PREPARE
-            return Action.PREPARE if prepare else Action.REFUSE_START
+            return AttemptAction.PREPARE if prepare else AttemptAction.REFUSE_START
         if self.desired.phase == link_pb2.DESIRED_PHASE_START and self.phase == PREPARED:
-            return Action.START
-        return Action.NOTHING
+            return AttemptAction.START
+        return AttemptAction.NOTHING
 
     def begin(self, phase: Phase) -> None:
         """An action on the wanted attempt begins: PREPARING or STARTING."""

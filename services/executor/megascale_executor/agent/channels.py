@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
 
 from megascale_common.node import framing
 
@@ -30,7 +31,7 @@ class MessageChannel:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _MAX_UNREAD_BYTES)
         return cls(ours), theirs
 
-    def send(self, message: framing.Message, descriptors: Sequence[int] = ()) -> None:
+    def send(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
         """Send at once.
 
         Raises:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megascale_common.node.identity import is_dns_label
+from megascale_common.job.names import is_dns_label
 
 DeviceKindName = Literal["cpu", "cuda"]
 MAX_DEVICES = 64

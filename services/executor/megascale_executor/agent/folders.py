@@ -17,7 +17,8 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from megascale_common.node import files as node_files
+from megascale_common.node import attempt_files
+from megascale_common.node.process import start_ticks
 
 _OWNER_FILE = "owner"
 _MAX_FOLDER_BYTES = 80  # leaves 27 for the longest socket name
@@ -79,7 +80,7 @@ def lock_node(node_folder: Path, node: str) -> int:
 
 def attempt_folder(node_folder: Path, job: str, attempt: int) -> AttemptFolder:
     """The folder of an attempt; not created."""
-    return AttemptFolder(node_folder / node_files.attempt_folder(job, attempt))
+    return AttemptFolder(node_folder / attempt_files.attempt_folder(job, attempt))
 
 
 def newest_attempt(node_folder: Path, job: str) -> int:
@@ -89,15 +90,6 @@ def newest_attempt(node_folder: Path, job: str) -> int:
         for path in (node_folder / "jobs" / job).glob("attempt-*")
     ]
     return max((int(number) for number in numbers if number.isdecimal()), default=0)
-
-
-def process_start_ticks(pid: int) -> int | None:
-    """Start time of a process in clock ticks since boot; None when it is gone or a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
 
 
 def create_socket_folder(cluster: str, node: str, incarnation: str) -> Path:
@@ -112,7 +104,7 @@ def create_socket_folder(cluster: str, node: str, incarnation: str) -> Path:
     _remove_stale(parent, prefix)
     folder = parent / f"{prefix}-{incarnation}"
     folder.mkdir(mode=0o700)
-    (folder / _OWNER_FILE).write_text(f"{os.getpid()} {process_start_ticks(os.getpid())}\n")
+    (folder / _OWNER_FILE).write_text(f"{os.getpid()} {start_ticks(os.getpid())}\n")
     return folder
 
 
@@ -125,10 +117,10 @@ def _remove_stale(parent: Path, prefix: str) -> list[Path]:
 
 def _owner_lives(folder: Path) -> bool:
     try:
-        pid, start_ticks = (int(word) for word in (folder / _OWNER_FILE).read_text().split())
+        pid, started = (int(word) for word in (folder / _OWNER_FILE).read_text().split())
     except (OSError, ValueError):
         return False
-    return process_start_ticks(pid) == start_ticks
+    return start_ticks(pid) == started
 
 
 def _socket_parent() -> Path:
@@ -148,12 +140,3 @@ def _socket_parent() -> Path:
             f"{parent} must be a folder of mode 0700 that belongs to user {os.getuid()}; remove it"
         )
     return parent
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace ``path`` by a file with ``text``; readers see the old or the new one, never half of
-    it.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    temporary.replace(path)

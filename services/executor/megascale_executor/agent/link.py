@@ -9,7 +9,6 @@ times a second.
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable
 from dataclasses import dataclass
@@ -20,7 +19,8 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from megascale.v1 import link_pb2, link_pb2_grpc
 from megascale_common.service import logs
-from megascale_common.service.server import open_channel
+from megascale_common.service.backoff import Backoff
+from megascale_common.service.channel import open_channel
 from megascale_executor.agent.attempt import EpochNumber, StaleDesiredState
 from megascale_executor.agent.step_reports import StepReports
 
@@ -108,8 +108,7 @@ class DriverLink:
 
     async def run(self) -> None:
         """Connect, serve, connect again, with a jittered back-off that doubles from 0.2 to 2 s."""
-        lowest, highest = _BACKOFF_S
-        backoff = lowest
+        backoff = Backoff(*_BACKOFF_S)
         while True:
             for address in self._addresses():
                 try:
@@ -136,11 +135,10 @@ class DriverLink:
                     )
                     _log.info("no link to the driver", driver=address, reason=reason)
                 if self._greeted.is_set():
-                    backoff = lowest
+                    backoff.reset()
                     self._greeted.clear()
             # Jitter spreads the nodes of a fleet over the interval when a driver comes back.
-            await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
-            backoff = min(2 * backoff, highest)
+            await backoff.sleep()
 
     async def _session(self, address: str) -> None:
         self._greeted.clear()

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megascale.v1 import link_pb2, types_pb2
-from megascale_common.node import files as node_files
 from megascale_common.node import framing
-from megascale_common.node.messages import ProfileSteps
+from megascale_common.node.attempt_files import TRACE_PREFIX, trace_file
+from megascale_common.node.messages import Profiled, ProfileSteps
 from megascale_common.service import logs
+from megascale_common.service.wire_text import encodable
 from megascale_executor.agent.attempt import AttemptKey
-from megascale_executor.agent.status import encodable
 from megascale_executor.agent.workers import Worker
 
 _log = logs.get(__name__)
@@ -48,7 +48,7 @@ class Profiles:
             if worker.rank in command.ranks:
                 self._send(key, command, worker)
 
-    def take(self, rank: int, message: framing.Message) -> None:
+    def take(self, rank: int, message: Profiled) -> None:
         """A worker tells of its trace.
 
         Raises:
@@ -61,14 +61,12 @@ class Profiles:
         writing.
         """
         self._id, self._reports = "", []
-        for unfinished in folder.glob(f".{node_files.TRACE_PREFIX}*"):
+        for unfinished in folder.glob(f".{TRACE_PREFIX}*"):
             unfinished.unlink(missing_ok=True)
 
     def _send(self, key: AttemptKey, command: link_pb2.ProfileCommand, worker: Worker) -> None:
         first, last = command.first_step, command.last_step
-        path = self._node_folder / node_files.trace_file(
-            key.job, key.attempt, first, last, worker.rank
-        )
+        path = self._node_folder / trace_file(key.job, key.attempt, first, last, worker.rank)
         message: ProfileSteps = {
             "kind": "profile",
             "id": command.id,
@@ -78,7 +76,7 @@ class Profiles:
             "not_after_s": command.not_after.ToNanoseconds() / 1e9,
         }
         try:
-            worker.channel.send(dict(message))
+            worker.channel.send(message)
         except framing.FramingError as error:
             self._note(command.id, worker.rank, "failed", f"the worker cannot be told: {error}")
 

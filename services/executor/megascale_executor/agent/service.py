@@ -13,12 +13,13 @@ import grpc
 import grpc.aio
 
 from megascale.v1 import executor_pb2, executor_pb2_grpc
-from megascale_common.node.identity import is_dns_label
+from megascale_common.job.names import is_dns_label
 from megascale_executor.agent import folders
 from megascale_executor.agent.attempt import AttemptKey
-from megascale_executor.agent.diagnosis import GaveWay, UnknownCheck
-from megascale_executor.agent.logs import DEFAULT_LINES, MAX_LINES, follow, tail
+from megascale_executor.agent.diagnosis import GaveWay
+from megascale_executor.agent.rank_logs import DEFAULT_LINES, MAX_LINES, follow, tail
 from megascale_executor.diagnostics.finding import Finding
+from megascale_executor.diagnostics.registry import UnknownDiagnostic
 
 SERVICE_NAME = "megascale.v1.ExecutorService"
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -64,7 +65,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
             )
         try:
             findings = await self._diagnose(request.checks)
-        except UnknownCheck as error:
+        except UnknownDiagnostic as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"checks: {error}")
         except GaveWay as error:
             await context.abort(grpc.StatusCode.ABORTED, str(error))

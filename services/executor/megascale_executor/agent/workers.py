@@ -13,15 +13,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megascale.v1 import link_pb2
 from megascale_common.node import framing
-from megascale_common.node.messages import STACKS_SIGNAL, Assignment
+from megascale_common.node.messages import STACKS_SIGNAL, Assignment, Profiled, WorkerMessage
 from megascale_common.service import logs
 from megascale_executor.agent.channels import MessageChannel
 from megascale_executor.agent.symptoms import STOPPED, stands_still, waited_in_vain
-from megascale_executor.agent.template import ForkedProcess, Template, TemplateError
+from megascale_executor.agent.template_process import ForkedProcess, TemplateError, TemplateProcess
 
 _log = logs.get(__name__)
 
@@ -77,13 +77,13 @@ class WorkerEvents:
     step: Callable[[dict[str, Any]], None]
     failed: Callable[[str], None]
     exited: Callable[[], None]  # any worker, after its end was judged
-    profiled: Callable[[int, framing.Message], None]  # of a rank; raises KeyError or TypeError
+    profiled: Callable[[int, Profiled], None]  # of a rank; raises KeyError or TypeError
 
 
 class WorkerSet:
     """All workers of one attempt on this node."""
 
-    def __init__(self, template: Template, events: WorkerEvents) -> None:
+    def __init__(self, template: TemplateProcess, events: WorkerEvents) -> None:
         self._template, self._events = template, events
         self.workers: list[Worker] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -129,7 +129,7 @@ class WorkerSet:
                 )
 
         try:
-            channel.send(dict(assignment), descriptors)
+            channel.send(assignment, descriptors)
         except framing.FramingError as error:
             theirs.close()
             raise TemplateError(
@@ -140,22 +140,21 @@ class WorkerSet:
     async def _listen(self, worker: Worker) -> None:
         try:
             async for message in worker.channel.messages():
-                self._take(worker, message)
+                self._take(worker, cast(WorkerMessage, message))
         except (framing.FramingError, KeyError, TypeError) as error:
             worker.error_kind, worker.error = "OTHER", f"bad message from the worker: {error!r}"
             worker.failed.set()
 
-    def _take(self, worker: Worker, message: framing.Message) -> None:
-        kind = message["kind"]
-        if kind == "running":
+    def _take(self, worker: Worker, message: WorkerMessage) -> None:
+        if message["kind"] == "running":
             worker.running = True
             if all(each.running for each in self.workers):
                 self._events.all_running()
-        elif kind == "step":
+        elif message["kind"] == "step":
             self._events.step(message["record"])
-        elif kind == "profiled":
+        elif message["kind"] == "profiled":
             self._events.profiled(worker.rank, message)
-        elif kind == "failed":
+        elif message["kind"] == "failed":
             detail = message["detail"]
             worker.error_kind = message["error_kind"]
             # The driver reads the damaged file's name; people read the traceback in the log.
@@ -163,10 +162,10 @@ class WorkerSet:
                 detail if worker.error_kind == "CHECKPOINT_CORRUPT" and detail else message["error"]
             )
             worker.failed.set()
-        elif kind == "finished":
+        elif message["kind"] == "finished":
             worker.finished = True
         else:
-            raise framing.FramingError(f"unknown kind {kind!r}")
+            raise framing.FramingError(f"unknown kind {message['kind']!r}")
 
     async def _watch(self, worker: Worker, assignment: Assignment) -> None:
         """Wait for one worker's end and judge it."""

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megascale.v1 import types_pb2
+from megascale_common.service.wire_text import encodable
 
 Verdict = Literal["PASS", "DEGRADED", "FAIL", "SKIPPED"]
-_VERDICTS: dict[Verdict, types_pb2.CheckVerdict.ValueType] = {
+VERDICTS: dict[Verdict, types_pb2.CheckVerdict.ValueType] = {
     "PASS": types_pb2.CHECK_VERDICT_PASS,
     "DEGRADED": types_pb2.CHECK_VERDICT_DEGRADED,
     "FAIL": types_pb2.CHECK_VERDICT_FAIL,
@@ -34,9 +35,9 @@ class Finding:
         """For the wire; a long detail is cut."""
         result = types_pb2.CheckResult(
             name=self.name,
-            target=self.target,
-            verdict=_VERDICTS[self.verdict],
-            detail=self.detail[:MAX_DETAIL_CHARS],
+            target=encodable(self.target),
+            verdict=VERDICTS[self.verdict],
+            detail=encodable(self.detail[:MAX_DETAIL_CHARS]),
         )
         result.elapsed.FromNanoseconds(round(self.elapsed_s * 1e9))
         return result
@@ -44,7 +45,7 @@ class Finding:
 
 def verdict_of(text: str) -> Verdict:
     """The verdict named ``text``; anything unknown is a FAIL, because it must not pass for good."""
-    return next((verdict for verdict in _VERDICTS if verdict == text), "FAIL")
+    return next((verdict for verdict in VERDICTS if verdict == text), "FAIL")
 
 
 def failures(findings: Iterable[Finding]) -> list[Finding]:

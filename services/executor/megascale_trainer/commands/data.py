@@ -21,6 +21,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from megascale_common.node.files import replace_file
 from megascale_trainer.data.errors import DataError
 from megascale_trainer.data.indexed import IndexedDataset, bin_path, idx_path, token_dtype
 from megascale_trainer.data.indexed_writer import IndexedWriter
@@ -246,9 +247,7 @@ def _publish_tokenizer(tokenizer: Tokenizer, prefix: Path) -> str:
     if not isinstance(tokenizer, BpeTokenizer):
         path.unlink(missing_ok=True)  # of a corpus that was here before
         return ""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(tokenizer.json_text.encode())
-    temporary.replace(path)
+    replace_file(path, tokenizer.json_text)
     return str(path)
 
 

@@ -11,48 +11,20 @@ process that started it. What it says to workers stands at
 from __future__ import annotations
 
 import argparse
-import os
 import signal
-import socket
-import stat
 import sys
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from megascale_common.job.config import ConfigError, JobConfig, from_json
+from megascale_common.job.config import JobConfig, from_json
 from megascale_common.node.process import arm_parent_death
+from megascale_common.node.unix_socket import listen
 from megascale_trainer.data.errors import DataError
 from megascale_trainer.data.loader_server import MAX_CONNECTIONS, LoaderServer, Stream
 from megascale_trainer.data.packing import SampleStream
 from megascale_trainer.data.ring import Geometry
-
-
-def listen(path: Path) -> socket.socket:
-    """A listening unix socket at ``path``, mode 0600; a socket file that a dead loader left is
-    replaced.
-
-    Raises:
-        OSError: the path is in use by something else, too long for a unix socket, or cannot be
-            written.
-    """
-    if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
-        with socket.socket(socket.AF_UNIX) as probe:
-            if probe.connect_ex(str(path)) == 0:
-                raise OSError("another loader is listening there")
-        path.unlink()
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    mask = os.umask(0o177)
-    try:
-        listener.bind(str(path))
-    except OSError:
-        listener.close()
-        raise
-    finally:
-        os.umask(mask)
-    listener.listen(MAX_CONNECTIONS)
-    return listener
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -71,8 +43,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         config = from_json(options.config.read_text())
         geometry = Geometry.of(config)
-        listener = listen(options.socket)
-    except (OSError, ValueError, ConfigError, DataError) as error:
+        listener = listen(options.socket, "loader", MAX_CONNECTIONS)
+    except (OSError, ValueError, DataError) as error:
         print(
             f"data loader cannot start ({options.config}, {options.socket}): {error}",
             file=sys.stderr,

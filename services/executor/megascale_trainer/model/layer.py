@@ -67,7 +67,7 @@ def layer(
     """
     operators = context.operators
     attend = partial(
-        operators.core,
+        operators.block_inner,
         heads=_local_heads(model, tp),
         rotary=context.rotary,
         mask=context.mask,

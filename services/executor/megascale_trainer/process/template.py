@@ -21,6 +21,7 @@ from typing import NoReturn
 import torch
 
 from megascale_common.node import framing
+from megascale_common.node.messages import Exited, Forked, TemplateHello
 from megascale_common.node.process import arm_parent_death
 from megascale_trainer.process import self_check, worker
 
@@ -38,7 +39,8 @@ def serve(agent: socket.socket) -> None:
     selector = selectors.DefaultSelector()
     selector.register(agent, selectors.EVENT_READ)
     framing.send(
-        agent, {"kind": "hello", "version": framing.PROTOCOL_VERSION, "torch": torch.__version__}
+        agent,
+        TemplateHello(kind="hello", version=framing.PROTOCOL_VERSION, torch=str(torch.__version__)),
     )
     try:
         while True:
@@ -73,7 +75,7 @@ def _answer(
     os.close(log)
     children[pid] = os.pidfd_open(pid)
     selector.register(children[pid], selectors.EVENT_READ, data=pid)
-    framing.send(agent, {"kind": "forked", "rank": message["rank"], "pid": pid})
+    framing.send(agent, Forked(kind="forked", rank=message["rank"], pid=pid))
     return True
 
 
@@ -84,7 +86,8 @@ def _reap(
     descriptor = children.pop(pid)
     selector.unregister(descriptor)
     os.close(descriptor)
-    framing.send(agent, {"kind": "exited", "pid": pid, "status": os.waitstatus_to_exitcode(status)})
+    exit_status = os.waitstatus_to_exitcode(status)
+    framing.send(agent, Exited(kind="exited", pid=pid, status=exit_status))
 
 
 def _run_child(parent_pid: int, socket_descriptor: int, log: int) -> NoReturn:
@@ -119,7 +122,7 @@ def _serve_first_message(agent: socket.socket) -> int:
     if message["kind"] == "self_check":
         parameters = {key: value for key, value in message.items() if key != "kind"}
         listen = descriptors[0] if descriptors else None
-        framing.send(agent, dict(self_check.all_reduce_check(store_listen_fd=listen, **parameters)))
+        framing.send(agent, self_check.all_reduce_check(store_listen_fd=listen, **parameters))
         return 0
     raise framing.FramingError(
         f"a worker knows 'assignment' and 'self_check', not {message['kind']!r}"

@@ -26,8 +26,17 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from megascale_common.job import config as job_config
 from megascale_common.job.config import JobConfig
+from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.node import framing
-from megascale_common.node.messages import STACKS_SIGNAL, Assignment, ErrorKind
+from megascale_common.node.messages import (
+    STACKS_SIGNAL,
+    Assignment,
+    ErrorKind,
+    Failed,
+    Finished,
+    Running,
+    StepDone,
+)
 from megascale_common.node.status_page import Phase, StatusPageWriter
 from megascale_common.sizes import flops
 from megascale_trainer.data.client import LoaderClient
@@ -75,12 +84,12 @@ def run(agent: socket.socket, message: framing.Message, descriptors: list[int]) 
         try:
             framing.send(
                 agent,
-                {
-                    "kind": "failed",
-                    "error_kind": kind,
-                    "error": text[-MAX_ERROR_CHARS:],
-                    "detail": detail,
-                },
+                Failed(
+                    kind="failed",
+                    error_kind=kind,
+                    error=text[-MAX_ERROR_CHARS:],
+                    detail=detail,
+                ),
             )
         except OSError:
             pass  # the agent is gone, and with it whoever would have listened
@@ -101,7 +110,8 @@ class _Worker:
         self, agent: socket.socket, assignment: Assignment, store_listen: int | None
     ) -> None:
         self._agent, self._assignment, self._store_listen = agent, assignment, store_listen
-        self._config: JobConfig = job_config.from_dict(assignment["config"])
+        self._config: JobConfig = job_config.from_accepted(assignment["config"])
+        self._plan = RestorePlan.from_mapping(assignment["restore"])
         self._device = _device(assignment)
         self._status = StatusPageWriter(
             Path(assignment["status_page"]), rank=assignment["rank"], attempt=assignment["attempt"]
@@ -144,14 +154,14 @@ class _Worker:
         gc.collect()
         gc.freeze()
         gc.disable()
-        framing.send(self._agent, {"kind": "running", "step": done})
+        framing.send(self._agent, Running(kind="running", step=done))
         status.update(step=done, phase=Phase.WARMUP)
         self._last_step_end_s = time.monotonic()
         self._train(trainer, data, done)
         trainer.settle()
         self._profiler.finish()
         status.update(phase=Phase.SNAPSHOT)
-        if done == config.training.steps and self._assignment["restore"]["source"] == "memory":
+        if done == config.training.steps and self._plan.source is RestoreSource.MEMORY:
             self._take_last_again()
         self._finish(done)
         data.close()
@@ -159,7 +169,7 @@ class _Worker:
             self._held_out.close()
         status.update(phase=Phase.DONE)
         print(f"finished: step {config.training.steps} is the last", flush=True)
-        framing.send(self._agent, {"kind": "finished", "step": config.training.steps})
+        framing.send(self._agent, Finished(kind="finished", step=config.training.steps))
 
     def _say_hello(self) -> None:
         who, layout = self._assignment, self._config.layout
@@ -222,8 +232,8 @@ class _Worker:
 
     def _restore(self, trainer: Trainer) -> int:
         """Load what the driver decided; returns the last completed step."""
-        plan = self._assignment["restore"]
-        if plan["source"] == "none":
+        plan = self._plan
+        if plan.source is RestoreSource.NONE:
             trainer.initialise()
             print("starts from initial values", flush=True)
             return 0
@@ -235,23 +245,23 @@ class _Worker:
         small_state = self._snapshots.restore(plan)
         consumed, expected = (
             small_state["consumed_samples"],
-            plan["step"] * self._config.training.global_batch_size,
+            plan.step * self._config.training.global_batch_size,
         )
         if consumed != expected:
             raise RestoreRefused(
                 "OTHER",
-                f"the checkpoint of step {plan['step']} has consumed {consumed} samples, training.global_batch_size = "
+                f"the checkpoint of step {plan.step} has consumed {consumed} samples, training.global_batch_size = "
                 f"{self._config.training.global_batch_size} would make it {expected}: keep the batch size of the job "
                 "that wrote it",
                 "",
             )
-        trainer.finish_load(plan["step"])
+        trainer.finish_load(plan.step)
         self._skipped, self._consumed = int(small_state["skipped_updates"]), consumed
         torch.set_rng_state(
             torch.frombuffer(bytearray(base64.b64decode(small_state["cpu_rng"])), dtype=torch.uint8)
         )
-        print(f"restored step {plan['step']} from {plan['source']}", flush=True)
-        return plan["step"]
+        print(f"restored step {plan.step} from {plan.source}", flush=True)
+        return plan.step
 
     def _open_data(
         self, stream: Literal["training", "evaluation"], first_sample: int
@@ -372,7 +382,7 @@ class _Worker:
         if self._evaluates_after(step.step):
             values["evaluation_loss"] = self._evaluate(trainer)
         if self._assignment["reports"]:
-            framing.send(self._agent, {"kind": "step", "record": values})
+            framing.send(self._agent, StepDone(kind="step", record=values))
         self._last_step_end_s = time.monotonic()
 
     def _step_record(self, record: StepRecord, now_s: float) -> dict[str, Any]:
@@ -461,10 +471,7 @@ class _Worker:
         """After the last step: seal it, wait until it is committed or say why not."""
         if self._snapshots is None:
             return
-        if (
-            done == self._config.training.steps
-            and self._assignment["restore"]["source"] == "storage"
-        ):
+        if done == self._config.training.steps and self._plan.source is RestoreSource.STORAGE:
             self._snapshots.close()  # it was committed before we began
             return
         self._snapshots.seal_if_copied(wait=True)

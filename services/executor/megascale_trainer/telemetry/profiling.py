@@ -172,4 +172,4 @@ class StepProfiler:
             "size_bytes": size_bytes,
             "detail": detail,
         }
-        framing.send(self._agent, dict(answer))
+        framing.send(self._agent, answer)

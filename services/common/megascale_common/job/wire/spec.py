@@ -16,32 +16,41 @@ from google.protobuf.message import Message
 
 from megascale.v1 import job_pb2
 from megascale_common.job import config as job_config
-from megascale_common.job.config import ConfigError, JobConfig
-
-_WORKLOAD = "trainer"
+from megascale_common.job.config import JobConfig
 
 
 def from_proto(spec: job_pb2.JobSpec) -> JobConfig:
-    """The tree of ``spec``. Only names and types are judged here; see ``job_validation`` for the
-    values.
+    """The job in ``spec``, checked throughout.
 
     Raises:
-        ConfigError: a required field is not set, or an enum has an unknown value; names the dotted
-            path.
+        JobError: names every problem by field (:func:`megascale_common.job.config.from_mapping`).
     """
-    values = _to_dict(spec, "")
-    workload = values.pop(_WORKLOAD, None)
-    if workload is None:
-        raise ConfigError(
-            _WORKLOAD,
-            "missing; a job needs a workload: set `trainer` with model, training and data",
-        )
-    return job_config.from_dict({**values, **workload})
+    return job_config.from_mapping(to_mapping(spec))
+
+
+def from_accepted_proto(spec: job_pb2.JobSpec) -> JobConfig:
+    """The job in ``spec``, which the driver checked when it was submitted.
+
+    Raises:
+        JobError: fields that this version cannot read.
+    """
+    return job_config.from_accepted(to_mapping(spec))
+
+
+def to_mapping(message: Message) -> dict[str, Any]:
+    """What is set in ``message`` as plain values, an enum by its short name."""
+    # ListFields leaves out what is not set, and zeros of fields without presence: both mean the
+    # default. So does an enum's UNSPECIFIED.
+    return {
+        field.name: _value(field, value)
+        for field, value in message.ListFields()
+        if field.enum_type is None or value != 0
+    }
 
 
 def to_proto(config: JobConfig) -> job_pb2.JobSpec:
     """The wire form of ``config`` with every field set, defaults included."""
-    values = job_config.to_dict(config)
+    values = job_config.to_mapping(config)
     spec = job_pb2.JobSpec()
     trainer_fields = {field.name for field in job_pb2.TrainerSpec.DESCRIPTOR.fields}
     _fill(spec, {key: value for key, value in values.items() if key not in trainer_fields})
@@ -49,38 +58,18 @@ def to_proto(config: JobConfig) -> job_pb2.JobSpec:
     return spec
 
 
-def _to_dict(message: Message, path: str) -> dict[str, Any]:
-    # ListFields leaves out what is not set, and zeros of fields without presence: both mean the
-    # default.
-    return {
-        field.name: _value(field, value, f"{path}.{field.name}" if path else field.name)
-        for field, value in message.ListFields()
-        if not _is_unspecified(field, value)
-    }
-
-
-def _is_unspecified(field: FieldDescriptor, value: Any) -> bool:
-    return field.enum_type is not None and value == 0
-
-
-def _value(field: FieldDescriptor, value: Any, path: str) -> Any:
+def _value(field: FieldDescriptor, value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Message):
-        return _to_dict(value, path)
+        return to_mapping(value)
     if field.enum_type is not None:
-        return _short_name(field.enum_type, value, path)
+        found = field.enum_type.values_by_number.get(value)
+        # A number of a later version stays as it is: the tree's reader refuses it with its field.
+        return value if found is None else _strip(field.enum_type, found.name)
     if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
-        return [_to_dict(item, path) if isinstance(item, Message) else item for item in value]
+        return [to_mapping(item) if isinstance(item, Message) else item for item in value]
     return value
-
-
-def _short_name(enum: EnumDescriptor, number: int, path: str) -> str:
-    found = enum.values_by_number.get(number)
-    if found is None:
-        known = ", ".join(_strip(enum, value.name) for value in enum.values if value.number)
-        raise ConfigError(path, f"unknown value {number}; known here: {known}")
-    return _strip(enum, found.name)
 
 
 def _strip(enum: EnumDescriptor, name: str) -> str:

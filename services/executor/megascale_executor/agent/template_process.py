@@ -17,10 +17,12 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 from megascale_common.node import framing
+from megascale_common.node.messages import Fork, TemplateMessage
 from megascale_common.service import logs
-from megascale_executor.agent import children, tasks
+from megascale_executor.agent import asyncio_tasks, child_processes
 from megascale_executor.agent.channels import MessageChannel
 
 _log = logs.get(__name__)
@@ -76,7 +78,7 @@ class ForkedProcess:
             self._pidfd = -1
 
 
-class Template:
+class TemplateProcess:
     """One template process and what it forked. Start with :meth:`spawn`; after its end make a new
     one.
     """
@@ -97,7 +99,7 @@ class Template:
     @classmethod
     async def spawn(
         cls, command: Sequence[str], log_path: Path
-    ) -> tuple[Template, asyncio.subprocess.Process]:
+    ) -> tuple[TemplateProcess, asyncio.subprocess.Process]:
         """Start ``command`` (by default the trainer) with ``--socket-fd N``.
 
         Raises:
@@ -108,7 +110,7 @@ class Template:
         with theirs:
             descriptor = theirs.fileno()
             try:
-                process = await children.spawn(
+                process = await child_processes.spawn(
                     [*program, "--socket-fd", str(descriptor)],
                     log_path,
                     environment=_ENVIRONMENT,
@@ -130,7 +132,7 @@ class Template:
             raise TemplateError("the template process has ended")
         forked: asyncio.Future[ForkedProcess] = asyncio.get_running_loop().create_future()
         try:
-            self._channel.send({"kind": "fork", "rank": rank}, [socket_fd, log_fd])
+            self._channel.send(Fork(kind="fork", rank=rank), [socket_fd, log_fd])
             self._waiting.append(forked)
             # Not wait_for, which on 3.11 swallows a cancellation that comes together with the
             # answer.
@@ -154,22 +156,21 @@ class Template:
     async def _read(self) -> None:
         try:
             async for message in self._channel.messages():
-                self._take(message)
+                self._take(cast(TemplateMessage, message))
         except (framing.FramingError, KeyError) as error:
             _log.error("template sent a bad message", error=str(error))
         finally:
             self._end()
 
-    def _take(self, message: framing.Message) -> None:
-        kind = message["kind"]
-        if kind == "hello":
+    def _take(self, message: TemplateMessage) -> None:
+        if message["kind"] == "hello":
             if message["version"] != framing.PROTOCOL_VERSION:
                 raise framing.FramingError(
                     f"template speaks version {message['version']}, agent {framing.PROTOCOL_VERSION}"
                 )
             self.ready.set()
             _log.info("template is ready", torch=message["torch"])
-        elif kind == "forked":
+        elif message["kind"] == "forked":
             process = ForkedProcess(message["pid"])
             self._running[process.pid] = process
             waiting = self._waiting.popleft()  # the template answers in the order of the requests
@@ -177,12 +178,12 @@ class Template:
                 process.kill()  # whoever asked has given up
             else:
                 waiting.set_result(process)
-        elif kind == "exited":
+        elif message["kind"] == "exited":
             ended = self._running.pop(message["pid"], None)
             if ended is not None and not ended.exited.done():
                 ended.exited.set_result(message["status"])
         else:
-            raise framing.FramingError(f"unknown kind {kind!r}")
+            raise framing.FramingError(f"unknown kind {message['kind']!r}")
 
     def _end(self) -> None:
         self.end.set()
@@ -198,4 +199,4 @@ class Template:
 
     async def close(self) -> None:
         """Close the socket, which ends the template and all that it forked."""
-        await tasks.cancelled(self._reader)
+        await asyncio_tasks.cancelled(self._reader)

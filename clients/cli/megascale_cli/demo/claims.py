@@ -1,4 +1,4 @@
-"""The demo's verdict: what was observed, as claims that hold or not, and the report. Pure."""
+"""What the demo must show, as claims that hold or not, and its report. Pure functions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
 from megascale.v1 import types_pb2
-from megascale_cli.demo.plan import Plan
+from megascale_cli.demo.plan import DemoPlan
 from megascale_cli.demo.recording import Recording, seconds
 
 FIRST, SECOND = 1, 2  # the attempt that is interrupted, and the one that resumes
@@ -16,8 +16,13 @@ MIN_COMMITS_BEFORE_KILL = 2
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """The loss of a node: when (seconds since 1970), which, and what was committed and complete by
-    then.
+    """The kill of a node.
+
+    Attributes:
+        at: when, in seconds since 1970.
+        committed_steps: steps of the checkpoints that were complete by then.
+        processes: how many processes of the node were killed.
+        processes_left: how many of them still run.
     """
 
     at: float
@@ -29,7 +34,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One thing that the demo must show, whether it was seen, and what was seen."""
+    """One thing that the demo must show, whether it was observed, and what was observed."""
 
     text: str
     holds: bool
@@ -41,8 +46,9 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoReport:
-    """report.json. Times in seconds; ``loss_after_resume_matches`` is null on GPUs, where the
-    difference is given.
+    """report.json; times in seconds, null for what was not observed.
+
+    ``loss_after_resume_matches`` is null on GPUs, where ``max_loss_abs_diff`` has the difference.
     """
 
     device: str
@@ -71,7 +77,7 @@ class DemoReport:
         return asdict(self)
 
 
-def judge_recovery(plan: Plan, run: Recording, kill: Kill | None) -> list[Claim]:
+def recovery_claims(plan: DemoPlan, run: Recording, kill: Kill | None) -> list[Claim]:
     """What the interrupted run must have shown."""
     if kill is None:
         return [
@@ -125,7 +131,7 @@ def judge_recovery(plan: Plan, run: Recording, kill: Kill | None) -> list[Claim]
     ]
 
 
-def judge_twin(plan: Plan, run: Recording, twin: Recording, same_nodes: bool) -> list[Claim]:
+def twin_claims(plan: DemoPlan, run: Recording, twin: Recording, same_nodes: bool) -> list[Claim]:
     """What the uninterrupted twin must show, and the comparison of the two."""
     missing = missing_steps(plan.steps, twin.losses())
     claims = [
@@ -135,7 +141,8 @@ def judge_twin(plan: Plan, run: Recording, twin: Recording, same_nodes: bool) ->
             and twin.attempts == FIRST
             and same_nodes
             and not missing,
-            f"{_phase(twin)} in attempt {twin.attempts} on {_listed(twin.nodes_of_attempt.get(FIRST, []))}",
+            f"{_phase(twin)} in attempt {twin.attempts} "
+            f"on {_listed(twin.nodes_of_attempt.get(FIRST, []))}",
         )
     ]
     differing = differing_steps(run.losses(), twin.losses())
@@ -171,14 +178,14 @@ def judge_twin(plan: Plan, run: Recording, twin: Recording, same_nodes: bool) ->
 
 
 def make_report(
-    plan: Plan,
+    plan: DemoPlan,
     run: Recording,
     twin: Recording,
     kill: Kill | None,
     nodes: Iterable[str],
     wall_s: float,
 ) -> DemoReport:
-    """The report of a demo whose claims may or may not hold; what was not seen is null."""
+    """The report of a demo, whether or not its claims hold."""
     detected = restarted = first_step = None
     if kill is not None:
         detected = run.event_time("NODE_DEAD", f"nodes/{kill.node}", kill.at)
@@ -221,16 +228,12 @@ def missing_steps(steps: int, losses: Mapping[int, float]) -> list[int]:
 
 
 def differing_steps(one: Mapping[int, float], other: Mapping[int, float]) -> list[int]:
-    """Steps of ``other`` whose loss is absent in ``one`` or not the same number, NaN being equal to
-    none.
-    """
+    """Steps of ``other`` whose loss is missing in ``one`` or differs; NaN differs from NaN too."""
     return [step for step in sorted(other) if one.get(step) is None or one[step] != other[step]]
 
 
 def max_abs_difference(one: Mapping[int, float], other: Mapping[int, float]) -> float:
-    """Largest difference over the steps that both have; infinite when they share none, NaN when one
-    is NaN.
-    """
+    """Largest difference over common steps; infinite without any, NaN if a loss is NaN."""
     differences = [abs(one[step] - other[step]) for step in set(one) & set(other)]
     if any(math.isnan(difference) for difference in differences):
         return math.nan

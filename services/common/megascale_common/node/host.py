@@ -1,34 +1,24 @@
-"""Counters of the host for the heartbeat, read from /proc and the staging file system."""
+"""What /proc and the file systems report of the host: memory, load, network traffic, free space.
+
+What cannot be read is 0 or empty. ``proc`` stands for /proc, for tests.
+"""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from megascale.v1 import link_pb2
-
 STAGING_MOUNT = Path("/dev/shm")
-_PROC = Path("/proc")
+PROC = Path("/proc")
 
 
-def host_counters(proc: Path = _PROC, staging: Path = STAGING_MOUNT) -> link_pb2.HostCounters:
-    """Load, memory, staging room and network traffic; a counter that cannot be read stays 0."""
-    received, sent = network_bytes(proc)
-    return link_pb2.HostCounters(
-        load_1min=load_1min(proc),
-        memory_available_bytes=memory_bytes("MemAvailable", proc),
-        staging_free_bytes=free_bytes(staging),
-        network_received_bytes=received,
-        network_sent_bytes=sent,
-    )
-
-
-def load_1min(proc: Path = _PROC) -> float:
+def load_1min(proc: Path = PROC) -> float:
     """Load average of the last minute."""
-    return float(_words(proc / "loadavg")[0]) if _words(proc / "loadavg") else 0.0
+    words = _words(proc / "loadavg")
+    return float(words[0]) if words else 0.0
 
 
-def memory_bytes(field: str, proc: Path = _PROC) -> int:
+def memory_bytes(field: str, proc: Path = PROC) -> int:
     """A field of /proc/meminfo (MemTotal, MemAvailable) in bytes."""
     words = _words(proc / "meminfo")
     label = f"{field}:"
@@ -36,7 +26,7 @@ def memory_bytes(field: str, proc: Path = _PROC) -> int:
 
 
 def free_bytes(folder: Path) -> int:
-    """Room on the file system of ``folder`` for an ordinary user."""
+    """Free bytes on the file system of ``folder``, for a user who is not root."""
     try:
         found = os.statvfs(folder)
     except OSError:
@@ -44,7 +34,7 @@ def free_bytes(folder: Path) -> int:
     return found.f_bavail * found.f_frsize
 
 
-def network_bytes(proc: Path = _PROC) -> tuple[int, int]:
+def network_bytes(proc: Path = PROC) -> tuple[int, int]:
     """Bytes received and sent by all interfaces but the loopback."""
     received = sent = 0
     for line in _text(proc / "net" / "dev").splitlines():
@@ -55,8 +45,8 @@ def network_bytes(proc: Path = _PROC) -> tuple[int, int]:
     return received, sent
 
 
-def cpu_model(proc: Path = _PROC) -> str:
-    """Name of the processor; empty where the kernel does not tell."""
+def cpu_model(proc: Path = PROC) -> str:
+    """Name of the processor; empty where the kernel does not report it."""
     for line in _text(proc / "cpuinfo").splitlines():
         key, _, value = line.partition(":")
         if key.strip() == "model name":

@@ -1,4 +1,8 @@
-"""ProfileJob between the wire and the core: what may be asked for, and the answer."""
+"""ProfileJob between the wire and the core: the checks of the request, and the response.
+
+Whether the job can be profiled now, and which steps are traced, is decided in
+:mod:`megascale_driver.core.profiles`.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,9 @@ from megascale_driver.core.events import ProfileRequested, RequestKey
 from megascale_driver.core.state import Job
 from megascale_driver.handlers import invalid
 
-MAX_STEPS = 20  # a trace of more is too large to look at
+MAX_STEPS = 20  # a trace of more steps is too large for a viewer
 MAX_RANKS = wire.MAX_TRACES
-# The core says each in words, with the numbers.
+# Reasons for which the core refuses; each comes with a sentence that has the numbers.
 REFUSALS = (
     "JOB_NOT_RUNNING",
     "PROFILE_PENDING",
@@ -24,7 +28,7 @@ REFUSALS = (
 )
 
 
-def judged(
+def parse(
     request: driver_pb2.ProfileJobRequest,
     job: Job,
     record: types_pb2.StepRecord | None,
@@ -33,16 +37,16 @@ def judged(
     actor: str,
     key: RequestKey | None,
 ) -> ProfileRequested:
-    """The event of a request that makes sense; ``record`` is the job's newest step record.
+    """The event for the core; ``record`` is the job's newest step record.
 
     Raises:
-        RpcError: steps or ranks that no job, or not this one, can profile.
+        RpcError: the steps or ranks are out of bounds, for any job or for this one.
     """
     if not 1 <= request.steps <= MAX_STEPS:
         raise invalid("steps", f"{request.steps} is outside 1 to {MAX_STEPS}")
     if request.first_step < 0:
         raise invalid(
-            "first_step", f"{request.first_step} is negative; leave it out or name a step ahead"
+            "first_step", f"{request.first_step} is negative; leave it out or name a later step"
         )
     ranks, world_size = tuple(sorted(set(request.ranks))) or (0,), job.config.layout.world_size
     wrong = [rank for rank in ranks if not 0 <= rank < world_size]
@@ -63,13 +67,14 @@ def answer(job: Job, request_id: str) -> driver_pb2.Profile:
     """The profile that the request led to.
 
     Raises:
-        RpcError: the request was carried out before, and another profile has taken its place since.
+        RpcError: the request was carried out before, and a newer profile has replaced it since.
     """
     profile = job.profile
     if profile is None or (request_id and profile.id != request_id):
         raise RpcError(
             grpc.StatusCode.FAILED_PRECONDITION,
             "PROFILE_SUPERSEDED",
-            f"another profile of job {job.name} was asked for since; the audit log has what became of this one",
+            f"a newer profile of job {job.name} was requested since; "
+            "the audit log has the outcome of this one",
         )
     return wire.profile_message(profile)

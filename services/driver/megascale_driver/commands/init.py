@@ -1,8 +1,7 @@
-"""What `megascale init` writes: a job file with every field, its comment and its default, and a
-preset filled in.
+"""The text that `megascale init` writes: a job file with every field, its comment and its default.
 
-A line that begins with ``#`` and a field's name is that field at its default: take the ``#`` away
-and change it.
+The fields of a preset are filled in. A line that starts with ``#`` and a field's name is that field
+at its default: remove the ``#`` to change it.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from typing import Any
 
 import yaml
 
+from megascale_common.job.names import is_dns_label
 from megascale_common.job.wire.fields import REQUIRED, Field, MessageFields, job_fields
-from megascale_common.node.identity import is_dns_label
 
 _WIDTH = 118
 _INDENT = "  "
@@ -35,11 +34,12 @@ _LARGE: dict[str, Any] = {
     "sequence_length": 2048,
 }
 
-# Each is a whole job but for its corpus; sizes in the summaries are those that `megascale plan`
-# prints.
+# Each is a complete job except for its corpus; the sizes in the summaries are those of
+# `megascale plan`.
 _PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {
-        "summary": "0.85 million parameters on 8 CPU ranks: `megascale up --nodes 3 --devices-per-node 4 --device cpu`",
+        "summary": "0.85 million parameters on 8 CPU ranks: "
+        "`megascale up --nodes 3 --devices-per-node 4 --device cpu`",
         "tokenize": "megascale data tokenize YOUR_TEXT --output corpus",
         "data": _BYTES,
         "model": {
@@ -101,7 +101,7 @@ def job_template(preset: str, name: str) -> str:
 
     Raises:
         KeyError: no such preset.
-        ValueError: ``name`` is no name for a job.
+        ValueError: ``name`` is not a valid name of a job.
     """
     if not is_dns_label(name):
         raise ValueError(
@@ -121,10 +121,11 @@ def job_template(preset: str, name: str) -> str:
     }
     head = [
         f"A job: {chosen['summary']}.",
-        "`megascale plan FILE` says what it needs; `megascale submit FILE --watch` runs it.",
-        f"Before: `{chosen['tokenize']}`, beside this file.",
-        "Every field is here. A line `#field: value` is a field at its default: take the # away and change it.",
-        "Relative paths start at this file's folder.",
+        "`megascale plan FILE` prints what it needs; `megascale submit FILE --watch` runs it.",
+        f"First, beside this file: `{chosen['tokenize']}`.",
+        "Every field is here. A line `#field: value` is a field at its default: "
+        "remove the # to change it.",
+        "Relative paths start at the folder of this file.",
     ]
     return (
         "\n".join([*(f"# {line}" for line in head), "", *_message(job_fields(), values, 0)]) + "\n"

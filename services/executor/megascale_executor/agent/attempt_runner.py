@@ -17,31 +17,32 @@ from typing import Any
 from megascale.v1 import link_pb2
 from megascale_common.job import config as job_config
 from megascale_common.job.config import JobConfig
-from megascale_common.job.wire.spec import from_proto
+from megascale_common.job.problems import JobError
+from megascale_common.job.wire.spec import from_accepted_proto
 from megascale_common.service import logs
-from megascale_executor.agent import attempt, children, folders, tasks
+from megascale_executor.agent import asyncio_tasks, attempt, child_processes, folders
 from megascale_executor.agent.assignment import (
     AssignmentError,
     Sockets,
     check_assignment,
     worker_assignments,
 )
-from megascale_executor.agent.attempt import Action, AttemptState
+from megascale_executor.agent.attempt import AttemptAction, AttemptState
+from megascale_executor.agent.checkpoint_daemon import CheckpointDaemon
 from megascale_executor.agent.config import AgentConfig
-from megascale_executor.agent.daemon import CHECK_NAME as DAEMON_CHECK
-from megascale_executor.agent.daemon import CheckpointDaemon
 from megascale_executor.agent.diagnosis import Diagnosis
 from megascale_executor.agent.folders import AttemptFolder
-from megascale_executor.agent.logs import LogScanner
 from megascale_executor.agent.profiles import Profiles, part_of
+from megascale_executor.agent.rank_logs import LogScanner
 from megascale_executor.agent.self_check import SelfChecks
 from megascale_executor.agent.step_reports import StepReports
-from megascale_executor.agent.template import TemplateError
 from megascale_executor.agent.template_keeper import TemplateKeeper
+from megascale_executor.agent.template_process import TemplateError
 from megascale_executor.agent.tensorboard import EventFile
 from megascale_executor.agent.workers import Worker, WorkerEvents, WorkerSet, describe_exit
 from megascale_executor.diagnostics.devices import DeviceFacts
-from megascale_executor.diagnostics.finding import Finding, failures
+from megascale_executor.diagnostics.finding import failures
+from megascale_executor.diagnostics.registry import load_registry
 
 _log = logs.get(__name__)
 
@@ -75,8 +76,9 @@ class AttemptRunner:
         self.profiles = Profiles(config.node_folder, changed)
         self._config, self._devices = config, {device.index for device in devices}
         self._templates, self._daemon, self._reports = templates, daemon, reports
-        self._checks = SelfChecks(devices, config.node_folder)
-        self.diagnosis = Diagnosis(devices, config.node_folder, templates, daemon)
+        registry = load_registry()
+        self._checks = SelfChecks(registry, devices, config.node_folder, daemon)
+        self.diagnosis = Diagnosis(registry, devices, config.node_folder, templates, daemon)
         self._socket_folder, self._changed = socket_folder, changed
         self._wake = asyncio.Event()
         self._activity: asyncio.Task[None] | None = None
@@ -118,7 +120,7 @@ class AttemptRunner:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            while (action := self.state.next_action()) is not Action.NOTHING:
+            while (action := self.state.next_action()) is not AttemptAction.NOTHING:
                 await self._do(action)
             self._profile()
 
@@ -138,23 +140,23 @@ class AttemptRunner:
         if command is not None and self.state.phase == attempt.RUNNING:
             self.profiles.want(self.state.key, command, self.workers)
 
-    async def _do(self, action: Action) -> None:
-        key = self.state.key if action is Action.STOP else self.state.wanted
+    async def _do(self, action: AttemptAction) -> None:
+        key = self.state.key if action is AttemptAction.STOP else self.state.wanted
         _log.info("attempt", action=action.name, job=key.job, attempt=key.attempt)
         self.diagnosis.give_way()
-        if action is Action.STOP:
+        if action is AttemptAction.STOP:
             await self._stop()
-        elif action is Action.PREPARE:
+        elif action is AttemptAction.PREPARE:
             self.state.begin(attempt.PREPARING)
             self._activity = asyncio.create_task(
                 self._guard(self._prepare(self.state.desired.assignment))
             )
-        elif action is Action.START:
+        elif action is AttemptAction.START:
             self.state.begin(attempt.STARTING)
             self._activity = asyncio.create_task(
                 self._guard(self._start(self.state.desired.assignment))
             )
-        elif action is Action.REFUSE_START:
+        elif action is AttemptAction.REFUSE_START:
             self.state.begin(attempt.PREPARING)
             self.state.fail(
                 "this agent has not prepared the attempt that it is told to start; it was restarted"
@@ -168,27 +170,20 @@ class AttemptRunner:
         except Exception as error:
             # A defect of ours as well: the driver must hear of it and go on, not wait for its
             # deadline.
-            expected = isinstance(
-                error, (AssignmentError, TemplateError, job_config.ConfigError, OSError)
-            )
+            expected = isinstance(error, (AssignmentError, TemplateError, JobError, OSError))
             _log.error("attempt failed on this node", error=str(error), exc_info=not expected)
             self.state.fail(str(error) if expected else f"{type(error).__name__}: {error}")
             await self._kill_processes()
         self._tell()
 
     async def _prepare(self, assignment: link_pb2.AttemptAssignment) -> None:
-        config = from_proto(assignment.spec)
+        config = from_accepted_proto(assignment.spec)
         check_assignment(assignment, config, self._config.node, self._devices)
         self._job = config
         self.folder.path.mkdir(parents=True, exist_ok=True)
         template = await self._templates.ready()
-        findings = await self._check_daemon(config)
-        findings += await self._checks.run(
-            config,
-            list(assignment.ranks),
-            list(assignment.devices),
-            template,
-            slots_held=self._daemon.holds_slots(assignment.job),
+        findings = await self._checks.run(
+            config, list(assignment.ranks), list(assignment.devices), template
         )
         # The workers of an earlier attempt are dead by now: what is sealed will not change any
         # more.
@@ -199,11 +194,6 @@ class AttemptRunner:
             self.state.fail(f"self-check {bad[0].name} of {bad[0].target}: {bad[0].detail}", checks)
             return
         self.state.prepared(self._bind_store() if 0 in assignment.ranks else "", checks)
-
-    async def _check_daemon(self, config: JobConfig) -> list[Finding]:
-        if not config.checkpoint.uri:
-            return [Finding(DAEMON_CHECK, "node", "SKIPPED", "the job writes no checkpoints")]
-        return [await self._daemon.check()]
 
     def _bind_store(self) -> str:
         """Bind the rendezvous store's listening socket, which rank 0 will be handed; returns
@@ -241,7 +231,7 @@ class AttemptRunner:
         path.unlink(missing_ok=True)
         command = [sys.executable, "-m", "megascale_trainer.data.loader"]
         command += ["--socket", str(path), "--config", str(folder.config)]
-        self._loader = await children.spawn(command, folder.loader_log)
+        self._loader = await child_processes.spawn(command, folder.loader_log)
         self._loader_watch = asyncio.create_task(
             self._watch_loader(self._loader, folder.loader_log)
         )
@@ -283,7 +273,7 @@ class AttemptRunner:
 
     async def _stop(self) -> None:
         """Bring the node to idle. Returns only when nothing of the attempt runs any more."""
-        await tasks.cancelled(self._activity)
+        await asyncio_tasks.cancelled(self._activity)
         self._activity = None
         while not await self._kill_processes():
             _log.error(
@@ -306,10 +296,10 @@ class AttemptRunner:
         """SIGKILL workers and loader; False when a worker is still there."""
         self._close_store()
         gone = await self._workers.stop() if self._workers is not None else True
-        await tasks.cancelled(self._loader_watch)
+        await asyncio_tasks.cancelled(self._loader_watch)
         self._loader_watch = None
         if self._loader is not None:
-            await children.stop(self._loader, grace_s=0)
+            await child_processes.stop(self._loader, grace_s=0)
             self._loader = None
         return gone
 

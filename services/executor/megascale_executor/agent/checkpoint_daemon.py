@@ -17,14 +17,12 @@ import grpc
 
 from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc, link_pb2
 from megascale_common.service import logs
-from megascale_common.service.server import open_channel
-from megascale_executor.agent import children, tasks
+from megascale_common.service.channel import open_channel
+from megascale_executor.agent import asyncio_tasks, child_processes
 from megascale_executor.agent.config import AgentConfig
-from megascale_executor.diagnostics.finding import Finding
 
 _log = logs.get(__name__)
 
-CHECK_NAME = "checkpoint_daemon"
 _ADDRESS_POLL_S = 0.1
 _RECONNECT_S = 0.2
 _FILE_CLOCK_LAG_S = 0.05  # file systems stamp with a clock that ticks every few milliseconds
@@ -51,7 +49,9 @@ class CheckpointDaemon:
         self.socket_path = socket_path
         self._address_file = config.node_folder / "checkpoint.address"
         self._on_change = on_change
-        self._child = children.SupervisedChild("checkpoint-daemon", self._start, self._on_exit)
+        self._child = child_processes.SupervisedChild(
+            "checkpoint-daemon", self._start, self._on_exit
+        )
         self._watcher: asyncio.Task[None] | None = None
         self._ready = asyncio.Event()
         self._started_at_s = 0.0
@@ -67,20 +67,18 @@ class CheckpointDaemon:
         """Start the daemon and follow its progress."""
         self._child.begin()
         self._watcher = asyncio.create_task(
-            tasks.essential(self._watch()), name="checkpoint-progress"
+            asyncio_tasks.essential(self._watch()), name="checkpoint-progress"
         )
 
     async def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> bool:
         """Whether it serves, within ``timeout_s``; False as soon as it is given up (again)."""
         self._child.revive()
-        await tasks.either(self._ready, self._child.gave_up, timeout_s=timeout_s)
+        await asyncio_tasks.either(self._ready, self._child.gave_up, timeout_s=timeout_s)
         return self._ready.is_set()
 
-    async def check(self) -> Finding:
-        """The self-check: whether it serves."""
-        if await self.wait_ready():
-            return Finding(CHECK_NAME, "node", "PASS", f"serves at {self.endpoint}")
-        return Finding(CHECK_NAME, "node", "FAIL", "does not serve; see checkpoint.log of the node")
+    async def serving_endpoint(self) -> str:
+        """Its endpoint once it serves, within READY_TIMEOUT_S; "" when it does not."""
+        return self.endpoint if await self.wait_ready() else ""
 
     def holds_slots(self, job: str) -> bool:
         """Whether staging memory holds sealed snapshots of ``job``."""
@@ -109,7 +107,7 @@ class CheckpointDaemon:
 
     async def stop(self) -> None:
         """End the daemon; it is given a moment to drain."""
-        await tasks.cancelled(self._watcher)
+        await asyncio_tasks.cancelled(self._watcher)
         await self._child.stop()
 
     async def _start(self) -> asyncio.subprocess.Process:
@@ -136,7 +134,7 @@ class CheckpointDaemon:
             "megascale_checkpoint",
             *(word for pair in options.items() for word in pair),
         ]
-        return await children.spawn(command, config.node_folder / "checkpoint.log")
+        return await child_processes.spawn(command, config.node_folder / "checkpoint.log")
 
     def _on_exit(self, status: int) -> None:
         # What it held in memory is gone with it.

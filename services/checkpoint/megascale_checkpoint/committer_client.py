@@ -1,7 +1,7 @@
-"""Tell the committer that a rank's files are durable, and learn when the checkpoint is complete.
+"""Report a rank's durable files to the committer, and wait until the checkpoint is complete.
 
 The call is repeated until it is settled: complete, superseded, or given up. The committer keeps
-reports in memory alone, so that repetition is also what heals its restart.
+reports in memory only, so repeating them is also how it recovers from a restart.
 """
 
 from __future__ import annotations
@@ -14,22 +14,24 @@ import grpc.aio
 
 from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc
 from megascale_checkpoint.errors import CheckpointError, SupersededError
-from megascale_common.service.server import open_channel
+from megascale_common.service.channel import open_channel
 
-HOLD_S = 5.0  # the committer answers at the latest after this; a commit is answered at once
+HOLD_S = 5.0  # the committer holds an answer this long, and sends it as soon as it commits
 CALL_TIMEOUT_S = 15.0
-GIVE_UP_S = 900.0  # ranks of a step may be this far apart before it is given up
+GIVE_UP_S = 900.0  # how far apart ranks may finish a step before it is given up
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 
 
-class Reporter:
-    """Channels to committers, one per address."""
+class CommitterClient:
+    """Sends reports to committers, over one channel per address."""
 
     def __init__(self, token: str, *, give_up_s: float = GIVE_UP_S) -> None:
         self._token, self._give_up_s = token, give_up_s
         self._channels: dict[str, grpc.aio.Channel] = {}
 
-    async def report(self, request: checkpoint_pb2.ReportPreparedRequest, endpoint: str) -> str:
+    async def report_prepared(
+        self, request: checkpoint_pb2.ReportPreparedRequest, endpoint: str
+    ) -> str:
         """Return the manifest's address once the checkpoint is complete.
 
         Raises:
@@ -45,6 +47,8 @@ class Reporter:
                 answer = await stub.ReportPrepared(request, timeout=CALL_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
                 problem = f"committer {endpoint}: {error.details()}"
+                # FAILED_PRECONDITION means fenced, which is final. UNAVAILABLE covers a committer
+                # that restarts or has not opened the attempt yet. All else is a refusal.
                 if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                     raise SupersededError(error.details() or "superseded") from error
                 if error.code() not in (

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 from megascale_common.service import logs
 
+T = TypeVar("T")
 _log = logs.get(__name__)
 
 
@@ -32,6 +33,21 @@ async def either(
     finally:
         for wait in waits:
             wait.cancel()
+
+
+def once(find: Callable[[], Awaitable[T]]) -> Callable[[], Awaitable[T]]:
+    """``find``, called at the first call alone; later calls return what it found.
+
+    Calls must not overlap.
+    """
+    found: list[T] = []
+
+    async def recall() -> T:
+        if not found:
+            found.append(await find())
+        return found[0]
+
+    return recall
 
 
 async def essential(part: Coroutine[Any, Any, None]) -> None:

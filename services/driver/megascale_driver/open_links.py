@@ -1,5 +1,6 @@
-"""The executors' links: one stream per node, a mailbox for the newest desired state, immediate
-acknowledgements.
+"""The open links to nodes: one per node, with the messages that are to be sent on it.
+
+A link is the driver's side of the stream that :mod:`megascale_driver.link_service` serves.
 """
 
 from __future__ import annotations
@@ -11,26 +12,24 @@ from collections.abc import AsyncIterator
 from megascale.v1 import link_pb2
 from megascale_driver.core.state import Identity
 
-ACKS_HELD = 64  # an executor that does not read its acknowledgements loses the oldest
+ACKS_HELD = 64  # an agent that does not read its acknowledgements loses the oldest
 
 
 class Link:
-    """One open stream, from the driver's side. Desired states are level-triggered: only the newest
-    is kept.
-    """
+    """One open link. Of the desired states that have not been sent only the newest is kept."""
 
-    def __init__(self, node: str, identity: Identity, heard_at_s: float) -> None:
+    def __init__(self, node: str, identity: Identity, received_at_s: float) -> None:
         self.node = node
         self.identity = identity
         self.beat: link_pb2.Heartbeat | None = None
-        self.heard_at_s = heard_at_s
+        self.received_at_s = received_at_s
         self._desired: link_pb2.DesiredState | None = None
         self._acks: deque[link_pb2.HeartbeatAck] = deque(maxlen=ACKS_HELD)
         self._ready = asyncio.Event()
         self.closed = False
 
     def command(self, desired: link_pb2.DesiredState) -> None:
-        """Send this desired state next, in place of one that has not gone out."""
+        """Send this desired state next, in place of one that has not been sent."""
         self._desired = desired
         self._ready.set()
 
@@ -40,12 +39,12 @@ class Link:
         self._ready.set()
 
     def close(self) -> None:
-        """End the stream from our side."""
+        """End the stream from the driver's side."""
         self.closed = True
         self._ready.set()
 
     async def outgoing(self) -> AsyncIterator[link_pb2.ConnectResponse]:
-        """Messages to the node as they come up, until the link is closed."""
+        """Messages to the node in the order of sending, until the link is closed."""
         while not self.closed:
             if self._desired is not None:
                 desired, self._desired = self._desired, None
@@ -57,8 +56,8 @@ class Link:
                 await self._ready.wait()
 
 
-class Links:
-    """All open links, one per node: a newer one takes the place of an older one."""
+class OpenLinks:
+    """All open links, at most one per node: a newer one replaces an older one."""
 
     def __init__(self) -> None:
         self._links: dict[str, Link] = {}
@@ -70,40 +69,39 @@ class Links:
             old.close()
         self._links[link.node] = link
 
-    def rival(self, node: str, incarnation: str, heard_since_s: float) -> Link | None:
-        """The open link of another incarnation of the node that was heard since then: two agents
-        share a name.
+    def rival(self, node: str, incarnation: str, received_since_s: float) -> Link | None:
+        """The open link of another incarnation of the node that has sent something since then.
+
+        Then two agents use the same node name at the same time.
         """
         link = self._links.get(node)
         if (
             link is None
             or link.closed
             or link.identity.incarnation == incarnation
-            or link.heard_at_s < heard_since_s
+            or link.received_at_s < received_since_s
         ):
             return None
         return link
 
     def remove(self, link: Link) -> bool:
-        """Forget a link that ended; whether it was the node's present one."""
+        """Forget a link that ended; whether it was the node's current one."""
         if self._links.get(link.node) is not link:
             return False
         del self._links[link.node]
         return True
 
-    def open(self) -> list[Link]:
+    def all(self) -> list[Link]:
         """Every open link."""
         return list(self._links.values())
 
     def command(self, node: str, desired: link_pb2.DesiredState) -> None:
-        """Send a desired state to a node, if it is connected; else it gets the present one when it
-        connects.
-        """
+        """Send a desired state to a node; one without a link gets the newest when it connects."""
         link = self._links.get(node)
         if link is not None:
             link.command(desired)
 
     def close_all(self) -> None:
         """End every stream."""
-        for link in self.open():
+        for link in self.all():
             link.close()

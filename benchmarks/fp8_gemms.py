@@ -1,8 +1,8 @@
 """FP8 beside bf16 on one GPU: products, casts, whole layers by recipe, errors, and a linear layer
 under autograd.
 
-    python benchmarks/fp8_products.py --quick                                  # a dry run at tiny shapes, on a CPU too
-    python benchmarks/fp8_products.py --only products,layers --models "175b tp4,7b tp1" --duration-s 0.5
+    python benchmarks/fp8_gemms.py --quick                                  # a dry run at tiny shapes, on a CPU too
+    python benchmarks/fp8_gemms.py --only products,layers --models "175b tp4,7b tp1" --duration-s 0.5
 
 Everything is repeated until the device has settled at the clock that its power limit allows; clock
 and power stand beside the times. Tables go to stderr as they are measured; the last line of stdout
@@ -53,7 +53,7 @@ from benchmarks.power import Sustained, sustained
 from megascale_kernels.cublas_lt import (
     WORKSPACE_BYTES,
     CublasLtError,
-    Plan,
+    GemmPlan,
     loaded_library,
     problem_of,
 )
@@ -214,7 +214,7 @@ def algorithms(bench: Bench) -> Iterator[Row]:
             out = torch.zeros(rows, columns, dtype=dtype, device=bench.device)
             for kind, left, right in _factors(bench, name, rows, columns, depth):
                 problem = problem_of(left, right, out, accumulate=accumulate, fast=True)
-                plan = Plan(loaded_library(), problem, bench.device)
+                plan = GemmPlan(loaded_library(), problem, bench.device)
                 proposed = plan.algorithms(PROPOSALS)
                 timed = partial(
                     time_algorithm, left=left, right=right, scratch=out, workspace=workspace

@@ -1,6 +1,4 @@
-"""The demo's cluster as processes: `megascale up` as a child, the kill of a node, the proof that
-nothing is left.
-"""
+"""The demo's cluster: `megascale up` as a child process, the kill of a node, and the cleanup."""
 
 from __future__ import annotations
 
@@ -16,34 +14,34 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megascale_cli.demo.plan import Plan
+from megascale_cli.demo.plan import DemoPlan
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 45.0
 GONE_TIMEOUT_S = 10.0
 POLL_INTERVAL_S = 0.05
 CLUSTER = "demo"
-# What every process of this demo carries in its environment, and no other process.
+# Set in the environment of every process of one demo, and of no other process.
 MARK_VARIABLE = "MEGASCALE_DEMO_ID"
-# The contract of processes that end with the one that started them.
+# Processes of megascale that find this variable exit when that process exits.
 PARENT_PID_VARIABLE = "MEGASCALE_PARENT_PID"
 _MARKER_FILE = ".megascale-demo"
 
 
 class DemoFailed(Exception):
-    """The demo did not show what it must; the message is the reason."""
+    """The demo did not show what it must; the message has the reason."""
 
 
 def megascale(*arguments: str) -> list[str]:
-    """The command line of this very CLI."""
+    """The command line of this CLI, with the interpreter that runs now."""
     return [sys.executable, "-m", "megascale_cli", *arguments]
 
 
 def fresh_folder(folder: Path) -> None:
-    """Make ``folder`` empty, removing what an earlier demo left there.
+    """Make ``folder`` empty: what an earlier demo left there is removed.
 
     Raises:
-        DemoFailed: it holds what no demo wrote, or a demo that still runs.
+        DemoFailed: it has files that no demo wrote, or a demo still runs in it.
     """
     if folder.exists() and any(folder.iterdir()):
         if not (folder / _MARKER_FILE).exists():
@@ -54,7 +52,7 @@ def fresh_folder(folder: Path) -> None:
             json.loads((folder / "up.json").read_text())["pid"]
         ):
             raise DemoFailed(
-                f"a demo still runs in {folder}: wait for its end or choose another --run-folder"
+                f"a demo still runs in {folder}: wait until it ends or choose another --run-folder"
             )
         shutil.rmtree(folder)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -65,7 +63,7 @@ async def run_command(*arguments: str) -> dict[str, Any]:
     """Run a command of this CLI that prints one JSON object.
 
     Raises:
-        DemoFailed: it failed; the message is what it said.
+        DemoFailed: it failed; the message has what it printed.
     """
     process = await asyncio.create_subprocess_exec(
         *megascale(*arguments, "--json"),
@@ -75,24 +73,23 @@ async def run_command(*arguments: str) -> dict[str, Any]:
     try:
         output, errors = await process.communicate()
     finally:
-        if process.returncode is None:  # we are being interrupted
+        if process.returncode is None:  # interrupted by Ctrl-C
             process.kill()
     if process.returncode != 0:
-        raise DemoFailed(
-            f"`megascale {' '.join(arguments[:2])}` failed: {errors.decode(errors='replace').strip()}"
-        )
+        problem = errors.decode(errors="replace").strip()
+        raise DemoFailed(f"`megascale {' '.join(arguments[:2])}` failed: {problem}")
     result = json.loads(output.decode().strip().splitlines()[-1])
     assert isinstance(result, dict)
     return result
 
 
-class Machine:
-    """`megascale up` and all that it starts."""
+class DemoCluster:
+    """`megascale up` and all processes that it starts."""
 
-    def __init__(self, plan: Plan, folder: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, plan: DemoPlan, folder: Path, echo: Callable[[str], None]) -> None:
         self._plan = plan
         self._folder = folder
-        self._say = say
+        self._echo = echo
         self._mark = uuid.uuid4().hex
         self._up: asyncio.subprocess.Process | None = None
         self._log = folder / "up.log"
@@ -138,9 +135,7 @@ class Machine:
             ) from None
 
     async def stop(self) -> int:
-        """End the cluster in order and kill what is left of it; how many processes had to be
-        killed.
-        """
+        """Stop the cluster in order, then kill what is left; returns how many were killed."""
         if self._up is None:
             return 0
         if self._up.returncode is None:
@@ -156,7 +151,7 @@ class Machine:
         return len(left)
 
     def processes(self) -> list[int]:
-        """Living processes that belong to this demo's cluster."""
+        """Running processes of this demo's cluster."""
         needle = f"{MARK_VARIABLE}={self._mark}".encode()
         found = []
         for entry in Path("/proc").iterdir():
@@ -164,15 +159,17 @@ class Machine:
                 continue
             try:
                 belongs = needle in (entry / "environ").read_bytes().split(b"\0")
-            except OSError:  # ended meanwhile, or another user's
+            except OSError:  # it has ended, or belongs to another user
                 continue
             if belongs and _alive(int(entry.name)):
                 found.append(int(entry.name))
         return found
 
     async def kill_node(self, node: str) -> tuple[float, int, int]:
-        """SIGKILL to all processes of a node at once; time (seconds since 1970), how many there
-        were, how many live on.
+        """Send SIGKILL to all processes of a node at once.
+
+        Returns:
+            When (seconds since 1970), how many processes there were, and how many still run.
 
         Raises:
             DemoFailed: the node has no process group of its own.
@@ -181,7 +178,7 @@ class Machine:
         group = pids[0]
         if os.getpgid(group) != group or group == os.getpgid(0):
             raise DemoFailed(
-                f"node {node} is no process group of its own: it cannot be killed as a node"
+                f"node {node} is not a process group of its own: it cannot be killed as a node"
             )
         members = [pid for pid in self.processes() if _group_of(pid) == group]
         os.killpg(group, signal.SIGKILL)
@@ -196,7 +193,7 @@ class Machine:
             if event["event"] == "ready":
                 return
             detail = ", ".join(f"{key} {value}" for key, value in event.items() if key != "event")
-            self._say(f"{event['event'].replace('_', ' ')}: {detail}")
+            self._echo(f"{event['event'].replace('_', ' ')}: {detail}")
         await up.wait()
         raise DemoFailed(
             f"the cluster did not start: {self._log.read_text(errors='replace').strip()}"
@@ -204,7 +201,7 @@ class Machine:
 
 
 async def _wait_gone(living: Callable[[], list[int]]) -> list[int]:
-    """Wait until ``living`` finds no process, at most GONE_TIMEOUT_S; what it found last."""
+    """Wait at most GONE_TIMEOUT_S until ``living`` finds no process; returns what it found last."""
     deadline = time.monotonic() + GONE_TIMEOUT_S
     while True:
         left = living()
@@ -214,7 +211,7 @@ async def _wait_gone(living: Callable[[], list[int]]) -> list[int]:
 
 
 def _node_pids(folder: Path, node: str) -> list[int]:
-    """Process ids of a node, its agent first: what the agent writes to pids.json, by role."""
+    """Process ids of a node from its agent's pids.json, the agent's own first."""
     file = folder / "nodes" / node / "pids.json"
     try:
         values: dict[str, int] = json.loads(file.read_text())
@@ -224,7 +221,7 @@ def _node_pids(folder: Path, node: str) -> list[int]:
 
 
 def _alive(pid: int) -> bool:
-    """Whether a process runs; dead ones that nobody has reaped yet do not."""
+    """Whether a process runs; a zombie does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

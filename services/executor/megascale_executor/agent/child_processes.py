@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megascale_common.node.process import child_environment
 from megascale_common.service import logs
-from megascale_executor.agent import tasks
+from megascale_executor.agent import asyncio_tasks
 
 _log = logs.get(__name__)
 
@@ -118,7 +118,7 @@ class SupervisedChild:
     def begin(self) -> None:
         """Start the process and its supervision."""
         self._task = asyncio.create_task(
-            tasks.essential(self._supervise()), name=f"supervise-{self.name}"
+            asyncio_tasks.essential(self._supervise()), name=f"supervise-{self.name}"
         )
 
     def revive(self) -> None:
@@ -158,6 +158,6 @@ class SupervisedChild:
 
     async def stop(self) -> None:
         """End the process and its supervision."""
-        await tasks.cancelled(self._task)
+        await asyncio_tasks.cancelled(self._task)
         if self._process is not None and self._process.returncode is None:
             await stop(self._process)

@@ -1,8 +1,12 @@
-"""One rank's stage: its slots' memory and state, and the task that persists what is sealed.
+"""One rank's snapshots: the memory and state of its slots, and the task that persists sealed ones.
 
 Stage 1 of the two-stage checkpoint (MegaScale section 4.4): the trainer copies its state into a
-slot and goes on. Stage 2, from the slot to storage, runs here in the background, step by step in
-order.
+slot and goes on training. Stage 2, from the slot to storage, runs here in the background, in the
+order of the steps.
+
+All state changes happen on the event loop. Threads only read or fill the memory of a slot, and a
+slot counts as in use until its thread has ended: a cancelled task waits for the thread before it
+releases the slot.
 """
 
 from __future__ import annotations
@@ -14,20 +18,21 @@ from typing import Any, Protocol
 
 from megascale_checkpoint import persist, restore
 from megascale_checkpoint.checksums import piece_checksums, verify_image
+from megascale_checkpoint.committer_client import CommitterClient
 from megascale_checkpoint.concurrency import Cancellation, Pools, Signal, in_pool
 from megascale_checkpoint.errors import CheckpointError, DamagedError, RequestError, SupersededError
-from megascale_checkpoint.registration import Registration
-from megascale_checkpoint.reporting import Reporter
-from megascale_checkpoint.slots import Phase, Seal, Slot, SlotTable
+from megascale_checkpoint.registration import RankRegistration
+from megascale_checkpoint.slots import Slot, SlotPhase, SlotSeal, SlotTable
 from megascale_checkpoint.staging import SlotMemory, StagingFolder
+from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.service import logs
 
 log = logs.get("stage")
-KEPT_FAILURES = 16  # steps whose failure is remembered for a Drain
+KEPT_FAILURES = 16  # steps whose failure is kept for a later Drain
 
 
-class Notes(Protocol):
-    """What a stage tells the job."""
+class ProgressListener(Protocol):
+    """What a rank's snapshots report to their job."""
 
     changed: Signal
 
@@ -38,47 +43,45 @@ class Notes(Protocol):
         """A step could not be kept."""
 
     def note_persisted(self, duration_s: float, size_bytes: int) -> None:
-        """A step's file has reached storage."""
+        """A step's file is durable."""
 
     def note_restored(self, source: str, duration_s: float, size_bytes: int) -> None:
-        """A state lies in a slot again."""
+        """A state was restored into a slot."""
 
 
 class Owner(Protocol):
-    """The connection of the worker that uses a stage."""
+    """The connection of the worker that owns a rank's snapshots."""
 
     def end(self) -> set[int]:
-        """Close it; the slots that it wrote or read are the caller's to release."""
+        """Close it; the caller releases the slots that are returned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restoration:
-    """Where a restored state lies: release ``slot`` when it has been read."""
+    """A restored state: the worker reads ``slot``, then releases it."""
 
     slot: int
-    source: str
+    source: RestoreSource
     small_state: dict[str, Any]
     bytes_read: int
 
 
-class RankStage:
-    """The stage of one (job, rank); outlives workers and attempts as long as the layout stays the
-    same.
-    """
+class RankSnapshots:
+    """The snapshots of one (job, rank), kept across workers and attempts of the same layout."""
 
     def __init__(
         self,
-        registration: Registration,
+        registration: RankRegistration,
         memories: list[SlotMemory],
-        notes: Notes,
+        listener: ProgressListener,
         pools: Pools,
-        reporter: Reporter,
+        committer: CommitterClient,
     ) -> None:
         self.registration = registration
         self.memories = memories
         self.table = SlotTable(len(memories))
         self.owner: Owner | None = None
-        self._notes, self._pools, self._reporter = notes, pools, reporter
+        self._listener, self._pools, self._committer = listener, pools, committer
         self._wake = asyncio.Event()
         self._cancelled = Cancellation()
         self._seals: set[asyncio.Task[None]] = set()
@@ -92,80 +95,80 @@ class RankStage:
     @classmethod
     async def create(
         cls,
-        registration: Registration,
-        notes: Notes,
+        registration: RankRegistration,
+        listener: ProgressListener,
         staging: StagingFolder,
         pools: Pools,
-        reporter: Reporter,
-    ) -> RankStage:
-        """A stage with fresh slots. StagingError when there is no room."""
+        committer: CommitterClient,
+    ) -> RankSnapshots:
+        """Snapshots with fresh slots. Raises StagingError when there is no room."""
         size_bytes = registration.layout.slot_bytes
         count = registration.slots
         job, rank = registration.job, registration.rank
         memories = await in_pool(pools.memory, staging.allocate, job, rank, size_bytes, count)
-        return cls(registration, memories, notes, pools, reporter)
+        return cls(registration, memories, listener, pools, committer)
 
-    def fits(self, registration: Registration) -> bool:
-        """Whether the slots serve this registration as they are."""
+    def fits(self, registration: RankRegistration) -> bool:
+        """Whether the slots can be used for this registration as they are."""
         enough = registration.slots in (0, len(self.memories))
         return enough and self.registration.digest == registration.digest
 
-    async def part_from_owner(self, staging: StagingFolder) -> None:
-        """Make sure that a worker that is still connected, though its successor registers, can
-        spoil nothing.
+    async def detach_owner(self, staging: StagingFolder) -> None:
+        """Disconnect a worker whose successor registers, so that it can damage nothing.
 
-        What it was writing is replaced: it still maps that memory, and may write to it until it is
-        really dead.
+        The slots that it was writing get new memory: it still maps the old one, and may write to it
+        until its process has ended.
         """
         owner, self.owner = self.owner, None
         if owner is None:
             return
         for index in owner.end():
-            if self.table.at(index).phase in (Phase.WRITING, Phase.RESTORING):
+            # Slots that it only read keep their memory: checksums detect a write into those.
+            if self.table.at(index).phase in (SlotPhase.WRITING, SlotPhase.RESTORING):
                 self.memories[index] = await in_pool(
                     self._pools.memory, staging.renew, self.memories[index]
                 )
             self.table.release(index)
 
-    def take_over(self, registration: Registration, owner: Owner) -> None:
-        """A worker's connection owns the stage from now on; an older one no longer does."""
+    def take_over(self, registration: RankRegistration, owner: Owner) -> None:
+        """Make a worker's connection the owner, in place of an older one."""
         self.registration, self.owner = registration, owner
 
     def supersede(self, attempt: int) -> None:
-        """A later attempt has begun: what earlier ones still persist or report no longer counts."""
+        """A later attempt has begun: stop what earlier ones still persist or report."""
         self.table.supersede(attempt)
         if self.registration.attempt < attempt:
+            # Work that runs keeps the old object and stops; work of the new attempt gets a new one.
             self._cancelled.cancel()
             self._cancelled = Cancellation()
             for task in self._reports.values():
                 task.cancel()
 
     def idle(self) -> bool:
-        """Whether nobody is connected, nothing is on its way to storage, and no thread works on a
-        slot.
-        """
-        under_way = (
+        """Whether no worker is connected, no step is being persisted, and no thread uses a slot."""
+        in_progress = (
             self._reports
             or self._seals
             or self._restores
             or any(slot.in_use for slot in self.table.slots)
         )
-        return self.owner is None and not under_way
+        return self.owner is None and not in_progress
 
     def acquire(self, step: int) -> int | None:
-        """A slot to write the state after ``step`` into; None when all are needed."""
+        """A slot for the state after ``step``; None when all are needed."""
         return self.table.acquire(step)
 
     async def seal(self, index: int, step: int, small_state: dict[str, Any], finite: bool) -> None:
-        """The slot holds the whole state: checksum it, seal it, queue it for storage.
+        """The slot holds the whole state: compute its checksums, seal it, queue it for storage.
 
-        A state with values that are not finite is of no use to anybody: it is not kept.
+        A state with values that are not finite is not kept: no restart may resume from it.
 
         Raises:
             RequestError: the slot is not being written for ``step``.
         """
         self.table.begin_seal(index, step)
-        registration = self.registration  # a successor may take the stage over before the task runs
+        # Taken now: before the task runs, a successor may have registered under another attempt.
+        registration = self.registration
         if not finite:
             self._abandon(
                 index, (registration.attempt, step), "the state holds values that are not finite"
@@ -174,28 +177,29 @@ class RankStage:
         task = asyncio.create_task(self._seal(registration, index, step, small_state))
         self._seals.add(task)
         task.add_done_callback(self._seals.discard)
-        # The state is whole: it gets its seal even if the worker is gone before.
+        # Shielded: the state is whole, so it is sealed even if the worker disconnects meanwhile.
         await asyncio.shield(task)
 
     def release(self, index: int) -> None:
         """See :meth:`SlotTable.release`."""
         self.table.release(index)
-        self._notes.changed.notify()
+        self._listener.changed.notify()
 
-    async def restore(self, source: str, step: int, attempt: int, manifest_uri: str) -> Restoration:
-        """Bring a state into a slot: the own sealed one if it is exactly that state, else from
-        storage.
+    async def restore(self, plan: RestorePlan) -> Restoration:
+        """Restore a state: from the own sealed slot if it holds exactly that state, else storage.
 
-        When the caller is cancelled, the slot is given back once the thread that works on it has
-        ended.
+        When the caller is cancelled, the slot is released once the thread that uses it has ended.
 
         Raises:
             DamagedError: a file, or with source memory the slot, is not what was written.
-            RequestError: source memory, but the state is not here; or the uri is not supported.
+            RequestError: the source is memory, but no slot holds the state; or the uri is not
+                supported.
             OSError: the storage does not answer.
         """
+        # A task of its own: cancelling it would leave the thread running, and release a slot that
+        # the thread still fills. The caller's cancellation only asks the thread to stop.
         began_s, cancelled = time.monotonic(), Cancellation()
-        task = asyncio.create_task(self._restore(source, step, attempt, manifest_uri, cancelled))
+        task = asyncio.create_task(self._restore(plan, cancelled))
         self._restores[task] = cancelled
         task.add_done_callback(self._restores.pop)
         try:
@@ -204,54 +208,56 @@ class RankStage:
             cancelled.cancel()
             task.add_done_callback(self._give_back)
             raise
-        self._notes.note_restored(found.source, time.monotonic() - began_s, found.bytes_read)
+        self._listener.note_restored(found.source, time.monotonic() - began_s, found.bytes_read)
         return found
 
     def _give_back(self, task: asyncio.Task[Restoration]) -> None:
-        """Nobody takes what ``task`` has brought into a slot."""
+        """Release the slot of a restore whose caller is gone."""
         if not task.cancelled() and task.exception() is None:
             self.release(task.result().slot)
 
-    async def _restore(
-        self, source: str, step: int, attempt: int, manifest_uri: str, cancelled: Cancellation
-    ) -> Restoration:
-        slot = self.table.find(attempt, step, self.registration.digest)
+    async def _restore(self, plan: RestorePlan, cancelled: Cancellation) -> Restoration:
+        slot = self.table.find(plan.written_by_attempt, plan.step, self.registration.digest)
         if slot is not None and slot.seal is not None:
             try:
                 return await self._restore_from_memory(slot, slot.seal)
             except DamagedError as error:
                 self.table.discard(slot.index)
-                self._notes.changed.notify()
-                if source == "memory":
+                self._listener.changed.notify()
+                if plan.source is RestoreSource.MEMORY:
                     raise
                 log.warning("sealed slot is damaged; reading storage instead", error=str(error))
-        if source == "memory":
+        if plan.source is RestoreSource.MEMORY:
             raise RequestError(
-                f"step {step} of attempt {attempt} is not sealed here in this layout"
+                f"step {plan.step} of attempt {plan.written_by_attempt} is not sealed here in this "
+                "layout"
             )
-        return await self._restore_from_storage(step, manifest_uri, cancelled)
+        return await self._restore_from_storage(plan.step, plan.manifest_uri, cancelled)
 
     async def drain(self, step: int) -> str:
-        """Wait until nothing more happens to ``step``: what keeps it from being complete, if it is
-        not.
+        """Wait until nothing more happens to ``step``.
+
+        Returns:
+            Why it failed; without meaning for a committed step, which the caller checks.
         """
         key = (self.registration.attempt, step)
         while key in self._reports or self._is_pending(key):
-            await self._notes.changed.wait()
+            await self._listener.changed.wait()
         if not self.registration.uri:
             return "the job has no checkpoint uri: its snapshots stay in memory"
         return self._failures.get(key, f"step {step} was not sealed by this worker's attempt")
 
     async def stop(self, drain_s: float) -> None:
-        """Stop persisting; what is being written has ``drain_s`` to end, and its thread has let go
-        of the slot.
+        """Stop persisting, after at most ``drain_s`` for work in progress.
+
+        On return no thread uses a slot, so its memory can be freed.
         """
         busy = [task for task in self._reports.values() if not task.done()]
         if drain_s and (busy or self.table.next_pending()):
             try:
                 async with asyncio.timeout(drain_s):
                     while self._reports or self.table.next_pending():
-                        await self._notes.changed.wait()
+                        await self._listener.changed.wait()
             except TimeoutError:
                 pass
         self._cancelled.cancel()
@@ -263,21 +269,23 @@ class RankStage:
         await asyncio.gather(*tasks, *self._seals, *self._restores, return_exceptions=True)
 
     async def _seal(
-        self, registration: Registration, index: int, step: int, small_state: dict[str, Any]
+        self, registration: RankRegistration, index: int, step: int, small_state: dict[str, Any]
     ) -> None:
         memory = self.memories[index]
         try:
             checksums = await in_pool(
                 self._pools.memory, piece_checksums, registration.layout, memory.view
             )
-            seal = Seal(registration.attempt, step, registration.digest, checksums, small_state)
+            seal = SlotSeal(registration.attempt, step, registration.digest, checksums, small_state)
         except BaseException:
             self.table.release(index)
             raise
+        # Sealed in any case, because a restart can restore it from memory; persisted only while its
+        # attempt is the current one and may still commit.
         persisted = bool(registration.uri) and self._is_current(registration)
         self.table.finish_seal(index, seal, persist=persisted)
         self._wake.set()
-        self._notes.changed.notify()
+        self._listener.changed.notify()
 
     def _abandon(self, index: int, key: tuple[int, int], why: str) -> None:
         self.table.release(index)
@@ -287,7 +295,7 @@ class RankStage:
         slot = self.table.find(*key, self.registration.digest)
         return slot is not None and slot.pending
 
-    def _is_current(self, registration: Registration) -> bool:
+    def _is_current(self, registration: RankRegistration) -> bool:
         return registration.attempt >= self.registration.attempt
 
     def _remember(self, key: tuple[int, int], why: str) -> None:
@@ -297,9 +305,9 @@ class RankStage:
 
     def _fail(self, key: tuple[int, int], why: str) -> None:
         self._remember(key, why)
-        self._notes.note_failure(self.registration.rank, key[1], why)
+        self._listener.note_failure(self.registration.rank, key[1], why)
 
-    async def _restore_from_memory(self, slot: Slot, seal: Seal) -> Restoration:
+    async def _restore_from_memory(self, slot: Slot, seal: SlotSeal) -> Restoration:
         self.table.lend(slot.index)
         memory = self.memories[slot.index]
         layout = self.registration.layout
@@ -315,14 +323,14 @@ class RankStage:
         except BaseException:
             self.table.release(slot.index)
             raise
-        return Restoration(slot.index, "memory", seal.small_state, 0)
+        return Restoration(slot.index, RestoreSource.MEMORY, seal.small_state, 0)
 
     async def _restore_from_storage(
         self, step: int, manifest_uri: str, cancelled: Cancellation
     ) -> Restoration:
         index = self.table.take_for_restore()
         memory, given = self.memories[index], self.registration
-        self._notes.changed.notify()
+        self._listener.changed.notify()
         try:
             filled = await in_pool(
                 self._pools.storage,
@@ -337,7 +345,7 @@ class RankStage:
         except BaseException:
             self.table.release(index)
             raise
-        return Restoration(index, "storage", filled.small_state, filled.bytes_read)
+        return Restoration(index, RestoreSource.STORAGE, filled.small_state, filled.bytes_read)
 
     async def _persist_all(self) -> None:
         while True:
@@ -346,18 +354,18 @@ class RankStage:
             while (slot := self.table.next_pending()) is not None and slot.seal is not None:
                 await self._persist(slot, slot.seal)
 
-    async def _persist(self, slot: Slot, seal: Seal) -> None:
+    async def _persist(self, slot: Slot, seal: SlotSeal) -> None:
         key = (seal.attempt, seal.step)
         registration, cancelled = self.registration, self._cancelled
-        slot.busy += 1
+        slot.busy += 1  # before the thread starts: from now on nobody may acquire the slot
         began_s = time.monotonic()
         image = self.memories[slot.index].view
         running = asyncio.ensure_future(
             in_pool(self._pools.storage, persist.persist, registration, seal, image, cancelled)
         )
         try:
-            # The thread reads the slot until it notices the cancellation: nobody may unmap it
-            # before.
+            # The thread reads the slot until it sees the cancellation: the slot must not be written
+            # or freed before.
             prepared = await _finish(running, cancelled)
         except SupersededError:
             log.info(
@@ -366,44 +374,47 @@ class RankStage:
         except (OSError, CheckpointError) as error:
             self._fail(key, str(error))
         except Exception as error:
-            # A defect costs this step; the steps after it must still be persisted.
+            # A defect costs this step only; later steps must still be persisted.
             log.exception("defect while persisting", job=registration.job, step=seal.step)
             self._fail(key, f"defect in the checkpoint daemon, see its log: {error!r}")
         else:
             size_bytes = sum(file.size_bytes for file in prepared.request.files)
-            self._notes.note_persisted(time.monotonic() - began_s, size_bytes)
+            self._listener.note_persisted(time.monotonic() - began_s, size_bytes)
+            # Not awaited: the commit waits for all ranks, and the next step can be persisted
+            # meanwhile. The slot is free already, because the file is durable.
             task = asyncio.create_task(self._report(key, prepared, registration.committer_endpoint))
             self._reports[key] = task
         finally:
+            # The slot may have been discarded as damaged, and reused, in the meantime.
             if slot.seal is seal:
                 slot.busy -= 1
                 slot.pending = False
-            self._notes.changed.notify()
+            self._listener.changed.notify()
 
     async def _report(
         self, key: tuple[int, int], prepared: persist.Prepared, endpoint: str
     ) -> None:
         try:
-            manifest_uri = await self._reporter.report(prepared.request, endpoint)
-            self._notes.note_commit(key[1], key[0], manifest_uri)
+            manifest_uri = await self._committer.report_prepared(prepared.request, endpoint)
+            self._listener.note_commit(key[1], key[0], manifest_uri)
         except SupersededError as error:
             self._remember(key, str(error))
         except CheckpointError as error:
             self._fail(key, str(error))
         finally:
             self._reports.pop(key, None)
-            self._notes.changed.notify()
+            self._listener.changed.notify()
 
 
 async def _finish(
     running: asyncio.Future[persist.Prepared], cancelled: Cancellation
 ) -> persist.Prepared:
-    """The result of a thread; when we are cancelled, only after the thread has ended."""
+    """The result of a thread; if the caller is cancelled, wait until the thread has ended."""
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
         cancelled.cancel()
         await asyncio.wait([running])
         if not running.cancelled():
-            running.exception()  # seen: asyncio need not warn of it
+            running.exception()  # marks it as retrieved, or asyncio would log a warning
         raise

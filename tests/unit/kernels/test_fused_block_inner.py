@@ -1,6 +1,4 @@
-"""The fused core of a block against the plain one in float64, kept and recomputed, and what it
-keeps for backward.
-"""
+"""The fused operator between a block's GEMMs: against float64, recomputed, and what it keeps."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from megascale_trainer.weights import Weight
 pytest.importorskip("triton")
 
 SEQUENCE, BATCH, FFN = 21, 2, 11
-# CUDA's own float32 attention is less exact than a CPU's
+# CUDA's own float32 attention is less exact than a CPU's.
 TOLERANCE = 3e-6 if DEVICE.type == "cpu" else 1e-3
 
 
@@ -41,7 +39,7 @@ def _table(size: int) -> RotaryTable:
     ],
     ids=["gelu", "grouped swiglu window", "attention alone, learned positions"],
 )
-def test_core(
+def test_block_inner(
     heads: Heads,
     activation: Activation | None,
     window: int,
@@ -63,7 +61,7 @@ def test_core(
     def computed(module: object, dtype: torch.dtype, *, again: bool) -> list[torch.Tensor]:
         def run(leaves: Sequence[torch.Tensor], bound: Sequence[Weight]) -> torch.Tensor:
             function = partial(
-                module.core,  # type: ignore[attr-defined]
+                module.block_inner,  # type: ignore[attr-defined]
                 bias=bound[0] if bound else None,
                 heads=heads,
                 activation=activation,
@@ -108,12 +106,12 @@ def test_heads_and_their_gradient_lie_as_the_mask_has_them(
     monkeypatch.setattr(fused, "attention", noted)
     mask = attention_mask(SEQUENCE, window=window, device=DEVICE)
     inputs = torch.randn(SEQUENCE, BATCH, 96 + FFN, device=DEVICE, requires_grad=True)
-    fused.core(inputs, None, Heads(4, 4, 8), "gelu", _table(8), mask).sum().backward()
+    fused.block_inner(inputs, None, Heads(4, 4, 8), "gelu", _table(8), mask).sum().backward()
     assert laid == [True] * 4
 
 
 def _kept(module: object, mask: AttentionMask) -> int:
-    """Bytes of distinct storages that the core keeps for backward."""
+    """Bytes of distinct storages that the operator keeps for backward."""
     heads = Heads(4, 4, 8)
     inputs = torch.randn(SEQUENCE, BATCH, heads.width + 2 * FFN, device=DEVICE, requires_grad=True)
     storages: dict[int, torch.UntypedStorage] = {}
@@ -123,7 +121,7 @@ def _kept(module: object, mask: AttentionMask) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        module.core(inputs, None, heads, "swiglu", _table(heads.size), mask)  # type: ignore[attr-defined]
+        module.block_inner(inputs, None, heads, "swiglu", _table(heads.size), mask)  # type: ignore[attr-defined]
     return sum(storage.nbytes() for storage in storages.values())
 
 
@@ -134,7 +132,7 @@ def test_it_keeps_its_input_and_what_attention_keeps() -> None:
     heads, token = 4 * 8, SEQUENCE * BATCH * 4
     attention = token * (4 * heads) + token * 4  # q, k, v, result; logarithm of the sums
     own = token * (3 * heads + 2 * FFN)
-    spare = 1024  # some backends pad the sums; silu(gate), which the plain one keeps, is larger
+    spare = 1024  # some backends pad the sums; silu(gate), which the plain one keeps, takes more
     assert _kept(fused, mask) <= own + attention + spare
     assert _kept(plain, mask) > own + attention + spare
 
@@ -153,7 +151,12 @@ def test_it_repeats_bit_for_bit(recompute: bool) -> None:
 
     def run(leaves: Sequence[torch.Tensor], bound: Sequence[Weight]) -> torch.Tensor:
         function = partial(
-            fused.core, bias=bound[0], heads=heads, activation="gelu", rotary=_table(8), mask=mask
+            fused.block_inner,
+            bias=bound[0],
+            heads=heads,
+            activation="gelu",
+            rotary=_table(8),
+            mask=mask,
         )
         kept: torch.Tensor = (
             checkpoint(function, leaves[0], use_reentrant=False)
@@ -186,7 +189,7 @@ def test_recomputing_does_no_activation_again(monkeypatch: pytest.MonkeyPatch) -
     heads, mask = Heads(2, 2, 4), attention_mask(SEQUENCE, device=DEVICE)
     inputs = torch.randn(SEQUENCE, BATCH, heads.width + FFN, device=DEVICE, requires_grad=True)
     function = partial(
-        fused.core, bias=None, heads=heads, activation="gelu", rotary=_table(4), mask=mask
+        fused.block_inner, bias=None, heads=heads, activation="gelu", rotary=_table(4), mask=mask
     )
     checkpoint(function, inputs, use_reentrant=False).sum().backward()
     assert calls == ["read_heads", "write_activation", "read_heads"]

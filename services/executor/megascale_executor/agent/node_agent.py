@@ -13,18 +13,20 @@ import signal
 from pathlib import Path
 
 from megascale.v1 import executor_pb2, executor_pb2_grpc, link_pb2
-from megascale_common.node import identity
+from megascale_common.node import host
+from megascale_common.node.files import replace_file
+from megascale_common.node.incarnation import boot_id, new_incarnation
 from megascale_common.service import logs
 from megascale_common.service.metrics import MetricsServer, registry_of
 from megascale_common.service.server import RpcServer
-from megascale_executor.agent import attempt, folders, host, tasks
+from megascale_executor.agent import asyncio_tasks, attempt, folders
 from megascale_executor.agent.attempt import AttemptKey
+from megascale_executor.agent.attempt_runner import AttemptRunner
+from megascale_executor.agent.checkpoint_daemon import CheckpointDaemon
 from megascale_executor.agent.config import AgentConfig, OptionError
-from megascale_executor.agent.daemon import CheckpointDaemon
 from megascale_executor.agent.heartbeat import build_heartbeat, build_hello
 from megascale_executor.agent.link import DriverLink, NodeSide, addresses_from
 from megascale_executor.agent.metrics import AgentMetrics
-from megascale_executor.agent.runner import AttemptRunner
 from megascale_executor.agent.service import SERVICE_NAME, ExecutorService
 from megascale_executor.agent.step_reports import StepReports
 from megascale_executor.agent.template_keeper import TemplateKeeper
@@ -37,7 +39,7 @@ _log = logs.get(__name__)
 _DAEMON_BEFORE_LINK_S = 5.0
 
 
-async def run_node(config: AgentConfig) -> None:
+async def run_agent(config: AgentConfig) -> None:
     """Run the node until SIGTERM or SIGINT.
 
     Raises:
@@ -49,7 +51,7 @@ async def run_node(config: AgentConfig) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    node = Node(config, read_token(config.token_file), await find_devices(config))
+    node = NodeAgent(config, read_token(config.token_file), await find_devices(config))
     try:
         await node.start()
         await stopping.wait()
@@ -57,12 +59,12 @@ async def run_node(config: AgentConfig) -> None:
         await node.stop()
 
 
-class Node:
+class NodeAgent:
     """The parts of one node and what each needs of the others."""
 
     def __init__(self, config: AgentConfig, token: str, devices: list[DeviceFacts]) -> None:
         self._config, self._token, self._devices = config, token, devices
-        self._incarnation = identity.new_incarnation()
+        self._incarnation = new_incarnation()
         config.node_folder.mkdir(parents=True, exist_ok=True)
         self._lock = folders.lock_node(config.node_folder, config.node)
         self._sockets = folders.create_socket_folder(config.cluster, config.node, self._incarnation)
@@ -118,14 +120,14 @@ class Node:
             await self._metrics.start(config.metrics_bind, self._metrics_file)
         self._templates.begin()
         self._daemon.begin()
-        folders.write_atomically(config.address_file, f"{self._endpoint}\n")
+        replace_file(config.address_file, f"{self._endpoint}\n")
         _log.info(
             "node serves", node=config.node, incarnation=self._incarnation, endpoint=self._endpoint
         )
         await self._daemon.wait_ready(_DAEMON_BEFORE_LINK_S)
         self._tasks = [
-            asyncio.create_task(tasks.essential(self.runner.run()), name="runner"),
-            asyncio.create_task(tasks.essential(self._link.run()), name="link"),
+            asyncio.create_task(asyncio_tasks.essential(self.runner.run()), name="runner"),
+            asyncio.create_task(asyncio_tasks.essential(self._link.run()), name="link"),
         ]
         self._write_pids()
 
@@ -209,7 +211,7 @@ class Node:
         if text == self._pids_written:
             return
         try:
-            folders.write_atomically(self._config.node_folder / "pids.json", text)
+            replace_file(self._config.node_folder / "pids.json", text)
         except OSError as error:  # a full disk must not end the workers
             _log.warning("pids.json cannot be written", error=str(error))
         else:
@@ -224,9 +226,7 @@ async def find_devices(config: AgentConfig) -> list[DeviceFacts]:
         DeviceQueryError: the GPUs cannot be listed.
     """
     if config.device_kind == "cpu":
-        return cpu_slots(
-            config.devices, host.cpu_model(), host.memory_bytes("MemTotal"), identity.boot_id()
-        )
+        return cpu_slots(config.devices, host.cpu_model(), host.memory_bytes("MemTotal"), boot_id())
     present = {device.index: device for device in await list_gpus()}
     missing = [index for index in config.devices if index not in present]
     if missing:

@@ -8,6 +8,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from megascale.v1 import link_pb2
 from megascale_common.node.status_page import read_status_page
+from megascale_common.service.wire_text import encodable
 from megascale_executor.agent.workers import Worker
 
 # Counts of operations say something only of a rank that stands still; a rank has seven groups at
@@ -38,13 +39,6 @@ def worker_status(worker: Worker, now_ns: int | None = None) -> link_pb2.WorkerS
             for row in status.rows[:MAX_OPERATIONS]:
                 message.operations.add(group=row.name, entered=row.entered, completed=row.completed)
     return message
-
-
-def encodable(text: str) -> str:
-    """The text as protobuf takes it: what is not UTF-8 (a lone surrogate of a file name) becomes a
-    question mark.
-    """
-    return text.encode(errors="replace").decode()
 
 
 def _duration(nanoseconds: int) -> Duration:
