@@ -37,12 +37,19 @@ def modules() -> dict[str, Path]:
 
 
 def imported(path: Path) -> set[str]:
-    """Full names that a module imports anywhere in its source.
+    """Full names that a module imports when it runs, anywhere in its source.
 
-    ``from a import b`` counts as ``a.b``, for b may be a module.
+    ``from a import b`` counts as ``a.b``, for b may be a module. What only a type checker imports
+    (``if TYPE_CHECKING:``) does not count, as in import-linter's settings.
     """
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            waiting += node.orelse
+            continue
+        waiting += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:

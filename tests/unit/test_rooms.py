@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 from docs import generate_rooms, imports, pages
@@ -84,6 +85,15 @@ def test_every_pure_module_stands_under_the_contract_of_pure_modules() -> None:
     names = {name for name in MODULES if within(name, PURE) and not within(name, FORBIDDEN)}
     listed = tuple(pure["source_modules"])
     assert {name for name in names if not within(name, listed)} == {"megascale_common.job"}
+
+
+def test_what_only_a_type_checker_imports_does_not_count(tmp_path: Path) -> None:
+    module = tmp_path / "module.py"
+    module.write_text(
+        "import typing\nif typing.TYPE_CHECKING:\n    import a\nelse:\n    import b\n"
+        "def late():\n    from c import d\n"
+    )
+    assert imports.imported(module) == {"typing", "b", "c.d"}
 
 
 def test_cycles_and_arrows_that_follow_from_others_are_found() -> None:

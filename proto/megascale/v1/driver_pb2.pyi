@@ -50,7 +50,7 @@ class Job(google.protobuf.message.Message):
     etag: builtins.str
     """Opaque; changes with every decision about the job."""
     phase: megascale.v1.types_pb2.JobPhase.ValueType
-    """Where the job stands."""
+    """Phase of the job."""
     phase_reason: builtins.str
     """Why the job is in this phase, in one sentence."""
     attempt: builtins.int

@@ -76,7 +76,7 @@ class _AttemptPhaseEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     """All workers of this node have completed their steps and exited."""
 
 class AttemptPhase(_AttemptPhase, metaclass=_AttemptPhaseEnumTypeWrapper):
-    """Where a node stands in an attempt."""
+    """State of a node in an attempt."""
 
 ATTEMPT_PHASE_UNSPECIFIED: AttemptPhase.ValueType  # 0
 ATTEMPT_PHASE_IDLE: AttemptPhase.ValueType  # 1
@@ -702,7 +702,7 @@ class Heartbeat(google.protobuf.message.Message):
     attempt: builtins.int
     """Number of the attempt; 0: none."""
     phase: Global___AttemptPhase.ValueType
-    """Where the node stands in the attempt."""
+    """State of the node in the attempt."""
     failure: builtins.str
     """Why the attempt failed here, in one sentence. With phase FAILED."""
     store_endpoint: builtins.str

@@ -143,7 +143,7 @@ class _CheckVerdictEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     CHECK_VERDICT_FAIL: _CheckVerdict.ValueType  # 3
     """Not fit for work."""
     CHECK_VERDICT_SKIPPED: _CheckVerdict.ValueType  # 4
-    """Not run; the detail says why."""
+    """Not run; the detail has the reason."""
 
 class CheckVerdict(_CheckVerdict, metaclass=_CheckVerdictEnumTypeWrapper):
     """Verdict of a check. SKIPPED is never PASS."""
@@ -156,7 +156,7 @@ CHECK_VERDICT_DEGRADED: CheckVerdict.ValueType  # 2
 CHECK_VERDICT_FAIL: CheckVerdict.ValueType  # 3
 """Not fit for work."""
 CHECK_VERDICT_SKIPPED: CheckVerdict.ValueType  # 4
-"""Not run; the detail says why."""
+"""Not run; the detail has the reason."""
 Global___CheckVerdict: typing_extensions.TypeAlias = CheckVerdict
 
 class _JobPhase:

@@ -4,7 +4,7 @@ sealed.
 The daemon owns the memory (slots), so a sealed snapshot survives this process. All ranks take a
 snapshot or skip it
 together: each reserves a slot one step ahead and its vote rides in the gradient-norm all-reduce
-(DESIGN: busy slots skip and count; nothing blocks). A daemon that went away costs snapshots, never
+(a busy slot is skipped and counted; nothing blocks). A daemon that went away costs snapshots, never
 the run.
 
 On CUDA the copy runs on a side stream into pinned slots during the next forward and backward; the
