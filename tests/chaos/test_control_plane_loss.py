@@ -1,6 +1,4 @@
-"""The driver, then etcd, lost under a running job: training does not notice, and control comes
-back.
-"""
+"""The driver, then etcd, is lost under a running job: training continues, and control returns."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ STATUS_LOOK_S = 2.0
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def etcd(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EtcdServer]:
-    """An etcd of ours, for `megascale up` would start its own again within a second."""
+    """An etcd of this test, because `megascale up` would restart its own within a second."""
     async with EtcdServer(tmp_path_factory.mktemp("etcd") / "data", unsafe_no_fsync=True) as server:
         yield server
 
@@ -63,8 +61,8 @@ async def test_a_driver_that_is_killed_costs_no_step(cluster: ChaosCluster) -> N
     assert job.phase == types_pb2.JOB_PHASE_SUCCEEDED, run.story()
     assert (job.attempt, job.restarts) == (1, 0), run.story()
     assert list(run.losses) == [1]
-    # Records that the driver had taken and not yet handed on die with it; every step was still
-    # made, and once.
+    # Records that the driver had received and not yet sent on are lost with it; every step was
+    # still trained, and once.
     missing = sorted(set(range(1, steps + 1)) - set(run.losses[1]))
     assert not missing or (before < missing[0] and missing[-1] - missing[0] < len(missing)), (
         before,
@@ -94,7 +92,7 @@ async def test_training_goes_on_without_etcd_and_control_returns(
             back_s = time.monotonic()
             await etcd.start()
 
-            # Control is back: a job is taken in, and both are cancelled.
+            # Control is back: a new job is accepted, and both are cancelled.
             async with cluster.follow(
                 client, cluster.job("next", steps=ENDLESS_STEPS, interval_steps=20)
             ) as other:
@@ -127,6 +125,6 @@ async def test_training_goes_on_without_etcd_and_control_returns(
 
 
 def step_of(cluster: ChaosCluster, job: driver_pb2.Job) -> int:
-    """Last step that rank 0 has completed, from its status page: nobody else is asked."""
+    """Last step that rank 0 has completed, read from its status page without any service."""
     path = cluster.status_page(job, 0)
     return int(until(lambda: read_status_page(path), "a reading of the status page").step)

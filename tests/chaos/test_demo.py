@@ -1,6 +1,4 @@
-"""The demo is believed only because it can fail: it succeeds as it stands, and fails when it is
-sabotaged.
-"""
+"""The demo proves something only because it can fail: it succeeds, and fails when sabotaged."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ SMALL = (
     "--steps",
     "14",
 )
-SUSPECT_S = 8.0  # of silence; a broken link says it sooner, on however slow a machine
+SUSPECT_S = 8.0  # without a heartbeat; a broken link shows earlier, however slow the machine
 
 
 def run_demo(folder: Path, *options: str) -> tuple[int, str, dict[str, Any]]:
@@ -42,7 +40,7 @@ def run_demo(folder: Path, *options: str) -> tuple[int, str, dict[str, Any]]:
 
 
 def processes_of(folder: Path) -> list[str]:
-    """Command lines of living processes that name the folder."""
+    """Command lines of running processes that name the folder."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal() or int(entry.name) == os.getpid():
@@ -56,7 +54,7 @@ def processes_of(folder: Path) -> list[str]:
     return found
 
 
-def test_the_demo_shows_a_node_lost_and_a_run_that_goes_on(tmp_path: Path) -> None:
+def test_the_demo_shows_a_lost_node_and_a_run_that_resumes(tmp_path: Path) -> None:
     status, output, report = run_demo(tmp_path / "demo", "--device", "cpu")
     assert status == 0, output
     assert (report["device"], report["world_size"], report["attempts"]) == ("cpu", 8, 2)
@@ -85,14 +83,14 @@ def test_the_demo_shows_a_node_lost_and_a_run_that_goes_on(tmp_path: Path) -> No
         ("loss", (), "every step's loss equals the twin's bit for bit"),
     ],
 )
-def test_a_sabotaged_demo_fails_and_says_why(
+def test_a_sabotaged_demo_fails_with_the_reason(
     tmp_path: Path, sabotage: str, options: tuple[str, ...], reason: str
 ) -> None:
     status, output, report = run_demo(tmp_path / "demo", *SMALL, "--sabotage", sabotage, *options)
     assert status == 1, output
     assert "the demo failed" in output
     assert reason in output.splitlines()[-1]
-    # What was not sabotaged was seen, so that the failure has no other cause.
+    # Everything else was observed, so the failure has no other cause.
     if sabotage == "loss":
         assert report["loss_after_resume_matches"] is False
         assert (report["attempts"], report["restore_source"]) == (2, "storage")

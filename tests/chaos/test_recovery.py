@@ -1,8 +1,7 @@
-"""Workers, nodes and checkpoint files lost under a running job, on a real cluster of four nodes of
-one rank each.
+"""Workers, nodes and checkpoint files are lost under a running job, on four nodes of one rank.
 
-The order of the tests spares time: only the last one takes a node away for good, after which the
-cluster is replaced.
+The order of the tests saves time: only the last one loses a node for good, after which the cluster
+would have to be replaced.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from megascale.v1 import types_pb2
 from megascale_client import AsyncClient
 
 ENDLESS_STEPS = 100_000
-# What the next slower way to find the same fault takes (megascale_driver.core.policy): a bound for
-# any machine. How fast an idle one is stands in benchmarks/.
+# Each fault must be detected faster than by the next slower mechanism, whose time this is
+# (megascale_driver.core.policy): a bound for any machine. Times of an idle one are in benchmarks/.
 HEARTBEAT_S, SUSPECT_S, UNCORROBORATED_S = 5.0, 8.0, 60.0
 
 
@@ -39,7 +38,7 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Cha
 
 @pytest.fixture
 def cluster(ready: Callable[[], ChaosCluster]) -> ChaosCluster:
-    """Whole, and running nothing, whatever the test before did to it."""
+    """Complete and idle, whatever the test before did to it."""
     return ready()
 
 
@@ -103,7 +102,7 @@ async def test_the_last_checkpoint_survives_a_death_while_it_is_awaited(
             client, cluster.job("last", steps=steps, interval_steps=0)
         ) as run:
             await run.until_step(1)
-            # Rank 1's file cannot grow to its size: rank 0 waits for it, and dies.
+            # Rank 1's file cannot grow to its size, so rank 0 waits for it; then rank 0 is killed.
             daemon = cluster.up.node_pids(run.job.nodes[1])["checkpoint"]
             unlimited = resource.prlimit(
                 daemon, resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY)
@@ -206,9 +205,8 @@ async def test_damaged_checkpoints_are_refused_by_name_after_the_loss_of_a_node(
             )
             lost, spare = run.job.nodes[0], run.job.spare_nodes[0]
             driver = cluster.up.state["driver"]["pid"]
-            os.kill(
-                driver, signal.SIGSTOP
-            )  # so that it decides after the damage is done, on however slow a machine
+            # Stopped, so that it decides after the damage is done, however slow the machine.
+            os.kill(driver, signal.SIGSTOP)
             try:
                 killed_at_s = cluster.signal_node(lost, signal.SIGKILL)
                 truncated, flipped, whole = cluster.commit_log("damaged").commits()[:3]
@@ -227,7 +225,7 @@ async def test_damaged_checkpoints_are_refused_by_name_after_the_loss_of_a_node(
     refusals = [event.message for event in run.events if event.reason == "CHECKPOINT_REFUSED"]
     for name in names:
         assert any(name in message for message in refusals), (name, story)
-    # No node is blamed for a damaged file.
+    # No node is evicted for a damaged file.
     assert list(job.evicted_nodes) == [lost], story
     assert spare in job.nodes
     again = run.losses[job.attempt]
@@ -237,15 +235,17 @@ async def test_damaged_checkpoints_are_refused_by_name_after_the_loss_of_a_node(
     }.items() <= again.items()
     detected_s = seconds(dead) - killed_at_s
     measured("node killed", detected_s=detected_s, restored_step=whole.step, attempts=job.attempt)
-    assert 0 <= detected_s < SUSPECT_S, "its link broke: nobody waits for missing heartbeats"
+    assert 0 <= detected_s < SUSPECT_S, "its link broke, so no heartbeat need be missed"
 
 
 def damage(cluster: ChaosCluster, manifest: str, rank: int = 0) -> str:
-    """Cut rank 1's file of a checkpoint in half, or change one bit of rank 0's; the path below the
-    job's folder.
+    """Cut rank 1's file of a checkpoint in half, or change one bit of rank 0's.
 
-    Rank 0 is restored on a node that has never seen the job, so it must read its file; rank 1 may
-    have it in memory.
+    Rank 0 is restored on a node that never ran the job, so it must read its file; rank 1 may have
+    its state in memory.
+
+    Returns:
+        The file's path below the job's folder.
     """
     path = Path(manifest).with_name(f"rank-{rank:05d}.safetensors")
     file = cluster.checkpoints("damaged") / path

@@ -1,8 +1,6 @@
-"""A local cluster to break things on: its small jobs, its processes by role, its shared memory, and
-a check at the end.
+"""A local cluster for fault injection: small jobs, processes by role, and a check at the end.
 
-Nodes have one CPU rank each, so that the loss of a process, of a node and of a rank can be told
-apart.
+Nodes have one CPU rank each, so the losses of a process, a node and a rank are different events.
 """
 
 from __future__ import annotations
@@ -34,9 +32,7 @@ from megascale_client import AsyncClient, MegascaleError, parse_job
 
 
 class ChaosCluster:
-    """`megascale up` under a name of its own, with a corpus and jobs of two pipeline stages on two
-    nodes.
-    """
+    """`megascale up` under its own name, with a corpus, and jobs of two stages on two nodes."""
 
     def __init__(self, folder: Path, name: str, runtime_folder: Path, *options: str) -> None:
         self.folder, self.name, self.runtime_folder = folder, name, runtime_folder
@@ -47,12 +43,12 @@ class ChaosCluster:
         self.up = self._new_up()
 
     def start_again(self) -> UpProcess:
-        """Another `megascale up` in the same run folder, after the end of the last one."""
+        """Another `megascale up` in the same run folder, after the last one has ended."""
         self.up = self._new_up()
         return self.up
 
     def client(self) -> AsyncClient:
-        """A client that gives up late: drivers die here."""
+        """A client with a long retry time, because drivers are killed here."""
         return AsyncClient.from_run_folder(self.up.folder, retry_for_s=CALL_TIMEOUT_S)
 
     def follow(self, client: AsyncClient, spec: job_pb2.JobSpec, **options: Any) -> JobFollower:
@@ -60,7 +56,7 @@ class ChaosCluster:
         return JobFollower(client, spec, self.up.folder, **options)
 
     def takes_jobs(self) -> bool:
-        """End what runs; whether every node could then take the next job."""
+        """End what runs; returns whether every node can then take the next job."""
         try:
             return self.up.process.poll() is None and settle(self.up.folder) == set(
                 self.up.state["nodes"]
@@ -71,7 +67,7 @@ class ChaosCluster:
     def job(
         self, name: str, *, steps: int, interval_steps: int, spares: int = 0
     ) -> job_pb2.JobSpec:
-        """Two ranks on two nodes; eight micro-batches make a step of some 20 ms."""
+        """A job of two ranks on two nodes; with eight micro-batches a step takes about 20 ms."""
         return parse_job(
             {
                 "name": name,
@@ -96,7 +92,7 @@ class ChaosCluster:
         )
 
     def checkpoints(self, job: str) -> Path:
-        """Where a job's checkpoints lie."""
+        """Folder of a job's checkpoints."""
         return self.folder / "checkpoints" / job
 
     def commit_log(self, job: str) -> CommitLog:
@@ -115,7 +111,7 @@ class ChaosCluster:
         return found
 
     def status_page(self, job: driver_pb2.Job, rank: int) -> Path:
-        """The status page of a rank of the job's present attempt (one rank on each node)."""
+        """The status page of a rank of the job's current attempt (one rank on each node)."""
         folder = (
             self.up.folder
             / "nodes"
@@ -127,12 +123,12 @@ class ChaosCluster:
         return folder / f"status-{rank:05d}.page"
 
     def rank_log(self, job: driver_pb2.Job, rank: int) -> str:
-        """What a rank of the job's present attempt has logged."""
+        """The log of a rank of the job's current attempt."""
         page = self.status_page(job, rank)
         return page.with_name(f"rank-{rank:05d}.log").read_text()
 
     def signal_node(self, node: str, number: signal.Signals) -> float:
-        """A signal to the whole process group of a node; when, in seconds since 1970."""
+        """Send a signal to a node's process group; returns when, in seconds since 1970."""
         group = self.up.node_pids(node)["agent"]
         assert os.getpgid(group) == group
         os.killpg(group, number)
@@ -155,8 +151,8 @@ class ChaosCluster:
 def chaos_cluster(folder: Path, *options: str) -> Iterator[ChaosCluster]:
     """A cluster that is ready; at the end it must stop in order and leave no process.
 
-    What killed nodes leave in shared memory, the next start of the same node would remove; here
-    nobody starts it again.
+    Shared memory of killed nodes is removed here: the next start of the same node would do so, but
+    there is none.
     """
     name = f"chaos-{uuid.uuid4().hex[:8]}"
     runtime_folder = Path(
@@ -182,14 +178,13 @@ def chaos_cluster(folder: Path, *options: str) -> Iterator[ChaosCluster]:
 def shared_cluster(
     folder: Callable[[], Path], *options: str
 ) -> Iterator[Callable[[], ChaosCluster]]:
-    """A cluster that tests share one after the other: what each calls for a cluster that is whole
-    and runs nothing.
+    """A cluster that tests share in turn: each calls the result for a complete, idle cluster.
 
-    Jobs that a test has left, because it failed, are ended; a cluster that lacks a node then is
-    replaced by a new one.
+    Jobs that a failed test has left are ended. A cluster that then lacks a node is replaced by a
+    new one.
 
     Args:
-        folder: makes a fresh folder for each cluster.
+        folder: creates a fresh folder for each cluster.
     """
     with contextlib.ExitStack() as stack:
         held: list[ChaosCluster] = []
@@ -209,7 +204,7 @@ def shared_cluster(
 
 
 def measured(what: str, **values: Any) -> None:
-    """Print what a test has measured."""
+    """Print the measurements of a test."""
     rounded = {
         key: round(value, 2) if isinstance(value, float) else value for key, value in values.items()
     }

@@ -1,6 +1,4 @@
-"""Checkpoints on storage, written through the real writer without a daemon, for tests of what reads
-them.
-"""
+"""Checkpoints on storage, written by the real writer without a daemon, for tests of readers."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ def slot_bytes(pieces: Iterable[ShardPiece]) -> int:
 def registration_of(
     uri: str, rank: int, world_size: int, layout: ShardLayout, attempt: int = 1
 ) -> RankRegistration:
-    """What a worker would have registered."""
+    """The registration of a worker."""
     info = {"tp": 1, "cp": 1, "dp": world_size, "pp": 1}
     return RankRegistration(
         "job", attempt, rank, world_size, uri, "none:0", 2, layout, layout.digest(), info
@@ -44,7 +42,7 @@ def registration_of(
 
 
 def image_of(layout: ShardLayout, values: Values) -> Image:
-    """A slot image whose pieces are cut from whole parameters, the slow and obvious way."""
+    """A slot image whose pieces are cut from whole parameters, in the slow and obvious way."""
     image = bytearray(layout.slot_bytes)
     for piece in layout.pieces:
         box = values[piece.name][
@@ -67,7 +65,7 @@ def write_checkpoint(
     attempt: int = 1,
     small_states: Sequence[dict[str, Any]] | None = None,
 ) -> str:
-    """Write and commit one checkpoint of ``values`` below ``root``; the manifest's address."""
+    """Write and commit one checkpoint of ``values`` below ``root``; returns the manifest's URI."""
     images = [image_of(layout, values) for layout in layouts]
     return write_images(
         root, layouts, images, step=step, attempt=attempt, small_states=small_states
@@ -83,9 +81,7 @@ def write_images(
     attempt: int = 1,
     small_states: Sequence[dict[str, Any]] | None = None,
 ) -> str:
-    """Write and commit one checkpoint of every rank's slot image below ``root``; the manifest's
-    address.
-    """
+    """Write and commit a checkpoint of all ranks' slot images; returns the manifest's URI."""
     files, uri = [], str(root)
     for rank, layout in enumerate(layouts):
         registration = registration_of(uri, rank, len(layouts), layout, attempt)

@@ -1,4 +1,4 @@
-"""A real checkpoint daemon as a process, and a worker that speaks its socket contract, for tests."""
+"""A real checkpoint daemon as a process, and a worker's side of its socket, for tests."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class DaemonProcess:
         self.address = self._wait(written_before)
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """Send a signal and wait for the end."""
+        """Send a signal and wait for the process to end; returns its exit status."""
         self.process.send_signal(number)
         return self.process.wait(timeout=CALL_TIMEOUT_S)
 
@@ -117,7 +117,7 @@ class DaemonProcess:
 
 
 def layout_of(rank: int, world_size: int) -> ShardLayout:
-    """Rows of one matrix spread over the ranks, and a vector that all hold and rank 0 writes."""
+    """Rows of one matrix, split over the ranks, and a vector that all hold and rank 0 writes."""
     first, last = ROWS * rank // world_size, ROWS * (rank + 1) // world_size
     rows = (last - first) * COLUMNS
     matrix = ShardPiece(
@@ -148,8 +148,9 @@ def layout_of(rank: int, world_size: int) -> ShardLayout:
 
 
 def state_of(rank: int, world_size: int, step: int) -> Float32:
-    """The values of a rank's pieces after ``step``: the matrix counts up from 1000 * step, the bias
-    is step.
+    """The values of a rank's pieces after ``step``.
+
+    The matrix counts up from 1000 * step, and the bias is step.
     """
     matrix = np.arange(ROWS * COLUMNS, dtype=np.float32).reshape(ROWS, COLUMNS) + 1000 * step
     first, last = ROWS * rank // world_size, ROWS * (rank + 1) // world_size
@@ -184,7 +185,7 @@ class WorkerClient:
         slots: int = 0,
         layout: ShardLayout | None = None,
     ) -> dict[str, Any]:
-        """Register and map the slots; the answer (an error, too)."""
+        """Register and map the slots; returns the answer, which may be an error."""
         self.rank, self.world_size = rank, world_size
         layout = layout or layout_of(rank, world_size)
         message: dict[str, Any] = {
@@ -211,7 +212,7 @@ class WorkerClient:
         return answer
 
     def write(self, step: int, *, finite: bool = True) -> dict[str, Any]:
-        """Acquire, copy the state of ``step``, seal."""
+        """Acquire a slot, copy the state of ``step`` into it, and seal it; returns the answer."""
         answer = self.ask("acquire", step=step)
         if answer["kind"] != "acquired":
             return answer
@@ -229,7 +230,7 @@ class WorkerClient:
     def restore(
         self, source: str, step: int, attempt: int, manifest_uri: str = ""
     ) -> dict[str, Any]:
-        """Ask for a state."""
+        """Request a state; returns the answer."""
         plan = {
             "source": source,
             "step": step,
@@ -244,7 +245,7 @@ class WorkerClient:
         return bool(np.array_equal(self.slots[slot][: len(values)], values))
 
     def close(self) -> None:
-        """Hang up."""
+        """Disconnect."""
         self.sock.close()
 
     def __enter__(self) -> WorkerClient:

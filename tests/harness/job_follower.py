@@ -1,4 +1,4 @@
-"""A job as its watch stream shows it, for tests that break something while it runs."""
+"""Follows a job through its watch stream, for tests that break something while it runs."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from megascale_client import TERMINAL_PHASES, AsyncClient
 
 
 class JobFollower:
-    """Submits a job and follows it: ``losses`` by attempt and step, ``events`` in their order,
-    ``job`` as last seen.
+    """Submits a job and follows it; use as an asynchronous context manager.
 
-    Its waits go on while the job moves: a step, an event, a phase or its reason, a commit, a line
-    in a rank's log.
-
-    Use as an asynchronous context manager.
+    Its waits continue while the job makes progress: a step, an event, a phase or its reason, a
+    commit, a line in a rank's log.
 
     Args:
         folder: the cluster's run folder, for the logs of the job's ranks.
-        limit_s: how long nothing may move.
+        limit_s: how long there may be no progress.
+
+    Attributes:
+        losses: by attempt and step.
+        events: in the order of the stream.
+        job: its newest state.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class JobFollower:
         """Wait until the condition holds.
 
         Raises:
-            Standstill: the job has not moved for the limit; the error has its story.
+            Standstill: the job made no progress for the limit; the error has its story.
         """
 
         def holds() -> object:
@@ -126,7 +128,7 @@ class JobFollower:
         )
 
     async def until_ended(self) -> driver_pb2.Job:
-        """Wait for the end of the watch, which is the end of the job; the job."""
+        """Wait for the end of the watch, which is the end of the job; returns the job."""
         task = self._task
         await self.until(lambda: task is not None and task.done(), "the job's end")
         assert self.job.phase in TERMINAL_PHASES, self.story()
@@ -134,7 +136,7 @@ class JobFollower:
         return self.job
 
     def story(self) -> str:
-        """What has been seen, for failures."""
+        """Everything observed so far, for the message of a failure."""
         steps = {attempt: (min(losses), max(losses)) for attempt, losses in self.losses.items()}
         lines = [
             f"{e.time.ToJsonString()} attempt {e.attempt} {e.reason} {e.subject}: {e.message}"

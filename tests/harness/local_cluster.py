@@ -24,10 +24,10 @@ END_REASON = "the test is over"
 
 
 def megascale(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a command of the CLI to its end, for which the test's own cap is the limit."""
+    """Run a command of the CLI until it ends, within the timeout of the test."""
     return subprocess.run(
         [sys.executable, "-m", "megascale_cli", *arguments],
-        env={**os.environ, "COLUMNS": "200"},  # no message is broken in two
+        env={**os.environ, "COLUMNS": "200"},  # wide enough to break no message
         capture_output=True,
         text=True,
         cwd=cwd,
@@ -36,9 +36,7 @@ def megascale(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedP
 
 
 class UpProcess:
-    """`megascale up` with ``options``, in ``folder``; use as a context manager: on the way out
-    everything is ended.
-    """
+    """`megascale up` with ``options`` in ``folder``; as a context manager it ends all processes."""
 
     def __init__(self, folder: Path, *options: str) -> None:
         self.folder = folder
@@ -98,7 +96,7 @@ class UpProcess:
             os.kill(pid, signal.SIGKILL)
 
     def seen(self, event: str) -> list[dict[str, Any]]:
-        """What `up` has reported under this name."""
+        """The events of this name that `up` has printed."""
         lines = [
             json.loads(line)
             for line in self._output.read_text().splitlines(keepends=True)
@@ -107,13 +105,11 @@ class UpProcess:
         return [line for line in lines if line["event"] == event]
 
     def _starts(self) -> tuple[object, ...]:
-        """What moves while a cluster starts: reports, logs, and the CPU time of processes that
-        import.
-        """
+        """Progress of a cluster that starts: reports, logs, and CPU time of imports."""
         return self._output.stat().st_size, log_bytes(self.folder), cpu_ticks(self.processes())
 
     def stop(self, signal_number: int = signal.SIGTERM) -> int:
-        """Send a signal to `up` and wait for its end; its exit status."""
+        """Send a signal to `up` and wait for it to end; returns its exit status."""
         self.process.send_signal(signal_number)
         until(lambda: self.process.poll() is not None, "the end of `megascale up`", self.processes)
         return self.process.wait()
@@ -132,14 +128,14 @@ class UpProcess:
         return values
 
     def kill_node(self, node: str) -> float:
-        """SIGKILL to the whole process group of a node; when, in seconds since 1970."""
+        """Send SIGKILL to a node's process group; returns when, in seconds since 1970."""
         group = self.node_pids(node)["agent"]
         assert os.getpgid(group) == group
         os.killpg(group, signal.SIGKILL)
         return time.time()
 
     def processes(self) -> list[int]:
-        """Living processes of this cluster, `up` included."""
+        """Running processes of this cluster, including `up`."""
         needle = f"{MARK_VARIABLE}={self._mark}".encode()
         found = []
         for entry in Path("/proc").iterdir():

@@ -1,4 +1,4 @@
-"""Real checkpoint daemons: seal, commit, restore, and what survives when somebody is killed."""
+"""Real checkpoint daemons: seal, commit, restore, and what survives a kill."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
-    """Daemons and workers entered here are gone at the end."""
+    """Daemons and workers entered here are ended after the test."""
     with ExitStack() as entered:
         yield entered
 
@@ -60,7 +60,7 @@ async def open_attempt(
 async def progress(
     daemon: DaemonProcess, until: Callable[[link_pb2.CheckpointProgress], bool]
 ) -> link_pb2.CheckpointProgress:
-    """The first progress of the job that WatchProgress pushes and ``until`` accepts."""
+    """The first progress of the job from WatchProgress that ``until`` accepts."""
     async with connected(daemon) as stub, asyncio.timeout(CALL_TIMEOUT_S):
         async for response in stub.WatchProgress(checkpoint_pb2.WatchProgressRequest()):
             for job in response.jobs:
@@ -115,7 +115,7 @@ async def test_a_writer_killed_mid_write_leaves_the_sealed_slot(
     assert (answer["kind"], answer["source"]) == ("restored", "memory")
     assert answer["small_state"] == {"position": 1, "random": 0} and worker.holds(answer["slot"], 1)
     assert worker.ask("release", slot=answer["slot"]) == {"kind": "released"}
-    # What was half written is free again: with the seal kept, all other slots can be had.
+    # The half-written slot is free again: all slots but the sealed one can be acquired.
     taken = [worker.ask("acquire", step=step)["kind"] for step in (3, 4, 5)]
     assert taken == ["acquired", "acquired", "busy"]
     await progress(daemon, lambda job: job.skipped_snapshots == 1)
@@ -226,7 +226,7 @@ async def test_nothing_is_committed_that_the_committer_does_not_see(
         worker.register(rank=rank, world_size=2, uri=uri, committer=daemon.address)
     workers[0].write(10)
     assert "not complete" in workers[0].drain(10, timeout_s=0.3)["error"]
-    # As where a node's folder is a disk of its own: the rank has written, and nobody else sees it.
+    # As if the node's folder were a local disk: the rank has written, and no other node sees it.
     (file,) = (tmp_path / "checkpoints").rglob("rank-00000.safetensors")
     file.unlink()
     workers[1].write(10)
@@ -241,7 +241,7 @@ async def test_a_superseded_attempt_cannot_commit(tmp_path: Path, stack: ExitSta
     old, new = (stack.enter_context(DaemonProcess(tmp_path, name)) for name in ("n0", "n1"))
     zombie = stack.enter_context(WorkerClient(old))
     await commit_steps(old, zombie, uri, 10)
-    # The next attempt is opened elsewhere; the old daemon and its worker do not hear of it.
+    # The next attempt is opened on another node; the old daemon and its worker are not notified.
     opened = await open_attempt(new, uri, 2)
     assert opened.restore.step == 10
     assert zombie.write(20)["kind"] == "sealed"
@@ -255,7 +255,7 @@ async def test_a_superseded_attempt_cannot_commit(tmp_path: Path, stack: ExitSta
     again = await open_attempt(new, uri, 2)
     assert again == opened
 
-    # Nor does its own daemon serve a worker of a lower attempt, or the worker whose successor has
+    # Nor does the old daemon serve a worker of a lower attempt, or one whose successor has
     # registered.
     successor = stack.enter_context(WorkerClient(old))
     assert successor.register(attempt=2, uri=uri, committer=new.address)["kind"] == "registered"
@@ -313,7 +313,7 @@ async def test_a_zombie_cannot_write_into_its_successors_slot(
 
 
 @pytest.mark.parametrize("source", ["memory", "storage"])
-async def test_writing_to_a_sealed_slot_is_noticed(
+async def test_writing_to_a_sealed_slot_is_detected(
     tmp_path: Path, stack: ExitStack, source: str
 ) -> None:
     uri = str(tmp_path / "checkpoints")
@@ -346,8 +346,8 @@ def test_nothing_is_left_of_a_daemon_after_the_next_start(
     assert list(first.staging.glob("i1/job")) == [] or number is signal.SIGKILL
     second = stack.enter_context(DaemonProcess(tmp_path, "n0", incarnation="i2"))
     assert [path.name for path in second.staging.iterdir() if path.is_dir()] == ["i2"]
-    # The trainer's mapping outlives the file; it goes on without snapshots and registers anew at
-    # the next.
+    # The trainer's mapping outlives the file: it trains on without snapshots, and registers with
+    # the next daemon.
     assert worker.holds(0, 1)
     again = stack.enter_context(WorkerClient(second))
     again.register()
@@ -355,9 +355,7 @@ def test_nothing_is_left_of_a_daemon_after_the_next_start(
     assert second.stop() == 0 and not second.base.exists()
 
 
-async def test_a_restarted_committer_takes_the_attempt_up_again(
-    tmp_path: Path, stack: ExitStack
-) -> None:
+async def test_a_restarted_committer_resumes_the_attempt(tmp_path: Path, stack: ExitStack) -> None:
     uri = str(tmp_path / "checkpoints")
     committer, other = (
         stack.enter_context(DaemonProcess(tmp_path, f"n{rank}")) for rank in range(2)
@@ -400,7 +398,7 @@ async def test_a_daemon_killed_while_it_persists_costs_that_step_alone(
     daemon.stop(signal.SIGKILL)
     plan = (await open_attempt(other, uri, 2)).restore
     assert list((tmp_path / "checkpoints").rglob(".rank-*")) == [], "a killed writer's file is left"
-    # Step 2 is whole or does not exist: whichever it is, what is restored is right.
+    # Step 2 is complete or does not exist: in both cases what is restored is right.
     assert plan.step in (1, 2)
     successor = stack.enter_context(WorkerClient(other))
     successor.register(attempt=2, uri=uri, committer=other.address, layout=layout)
@@ -408,7 +406,7 @@ async def test_a_daemon_killed_while_it_persists_costs_that_step_alone(
     assert answer["kind"] == "restored" and successor.holds(answer["slot"], plan.step)
 
 
-async def test_a_failed_write_is_reported_and_training_goes_on(
+async def test_a_failed_write_is_reported_and_training_continues(
     tmp_path: Path, stack: ExitStack
 ) -> None:
     uri = str(tmp_path / "checkpoints")
@@ -422,7 +420,7 @@ async def test_a_failed_write_is_reported_and_training_goes_on(
     worker.register(
         uri=uri, committer=daemon.address, layout=ShardLayout((piece,), slot_bytes([piece]))
     )
-    # As on a full disk, the system refuses to let the shard file grow; every other file is small.
+    # As on a full disk, the rank's file cannot grow; every other file is small.
     unlimited = resource.prlimit(
         daemon.process.pid, resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY)
     )

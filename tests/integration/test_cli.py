@@ -1,6 +1,4 @@
-"""The command line against a real cluster: one small job from submission to its checkpoints, as a
-user would go.
-"""
+"""The command line on a real cluster: small jobs from submission to checkpoint, as users do it."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def nothing_left(cluster: Path) -> Iterator[None]:
-    """A test that fails leaves no job to the next one."""
+    """A failed test leaves no job to the next one."""
     yield
     settle(cluster / "runs")
 
@@ -71,7 +69,7 @@ def objects(text: str) -> list[dict[str, Any]]:
 
 
 def on_a_terminal(*arguments: str) -> str:
-    """What a command shows on a terminal of its own."""
+    """The output of a command on a terminal of its own."""
     master, slave = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "150"}
     command = [sys.executable, "-m", "megascale_cli", *arguments]
@@ -152,7 +150,7 @@ def test_a_job_from_submission_to_its_checkpoints(cluster: Path) -> None:
         done = megascale(*arguments, *here, cwd=cluster)
         assert done.returncode == 0, done.stderr
 
-    # On a terminal there is a bar; it has the same facts.
+    # On a terminal there is a bar with the same facts.
     text = on_a_terminal("watch", "small", *here)
     for word in (
         "━",
@@ -199,8 +197,7 @@ def test_the_example_of_the_clients_page_trains_and_fetches(cluster: Path, tmp_p
     )
 
     here = ("--cluster", str(cluster / "runs"))
-    # Of the snapshots before the last, a busy machine skips some: every slot is still being
-    # written.
+    # A busy machine skips some of the snapshots before the last, while every slot is in use.
     known = objects(megascale("checkpoint", "list", "example", *here, "--json").stdout)
     steps = [int(item["step"]) for item in known]
     older = tmp_path / "older"

@@ -1,6 +1,4 @@
-"""Operators' commands and calls against a real cluster: cordon, diagnose, events as they happen, in
-both clients.
-"""
+"""Operators' commands and calls on a real cluster: cordon, diagnose, events as they happen."""
 
 from __future__ import annotations
 
@@ -32,8 +30,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_a_node_is_cordoned_diagnosed_and_put_back(cluster: Path) -> None:
     here = ("--cluster", str(cluster), "--json")
     command = [sys.executable, "-m", "megascale_cli", "events", "nodes/n2", "--follow", *here]
-    # As in the background of a script: SIGINT is ignored when the command starts, and still ends
-    # it.
+    # As in the background of a script: the command starts with SIGINT ignored, and SIGINT still
+    # ends it.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         following = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -79,7 +77,7 @@ def test_a_node_is_cordoned_diagnosed_and_put_back(cluster: Path) -> None:
 
         with ThreadPoolExecutor(1) as pool:
             coming = pool.submit(next, client.watch_events("nodes/n1"))
-            # The stream begins some time after its first event is asked for.
+            # The stream starts some time after its first event is requested.
             until(lambda: put_away_and_back() or coming.done(), "an event as it happens")
             seen = coming.result()
         put_away_and_back()

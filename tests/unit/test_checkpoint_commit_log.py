@@ -15,9 +15,7 @@ from megascale_common.service.errors import ServiceError, SupersededError
 
 
 class MemoryStorage:
-    """Storage in a dictionary. ``before`` runs before every operation: where another writer may
-    come in between.
-    """
+    """Storage in a dictionary; ``before`` runs before every operation, as another writer might."""
 
     uri = "memory"
 
@@ -61,7 +59,7 @@ class MemoryStorage:
 
 
 def act(log: CommitLog, attempt: int, step: int) -> None:
-    """Open (step 0) or commit; losing is a fair outcome."""
+    """Open (step 0) or commit; a refusal is a valid outcome."""
     try:
         if step == 0:
             log.append_open(attempt, dict)
@@ -78,8 +76,7 @@ def read_all(files: dict[str, bytes]) -> list[Record]:
     return log.records
 
 
-# Each entry: operations of the first writer that pass before the second one acts, and what it does
-# then.
+# Each entry: how many operations of the first writer pass before the second one acts, and its act.
 INTERRUPTIONS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 4)), max_size=8)
 
 
@@ -137,7 +134,7 @@ def test_a_later_attempt_fences_by_name(tmp_path: Path) -> None:
         new.append_commit(3, 10, {})
 
 
-def test_a_damaged_record_is_passed_over_by_name(tmp_path: Path) -> None:
+def test_a_damaged_record_is_skipped_and_named(tmp_path: Path) -> None:
     log = CommitLog(FileStorage(tmp_path))
     log.append_open(1, dict)
     log.append_commit(1, 10, {"manifest": "m"})

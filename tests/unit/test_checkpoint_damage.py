@@ -1,6 +1,4 @@
-"""Damage is refused by name: any flipped bit, any missing tail, any missing file; and the
-checkpoint before is used.
-"""
+"""Damaged files are refused by name (flipped bits, missing bytes) and an older state is used."""
 
 from __future__ import annotations
 
@@ -61,9 +59,7 @@ def test_files_are_standard_safetensors(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A checkpoint that tests may damage if they put it right again: its folder and its manifest's
-    address.
-    """
+    """A checkpoint that tests may damage if they repair it: its folder and its manifest's URI."""
     folder = tmp_path_factory.mktemp("checkpoint")
     return folder, write_checkpoint(folder, LAYOUTS, VALUES)
 
@@ -74,8 +70,7 @@ def test_a_flipped_bit_is_never_loaded(written: tuple[Path, str], data: st.DataO
     folder, uri = written
     path = folder / FILE
     size = path.stat().st_size
-    # Most of a small file is padding of the header: aim at what carries meaning as often as at the
-    # rest.
+    # Most of a small file is padding of the header: bytes with meaning are drawn just as often.
     header, tail = st.integers(0, 8 * 1500), st.integers(8 * (size - 240), 8 * size - 1)
     bit = data.draw(header | tail | st.integers(0, 8 * size - 1))
     flip(path, bit)
@@ -98,13 +93,12 @@ def test_a_truncated_file_is_refused_by_name(tmp_path: Path, keep: int) -> None:
     with pytest.raises(DamagedError) as caught:
         read(uri, 1)
     assert caught.value.file == str(path)
-    # Each rank looks at the files that it needs; all of them are looked at when the attempt is
-    # opened.
+    # Each rank reads the files that it needs; all of them are checked when the attempt is opened.
     assert read(uri, 0) == image_of(LAYOUTS[0], VALUES)
     with pytest.raises(UnusableError) as unusable:
         decision(tmp_path)
     assert str(caught.value) in str(unusable.value), (
-        "the job must not begin again from step 0 unasked"
+        "the job must not start over from step 0 unasked"
     )
     assert decision(tmp_path, sealed=9) == ("memory", 9, (str(caught.value),))
 
@@ -183,12 +177,12 @@ def test_the_newest_whole_state_is_restored(tmp_path: Path) -> None:
     assert decision(tmp_path, sealed=9)[:2] == ("memory", 9)
 
 
-def test_storage_that_does_not_answer_says_nothing_about_the_checkpoint(tmp_path: Path) -> None:
+def test_storage_that_does_not_answer_is_no_evidence_of_damage(tmp_path: Path) -> None:
     uri = write_checkpoint(tmp_path, LAYOUTS, VALUES)
     whole, manifest = tmp_path / FILE, Path(uri)
     broken = whole.with_name("elsewhere")
     whole.rename(broken)
-    whole.symlink_to(whole)  # every look at it ends in ELOOP
+    whole.symlink_to(whole)  # every access ends in ELOOP
     with pytest.raises(OSError, match="symbolic links"):
         read(uri, 1)
     with pytest.raises(OSError, match="symbolic links"):

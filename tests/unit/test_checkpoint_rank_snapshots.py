@@ -41,9 +41,7 @@ async def snapshots(tmp_path: Path) -> AsyncIterator[RankSnapshots]:
 
 
 class Blocked:
-    """All threads of a pool, busy until released: what is asked of it meanwhile has begun and does
-    not end.
-    """
+    """Keeps all threads of a pool busy until released, so that new work waits for a thread."""
 
     def __init__(self, snapshots: RankSnapshots, name: str) -> None:
         pool = getattr(snapshots._pools, name)

@@ -41,9 +41,7 @@ def test_flat_boxes_are_the_flat_range(shape: list[int], data: st.DataObject) ->
 
 @st.composite
 def layouts(draw: st.DrawFn) -> list[ShardLayout]:
-    """Parameters cut along one axis over tp, each box into flat ranges over dp; vectors may be
-    replicated over tp.
-    """
+    """Parameters cut along one axis over tp and flat over dp; vectors may be replicated over tp."""
     tp, dp = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     pieces: list[list[ShardPiece]] = [[] for _ in range(tp * dp)]
     for name, shape in SHAPES.items():
@@ -55,7 +53,7 @@ def layouts(draw: st.DrawFn) -> list[ShardLayout]:
             if not replicated:
                 start[axis], stop[axis] = tp_cuts[t], tp_cuts[t + 1]
             size = math.prod(b - a for a, b in zip(start, stop, strict=True))
-            # Replicas are cut alike, as the same flat buffer layout does.
+            # Replicas are cut alike, because their ranks have the same layout of flat buffers.
             dp_cuts = (
                 _cuts(draw, size, dp) if not replicated else [size * d // dp for d in range(dp + 1)]
             )
@@ -82,7 +80,7 @@ def _pack(pieces: list[ShardPiece], gap: int) -> ShardLayout:
 @settings(max_examples=60, deadline=None)
 @given(layouts(), layouts())
 def test_any_layout_loads_any_other(written: list[ShardLayout], wanted: list[ShardLayout]) -> None:
-    # In tmpfs, where the many syncs of so many files cost nothing.
+    # In tmpfs, where fsync of so many files costs nothing.
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         uri = write_checkpoint(Path(folder), written, VALUES)
         for rank, layout in enumerate(wanted):
@@ -176,7 +174,7 @@ def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
     [[(0, 10), (12, 30)], [(0, 15), (14, 30)], [(0, 29)], [(1, 30)]],
     ids=["gap", "overlap", "end", "start"],
 )
-def test_gaps_and_overlaps_are_seen(ranges: list[tuple[int, int]]) -> None:
+def test_gaps_and_overlaps_are_detected(ranges: list[tuple[int, int]]) -> None:
     whole = ShardPiece(
         "matrix", "master", "float32", (6, 5), (0, 0), (6, 5), 0, 30, 0, primary=True
     )

@@ -1,4 +1,4 @@
-"""The slot state machine: what is needed is never overwritten, whatever order things happen in."""
+"""The slot state machine: a slot that is needed is never overwritten, in any order of calls."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ def seal(step: int, attempt: int = 1) -> SlotSeal:
 
 
 class SlotMachine(RuleBasedStateMachine):
-    """Random calls, with a model of what must survive: the newest seal, and all that waits or is
-    read.
-    """
+    """Random calls, with a model of what must survive: the newest seal, pending and read slots."""
 
     @initialize(count=st.integers(2, 4))
     def start(self, count: int) -> None:

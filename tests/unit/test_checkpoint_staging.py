@@ -1,4 +1,4 @@
-"""Staging memory: allocated for real or refused, private, and removed when its owner is gone."""
+"""Staging memory: fully allocated or refused, private, and removed when its owner has ended."""
 
 from __future__ import annotations
 
@@ -53,8 +53,11 @@ def test_three_slots_where_a_full_host_has_room_else_two_else_refused(tmp_path: 
 
 def test_folders_of_dead_owners_go_at_the_next_start(tmp_path: Path) -> None:
     crash = (
-        "import os, sys; from pathlib import Path; from megascale_checkpoint.staging import StagingFolder;"
-        "s = StagingFolder(Path(sys.argv[1]), 'c', 'n', 'dead'); s.allocate('job', 0, 4096, 2); os._exit(9)"
+        "import os, sys; from pathlib import Path\n"
+        "from megascale_checkpoint.staging import StagingFolder\n"
+        "staging = StagingFolder(Path(sys.argv[1]), 'c', 'n', 'dead')\n"
+        "staging.allocate('job', 0, 4096, 2)\n"
+        "os._exit(9)\n"
     )
     subprocess.run([sys.executable, "-c", crash, str(tmp_path / "staging")], check=False)
     left = tmp_path / "staging" / "c" / "n"

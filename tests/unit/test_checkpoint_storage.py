@@ -1,4 +1,4 @@
-"""File storage: whole files or none, never overwritten, never outside the root."""
+"""File storage: complete files or none, never overwritten, never outside the root."""
 
 from __future__ import annotations
 

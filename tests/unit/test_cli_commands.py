@@ -66,8 +66,9 @@ def test_help_lists_every_command_without_loading_a_service(tmp_path: Path) -> N
     program = (
         "import sys\nfrom megascale_cli.app import build_app\n"
         "try:\n build_app()(['--help'], prog_name='megascale')\nexcept SystemExit: pass\n"
-        "rooms = ('megascale_driver', 'megascale_executor', 'megascale_checkpoint', 'megascale_common', 'torch')\n"
-        "print('LOADED', [name for name in rooms if name in sys.modules])\n"
+        "names = ('driver', 'executor', 'trainer', 'checkpoint', 'common')\n"
+        "modules = [f'megascale_{name}' for name in names] + ['torch']\n"
+        "print('LOADED', [name for name in modules if name in sys.modules])\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=True
@@ -89,14 +90,14 @@ WHOLE = [
 
 
 @pytest.mark.parametrize("command", WHOLE)
-def test_every_command_teaches_with_an_example(runner: CliRunner, command: str) -> None:
+def test_every_command_has_help_with_an_example(runner: CliRunner, command: str) -> None:
     result = runner.invoke(build_app(), [*command.split(), "--help"], env={"COLUMNS": "200"})
     assert result.exit_code == 0
     assert f"Example: megascale {command}" in result.output
     assert "--json" in result.output
 
 
-def test_help_answers_what_a_newcomer_asks(runner: CliRunner) -> None:
+def test_help_answers_a_newcomers_first_questions(runner: CliRunner) -> None:
     output = runner.invoke(build_app(), ["-h"], env={"COLUMNS": "120"}).output
     for command in (
         "megascale submit job.yaml",
@@ -144,7 +145,7 @@ def test_completion_is_installed_for_the_shell_in_use(tmp_path: Path) -> None:
     assert "_MEGASCALE_COMPLETE" in (tmp_path / ".bash_completions" / "megascale.sh").read_text()
 
 
-def test_entry_points_and_the_lists_of_what_is_ours_agree() -> None:
+def test_entry_points_and_the_lists_of_our_commands_agree() -> None:
     project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())
     ours = {**plugins.KNOWN, **plugins.FUNCTIONS, "checkpoint": plugins.CHECKPOINT}
     assert project["project"]["entry-points"][plugins.GROUP] == {
@@ -215,7 +216,7 @@ def test_commands_are_found_without_the_packages_metadata(
         ["cluster"],
     ],
 )
-def test_no_cluster_is_told_with_the_remedy(runner: CliRunner, arguments: list[str]) -> None:
+def test_no_cluster_is_an_error_with_a_remedy(runner: CliRunner, arguments: list[str]) -> None:
     result = runner.invoke(build_app(), arguments)
     assert result.exit_code == exits.UNAVAILABLE
     assert "megascale up" in result.stderr
@@ -225,7 +226,7 @@ def test_no_cluster_is_told_with_the_remedy(runner: CliRunner, arguments: list[s
     assert json.loads(as_json.stderr)["kind"] == "ClusterNotFound"
 
 
-def test_a_bad_job_file_is_refused_before_any_cluster_is_looked_for(
+def test_a_bad_job_file_is_refused_before_a_cluster_is_searched(
     runner: CliRunner, tmp_path: Path
 ) -> None:
     (tmp_path / "job.yaml").write_text("name: a\ntrainer: {model: {layerz: 2}}\n")

@@ -1,4 +1,4 @@
-"""The demo's plan, verdict and pictures, without a cluster."""
+"""The demo's plan, claims and pictures, without a cluster."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_the_report_has_the_agreed_fields_and_times() -> None:
     assert (report["first_loss"], report["final_loss"]) == (5.0, 5.0 / 12)
 
 
-def test_on_gpus_the_report_gives_the_difference_instead_of_a_verdict() -> None:
+def test_on_gpus_the_report_has_the_largest_difference_of_losses() -> None:
     run, kill = interrupted()
     twin = uninterrupted()
     twin.records[1, 8].loss += 0.25
@@ -152,7 +152,7 @@ def failing(run: Recording, kill: Kill | None) -> list[str]:
     return [claim.text for claim in recovery_claims(plan(), run, kill) if not claim.holds]
 
 
-def test_each_thing_that_is_not_seen_is_told() -> None:
+def test_each_thing_that_is_not_observed_fails_its_claim() -> None:
     assert failing(interrupted()[0], None) == ["one active node is killed outright"]
     run, kill = interrupted()
     assert "at least two" in failing(run, Kill(kill.at, "n1", (2,), 8, 0))[0]
@@ -173,7 +173,7 @@ def test_each_thing_that_is_not_seen_is_told() -> None:
     assert failing(run, kill) == ["every step has its record"]
 
 
-def test_the_smallest_change_of_one_loss_is_seen() -> None:
+def test_the_smallest_change_of_one_loss_is_detected() -> None:
     run, twin = interrupted()[0], uninterrupted()
     twin.records[1, 9].loss = math.nextafter(twin.records[1, 9].loss, math.inf)
     (claim,) = [claim for claim in twin_claims(plan(), run, twin, True) if not claim.holds]
@@ -181,7 +181,7 @@ def test_the_smallest_change_of_one_loss_is_seen() -> None:
     assert "steps 9 differ" in claim.seen
 
 
-def test_a_repeated_step_with_another_loss_is_seen() -> None:
+def test_a_repeated_step_with_another_loss_is_detected() -> None:
     run = interrupted()[0]
     run.records[1, 6].loss += 1e-12
     failed = [
@@ -237,7 +237,7 @@ def test_the_plan_follows_the_machine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         (dict(nodes=2), "one node must be spare"),
         (dict(devices_per_node=3, tp=1), "do not fill nodes"),
@@ -248,9 +248,9 @@ def test_the_plan_follows_the_machine() -> None:
     ],
 )
 def test_options_that_do_not_fit_are_refused_with_a_remedy(
-    changes: dict[str, Any], said: str
+    changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(PlanError, match=said):
+    with pytest.raises(PlanError, match=message):
         choose(**changes)
 
 

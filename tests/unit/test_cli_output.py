@@ -1,4 +1,4 @@
-"""How answers look: text of users and machines is shown as it is, whatever it contains."""
+"""The format of answers: text of users and machines is shown unchanged, whatever it contains."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ async def test_events_are_followed_across_a_lost_driver_until_ctrl_c(
 @pytest.mark.parametrize(
     ("words", "names"), [("cordon n", ["n0", "n1", "n2"]), ("diagnose n2", ["n2"])]
 )
-async def test_a_shell_offers_the_clusters_names(
+async def test_a_shell_completes_the_clusters_names(
     driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch, words: str, names: list[str]
 ) -> None:
     monkeypatch.setenv("_MEGASCALE_COMPLETE", "complete_bash")
@@ -171,7 +171,9 @@ async def test_a_shell_offers_the_clusters_names(
     assert (await run())[1].split() == []
 
 
-async def test_a_refused_job_is_told_field_by_field(driver: ScriptedDriver, tmp_path: Path) -> None:
+async def test_a_refused_job_is_reported_field_by_field(
+    driver: ScriptedDriver, tmp_path: Path
+) -> None:
     (tmp_path / "job.yaml").write_text("name: [1]\n")
     status, _, errors = await run("submit", str(tmp_path / "job.yaml"))
     assert (status, "name: expected text" in errors, driver.requests) == (USAGE, True, [])

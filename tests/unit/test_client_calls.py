@@ -1,6 +1,4 @@
-"""The client against a scripted driver on a real socket: errors, retries, leader hints, resumed
-watches.
-"""
+"""The client against a scripted driver on a socket: errors, retries, leader hints, watches."""
 
 from __future__ import annotations
 
@@ -120,7 +118,7 @@ async def test_two_standbys_that_name_each_other_end_in_unavailable(driver: Scri
     assert len(driver.requests) < 40
 
 
-async def test_nobody_there_is_unavailable_within_the_time_allowed() -> None:
+async def test_no_driver_is_unavailable_after_the_time_allowed() -> None:
     async with AsyncClient("127.0.0.1:1", TOKEN, retry_for_s=0.3) as client:
         with pytest.raises(Unavailable, match=r"no driver answered within 0\.3 s"):
             await client.get("x")
@@ -188,7 +186,7 @@ async def test_a_watch_resumes_after_the_last_update_at_the_new_address(
     await successor.server.stop(0)
 
 
-async def test_a_stream_that_ends_before_the_job_is_taken_up_again(driver: ScriptedDriver) -> None:
+async def test_a_stream_that_ends_before_the_job_is_opened_again(driver: ScriptedDriver) -> None:
     driver.updates, driver.phase = [1, 2], types_pb2.JOB_PHASE_RUNNING
     seen = []
     async with AsyncClient(driver.address, TOKEN, retry_for_s=5) as client:
@@ -201,7 +199,7 @@ async def test_a_stream_that_ends_before_the_job_is_taken_up_again(driver: Scrip
     assert seen == [1, 2, 3]
 
 
-async def test_a_new_driver_that_begins_anew_gives_nothing_twice(driver: ScriptedDriver) -> None:
+async def test_updates_that_a_new_driver_repeats_are_yielded_once(driver: ScriptedDriver) -> None:
     driver.updates, driver.break_after = [1, 2, 3, 4], 3
     driver.forgets_tokens = True
     async with AsyncClient(driver.address, TOKEN, retry_for_s=5) as client:
@@ -216,7 +214,7 @@ async def test_a_watch_of_no_job_is_not_found(driver: ScriptedDriver) -> None:
                 pass
 
 
-def test_a_run_folder_without_a_cluster_says_what_to_do(
+def test_a_run_folder_without_a_cluster_is_an_error_with_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MEGASCALE_RUN_FOLDER", raising=False)

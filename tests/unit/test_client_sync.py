@@ -1,6 +1,4 @@
-"""The synchronous client: the same methods as the asynchronous one, on a private thread that always
-ends.
-"""
+"""The synchronous client: the methods of the asynchronous one, on a thread that always ends."""
 
 from __future__ import annotations
 
@@ -79,7 +77,7 @@ async def in_thread(driver: ScriptedDriver, action: Callable[[Client], Result]) 
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(CALL_TIMEOUT_S):
-        while not condition():  # noqa: ASYNC110 - it is looked at, nobody tells
+        while not condition():  # noqa: ASYNC110 - a state without an event
             await asyncio.sleep(0.01)
 
 
@@ -109,7 +107,7 @@ def test_a_method_takes_and_gives_the_same_in_both_clients(name: str) -> None:
         assert gives == given
 
 
-async def test_calls_and_iterators_give_what_the_driver_says(driver: ScriptedDriver) -> None:
+async def test_calls_and_iterators_return_the_drivers_answers(driver: ScriptedDriver) -> None:
     driver.updates = [1, 2, 3]
     driver.verdicts = {"matrix_product": types_pb2.CHECK_VERDICT_FAIL}
 
@@ -134,7 +132,7 @@ async def test_calls_and_iterators_give_what_the_driver_says(driver: ScriptedDri
     await in_thread(driver, use)
 
 
-async def test_an_error_of_the_tree_comes_through(driver: ScriptedDriver) -> None:
+async def test_an_error_of_the_tree_is_raised(driver: ScriptedDriver) -> None:
     def use(client: Client) -> None:
         with pytest.raises(NotFound, match="no job x"):
             client.get("x")
@@ -148,7 +146,7 @@ async def test_an_error_of_the_tree_comes_through(driver: ScriptedDriver) -> Non
     await in_thread(driver, use)
 
 
-async def test_events_go_on_after_the_last_one_seen(driver: ScriptedDriver) -> None:
+async def test_events_continue_after_the_last_one(driver: ScriptedDriver) -> None:
     driver.updates, driver.break_after = [5, 6, 7, 8], 2
 
     def use(client: Client) -> list[int]:
@@ -196,9 +194,7 @@ async def test_closing_ends_a_call_of_another_thread_and_leaves_no_thread(
 
 
 async def test_it_works_where_the_callers_thread_runs_a_loop(driver: ScriptedDriver) -> None:
-    """As in a notebook: the driver stands in another process's place only because this loop is
-    blocked meanwhile.
-    """
+    """As in a notebook. The driver runs in another thread, because this loop is blocked."""
     second = threading.Thread(target=lambda: asyncio.run(serve_until(started, done)))
     started: list[str] = []
     done = threading.Event()
@@ -223,7 +219,7 @@ async def serve_until(started: list[str], done: threading.Event) -> None:
 PROGRAM = """
 import signal, sys
 from megascale_client import Client
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a script, and by some CI
+signal.signal(signal.SIGINT, signal.default_int_handler)  # scripts and some CI ignore it
 client = Client(sys.argv[1], sys.argv[2])
 lines = client.logs("x", rank=0, lines=1, follow=True)
 try:
@@ -234,7 +230,7 @@ except KeyboardInterrupt:
 """
 
 
-async def test_ctrl_c_ends_the_stream_and_the_client_goes_on(driver: ScriptedDriver) -> None:
+async def test_ctrl_c_ends_the_stream_and_leaves_the_client_usable(driver: ScriptedDriver) -> None:
     command = [sys.executable, "-c", PROGRAM, driver.address, TOKEN]
     process = await asyncio.to_thread(
         subprocess.Popen, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -247,8 +243,8 @@ async def test_ctrl_c_ends_the_stream_and_the_client_goes_on(driver: ScriptedDri
         os.kill(process.pid, signal.SIGINT)
         return process.communicate(timeout=CALL_TIMEOUT_S)
 
-    # The client is never closed, and one iterator is still there when the interpreter ends: nothing
-    # hangs.
+    # The client is never closed, and one iterator is open when the interpreter ends: it must not
+    # hang.
     output, errors = await asyncio.to_thread(finish)
     assert (output, errors, process.returncode) == (b"interrupted x\n", b"", 0)
     await until(lambda: driver.open_streams == 0)

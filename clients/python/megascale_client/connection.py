@@ -149,6 +149,8 @@ class Connection:
             return
         if error.code() not in _RETRIED:
             raise from_rpc(error) from None
+        # A hint is followed at once. Without one, or after too many, the next call goes to the
+        # address of the run folder, after a wait.
         leader = details_of(error).leader
         self._hint = leader if self._hints_in_a_row < MAX_HINTS_IN_A_ROW else ""
         if self._hint:

@@ -80,7 +80,7 @@ class JobCheckpoints:
         self.changed.notify()
 
     def note_failure(self, rank: int, step: int, error: str) -> None:
-        """A rank's part of a checkpoint could not be kept; training goes on."""
+        """A rank's part of a checkpoint could not be kept; training continues."""
         self.persist_error = f"step {step}, rank {rank}: {error}"
         log.warning("persist failed", job=self.name, step=step, rank=rank, error=error)
         self.changed.notify()

@@ -154,6 +154,7 @@ class SlotTable:
             RequestError: the slot is neither being written nor being read.
         """
         slot = self.at(index)
+        # SEALING only where the checksums could not be computed: the content is lost then.
         if slot.phase in (SlotPhase.WRITING, SlotPhase.RESTORING, SlotPhase.SEALING):
             self._reuse(slot, SlotPhase.FREE, 0)
         elif slot.busy:

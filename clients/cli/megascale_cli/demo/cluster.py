@@ -176,6 +176,7 @@ class DemoCluster:
         """
         pids = _node_pids(self._folder, node)
         group = pids[0]
+        # A node in the demo's own process group would take the demo with it.
         if os.getpgid(group) != group or group == os.getpgid(0):
             raise DemoFailed(
                 f"node {node} is not a process group of its own: it cannot be killed as a node"
