@@ -175,6 +175,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="write host:port to this file once it serves",
     )
+    _add_metrics_and_limits(parser)
+    _add_tls(parser)
+    parser.add_argument("--version", action="version", version=build_version())
+    return parser
+
+
+def _add_metrics_and_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--metrics-bind",
         type=bind_option,
@@ -200,8 +207,11 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=60.0,
         metavar="S",
-        help="a job without progress for less than this is never restarted; default 60",
+        help="a step counts as hung after this time at the earliest; default 60",
     )
+
+
+def _add_tls(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tls-key", type=Path, metavar="PEM", help="needed to bind beyond loopback"
     )
@@ -211,8 +221,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tls-client-ca", type=Path, metavar="PEM", help="require client certificates of this CA"
     )
-    parser.add_argument("--version", action="version", version=build_version())
-    return parser
 
 
 if __name__ == "__main__":

@@ -102,6 +102,7 @@ class Leader:
         finally:
             self.known_address = ""
             await self._notify(False)
+            # Also after an error: a key that stays would keep standbys waiting for the lease.
             await leadership.resign()
 
     async def _clear_dead_leader(self, own_value: bytes) -> None:
@@ -119,6 +120,8 @@ class Leader:
                 return
 
     async def _lead(self, leadership: Leadership) -> None:
+        # Read only now that the leader key is this driver's: whatever a former leader still tries
+        # to commit fails on its fence, so nothing can be added to what is read here.
         store = Store(self._client, leadership)
         loaded = await store.load()
         await self._notify(True)

@@ -46,12 +46,14 @@ class Link:
     async def outgoing(self) -> AsyncIterator[link_pb2.ConnectResponse]:
         """Messages to the node in the order of sending, until the link is closed."""
         while not self.closed:
+            # The desired state goes first: a command must not wait behind acknowledgements.
             if self._desired is not None:
                 desired, self._desired = self._desired, None
                 yield link_pb2.ConnectResponse(desired_state=desired)
             elif self._acks:
                 yield link_pb2.ConnectResponse(heartbeat_ack=self._acks.popleft())
             else:
+                # No await since the checks above, so nothing can have been added in between.
                 self._ready.clear()
                 await self._ready.wait()
 

@@ -16,6 +16,8 @@ async def until_set(event: asyncio.Event, answers: AsyncIterator[Answer]) -> Asy
     coming: asyncio.Future[Answer] | None = None
     try:
         while not ended.done():
+            # A task of its own: the wait for the next answer may last for ever, and it is abandoned
+            # when the event comes first.
             coming = asyncio.ensure_future(anext(answers))
             await asyncio.wait((coming, ended), return_when=asyncio.FIRST_COMPLETED)
             if not coming.done():

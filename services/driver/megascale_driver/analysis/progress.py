@@ -150,6 +150,8 @@ def standing(
             return None
         for rank in beat.ranks:
             status = known.get(rank)
+            # The page's age, measured on the node, against the arrival of the heartbeat: the clocks
+            # of nodes and driver are never compared.
             written_at_s = beat.at_s - status.age_s if status is not None else -math.inf
             newest_s = max(newest_s, written_at_s)
             if status is None or status.phase != DONE:

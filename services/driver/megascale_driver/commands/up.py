@@ -73,7 +73,7 @@ def up(
     ] = 5.0,
     hang_floor_s: Annotated[
         float,
-        typer.Option(min=1, help="A job without progress for less than this is never restarted."),
+        typer.Option(min=1, help="A step counts as hung after this time at the earliest."),
     ] = 60.0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be started, start nothing.")

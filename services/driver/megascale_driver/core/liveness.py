@@ -45,7 +45,7 @@ def probe_result(draft: Draft, event: ProbeResult) -> None:
     draft.node(node.name, probe_failed_at_s=draft.now_s)
     if event.outcome == "refused" and not node.connected and node.liveness is not Liveness.DEAD:
         if draft.now_s < draft.cluster("grace_until_s") and not node.reset_at_s:
-            return  # a new leader has seen no link of the node break: it may be restarting
+            return  # this leader has not seen its link break: the agent may be restarting
         evidence = (
             Evidence(
                 "stream",
@@ -64,6 +64,7 @@ def probe_result(draft: Draft, event: ProbeResult) -> None:
 def evaluate_silence(draft: Draft) -> None:
     """Declare nodes SUSPECT or DEAD by the age of their last sign of life; probe silent ones."""
     policy = draft.policy
+    # After a block of the driver's own loop or a reset of the breaker, silence is not evidence yet.
     if draft.now_s < draft.cluster("silence_hold_until_s"):
         return
     holders = draft.holders()
@@ -71,7 +72,7 @@ def evaluate_silence(draft: Draft) -> None:
         if node.liveness is Liveness.DEAD:
             continue
         if draft.now_s < draft.cluster("grace_until_s") and node.liveness is Liveness.UNKNOWN:
-            continue
+            continue  # not linked to this leader yet, and still within the time for it
         job = holders.get(node.name)
         age_s = draft.now_s - _last_sign(node, job, policy.step_proof_lag_s)
         if age_s < policy.suspect_after_s:

@@ -60,6 +60,7 @@ def step(state: Cluster, event: Event, policy: Policy) -> tuple[Cluster, Outcome
         _dispatch(draft, event)
         for name in list(draft.jobs):
             jobs.advance(draft, name)
+        # Last: a node that this event freed goes to a waiting job in the same decision.
         schedule(draft)
     return draft.finish()
 
@@ -99,6 +100,7 @@ def _mutate(draft: Draft, event: Mutation) -> None:
     else:
         subject = f"nodes/{event.node}"
         nodes.set_disposition(draft, event)
+    # A refused request is not remembered: sent again, it may be possible by then.
     if event.request is not None and not draft.refusal:
         draft.requests[event.request.request_id] = Request(
             kind, subject, event.request.digest, draft.now_s

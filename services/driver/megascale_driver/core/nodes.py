@@ -26,7 +26,7 @@ def hello(draft: Draft, event: NodeHello) -> None:
         draft.nodes[event.node] = Node(event.node)
     fresh = known is None or known.identity.incarnation != event.identity.incarnation
     if known is not None and fresh and known.disposition_policy == SELF_CHECK:
-        _give_another_chance(draft, known)
+        _lift_self_check_quarantine(draft, known)
     draft.node(
         event.node,
         identity=event.identity,
@@ -48,7 +48,7 @@ def hello(draft: Draft, event: NodeHello) -> None:
         )
 
 
-def _give_another_chance(draft: Draft, node: Node) -> None:
+def _lift_self_check_quarantine(draft: Draft, node: Node) -> None:
     """Lift a quarantine by self-check: the restart may have fixed what failed.
 
     The next PREPARE checks the node again.
@@ -56,7 +56,7 @@ def _give_another_chance(draft: Draft, node: Node) -> None:
     draft.node(
         node.name, disposition=Disposition.SCHEDULABLE, disposition_reason="", disposition_policy=""
     )
-    _welcome_back(draft, node.name)
+    _readmit(draft, node.name)
     draft.log(
         "NODE_UNCORDONED", f"node {node.name} was restarted and may get work again",
         subject=f"nodes/{node.name}", policy=SELF_CHECK,
@@ -64,7 +64,7 @@ def _give_another_chance(draft: Draft, node: Node) -> None:
     )  # fmt: skip
 
 
-def _welcome_back(draft: Draft, name: str) -> None:
+def _readmit(draft: Draft, name: str) -> None:
     """Jobs that left the node when it was quarantined may return to it."""
     for job in list(draft.jobs.values()):
         if not job.terminal and name in job.evicted:
@@ -194,7 +194,7 @@ def _uncordon(draft: Draft, node: Node, event: UncordonRequested) -> None:
         node.name, disposition=Disposition.SCHEDULABLE, disposition_reason="", disposition_policy=""
     )
     if before is Disposition.QUARANTINED:
-        _welcome_back(draft, node.name)
+        _readmit(draft, node.name)
     holder = draft.holder_of(node.name)
     draft.log(
         "NODE_UNCORDONED", f"node {node.name} may get work again: {event.reason}",

@@ -54,6 +54,8 @@ def settle(draft: Draft, job: Job) -> Job:
     """
     faults = job.faults
     job = _charge(draft, job)
+    # A damaged checkpoint, or a job that does not fit, explains all other failures of the attempt:
+    # then no worker failure is counted against its node.
     if any(f.kind is FaultKind.CHECKPOINT_CORRUPT for f in faults):
         job = _refuse_checkpoint(draft, job)
     elif any(f.kind is FaultKind.JOB_TOO_BIG for f in faults):
@@ -245,6 +247,7 @@ def _blame(draft: Draft, job: Job) -> None:
     Other jobs may still use the node: the driver cannot decide whether the node or the job's own
     code is at fault.
     """
+    # A node that is gone explains the failures of all others.
     gone = {f.node for f in job.faults if f.kind in (FaultKind.NODE_DEAD, FaultKind.NODE_EVICTED)}
     guilty = culprit(
         tuple(

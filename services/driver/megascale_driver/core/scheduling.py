@@ -73,6 +73,7 @@ def _place_job(draft: Draft, job: Job) -> None:
     free = {node.name: candidate(node) for node in idle_nodes(draft, job)}
     parts = _replacement(job, free) if job.slots else None
     if parts is None:
+        # Nodes that the job has left are the last resort: better one of them than to wait for ever.
         preferred = [c for c in free.values() if c.name not in job.evicted]
         layout = job.config.layout
         parts = place(layout.world_size, layout.tp, preferred) or place(

@@ -86,7 +86,7 @@ class AuditLog:
         self, last: tuple[str, int] | None, wanted: Callable[[Audit], bool]
     ) -> AsyncIterator[Audit]:
         while True:
-            changed = self._changed
+            changed = self._changed  # taken before the lines are read, so that no line is missed
             # Looked up by name each time: a new term loads the log again, with other positions.
             begin = self._position(last) - self._first if last is not None else 0
             batch = self._lines[begin : begin + BATCH_LINES]
