@@ -102,11 +102,15 @@ class Journal:
         return {line["entry"] for line in self.lines()}
 
 
-def run(plan: LaunchPlan, results: Path | None) -> int:
-    """Measure everything; returns the exit status: 0 if nothing failed.
+def run(plan: LaunchPlan, results: Path | None) -> tuple[int, list[dict[str, Any]] | None]:
+    """Measure everything.
 
     Args:
         results: the file of the lines; overwritten. None: they are only reported.
+
+    Returns:
+        The exit status, 0 if nothing failed; and all lines, or None on other ranks of torchrun than
+        the first.
     """
     plan.folder.mkdir(parents=True, exist_ok=True)
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -119,7 +123,8 @@ def run(plan: LaunchPlan, results: Path | None) -> int:
         for number in itertools.count():
             todo = [index for index in range(len(plan.entries)) if index not in journal.done()]
             if not todo:
-                return int(any("failed" in line for line in journal.lines()))
+                lines = journal.lines()
+                return int(any("failed" in line for line in lines)), lines
             if deadline and time.time() > deadline:
                 for index in todo:
                     _note(plan, journal, index, {"skipped": _TIME_IS_UP})
@@ -200,8 +205,8 @@ def _forked_rank(
     return status
 
 
-def _torchrun(plan: LaunchPlan, results: Path) -> int:
-    """This process is one rank of torchrun, which starts all of them again when one fails."""
+def _torchrun(plan: LaunchPlan, results: Path) -> tuple[int, list[dict[str, Any]] | None]:
+    """:func:`run` as one rank of torchrun, which starts all of them again when one fails."""
     environments = {entry.environment for entry in plan.entries}
     if environments != {()}:
         raise ConfigurationRefused(
@@ -225,7 +230,8 @@ def _torchrun(plan: LaunchPlan, results: Path) -> int:
             f"torchrun started {world_size} ranks, the measurements want {plan.ranks}"
         )
     deadline = time.time() + plan.budget_s if plan.budget_s else 0.0
-    return _rank(plan, journal, todo, rank, int(os.environ["LOCAL_RANK"]), store, deadline)
+    status = _rank(plan, journal, todo, rank, int(os.environ["LOCAL_RANK"]), store, deadline)
+    return status, None if rank else journal.lines()
 
 
 def _rank(
@@ -292,7 +298,6 @@ def _note(plan: LaunchPlan, journal: Journal, number: int, line: dict[str, Any])
     line = {"name": plan.entries[number].name, **line}
     if journal.add(number, line):
         plan.report(line)
-        sys.stdout.flush()
 
 
 def _reason(error: BaseException) -> str:

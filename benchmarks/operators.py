@@ -3,7 +3,7 @@ that is possible.
 
     python benchmarks/operators.py --quick                          # a dry run at tiny shapes, on a CPU too
     python benchmarks/operators.py --only cross_entropy,adamw --hidden 4096 --tp 1,2
-    python benchmarks/operators.py --json --budget-s 540 > operators.jsonl
+    python benchmarks/operators.py --budget-s 540 > operators.json
 
 The floor of a pass is the larger of its bytes over the device's copy bandwidth and its FLOP over
 the device's rate in a large GEMM, both measured here. Times are the device's own: cold caches, no
@@ -87,16 +87,9 @@ def main(arguments: Sequence[str]) -> int:
         "gemm_tflop_per_s": round(limits[1] / 1e12, 3),
         "repeats": repeats,
     }
-    if options.json:
-        print(json.dumps(machine), flush=True)
-    else:
-        print(
-            ", ".join(f"{name} {value}" for name, value in machine.items()),
-            *_header(),
-            sep="\n",
-            flush=True,
-        )
-    failed = False
+    about = ", ".join(f"{name} {value}" for name, value in machine.items())
+    _report([json.dumps(machine)] if options.json else [about, *_header()])
+    rows: list[Row] = []
     end = time.monotonic() + options.budget_s if options.budget_s else math.inf
     for name in options.only:
         done = set()  # tp or hidden size alone may decide the shape
@@ -109,9 +102,14 @@ def main(arguments: Sequence[str]) -> int:
             done.add(case.shape)
             ways = (way for way in options.ways if time.monotonic() < end)
             for row in measure(name, case, dtype, meter, limits, ways):
-                print(json.dumps(asdict(row)) if options.json else _line(row), flush=True)
-                failed |= row.failed
-    return int(failed)
+                _report([json.dumps(asdict(row)) if options.json else _line(row)])
+                rows.append(row)
+    print(json.dumps({"machine": machine, "rows": [asdict(row) for row in rows]}), flush=True)
+    return int(any(row.failed for row in rows))
+
+
+def _report(lines: Iterable[str]) -> None:
+    print(*lines, sep="\n", file=sys.stderr, flush=True)
 
 
 def measure(
@@ -252,7 +250,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--budget-s", type=float, default=0.0, help="begin nothing new after this time"
     )
-    parser.add_argument("--json", action="store_true", help="JSON lines, the machine first")
+    parser.add_argument(
+        "--json", action="store_true", help="rows on stderr as JSON lines instead of a table"
+    )
     return parser
 
 

@@ -156,7 +156,9 @@ def add_machine(parser: argparse.ArgumentParser, device_count: int) -> None:
     parser.add_argument(
         "--limit-s", type=float, default=150.0, help="kill ranks that do nothing for so long"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON lines")
+    parser.add_argument(
+        "--json", action="store_true", help="results on stderr as JSON lines instead of text"
+    )
 
 
 def entry_of(arguments: Sequence[str], rows: Sequence[Mapping[str, Any]] = ()) -> Entry:
@@ -206,8 +208,12 @@ def read_sweep(path: Path, common: Sequence[str]) -> list[Entry]:
     Raises:
         ConfigurationRefused: the file is not a list of such objects; names the entry.
     """
+    try:
+        sweep = json.loads(path.read_text())
+    except ValueError as problem:
+        raise ConfigurationRefused(f"{path} is not JSON: {problem}") from problem
     entries = []
-    for number, values in enumerate(json.loads(path.read_text())):
+    for number, values in enumerate(sweep):
         rest = {key: value for key, value in values.items() if key != "rows"}
         try:
             entries.append(entry_of([*common, *to_arguments(rest)], values.get("rows", ())))

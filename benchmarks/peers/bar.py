@@ -12,6 +12,7 @@ import argparse
 import gc
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from benchmarks import timing
-from benchmarks.presets import PRESETS, Run, job, sizes
+from benchmarks.presets import PRESETS, ConfigurationRefused, Run, job, sizes
 
 from megascale_common.job.config import JobConfig
 from megascale_common.sizes import flops
@@ -62,10 +63,14 @@ def job_of(options: argparse.Namespace, ranks: int) -> JobConfig:
     """Our job of the same shape.
 
     Raises:
-        ConfigurationRefused: the layout does not fit the ranks or the model.
+        SystemExit: with status 2, the layout does not fit the ranks or the model.
     """
     run = Run(**{name: getattr(options, name) for name in SHAPE}, bias=True)
-    return job(run, ranks, cuda=True)
+    try:
+        return job(run, ranks, cuda=True)
+    except ConfigurationRefused as refusal:
+        print(f"{Path(sys.argv[0]).name}: {refusal}", file=sys.stderr)
+        raise SystemExit(2) from refusal
 
 
 def describe(config: JobConfig, options: argparse.Namespace, **more: Any) -> dict[str, Any]:

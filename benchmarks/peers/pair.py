@@ -44,9 +44,13 @@ Row = Mapping[str, Any]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure the rows; 1 if a turn failed."""
+    """Measure the rows; returns the exit status: 1 if a turn failed, 2 without readable rows."""
     options = _parser().parse_args(arguments)
-    rows = [row for row in json.loads(options.rows.read_text()) if options.only in row["name"]]
+    try:
+        rows = [row for row in json.loads(options.rows.read_text()) if options.only in row["name"]]
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        print(f"pair.py: {options.rows}: {problem}", file=sys.stderr)
+        return 2
     if options.dry_run:
         for row in rows:
             for side in (BAR, OURS):
@@ -55,7 +59,8 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     end = time.monotonic() + options.budget_s if options.budget_s else float("inf")
     found = [line for row in rows for line in _measure(row, options, end)]
-    print(table(found))
+    print(table(found), file=sys.stderr)
+    print(json.dumps({"turns": found}), flush=True)
     return int(any("failed" in line for line in found))
 
 
@@ -141,7 +146,7 @@ def _measure(row: Row, options: argparse.Namespace, end: float) -> list[dict[str
                     "devices": row["devices"],
                     **figures,
                 }
-                print(json.dumps(line), flush=True)
+                print(json.dumps(line), file=sys.stderr, flush=True)
                 if options.results:
                     with options.results.open("a") as file:
                         file.write(json.dumps(line) + "\n")

@@ -101,6 +101,12 @@ def test_a_mistake_in_a_sweep_is_refused_with_its_place(
     assert names in str(refusal.value)
 
 
+def test_a_sweep_that_is_not_json_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "sweep.json").write_text("[{")
+    with pytest.raises(ConfigurationRefused, match="is not JSON"):
+        read_sweep(tmp_path / "sweep.json", [])
+
+
 def test_a_layout_that_does_not_fit_is_refused_with_a_remedy() -> None:
     with pytest.raises(ConfigurationRefused, match="is not the 8 ranks"):
         job(entry_of(["--tp", "16"]).run, 8, cuda=True)
@@ -148,7 +154,9 @@ def test_losses_that_lie_on_each_other() -> None:
     assert compare_losses.compare([1.0], [math.nan], 0.1)["max_difference"] == math.inf
 
 
-def test_compare_losses_fails_on_a_difference_and_on_a_shorter_run(tmp_path: Path) -> None:
+def test_compare_losses_fails_on_a_difference_and_on_a_shorter_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     files = {"a": [3.0, 2.0], "b": [3.0, 2.5], "c": [3.0]}
     for name, losses in files.items():
         lines = [
@@ -160,6 +168,14 @@ def test_compare_losses_fails_on_a_difference_and_on_a_shorter_run(tmp_path: Pat
     assert compare_losses.main([a, b, "--tolerance", "0.5"]) == 0
     assert compare_losses.main([a, b, "--tolerance", "0.4"]) == 1
     assert compare_losses.main([a, c]) == 1
+    capsys.readouterr()
+    assert compare_losses.main([a, b, c]) == 1
+    found = json.loads(capsys.readouterr().out)["comparisons"]
+    assert [one["file"] for one in found] == [b, c]
+    (tmp_path / "other").write_text('{"step": 1}')
+    for unreadable in ("none", "other"):
+        assert compare_losses.main([a, str(tmp_path / unreadable)]) == 2
+        assert unreadable in capsys.readouterr().err
 
 
 def test_results_read_as_text() -> None:

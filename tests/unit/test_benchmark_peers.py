@@ -48,6 +48,17 @@ def test_both_sides_of_a_row_have_the_same_model_and_batch(
             assert ours.model.ffn_width == bar.swiglu(ours, 256).model.ffn_width
 
 
+def test_a_row_that_cannot_run_and_rows_that_cannot_be_read_end_with_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = bar.parser(None).parse_args(["--preset", "7b", "--tp", "3"])
+    with pytest.raises(SystemExit) as refused:
+        bar.job_of(options, 8)
+    assert refused.value.code == 2
+    assert "is not the 8 ranks" in capsys.readouterr().err
+    assert pair.main(["--rows", str(tmp_path / "none.json")]) == 2
+
+
 def test_a_layer_of_swiglu_has_nearly_the_weights_of_ours() -> None:
     ours = job(entry_of(["--preset", "7b"]).run, 1, cuda=True)
     theirs = bar.swiglu(ours, 256)
