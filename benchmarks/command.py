@@ -67,7 +67,7 @@ def _split(
     own_options: Callable[[argparse.ArgumentParser], None],
     devices: int,
 ) -> tuple[argparse.Namespace, Sequence[str]]:
-    """The options that say where to run, and the rest, which describes measurements."""
+    """The options of the machine, and the rest, which describes measurements."""
     whole = argparse.ArgumentParser(
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -84,8 +84,9 @@ def _split(
 
 
 def ranks(machine: argparse.Namespace, entries: Sequence[Entry]) -> int:
-    """As asked, as torchrun started, all devices where the layouts leave it open, or else what they
-    need.
+    """How many ranks: as given, as torchrun started, all devices, or what the layouts need.
+
+    All devices if a layout leaves dp open.
     """
     if machine.ranks or "WORLD_SIZE" in os.environ:
         return int(machine.ranks or os.environ["WORLD_SIZE"])

@@ -219,7 +219,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
 
 
 def holds(arguments: argparse.Namespace, found: dict[str, Any]) -> bool:
-    """Whether training continued after the fault and, where numbers repeat, with the twin's losses."""
+    """Whether training continued after the fault, with the twin's losses where numbers repeat."""
     if arguments.fault != "none" and found["fault_to_first_new_step_s"] is None:
         return False
     repeats = arguments.deterministic or arguments.device == "cpu"

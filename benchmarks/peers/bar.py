@@ -1,5 +1,4 @@
-"""What the bar scripts share: the words of their command lines, how a step is timed, and the line
-of a result.
+"""What the bar scripts share: options, how a step is timed, and the line of a result.
 
 A peer is measured as `throughput.py` measures the trainer: the same models and batches, three steps
 that warm up, CUDA events at the ends of the others, of each step the slowest rank, of those the
@@ -74,7 +73,7 @@ def job_of(options: argparse.Namespace, ranks: int) -> JobConfig:
 
 
 def describe(config: JobConfig, options: argparse.Namespace, **more: Any) -> dict[str, Any]:
-    """What is measured, in the words of our own results; ``more`` is what the bar has besides."""
+    """The configuration by the names of our own results, and ``more`` of the bar's own."""
     return {
         "preset": options.preset,
         "torch": torch.__version__,
@@ -85,13 +84,13 @@ def describe(config: JobConfig, options: argparse.Namespace, **more: Any) -> dic
 
 
 def swiglu(config: JobConfig, multiple: int) -> JobConfig:
-    """The job with SwiGLU of (nearly) as many weights as its GELU layer of 4 h: 8/3 h, rounded up."""
+    """The job with SwiGLU of nearly as many weights as its GELU layer of 4 h: 8/3 h, rounded up."""
     width = -(-2 * 4 * config.model.hidden_size // 3 // multiple) * multiple
     return replace(config, model=replace(config.model, mlp="swiglu", ffn_size=width))
 
 
 def connect(device: torch.device) -> None:
-    """Join the other ranks; the process then belongs to ``device``."""
+    """Join the other ranks, on ``device``."""
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device, timeout=timedelta(seconds=TIMEOUT_S))
 
@@ -102,8 +101,9 @@ def own_device() -> torch.device:
 
 
 def take_times(step: Callable[[], Any], steps: int, device: torch.device) -> list[float]:
-    """Seconds of each step after those that warm up, on this rank; the host launches ahead if
-    ``step`` lets it.
+    """Seconds of each step after those that warm up, on this rank.
+
+    The host launches ahead if ``step`` does not wait.
     """
     gc.collect()
     gc.disable()
@@ -118,9 +118,7 @@ def take_times(step: Callable[[], Any], steps: int, device: torch.device) -> lis
 def result(
     config: JobConfig, times_s: list[float], device: torch.device, loss: float | None
 ) -> dict[str, Any]:
-    """Figures over all ranks, from this rank's times and, where it has one, its loss; every rank
-    calls it.
-    """
+    """Figures over all ranks, from this rank's times and its loss, if it has one; collective."""
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     values = [*times_s, float(peak), -1.0 if loss is None else loss]
     slowest = torch.tensor(values, dtype=torch.float64, device=device)

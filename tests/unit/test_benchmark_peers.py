@@ -1,6 +1,4 @@
-"""Rows against peers: both sides of a row run the same model and batch, and the table tells their
-ratio.
-"""
+"""Rows against peers: both sides run the same model and batch, and the table has their ratio."""
 
 from __future__ import annotations
 
@@ -66,7 +64,7 @@ def test_a_layer_of_swiglu_has_nearly_the_weights_of_ours() -> None:
     assert 3 * theirs.model.ffn_width == pytest.approx(2 * ours.model.ffn_width, rel=0.01)
 
 
-def test_a_ratio_is_told_pair_by_pair() -> None:
+def test_a_ratio_is_reported_pair_by_pair() -> None:
     def line(side: str, number: int, speed: float) -> dict[str, object]:
         figures = {"tokens_per_s_per_device": speed, "mfu_causal": speed / 200}
         return {"row": "7b", "side": side, "round": number, **figures}
