@@ -1,6 +1,4 @@
-"""What the trainer is fed in a benchmark: random tokens, or samples of a corpus in the order of a
-real run.
-"""
+"""Micro-batches of a benchmark: random tokens, or samples of a corpus in the order of training."""
 
 from __future__ import annotations
 
@@ -28,8 +26,9 @@ class Batches:
         self._random = [] if self._stream else self._random_step()
 
     def step(self, number: int) -> list[MicroBatch]:
-        """The micro-batches of the step after ``number`` completed ones, on the device; never waits
-        for it.
+        """The micro-batches of the step after ``number`` completed ones, on the device.
+
+        It never waits for the device.
         """
         if self._stream is None:
             return self._random
@@ -44,8 +43,9 @@ class Batches:
         return [self._to_device(_stack(samples)) for samples in rows]
 
     def _numbers(self, first: int) -> list[list[int]]:
-        """The samples of this replica, by micro-batch, in the step at sample ``first``: the same
-        whatever dp is.
+        """The samples of this replica, by micro-batch, in the step that starts at sample ``first``.
+
+        The step has the same samples for any dp.
         """
         config, size = self._config, self._config.training.micro_batch_size
         found = sample_numbers(

@@ -25,8 +25,10 @@ def main(
     entries_of: EntriesOf,
     text: Callable[[dict[str, Any]], str],
 ) -> int:
-    """Measure what the command line says and print each result as it comes; returns the exit
-    status.
+    """Measure what the command line names; returns the exit status.
+
+    Each result goes to stderr as it comes; the last line of stdout is one JSON object with all of
+    them. Exit status: 0, 1 if a measurement failed, 2 for a command line that cannot run here.
 
     Args:
         own_options: adds the script's own options.
@@ -43,14 +45,20 @@ def main(
             cuda=machine.device == "cuda",
             ranks=ranks(machine, entries),
             folder=machine.folder,
-            report=lambda line: print(json.dumps(line) if machine.json else text(line), flush=True),
+            report=lambda line: print(
+                json.dumps(line) if machine.json else text(line), file=sys.stderr, flush=True
+            ),
             budget_s=machine.budget_s,
             limit_s=machine.limit_s,
         )
-        return launch.run(plan, machine.folder / machine.results if machine.results else None)
+        results = machine.folder / machine.results if machine.results else None
+        status, lines = launch.run(plan, results)
     except (ConfigurationRefused, OSError) as problem:
         print(f"{Path(sys.argv[0]).name}: {problem}", file=sys.stderr)
         return 2
+    if lines is not None:
+        print(json.dumps({"results": lines}), flush=True)
+    return status
 
 
 def _split(
@@ -59,7 +67,7 @@ def _split(
     own_options: Callable[[argparse.ArgumentParser], None],
     devices: int,
 ) -> tuple[argparse.Namespace, Sequence[str]]:
-    """The options that say where to run, and the rest, which describes measurements."""
+    """The options of the machine, and the rest, which describes measurements."""
     whole = argparse.ArgumentParser(
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -76,8 +84,9 @@ def _split(
 
 
 def ranks(machine: argparse.Namespace, entries: Sequence[Entry]) -> int:
-    """As asked, as torchrun started, all devices where the layouts leave it open, or else what they
-    need.
+    """How many ranks: as given, as torchrun started, all devices, or what the layouts need.
+
+    All devices if a layout leaves dp open.
     """
     if machine.ranks or "WORLD_SIZE" in os.environ:
         return int(machine.ranks or os.environ["WORLD_SIZE"])

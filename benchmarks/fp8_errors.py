@@ -1,4 +1,4 @@
-"""How far products in FP8 are off float64, by recipe; and one linear layer as autograd runs it."""
+"""Errors of GEMMs in FP8 against float64, by recipe; and one linear layer under autograd."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Numbers:
-    """How operands are quantised and products summed."""
+    """How operands are quantised, and how GEMMs sum."""
 
     per: plain.Per = "tensor"
     gradients: torch.dtype = E4M3
@@ -53,8 +53,8 @@ def data(kind: str, tokens: int, into: int, out: int, device: torch.device) -> L
     """Random operands.
 
     "outliers": a few channels of x, and a few tokens and channels of dy, are 50 times as large.
-    "tokens": gradients of tokens are as far apart as exp of normal numbers of deviation
-    TOKEN_SPREAD: most of them far below the largest.
+    "tokens": gradients of tokens are scaled by exp of normal numbers of deviation TOKEN_SPREAD:
+    most of them are far below the largest.
     """
     x, w, dy = (
         random(device, tokens, into),
@@ -71,8 +71,9 @@ def data(kind: str, tokens: int, into: int, out: int, device: torch.device) -> L
 
 
 def errors(linear: Linear, gemm: Gemm) -> Iterator[dict[str, Any]]:
-    """Relative Frobenius errors of y, dx and dw by recipe, and of dx token by token: median, and of
-    the worst tenth.
+    """Relative Frobenius errors of y, dx and dw by recipe.
+
+    Of dx also token by token: the median, and what the worst tenth exceeds.
     """
     x, w, dy = (tensor.double() for tensor in (linear.x, linear.w, linear.dy))
     exact = {"y": x @ w.t(), "dx": dy @ w, "dw": dy.t() @ x}
@@ -95,7 +96,7 @@ def _error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def _results(linear: Linear) -> dict[str, torch.Tensor]:
-    """Where products are written, poisoned; the weight's gradient, which is added to, is zero."""
+    """Where GEMMs write, poisoned; the weight's gradient, which they add to, is zero."""
     found = {
         "y": linear.dy.new_empty(linear.dy.shape),
         "dx": linear.x.new_empty(linear.x.shape),
@@ -135,9 +136,7 @@ def _operand(x: torch.Tensor, dtype: torch.dtype, numbers: Numbers) -> Operand:
 
 
 class Fp8Linear(torch.autograd.Function):
-    """A whole linear layer in FP8, tensor by tensor under current scaling; a prototype for its
-    time.
-    """
+    """A linear layer in FP8 with current scaling of tensors: a prototype, to measure its time."""
 
     @staticmethod
     def forward(

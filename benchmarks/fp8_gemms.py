@@ -1,12 +1,12 @@
-"""FP8 beside bf16 on one GPU: products, casts, whole layers by recipe, errors, and a linear layer
-under autograd.
+"""FP8 beside bf16 on one GPU: GEMMs, casts, layers by recipe, errors, and autograd's overhead.
 
-    python benchmarks/fp8_gemms.py --quick                                  # a dry run at tiny shapes, on a CPU too
-    python benchmarks/fp8_gemms.py --only products,layers --models "175b tp4,7b tp1" --duration-s 0.5
+    python benchmarks/fp8_gemms.py --quick                  # a dry run at tiny shapes, on a CPU too
+    python benchmarks/fp8_gemms.py --only products,layers --models "175b tp4,7b tp1" \\
+        --duration-s 0.5
 
 Everything is repeated until the device has settled at the clock that its power limit allows; clock
-and power stand beside the times. Tables go to stderr as they are measured; the last line of stdout
-is one JSON object with all of it.
+and power stand beside the times. Rows go to stderr as they are measured; the last line of stdout is
+one JSON object with all of them. Exit status: 0, 1 if a way to compute a GEMM failed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from typing import Any
 
 import torch
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # a script finds only what lies beside it
+# A script finds only the modules in its own folder.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 
@@ -64,7 +63,7 @@ from megascale_kernels.gemm import DURATION_S, PROPOSALS, Gemm, multiply_by_torc
 from megascale_kernels.quantize import E4M3, E5M2, Factor, scale_of
 
 SECTIONS = ("products", "algorithms", "chunks", "casts", "layers", "stages", "errors", "linear")
-BURST_S = 0.02  # of a measurement that ends before the clock falls
+BURST_S = 0.02  # a measurement that ends before the clock falls
 Row = dict[str, Any]
 
 
@@ -81,23 +80,23 @@ class Bench:
         ]
 
     def sustain(self, operation: Run) -> Sustained:
-        """The operation at the clock that it can keep."""
+        """The operation at the clock that the device sustains."""
         return sustained(operation, self.device, self.duration_s)
 
     def once_us(self, operation: Run) -> float:
-        """The operation by itself, caches cold."""
+        """Microseconds of the operation by itself, with cold caches."""
         times_s = self.meter.times_s(operation)
         return 1e6 * times_s[len(times_s) // 2]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure what the command line says."""
+    """Measure what the command line names; returns 1 if a way to compute a GEMM failed."""
     options = _parser().parse_args(arguments)
     torch.manual_seed(0)
     bench = Bench(options)
     found: dict[str, Any] = {"machine": _machine(bench, options)}
     sections: dict[str, Callable[[Bench], Iterator[Row]]] = {
-        "products": products,
+        "products": gemms,
         "algorithms": algorithms,
         "chunks": chunks,
         "casts": cast_times,
@@ -118,7 +117,7 @@ def main(arguments: Sequence[str]) -> int:
             if time.monotonic() > end:
                 break
     print(json.dumps(found), flush=True)
-    return 0
+    return int(any("problem" in row for name in options.only for row in found[name]))
 
 
 def _machine(bench: Bench, options: argparse.Namespace) -> Row:
@@ -137,10 +136,10 @@ def _machine(bench: Bench, options: argparse.Namespace) -> Row:
     }
 
 
-def products(bench: Bench) -> Iterator[Row]:
-    """Each product of each layer in each way, by itself and sustained."""
+def gemms(bench: Bench) -> Iterator[Row]:
+    """Each GEMM of each layer in each way, by itself and sustained."""
     for layer in bench.layers:
-        for name, (rows, columns, depth) in layer.products().items():
+        for name, (rows, columns, depth) in layer.gemms().items():
             accumulate = name.endswith("wgrad")
             out = torch.zeros(
                 rows,
@@ -173,7 +172,7 @@ def _ways(
     out: torch.Tensor,
     accumulate: bool,
 ) -> Iterator[tuple[str, Run]]:
-    """The ways to compute one product."""
+    """The ways to compute one GEMM."""
     factors = _factors(bench, name, rows, columns, depth)
     _, a, b = next(factors)
     yield "bf16, torch", partial(multiply_by_torch, a, b, out, accumulate=accumulate)
@@ -201,14 +200,12 @@ def _ways(
 
 
 def algorithms(bench: Bench) -> Iterator[Row]:
-    """Every proposal of the library for each product, sustained: what a choice can gain, and how it
-    must be made.
-    """
+    """Every proposal of the library for each GEMM, in a burst and sustained."""
     if bench.device.type != "cuda":
         return
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=bench.device)
     for layer in bench.layers:
-        for name, (rows, columns, depth) in layer.products().items():
+        for name, (rows, columns, depth) in layer.gemms().items():
             accumulate = name.endswith("wgrad")
             dtype = torch.float32 if accumulate else torch.bfloat16
             out = torch.zeros(rows, columns, dtype=dtype, device=bench.device)
@@ -231,7 +228,7 @@ def algorithms(bench: Bench) -> Iterator[Row]:
 def _factors(
     bench: Bench, name: str, rows: int, columns: int, depth: int
 ) -> Iterator[tuple[str, Factor, Factor]]:
-    """The sides of a product in both formats, as they lie in a layer."""
+    """The sides of a GEMM in both formats, as they lie in a layer."""
     left, right = random(bench.device, rows, depth), random(bench.device, columns, depth)
     across = left.t().contiguous().t() if name.endswith("wgrad") else left
     yield (
@@ -247,12 +244,10 @@ def _factors(
 
 
 def chunks(bench: Bench) -> Iterator[Row]:
-    """Products of a sequence cut into rows, as overlapped tensor parallelism makes them, beside the
-    whole.
-    """
+    """GEMMs in runs of rows, as overlapped tensor parallelism computes them, beside the whole."""
     for layer in bench.layers:
         for name in ("in, forward", "out, forward", "in, dgrad", "out, dgrad"):
-            rows, columns, depth = layer.products()[name]
+            rows, columns, depth = layer.gemms()[name]
             out = torch.empty(rows, columns, dtype=torch.bfloat16, device=bench.device)
             for kind, left, right in _factors(bench, name, rows, columns, depth):
                 for parts in (1, 2, 4, 8):
@@ -347,7 +342,7 @@ def _weight(weight: torch.Tensor) -> object:
 
 
 def layers(bench: Bench) -> Iterator[Row]:
-    """All products and casts of a layer one after the other, sustained: what a layer gains."""
+    """All GEMMs and casts of a layer one after the other, sustained: what a layer gains."""
     for layer in bench.layers:
         t = Tensors(layer, bench.device)
         base_ms = math.nan
@@ -378,9 +373,7 @@ def _layer_row(layer: Layer, name: str, took: Sustained, base_ms: float) -> Row:
 
 
 def stages(bench: Bench) -> Iterator[Row]:
-    """A whole layer forward and backward on one rank, attention included and transfers not,
-    sustained.
-    """
+    """A whole layer forward and backward, sustained; with attention and without transfers."""
     names = [
         name
         for name in RECIPES
@@ -414,9 +407,7 @@ def error_rows(bench: Bench) -> Iterator[Row]:
 
 
 def linear(bench: Bench) -> Iterator[Row]:
-    """The input projection forward and backward under autograd, all casts but the weight's
-    included.
-    """
+    """The input projection under autograd, both ways, with all casts but the weight's."""
     for layer in bench.layers:
         drawn = data("normal", layer.tokens, layer.hidden, layer.width_in, bench.device)
         x, anchor = drawn.x.requires_grad_(), drawn.w.requires_grad_()
@@ -470,13 +461,13 @@ def _parser() -> argparse.ArgumentParser:
         "--duration-s",
         type=float,
         default=0.5,
-        help="of a sustained measurement, its warm-up included",
+        help="of a sustained measurement, with its warm-up",
     )
     parser.add_argument(
-        "--choose-s", type=float, default=DURATION_S, help="for which each algorithm is timed"
+        "--choose-s", type=float, default=DURATION_S, help="how long each algorithm is timed"
     )
     parser.add_argument(
-        "--choices", type=Path, default=None, help="file that keeps the chosen algorithms"
+        "--choices", type=Path, default=None, help="the file of the chosen algorithms"
     )
     parser.add_argument(
         "--budget-s", type=float, default=0.0, help="end each section after this time in all"

@@ -1,11 +1,10 @@
-"""The linear layers of a parallel block in FP8 and in bf16: shapes, what each recipe runs, and how
-far it is off.
+"""The linear layers of a parallel block in FP8 and in bf16: shapes, and what each recipe runs.
 
-A recipe is a way to run one layer's products on one tensor-parallel rank, with all that makes their
+A recipe is a way to run one layer's GEMMs on one tensor-parallel rank, with all that makes their
 operands: the norm before the input projection and the activation before the output projection, and
 the casts of both gradients. Rows that a rank casts before a gather are its own; the transposed copy
 is made of what was gathered. :func:`surroundings` is what a layer computes besides, the same for
-every recipe; transfers between ranks are nowhere.
+every recipe; transfers between ranks are left out.
 """
 
 from __future__ import annotations
@@ -33,8 +32,9 @@ Run = Callable[[], object]
 
 @dataclass(frozen=True)
 class Layer:
-    """One rank's share of a parallel block: ``tokens`` of a micro-batch, widths of the whole cut by
-    ``tp``.
+    """One rank's share of a parallel block.
+
+    ``tokens`` are those of a micro-batch; widths are the whole model's, divided by ``tp``.
     """
 
     name: str
@@ -55,11 +55,11 @@ class Layer:
 
     @property
     def flops(self) -> int:
-        """Of all six products."""
+        """Of all six GEMMs."""
         return 6 * self.tokens * self.hidden * (self.width_in + self.width_out)
 
-    def products(self) -> Mapping[str, tuple[int, int, int]]:
-        """(rows, columns, depth) of each product."""
+    def gemms(self) -> Mapping[str, tuple[int, int, int]]:
+        """(rows, columns, depth) of each GEMM."""
         tokens, hidden, into, out = self.tokens, self.hidden, self.width_in, self.width_out
         return {
             "in, forward": (tokens, into, hidden),
@@ -89,9 +89,7 @@ def random(device: torch.device, *shape: int, scale: float = 1.0) -> torch.Tenso
 
 
 class Tensors:
-    """What a layer's products read and write, random; gradients of weights are float32 and added
-    to.
-    """
+    """What a layer's GEMMs read and write, random; weights' gradients are float32 sums."""
 
     def __init__(self, layer: Layer, device: torch.device) -> None:
         tokens, hidden, into, out = layer.tokens, layer.hidden, layer.width_in, layer.width_out
@@ -128,8 +126,9 @@ class Tensors:
 
 
 def bf16_layer(t: Tensors, gemm: Gemm | None) -> Run:
-    """The six products in bf16 by torch (``gemm`` None) or by measured choice, with the bf16 norm
-    and activation.
+    """The six GEMMs in bf16, with the bf16 norm and activation.
+
+    ``gemm`` None: by torch; else by its measured choice.
     """
     multiply = multiply_by_torch if gemm is None else gemm.multiply
 
@@ -148,7 +147,7 @@ def bf16_layer(t: Tensors, gemm: Gemm | None) -> Run:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Where scales come from, which format gradients have, and how products sum.
+    """Where scales come from, which format gradients have, and how GEMMs sum.
 
     - ``separate``: current scaling of tensors, each amax by a pass of its own;
     - ``fused``: the same, amax of norm and activation found by the kernels that make them;
@@ -156,8 +155,8 @@ class Recipe:
       scale;
     - ``rows``: norm and activation leave their kernels in FP8 with one scale for each row.
 
-    ``by_row``: gradients are cast by row. ``known``: their amax costs nothing, as if their makers
-    had found it.
+    ``by_row``: gradients are cast by row. ``known``: their amax costs nothing, as if the kernels
+    that make them had found it.
     """
 
     scaling: str
@@ -181,9 +180,7 @@ RECIPES = {
 
 
 def fp8_layer(t: Tensors, recipe: Recipe, gemm: Gemm) -> tuple[Run, Run]:
-    """(the products and all casts, the casts alone) of a layer by ``recipe``; weights are cast
-    before.
-    """
+    """A layer by ``recipe``: (GEMMs and all casts, the casts alone); weights are cast before."""
     weight_in, weight_out = (
         _cast_weight(weight, recipe) for weight in (t.weight_in, t.weight_out.t().contiguous())
     )
@@ -208,7 +205,7 @@ def fp8_layer(t: Tensors, recipe: Recipe, gemm: Gemm) -> tuple[Run, Run]:
         kept["dy"] = casts.transpose(d_gathered)
         kept["d_inputs"] = cast(t.d_inputs, recipe, known[1], transposed=True)
 
-    def products() -> None:
+    def gemms() -> None:
         multiply, fast = gemm.multiply, recipe.fast
         multiply(kept["x"].over_columns(), weight_in.over_columns(), t.projected, fast=fast)
         multiply(kept["joined"].over_columns(), weight_out.over_rows(), t.y, fast=fast)
@@ -231,7 +228,7 @@ def fp8_layer(t: Tensors, recipe: Recipe, gemm: Gemm) -> tuple[Run, Run]:
 
     def both() -> None:
         all_casts()
-        products()
+        gemms()
 
     def all_casts() -> None:
         forward_casts()
@@ -241,8 +238,9 @@ def fp8_layer(t: Tensors, recipe: Recipe, gemm: Gemm) -> tuple[Run, Run]:
 
 
 def surroundings(t: Tensors, head_size: int) -> Run:
-    """What a layer's forward and backward compute on a rank besides: rotary, attention, activation,
-    norm, biases.
+    """What a layer computes on a rank besides its GEMMs, forward and backward.
+
+    Rotary embedding, attention, activation, norm and biases.
     """
     device, sequence, width = t.x.device, t.layer.sequence, t.attended.shape[1]
     batch = t.layer.tokens // sequence
@@ -276,7 +274,7 @@ def surroundings(t: Tensors, head_size: int) -> Run:
 
 
 class _Weight:
-    """As much of a weight as the fused norm asks for."""
+    """As much of a weight as the fused norm uses."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self.value, self.main_grad = value, torch.zeros(value.shape, device=value.device)
@@ -305,8 +303,9 @@ def _norm_operand(t: Tensors, cast: NormCast) -> Normed:
 
 
 def activation_cast(t: Tensors, recipe: Recipe) -> Operand:
-    """The output projection's input in FP8, with its transposed copy; attention's heads are brought
-    into rows first.
+    """The output projection's input in FP8, with its transposed copy.
+
+    The attention's heads are copied into rows first.
     """
     if recipe.scaling == "separate":
         plain_activation(t)
@@ -319,7 +318,7 @@ def activation_cast(t: Tensors, recipe: Recipe) -> Operand:
 
 
 def plain_activation(t: Tensors) -> None:
-    """The output projection's input in bf16, as the fused core makes it."""
+    """The output projection's input in bf16, as fused.block_inner makes it."""
     others = t.attended.shape[1]
     write_activation(t.joined[:, others:], t.ffn, t.bias, "gelu")
     t.joined[:, :others].copy_(t.attended)

@@ -1,7 +1,6 @@
-"""The operators that are measured: what each computes in plain torch, how else, and what it costs
-at least.
+"""The operators that are measured: the ways to compute each, and what it costs at least.
 
-An operator is a function here that yields its :class:`Case` for a shape of training. ``CASES``
+An operator is a function here that returns its :class:`Case` for a shape of training. ``CASES``
 lists them by name.
 """
 
@@ -24,7 +23,7 @@ from megascale_trainer.weights import Weight
 
 Tensors = Sequence[torch.Tensor]
 Operation = Callable[[], Tensors]
-Way = Callable[[torch.dtype], Mapping[str, Operation]]
+Way = Callable[[torch.dtype], Mapping[str, Operation]]  # passes by name, on fresh inputs
 Function = Callable[..., tuple[torch.Tensor, ...]]
 REFERENCE = "eager"  # the way that is also run in float64
 EPSILON = 1e-5
@@ -33,8 +32,9 @@ DOCUMENT_TOKENS = 512  # mean length of packed documents
 
 @dataclass(frozen=True)
 class Shape:
-    """What one tp rank computes for a micro-batch of ``tokens`` in sequences of ``sequence``;
-    widths of the whole.
+    """A model's sizes, of which one tp rank computes its share for a micro-batch.
+
+    ``tokens`` of the micro-batch, in sequences of ``sequence``; widths are the whole model's.
     """
 
     hidden: int
@@ -68,8 +68,12 @@ class Cost:
 
 @dataclass(frozen=True)
 class Case:
-    """``ways`` lay out fresh inputs of a dtype and give each of ``passes`` ready to run; the last
-    one computes all.
+    """An operator at a shape.
+
+    Args:
+        shape: in words.
+        passes: what each costs at least; the last one computes everything.
+        ways: each makes fresh inputs of a dtype and returns all passes, ready to run.
     """
 
     shape: str
@@ -80,11 +84,10 @@ class Case:
 def differentiable(
     plain: Function, inputs: Tensors, vectors: Tensors, others: Mapping[str, Callable[[], Function]]
 ) -> dict[str, Way]:
-    """Ways of a function of ``inputs`` and parameter ``vectors``: ``plain``, that compiled, and
-    ``others``.
+    """Ways of a function of ``inputs`` and parameter ``vectors``.
 
-    The others take each vector as a :class:`Weight`, add its gradient to ``main_grad``, and are
-    imported when called.
+    ``plain``, the same compiled, and ``others``, which take each vector as a :class:`Weight`, add
+    its gradient to ``main_grad``, and are imported when called.
     """
 
     def compiled() -> Function:
@@ -263,10 +266,9 @@ def attention(shape: Shape) -> Case:
 
 
 def documents(shape: Shape) -> Case:
-    """Causal attention inside packed documents: under a dense mask, and by the bounds of the
-    documents.
+    """Causal attention inside packed documents: under a dense mask, and by the documents' bounds.
 
-    q, k and v lie by position, as the fused core writes them for such a mask.
+    q, k and v lie by position, as fused.block_inner writes them for such a mask.
     """
     size, heads, batch = (
         shape.hidden // shape.heads,
@@ -337,9 +339,7 @@ def loss(shape: Shape) -> Case:
 
 
 def update(shape: Shape) -> Case:
-    """AdamW of one layer's parameters over tp and 8 replicas, from the summed gradient to the
-    rounded parameters.
-    """
+    """AdamW of one layer's parameters over tp and 8 replicas."""
     size = 12 * shape.hidden**2 // shape.tp // 8
     numbers = AdamWUpdate(3e-4, 0.9, 0.95, 1e-8, 0.1, 7)
     wide = [shape.random(size, seed=seed, dtype=torch.float32) for seed in (1, 2, 3, 4)]
@@ -357,7 +357,7 @@ def update(shape: Shape) -> Case:
 
         def run() -> Tensors:
             kernel(states, gradient, parameters, scale, apply, numbers)
-            return states.unbind()  # not the parameters, whose rounding would hide all else
+            return states.unbind()  # not the parameters: their rounding would hide any error
 
         return {"update": run}
 

@@ -1,8 +1,8 @@
-"""The words of the benchmarks' command lines, and sweeps: JSON files of such command lines.
+"""The options of the benchmarks' command lines, and sweeps: JSON files of such command lines.
 
-A sweep is a list of objects whose keys are the options of one measurement (``"micro_batch": 4``),
-so that a file says nothing that a command line cannot, apart from ``rows``: changes that are added
-one after the other, each compared with the one before and with the first.
+A sweep is a list of objects whose keys are the options of one measurement (``"micro_batch": 4``).
+Only ``rows`` are not an option: changes that are added one after the other, each compared with the
+one before and with the first.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """One measurement: ``variants`` in turn, ``rounds`` times; the last of them is what it is
-    about.
+    """One measurement.
 
-    ``exposed`` names the dimensions whose communication is left out for comparison. ``repeats``
-    counts runs from the same initial values, whose losses are compared. ``losses`` and ``profile``
-    are files, relative to the folder of results; ``environment`` is what the ranks find in theirs.
+    Args:
+        variants: configurations, measured in turn ``rounds`` times; the last one is the subject.
+        exposed: dimensions whose communication is left out for comparison.
+        repeats: how many runs from the same initial values have their losses compared.
+        losses, profile: files, relative to the folder of results.
+        environment: variables of the ranks.
     """
 
     name: str
@@ -109,7 +111,7 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
 
 
 def add_measurement(parser: argparse.ArgumentParser) -> None:
-    """What is measured of a configuration."""
+    """The options of a measurement: what is measured of a configuration."""
     parser.add_argument("--name", default="", help="what the results call it")
     parser.add_argument(
         "--against",
@@ -139,7 +141,7 @@ def add_measurement(parser: argparse.ArgumentParser) -> None:
 
 
 def add_machine(parser: argparse.ArgumentParser, device_count: int) -> None:
-    """Where it runs and where results go."""
+    """The options of the machine: where it runs, and where results go."""
     parser.add_argument(
         "--device", choices=["cpu", "cuda"], default="cuda" if device_count else "cpu"
     )
@@ -154,9 +156,11 @@ def add_machine(parser: argparse.ArgumentParser, device_count: int) -> None:
         "--budget-s", type=float, default=0.0, help="end after this time, whatever is left"
     )
     parser.add_argument(
-        "--limit-s", type=float, default=150.0, help="kill ranks that do nothing for so long"
+        "--limit-s", type=float, default=150.0, help="kill ranks without progress for so long"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON lines")
+    parser.add_argument(
+        "--json", action="store_true", help="results on stderr as JSON lines instead of text"
+    )
 
 
 def entry_of(arguments: Sequence[str], rows: Sequence[Mapping[str, Any]] = ()) -> Entry:
@@ -200,14 +204,17 @@ def entry_of(arguments: Sequence[str], rows: Sequence[Mapping[str, Any]] = ()) -
 
 
 def read_sweep(path: Path, common: Sequence[str]) -> list[Entry]:
-    """The measurements of a sweep file; ``common`` options hold where an entry does not say
-    otherwise.
+    """The measurements of a sweep file; ``common`` options apply where an entry has none.
 
     Raises:
         ConfigurationRefused: the file is not a list of such objects; names the entry.
     """
+    try:
+        sweep = json.loads(path.read_text())
+    except ValueError as problem:
+        raise ConfigurationRefused(f"{path} is not JSON: {problem}") from problem
     entries = []
-    for number, values in enumerate(json.loads(path.read_text())):
+    for number, values in enumerate(sweep):
         rest = {key: value for key, value in values.items() if key != "rows"}
         try:
             entries.append(entry_of([*common, *to_arguments(rest)], values.get("rows", ())))
@@ -219,9 +226,7 @@ def read_sweep(path: Path, common: Sequence[str]) -> list[Entry]:
 
 
 def to_arguments(values: Mapping[str, Any]) -> list[str]:
-    """A JSON object as command line: true and false are flags, lists and objects repeat their
-    option.
-    """
+    """A JSON object as command line: true and false are flags, objects repeat their option."""
     arguments = []
     for key, value in values.items():
         option = "--" + key.replace("_", "-")

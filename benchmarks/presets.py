@@ -35,18 +35,17 @@ OVERLAPS = ("tp", "pp", "dp")
 
 
 class ConfigurationRefused(ValueError):
-    """A configuration that cannot run; the message says what to change."""
+    """A configuration that cannot run; the message names what to change."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """One configuration, in the words of the command line. 0 takes the preset's value (``dp``: the
-    ranks that remain).
+    """One configuration, in the words of the command line; 0 stands for the preset's value.
 
-    ``steps`` includes the warm-up. ``data`` is the prefix of a tokenised corpus; without one the
-    tokens are random and the same in every step. ``initial`` "device" draws initial values quickly,
-    the same for the same layout; "exact" draws the trainer's own, which are the same for all
-    layouts.
+    ``dp`` 0: the ranks that tp and pp leave. ``steps`` includes the warm-up. ``data`` is the prefix
+    of a tokenised corpus; without one the tokens are random and the same in every step. ``initial``
+    "device" draws initial values quickly, the same for the same layout; "exact" draws the trainer's
+    own, which are the same for all layouts.
     """
 
     preset: str = "tiny"
@@ -76,7 +75,7 @@ class Run:
 
 
 def sizes(config: JobConfig) -> dict[str, int]:
-    """Layout, depth and batch of a job, as results name them: ours and the peers'."""
+    """Layout, depth and batch of a job by the names of the results, the peers' as well."""
     model, parallel, training = config.model, config.parallelism, config.training
     return {
         "ranks": config.layout.world_size,

@@ -1,13 +1,15 @@
-"""How long a model of real size takes to go on after a fault, and whether it ends like its
-undisturbed twin.
+"""How long a model of real size takes from a fault to its next step, and whether losses agree.
 
-Starts a cluster on this machine, tokenises the Python standard library with a BPE trained on it,
-trains, breaks one worker or one whole node after a checkpoint, and prints one JSON object of
-figures:
-
-    python benchmarks/recovery.py --preset tiny --device cpu --devices-per-node 4 --tp 2 --pp 2 --dp 2 --twin
+    python benchmarks/recovery.py --preset tiny --device cpu --devices-per-node 4 \\
+        --tp 2 --pp 2 --dp 2 --twin
     python benchmarks/recovery.py --preset 1b --tp 2 --pp 2 --fault worker --deterministic --twin
     python benchmarks/recovery.py --preset 1b --nodes 4 --devices-per-node 1 --pp 2 --fault node
+
+Starts a cluster on this machine, tokenises the Python standard library with a BPE trained on it,
+trains, and kills one worker or one whole node after a checkpoint; with --twin it then trains the
+same job undisturbed. The last line of stdout is one JSON object of figures. Exit status: 0, 1 if
+the job did not recover or its losses are not the twin's (on a CPU, and with --deterministic), 2 if
+the cluster did not start.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.v1 import driver_pb2
-from megascale_cli.demo.cluster import DemoCluster, run_command
+from megascale_cli.demo.cluster import DemoCluster, DemoFailed, run_command
 from megascale_cli.demo.plan import DemoPlan
 from megascale_cli.demo.recording import Recording, seconds
 from megascale_client import AsyncClient, parse_job
@@ -84,8 +86,10 @@ async def train(
     folder: Path,
     fault: str,
 ) -> tuple[Recording, float]:
-    """Run a job to its end, breaking it once after the first commit; its recording and the time of
-    the fault.
+    """Run a job to its end, with ``fault`` once after the first commit.
+
+    Returns:
+        The recording, and the time of the fault.
     """
     await client.submit(parse_job(job(arguments, name, folder)))
     recording, broken_at, committed = Recording(name), 0.0, 0
@@ -112,9 +116,8 @@ async def train(
             broken_at = await break_something(client, machine, name, folder, fault)
     if not following.done():
         following.cancel()
-        raise TimeoutError(
-            f"{name} did not end within {JOB_TIMEOUT_S} s: {(await client.explain(name)).explanation}"
-        )
+        why = (await client.explain(name)).explanation
+        raise TimeoutError(f"{name} did not end within {JOB_TIMEOUT_S} s: {why}")
     await following
     return recording, broken_at
 
@@ -122,7 +125,7 @@ async def train(
 async def break_something(
     client: AsyncClient, machine: DemoCluster, name: str, folder: Path, fault: str
 ) -> float:
-    """SIGKILL to the worker of rank 0, or to its whole node; the time."""
+    """SIGKILL the worker of rank 0, or its whole node; returns the time."""
     node = (await client.get(name)).nodes[0]
     if fault == "node":
         return (await machine.kill_node(node))[0]
@@ -132,7 +135,7 @@ async def break_something(
 
 
 def figures(arguments: argparse.Namespace, run: Recording, broken_at: float) -> dict[str, Any]:
-    """What the recording shows."""
+    """Times, steps, losses and events of a recording, as plain values."""
     after = run.first_record(2)
     steady = [
         r
@@ -174,7 +177,7 @@ def figures(arguments: argparse.Namespace, run: Recording, broken_at: float) -> 
 
 
 async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The whole measurement."""
+    """Start the cluster, train, and return the figures."""
     vocabulary = PRESETS[arguments.preset][3]
     await run_command(
         *("data", "tokenize", sysconfig.get_path("stdlib"), "--output", str(folder / "corpus")),
@@ -215,8 +218,16 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
         await machine.stop()
 
 
+def holds(arguments: argparse.Namespace, found: dict[str, Any]) -> bool:
+    """Whether training continued after the fault, with the twin's losses where numbers repeat."""
+    if arguments.fault != "none" and found["fault_to_first_new_step_s"] is None:
+        return False
+    repeats = arguments.deterministic or arguments.device == "cpu"
+    return not (repeats and found.get("twin_max_loss_abs_diff", 0.0))
+
+
 def main() -> int:
-    """Measure and print."""
+    """Measure and print; returns the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -239,8 +250,16 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="megascale-recovery-") as temporary:
         folder = arguments.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        print(json.dumps(asyncio.run(measure(arguments, folder)), default=str))
-    return 0
+        try:
+            found = asyncio.run(measure(arguments, folder))
+        except TimeoutError as problem:
+            print(json.dumps({"arguments": vars(arguments), "failed": str(problem)}, default=str))
+            return 1
+        except (DemoFailed, OSError) as problem:
+            print(f"recovery.py: {problem}", file=sys.stderr)
+            return 2
+    print(json.dumps(found, default=str))
+    return 0 if holds(arguments, found) else 1
 
 
 if __name__ == "__main__":

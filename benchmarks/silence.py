@@ -1,9 +1,8 @@
-"""Communication left out: groups whose operations return at once, so that a step's time without
-them can be measured.
+"""Groups whose operations return at once, to measure a step without communication.
 
-Shapes are right, values are finite and of ordinary size (matrix units draw less power and clock
-higher on zeros or NaN), and mean nothing. A rank takes its own part for those of the others. What
-that costs in local copies is counted, because it is time that "without communication" still holds.
+Shapes are right; values are arbitrary, but finite and of ordinary size (matrix units draw less
+power and clock higher on zeros or NaN). A rank takes its own part for those of the others. The
+local copies for that are counted, because "without communication" still contains their time.
 """
 
 from __future__ import annotations
@@ -25,9 +24,7 @@ _MESSAGE_STD = 0.02  # of what "arrives" from another pipeline stage
 
 
 class SilentProcessGroup(dist.ProcessGroup):
-    """A process group without peers. ``copied_bytes`` counts what it has read and written in their
-    stead.
-    """
+    """A process group without peers; ``copied_bytes`` were read and written in their place."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -35,15 +32,13 @@ class SilentProcessGroup(dist.ProcessGroup):
         self._messages: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> dist.Work:  # type: ignore[override]
-        """As if the other ranks had brought nothing."""
+        """As if the other ranks had contributed zeros."""
         return _done()
 
     def all_gather_single(
         self, output: torch.Tensor, source: torch.Tensor, options: Any = None
     ) -> dist.Work:
-        """Every rank's part is this rank's; an operation in place keeps what the other parts held
-        before.
-        """
+        """Every rank's part is this rank's; in place, the other parts stay as they were."""
         if not _shares_memory(output, source):
             output.view(-1, *source.shape).copy_(
                 source.expand(output.numel() // source.numel(), *source.shape)
@@ -78,17 +73,16 @@ class SilentProcessGroup(dist.ProcessGroup):
         """What torch calls it."""
         return _BACKEND
 
-    # torch 2.11 calls the same operations by their older names
+    # torch 2.11 calls the same operations by older names.
     _allgather_base = all_gather_single  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
 
 def create_silent_group(world_size: int) -> SilentProcessGroup:
-    """A silent group of all ranks, which can stand in for any group of them; every rank calls it
-    together.
+    """A silent group of all ranks, to stand in for any group of them; collective.
 
     torch.distributed must be initialised; :func:`megascale_trainer.parallel.groups.destroy_groups`
-    undoes both.
+    destroys this group too.
     """
     if not hasattr(dist.Backend, _BACKEND.upper()):
         dist.Backend.register_backend(_BACKEND, _create, devices=["cpu", "cuda"])
@@ -105,10 +99,10 @@ def silence(
 ) -> Iterator[None]:
     """Leave out the communication of ``dimensions`` (tp, pp, dp, or all) while the body runs.
 
-    It looks inside :class:`Group` so that the code which trains knows nothing of this.
+    It changes the inside of :class:`Group`, so that the trainer needs no code for benchmarks.
     """
     wanted = [group for name, group in _named(groups) if "all" in dimensions or name in dimensions]
-    # a group of one rank has no handle, and nothing to leave out
+    # A group of one rank has no handle, and nothing to leave out.
     handles = [(group, group._handle) for group in wanted if group._handle is not None]
     for group, _ in handles:
         group._handle = silent
@@ -120,9 +114,7 @@ def silence(
 
 
 def _named(groups: Groups) -> Iterator[tuple[str, Group]]:
-    """Every group with its dimension; those of one dimension share the beginning of their field's
-    name.
-    """
+    """Every group with its dimension, which is how the name of its field starts."""
     for field in fields(groups):
         value = getattr(groups, field.name)
         if isinstance(value, Edges):

@@ -1,5 +1,4 @@
-"""What the bar scripts share: the words of their command lines, how a step is timed, and the line
-of a result.
+"""What the bar scripts share: options, how a step is timed, and the line of a result.
 
 A peer is measured as `throughput.py` measures the trainer: the same models and batches, three steps
 that warm up, CUDA events at the ends of the others, of each step the slowest rank, of those the
@@ -12,6 +11,7 @@ import argparse
 import gc
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from benchmarks import timing
-from benchmarks.presets import PRESETS, Run, job, sizes
+from benchmarks.presets import PRESETS, ConfigurationRefused, Run, job, sizes
 
 from megascale_common.job.config import JobConfig
 from megascale_common.sizes import flops
@@ -62,14 +62,18 @@ def job_of(options: argparse.Namespace, ranks: int) -> JobConfig:
     """Our job of the same shape.
 
     Raises:
-        ConfigurationRefused: the layout does not fit the ranks or the model.
+        SystemExit: with status 2, the layout does not fit the ranks or the model.
     """
     run = Run(**{name: getattr(options, name) for name in SHAPE}, bias=True)
-    return job(run, ranks, cuda=True)
+    try:
+        return job(run, ranks, cuda=True)
+    except ConfigurationRefused as refusal:
+        print(f"{Path(sys.argv[0]).name}: {refusal}", file=sys.stderr)
+        raise SystemExit(2) from refusal
 
 
 def describe(config: JobConfig, options: argparse.Namespace, **more: Any) -> dict[str, Any]:
-    """What is measured, in the words of our own results; ``more`` is what the bar has besides."""
+    """The configuration by the names of our own results, and ``more`` of the bar's own."""
     return {
         "preset": options.preset,
         "torch": torch.__version__,
@@ -80,13 +84,13 @@ def describe(config: JobConfig, options: argparse.Namespace, **more: Any) -> dic
 
 
 def swiglu(config: JobConfig, multiple: int) -> JobConfig:
-    """The job with SwiGLU of (nearly) as many weights as its GELU layer of 4 h: 8/3 h, rounded up."""
+    """The job with SwiGLU of nearly as many weights as its GELU layer of 4 h: 8/3 h, rounded up."""
     width = -(-2 * 4 * config.model.hidden_size // 3 // multiple) * multiple
     return replace(config, model=replace(config.model, mlp="swiglu", ffn_size=width))
 
 
 def connect(device: torch.device) -> None:
-    """Join the other ranks; the process then belongs to ``device``."""
+    """Join the other ranks, on ``device``."""
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device, timeout=timedelta(seconds=TIMEOUT_S))
 
@@ -97,8 +101,9 @@ def own_device() -> torch.device:
 
 
 def take_times(step: Callable[[], Any], steps: int, device: torch.device) -> list[float]:
-    """Seconds of each step after those that warm up, on this rank; the host launches ahead if
-    ``step`` lets it.
+    """Seconds of each step after those that warm up, on this rank.
+
+    The host launches ahead if ``step`` does not wait.
     """
     gc.collect()
     gc.disable()
@@ -113,9 +118,7 @@ def take_times(step: Callable[[], Any], steps: int, device: torch.device) -> lis
 def result(
     config: JobConfig, times_s: list[float], device: torch.device, loss: float | None
 ) -> dict[str, Any]:
-    """Figures over all ranks, from this rank's times and, where it has one, its loss; every rank
-    calls it.
-    """
+    """Figures over all ranks, from this rank's times and its loss, if it has one; collective."""
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     values = [*times_s, float(peak), -1.0 if loss is None else loss]
     slowest = torch.tensor(values, dtype=torch.float64, device=device)

@@ -1,20 +1,21 @@
 """The bar: GPT training of Megatron-core without Transformer Engine and Apex, on this machine.
 
-    torchrun --standalone --nproc-per-node 8 benchmarks/peers/megatron_core.py --preset 7b --tp 2 --pp 2 --vpp 2
+    torchrun --standalone --nproc-per-node 8 benchmarks/peers/megatron_core.py \\
+        --preset 7b --tp 2 --pp 2 --vpp 2
 
-Versions, and how to get them, stand in README.md. Quote it as "Megatron-core without Transformer
-Engine": its weakest honest form. What stock Megatron-core lacks without those two, and what stands
-in its place so that it is not slowed:
+README.md has the versions and how to get them. Quote it as "Megatron-core without Transformer
+Engine": the weakest form that is still a fair bar. What stock Megatron-core lacks without those two
+packages, and what replaces it here so that it is not slower:
 
 - core attention: the stock one is not fused and keeps [s, s]; here torch's, on cuDNN.
-- norm: the stock torch norm refuses sequence parallelism; here one whose weights carry the mark
+- norm: the stock torch norm refuses sequence parallelism; here one whose weights have the attribute
   that makes Megatron sum their gradients over tensor parallel ranks.
 - gradient accumulation in the weight-gradient GEMM: Apex's two functions, by ``torch.addmm`` into
   float32.
 - AdamW: torch's fused one in place of its foreach one.
 
 Overlap of data parallel gradients and parameters, of interleaved pipeline transfers and of tensor
-parallel backward is on, as Megatron's own training loop wires it; the last of them wants
+parallel backward is on, as in Megatron's own training loop; the last of them requires
 ``CUDA_DEVICE_MAX_CONNECTIONS=1``.
 """
 
@@ -29,7 +30,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # a script finds its own folder first, where modules have peers' names
+# A script finds its own folder first, whose modules have the names of the peers' packages.
+if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import torch
@@ -41,7 +43,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megascale_common.job.config import JobConfig
 
 VERSION = "0.16.1"
-# in this order: the second where the first cannot
+# In this order: the second where the first cannot run.
 BACKENDS = {
     "cudnn": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION],
     "flash": [SDPBackend.FLASH_ATTENTION],
@@ -72,7 +74,7 @@ def main() -> None:
 
 
 def _stand_in_for_apex() -> None:
-    """Apex's fused_weight_gradient_mlp_cuda: main_grad += grad_output^T input, summed in float32."""
+    """Apex's fused_weight_gradient_mlp_cuda: main_grad += grad_output^T input, in float32."""
 
     def accumulate(
         source: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor
@@ -93,7 +95,7 @@ def _stand_in_for_apex() -> None:
 def _prepare(
     config: JobConfig, options: argparse.Namespace, device: torch.device
 ) -> Callable[[], Any]:
-    """A training step of ``config``, which returns its loss on ranks of the last stage."""
+    """A training step of ``config`` that returns its loss, on ranks of the last stage."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -200,7 +202,7 @@ def _model(config: JobConfig, transformer: Any, attention: str, device: torch.de
 
 
 def _layer(attention: str, device: torch.device) -> tuple[Any, Any]:
-    """Megatron's own layer with what stands in for Transformer Engine, and the norm alone."""
+    """Megatron's own layer with the replacements of Transformer Engine, and the norm by itself."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.module import MegatronModule
@@ -223,6 +225,8 @@ def _layer(attention: str, device: torch.device) -> tuple[Any, Any]:
             return out.permute(2, 0, 1, 3).flatten(2)
 
     class SequenceParallelNorm:
+        """torch's LayerNorm, whose parameters Megatron takes for sequence parallel."""
+
         def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
             norm = torch.nn.LayerNorm(
                 hidden_size, eps=eps, dtype=config.params_dtype, device=device

@@ -1,15 +1,18 @@
-"""A row's bar and the trainer, one after the other on the same devices, in turn: A B A B. Prints
-the ratio.
+"""A row's bar and the trainer on the same devices in turn (A B A B), and the ratio of their speeds.
 
-    python benchmarks/peers/pair.py --rows benchmarks/peers/rows-8.json --packages .peers --budget-s 540
-    python benchmarks/peers/pair.py --rows benchmarks/peers/rows-8.json --only "7b DP8" --rounds 3 --results pairs.jsonl
+    python benchmarks/peers/pair.py --rows benchmarks/peers/rows-8.json --packages .peers \\
+        --budget-s 540
+    python benchmarks/peers/pair.py --rows benchmarks/peers/rows-8.json --only "7b DP8" \\
+        --rounds 3 --results pairs.jsonl
     python benchmarks/peers/pair.py --rows benchmarks/peers/rows-4.json --dry-run
 
-A row is a JSON object: its name, ``bar`` (a script here), ``shape`` (what all get),
+A row is a JSON object: its name, ``bar`` (a script here), ``shape`` (options of all sides),
 ``bar_options``, and ``ours``: the options of each of our configurations by its name. A round is a
-start of the bar and one of ours, which measures its configurations one after the other. Lines are
-written as the turns end; what fails has a line that says why. The ratio is that of tokens per
-second, ours over the bar's of the same round: median and range.
+start of the bar and one of ours, which measures its configurations one after the other. The ratio
+is that of tokens per second, ours over the bar's of the same round: median and range.
+
+Lines and the table go to stderr as turns end, a failure with its cause; the last line of stdout is
+one JSON object with all lines. Exit status: 0, 1 if a turn failed, 2 without readable rows.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # a script finds its own folder first, where modules have peers' names
+# A script finds its own folder first, whose modules have the names of the peers' packages.
+if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from benchmarks.options import to_arguments
@@ -44,9 +48,13 @@ Row = Mapping[str, Any]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure the rows; 1 if a turn failed."""
+    """Measure the rows; returns the exit status: 1 if a turn failed, 2 without readable rows."""
     options = _parser().parse_args(arguments)
-    rows = [row for row in json.loads(options.rows.read_text()) if options.only in row["name"]]
+    try:
+        rows = [row for row in json.loads(options.rows.read_text()) if options.only in row["name"]]
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        print(f"pair.py: {options.rows}: {problem}", file=sys.stderr)
+        return 2
     if options.dry_run:
         for row in rows:
             for side in (BAR, OURS):
@@ -55,13 +63,15 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     end = time.monotonic() + options.budget_s if options.budget_s else float("inf")
     found = [line for row in rows for line in _measure(row, options, end)]
-    print(table(found))
+    print(table(found), file=sys.stderr)
+    print(json.dumps({"turns": found}), flush=True)
     return int(any("failed" in line for line in found))
 
 
 def command(row: Row, side: str, steps: int, results: Path) -> list[str]:
-    """What a rank of the bar runs, or the starter of our ranks, which finds :func:`sweep` beside
-    its results.
+    """The command of a rank of the bar, or of the script that starts our ranks.
+
+    The latter reads :func:`sweep` from a file beside its results.
     """
     if side == BAR:
         options = [
@@ -80,7 +90,7 @@ def command(row: Row, side: str, steps: int, results: Path) -> list[str]:
 
 
 def sweep(row: Row, steps: int) -> list[dict[str, Any]]:
-    """Our configurations of a row, as a sweep whose entries bear their names."""
+    """Our configurations of a row, as a sweep whose entries have their names."""
     return [
         {"name": name, **row["shape"], "steps": steps, **options}
         for name, options in row["ours"].items()
@@ -113,7 +123,8 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
             _percent([line["mfu_causal"] for line in one]) for one in zip(*pairs, strict=True)
         )
         cells = " | ".join(f"{statistics.median(speed):,.0f}" for speed in speeds)
-        ratio = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}, {len(pairs)} pairs)"
+        spread = f"{min(ratios):.3f} to {max(ratios):.3f}, {len(pairs)} pairs"
+        ratio = f"{statistics.median(ratios):.3f} ({spread})"
         text.append(f"| {name}: {side} | {cells} | {mfu} | {ratio} |")
     return "\n".join(text)
 
@@ -124,7 +135,7 @@ def _percent(shares: Sequence[float | None]) -> str:
 
 
 def _measure(row: Row, options: argparse.Namespace, end: float) -> list[dict[str, Any]]:
-    """All turns of a row; no round is begun that would not end in time, by the longest so far."""
+    """All turns of a row; a round starts only if it ends in time, by the longest one so far."""
     lines: list[dict[str, Any]] = []
     longest_s = 0.0
     for number in range(options.rounds):
@@ -141,7 +152,7 @@ def _measure(row: Row, options: argparse.Namespace, end: float) -> list[dict[str
                     "devices": row["devices"],
                     **figures,
                 }
-                print(json.dumps(line), flush=True)
+                print(json.dumps(line), file=sys.stderr, flush=True)
                 if options.results:
                     with options.results.open("a") as file:
                         file.write(json.dumps(line) + "\n")
@@ -155,9 +166,7 @@ def _measure(row: Row, options: argparse.Namespace, end: float) -> list[dict[str
 def _turn(
     row: Row, side: str, options: argparse.Namespace, deadline: float
 ) -> dict[str, dict[str, Any]]:
-    """What one start brings: the bar's figures, or those of each of our configurations, or why
-    there are none.
-    """
+    """The figures of one start, or why there are none, by side or by our configurations' names."""
     names = [BAR] if side == BAR else list(row["ours"])
     with tempfile.TemporaryDirectory(prefix="megascale-pair-") as folder:
         results, log = Path(folder) / "results.jsonl", Path(folder) / "log"
@@ -188,7 +197,7 @@ def _turn(
 def _start(
     row: Row, side: str, words: list[str], packages: Path, log: Path
 ) -> list[subprocess.Popen[bytes]]:
-    """One process per rank of the bar, or the one that starts our ranks."""
+    """One process per rank of the bar, or the one that starts our ranks; output goes to ``log``."""
     count = row["devices"] if side == BAR else 1
     environment: dict[str, str] = {}
     if side == BAR:
@@ -216,8 +225,9 @@ def _start(
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> str:
-    """Until all have ended, one has failed or the time is up; then none is left. Says what went
-    wrong.
+    """Wait until all have ended, one has failed or the time is up; returns what went wrong, or "".
+
+    No process is left then.
     """
     problem = ""
     try:
@@ -250,7 +260,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--rows", type=Path, required=True)
-    parser.add_argument("--only", default="", help="the rows whose names hold this")
+    parser.add_argument("--only", default="", help="the rows whose names contain this")
     parser.add_argument(
         "--packages", type=Path, default=REPOSITORY / ".peers", help="where the peers are installed"
     )

@@ -1,12 +1,13 @@
-"""The bar: torchtitan's llama3 code with FSDP2, tensor parallelism and torch.compile, on this
-machine.
+"""The bar: torchtitan's llama3 with FSDP2, tensor parallelism and torch.compile, on this machine.
 
-    torchrun --nproc-per-node 8 benchmarks/peers/torchtitan.py --preset 7b --micro-batch 8 --global-batch 64 --compile
-    torchrun --nproc-per-node 8 benchmarks/peers/torchtitan.py --preset 13b --tp 2 --global-batch 16 --async-tp
+    torchrun --nproc-per-node 8 benchmarks/peers/torchtitan.py --preset 7b \\
+        --micro-batch 8 --global-batch 64 --compile
+    torchrun --nproc-per-node 8 benchmarks/peers/torchtitan.py --preset 13b --tp 2 \\
+        --global-batch 16 --async-tp
 
-Versions, and how to get them, stand in README.md. The models are llama's: SwiGLU whose width gives
-a layer (nearly) the weights of our GELU layer, RMSNorm, no biases, untied. Tokens are random, and
-nothing is read or written.
+README.md has the versions and how to get them. The models are llama's: SwiGLU whose width gives a
+layer (nearly) the weights of our GELU layer, RMSNorm, no biases, untied. Tokens are random; no data
+are read, and no checkpoint is written.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-if __name__ == "__main__":  # a script finds its own folder first, where modules have peers' names
+# A script finds its own folder first, whose modules have the names of the peers' packages.
+if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
-    os.environ["PYTORCH_ALLOC_CONF"] = (
-        "expandable_segments:True"  # as its own launcher does; torch reads it when loaded
-    )
+    # As in torchtitan's own launcher; torch reads it when it is imported.
+    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 import torch
 import torch.distributed as dist
@@ -77,7 +78,7 @@ def main() -> None:
 
         times_s = bar.take_times(step, options.steps, device)
         line |= bar.result(config, times_s, device, _last_loss(trainer))
-        line["memory_gib"] = None  # whenever it logs it resets torch's peak
+        line["memory_gib"] = None  # its logging resets torch's peak
         trainer.close()
     if dist.get_rank() == 0:
         bar.report(line, options.results)
@@ -113,7 +114,7 @@ def _trainer(config: JobConfig, options: argparse.Namespace, folder: str) -> Any
         attention.ScaledDotProductAttentionWrapper.sdpa_backends = backends
     model = config.model
     sizes = {"dim": model.hidden_size, "n_layers": model.layers, "n_heads": model.heads}
-    # torchtitan rounds 2/3 of 4 h up itself
+    # torchtitan itself rounds 2/3 of 4 h up.
     shape = TransformerModelArgs(
         **sizes,
         vocab_size=model.vocab_size,
@@ -136,9 +137,8 @@ def _trainer(config: JobConfig, options: argparse.Namespace, folder: str) -> Any
     )
     training.global_batch_size, training.steps = config.training.global_batch_size, options.steps
     settings.lr_scheduler.warmup_steps = 2
-    settings.metrics.log_freq = (
-        options.steps
-    )  # it waits for the device to log: at the first step and at the last
+    # Logging waits for the device: only at the first step and at the last.
+    settings.metrics.log_freq = options.steps
     settings.metrics.disable_color_printing = True
     sharding.tensor_parallel_degree = options.tp
     sharding.enable_async_tensor_parallel = options.async_tp

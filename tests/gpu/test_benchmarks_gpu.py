@@ -1,6 +1,4 @@
-"""Benchmarks on CUDA devices: figures, the split of a step, and a sweep in which a configuration
-has no room.
-"""
+"""Benchmarks on CUDA devices: figures, the split of a step, a configuration without room."""
 
 from __future__ import annotations
 
@@ -62,6 +60,6 @@ def test_a_sweep_goes_on_after_a_configuration_that_has_no_room(tmp_path: Path) 
     ]
     command += ["--sweep", str(tmp_path / "sweep.json")]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    lines = {line["name"]: line for line in map(json.loads, done.stdout.splitlines())}
+    lines = {line["name"]: line for line in json.loads(done.stdout)["results"]}
     assert "OutOfMemory" in lines["175B on two devices"]["failed"], done.stderr[-2000:]
     assert lines["tp"]["repeats"]["losses_bitwise_equal"]

@@ -1,6 +1,4 @@
-"""What benchmarks ask for and what they make of times: options, sweeps, presets, gains, loss
-curves.
-"""
+"""Parts of the benchmarks: options, sweeps, presets, summaries of times, gains, loss curves."""
 
 from __future__ import annotations
 
@@ -55,7 +53,7 @@ def test_a_comparison_has_the_measured_configuration_last() -> None:
     assert [variant.run.overlap for variant in entry.variants] == [(), ("tp", "dp")]
     assert [variant.run.deterministic for variant in entry.variants] == [True, False]
     assert entry.run.tp == 2
-    assert entry.rounds == 5, "five A/B pairs unless told otherwise"
+    assert entry.rounds == 5, "five A/B pairs by default"
     assert entry_of(["--tp", "2"]).rounds == 1
 
 
@@ -101,6 +99,12 @@ def test_a_mistake_in_a_sweep_is_refused_with_its_place(
     assert names in str(refusal.value)
 
 
+def test_a_sweep_that_is_not_json_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "sweep.json").write_text("[{")
+    with pytest.raises(ConfigurationRefused, match="is not JSON"):
+        read_sweep(tmp_path / "sweep.json", [])
+
+
 def test_a_layout_that_does_not_fit_is_refused_with_a_remedy() -> None:
     with pytest.raises(ConfigurationRefused, match="is not the 8 ranks"):
         job(entry_of(["--tp", "16"]).run, 8, cuda=True)
@@ -123,15 +127,15 @@ def test_a_summary_lies_within_its_times(times_s: list[float]) -> None:
     assert sum(time_s <= found["p90"] for time_s in times_s) >= 0.9 * len(times_s)
 
 
-def test_a_gain_is_told_pair_by_pair() -> None:
+def test_a_gain_is_computed_pair_by_pair() -> None:
     found = timing.gain([100.0, 200.0, 100.0], [110.0, 190.0, 150.0])
     assert found["median"] == pytest.approx(0.1)
     assert (found["min"], found["max"]) == (pytest.approx(-0.05), pytest.approx(0.5))
     assert timing.exposed([2.0, 4.0], [1.5, 3.0])["share"] == pytest.approx(0.25)
 
 
-def test_the_ideal_bubble_is_told_over_the_work() -> None:
-    # the second stage waits for one micro-batch's forward and backward, and has four to do
+def test_the_ideal_bubble_is_relative_to_the_work() -> None:
+    # The second stage waits for one micro-batch's forward and backward, and computes four.
     assert timing.ideal_bubble(2, 1, 4) == pytest.approx(1 / 4)
     assert timing.ideal_bubble(2, 2, 16) == pytest.approx(1 / 32)
     assert timing.ideal_bubble(1, 1, 4) == 0.0
@@ -148,7 +152,9 @@ def test_losses_that_lie_on_each_other() -> None:
     assert compare_losses.compare([1.0], [math.nan], 0.1)["max_difference"] == math.inf
 
 
-def test_compare_losses_fails_on_a_difference_and_on_a_shorter_run(tmp_path: Path) -> None:
+def test_compare_losses_fails_on_a_difference_and_on_a_shorter_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     files = {"a": [3.0, 2.0], "b": [3.0, 2.5], "c": [3.0]}
     for name, losses in files.items():
         lines = [
@@ -160,6 +166,14 @@ def test_compare_losses_fails_on_a_difference_and_on_a_shorter_run(tmp_path: Pat
     assert compare_losses.main([a, b, "--tolerance", "0.5"]) == 0
     assert compare_losses.main([a, b, "--tolerance", "0.4"]) == 1
     assert compare_losses.main([a, c]) == 1
+    capsys.readouterr()
+    assert compare_losses.main([a, b, c]) == 1
+    found = json.loads(capsys.readouterr().out)["comparisons"]
+    assert [one["file"] for one in found] == [b, c]
+    (tmp_path / "other").write_text('{"step": 1}')
+    for unreadable in ("none", "other"):
+        assert compare_losses.main([a, str(tmp_path / unreadable)]) == 2
+        assert unreadable in capsys.readouterr().err
 
 
 def test_results_read_as_text() -> None:

@@ -1,6 +1,4 @@
-"""Rows against peers: both sides of a row run the same model and batch, and the table tells their
-ratio.
-"""
+"""Rows against peers: both sides run the same model and batch, and the table has their ratio."""
 
 from __future__ import annotations
 
@@ -48,6 +46,17 @@ def test_both_sides_of_a_row_have_the_same_model_and_batch(
             assert ours.model.ffn_width == bar.swiglu(ours, 256).model.ffn_width
 
 
+def test_a_row_that_cannot_run_and_rows_that_cannot_be_read_end_with_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = bar.parser(None).parse_args(["--preset", "7b", "--tp", "3"])
+    with pytest.raises(SystemExit) as refused:
+        bar.job_of(options, 8)
+    assert refused.value.code == 2
+    assert "is not the 8 ranks" in capsys.readouterr().err
+    assert pair.main(["--rows", str(tmp_path / "none.json")]) == 2
+
+
 def test_a_layer_of_swiglu_has_nearly_the_weights_of_ours() -> None:
     ours = job(entry_of(["--preset", "7b"]).run, 1, cuda=True)
     theirs = bar.swiglu(ours, 256)
@@ -55,7 +64,7 @@ def test_a_layer_of_swiglu_has_nearly_the_weights_of_ours() -> None:
     assert 3 * theirs.model.ffn_width == pytest.approx(2 * ours.model.ffn_width, rel=0.01)
 
 
-def test_a_ratio_is_told_pair_by_pair() -> None:
+def test_a_ratio_is_reported_pair_by_pair() -> None:
     def line(side: str, number: int, speed: float) -> dict[str, object]:
         figures = {"tokens_per_s_per_device": speed, "mfu_causal": speed / 200}
         return {"row": "7b", "side": side, "round": number, **figures}
