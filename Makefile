@@ -33,11 +33,11 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 endif
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo test test-slow test-gpu check proto proto-check docs docs-check format bench clean
+.PHONY: help demo test test-slow test-gpu check proto proto-check docs docs-check dashboard dashboard-check format bench clean
 .DEFAULT_GOAL := help
 
 help: ## show these verbs
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
 demo: $(READY) ## run the main job: train, lose a node, recover, compare with the undisturbed twin
 	$(PY) -m megascale_cli demo $(DEMO_ARGS)
@@ -51,10 +51,10 @@ test-slow: $(READY) $(KERNELS_READY) ## run the tests that `make test` leaves ou
 test-gpu: $(READY) ## run the tests that need CUDA devices
 	$(PY) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
-check: $(READY) proto-check docs-check ## style, types, layers, wire contract
+check: $(READY) proto-check docs-check dashboard-check ## style, types, layers, wire contract
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy $(wildcard services/*/megascale_*) $(wildcard kernels/megascale_*) $(wildcard clients/*/megascale_*) proto/generate.py docs/generate_job_spec.py
+	$(PY) -m mypy $(wildcard services/*/megascale_*) $(wildcard kernels/megascale_*) $(wildcard clients/*/megascale_*) proto/generate.py docs/generate_job_spec.py $(wildcard deploy/*/*.py)
 	lint-imports
 	cd proto && buf lint
 
@@ -73,6 +73,12 @@ docs: $(READY) ## write docs/job-spec.md from the protos and the defaults
 
 docs-check: $(READY) ## is docs/job-spec.md fresh?
 	$(PY) docs/generate_job_spec.py --check
+
+dashboard: $(READY) ## write deploy/grafana/megascale.json from the metrics in the code
+	$(PY) -m deploy.grafana.generate
+
+dashboard-check: $(READY) ## is deploy/grafana/megascale.json fresh?
+	$(PY) -m deploy.grafana.generate --check
 
 bench: $(READY) ## run the benchmarks that need no special hardware
 	$(PY) benchmarks/throughput.py --device cpu --tp 2 --pp 2 --dp 2
