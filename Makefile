@@ -34,12 +34,14 @@ KERNELS_READY := $(VENV)/.triton
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 endif
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check
+# promtool and prometheus, unpacked from the system's package
+TOOLS := $(CURDIR)/.tools/prometheus
 
-.PHONY: help demo test test-slow test-gpu check proto proto-check docs docs-check format bench clean
+.PHONY: help demo test test-slow test-gpu test-system system-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
 .DEFAULT_GOAL := help
 
 help: ## show these verbs
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
 demo: $(READY) ## run the main job: train, lose a node, recover, compare with the undisturbed twin
 	$(PY) -m megascale_cli demo $(DEMO_ARGS)
@@ -53,10 +55,14 @@ test-slow: $(READY) $(KERNELS_READY) ## run the tests that `make test` leaves ou
 test-gpu: $(READY) ## run the tests that need CUDA devices
 	$(PY) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
-check: $(READY) proto-check docs-check ## style, types, layers, wire contract
+test-system system-tools: export PATH := $(PATH):$(TOOLS)/usr/bin
+test-system: $(READY) system-tools ## run the tests of deploy/ that need promtool, a Prometheus or systemd-analyze
+	$(PY) -m pytest -m system -rs tests/system $(PYTEST_ARGS)
+
+check: $(READY) proto-check docs-check dashboard-check ## style, types, layers, wire contract
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy $(wildcard services/*/megascale_*) $(wildcard kernels/megascale_*) $(wildcard clients/*/megascale_*) proto/generate.py $(wildcard docs/*.py)
+	$(PY) -m mypy $(wildcard services/*/megascale_*) $(wildcard kernels/megascale_*) $(wildcard clients/*/megascale_*) proto/generate.py $(wildcard docs/*.py) $(wildcard deploy/*/*.py)
 	lint-imports
 	cd proto && buf lint
 
@@ -76,11 +82,17 @@ docs: $(READY) ## write the generated parts of docs/*.md
 docs-check: $(READY) ## are the generated parts of docs/*.md fresh?
 	@for page in $(PAGES); do $(PY) -m docs.$$page --check || exit 1; done
 
+dashboard: $(READY) ## write deploy/grafana/megascale.json from the metrics in the code
+	$(PY) -m deploy.grafana.generate
+
+dashboard-check: $(READY) ## is deploy/grafana/megascale.json fresh?
+	$(PY) -m deploy.grafana.generate --check
+
 bench: $(READY) ## run the benchmarks that need no special hardware
 	$(PY) benchmarks/throughput.py --device cpu --tp 2 --pp 2 --dp 2
 
 clean: ## remove environments, caches and runs
-	rm -rf $(VENV) $(VENV)-proto runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-proto .tools runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Debian splits venv off; get it where we may, else say what to do.
@@ -107,3 +119,16 @@ $(VENV)-proto/.ready:
 	$(call make_venv,$(VENV)-proto)
 	$(VENV)-proto/bin/python -m pip install --quiet --disable-pip-version-check grpcio-tools==1.66.2 mypy-protobuf==3.7.0 'setuptools<81'
 	@touch $@
+
+# Where they are not installed and apt-get is there, the package is unpacked, not installed: that needs no root and
+# starts no service. apt checks the package's signature; its lists are our own, so that they are never too old.
+APT := apt-get -qq -o APT::Sandbox::User=root -o Dir::State=$(TOOLS)/apt -o Dir::State::status=/var/lib/dpkg/status -o Dir::Cache=$(TOOLS)/apt
+system-tools:
+	@if command -v promtool >/dev/null && command -v prometheus >/dev/null; then exit 0; fi; \
+	if [ $(INSTALL) = 1 ] && command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null; then \
+	  echo "fetching promtool and prometheus into $(TOOLS)"; \
+	  mkdir -p $(TOOLS)/apt/lists/partial $(TOOLS)/apt/archives/partial && cd $(TOOLS) \
+	  && $(APT) update && $(APT) download prometheus && { $(APT) download promtool 2>/dev/null || :; } \
+	  && for package in *.deb; do dpkg-deb -x "$$package" . || exit 1; done; rm -rf ./*.deb apt; \
+	fi; \
+	command -v promtool >/dev/null || echo "no promtool: install your system's package; its tests are skipped" >&2

@@ -10,14 +10,16 @@ import pty
 import subprocess
 import sys
 import sysconfig
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from tests.harness.deployment import named_metrics, served_names
 from tests.harness.local_cluster import UpProcess, megascale, settle
-from tests.harness.waiting import until
+from tests.harness.waiting import CALL_TIMEOUT_S, until
 
 from megascale.v1 import types_pb2
 from megascale_client import Client, NotPossible, parse_job
@@ -299,6 +301,38 @@ def test_a_running_job_is_profiled_and_trains_as_if_it_were_not(cluster: Path) -
         assert losses_until(client, "twin", last + 3) == losses and len(losses) == last + 3
         client.cancel("twin", reason="enough")
         until(lambda: client.get("twin").phase == types_pb2.JOB_PHASE_CANCELLED, "the twin's end")
+
+
+def scraped_names(run_folder: Path) -> set[str]:
+    """Series of all services of the cluster, found as Prometheus finds them."""
+    found: set[str] = set()
+    for group in json.loads((run_folder / "prometheus.json").read_text()):
+        for target in group["targets"]:
+            url = f"http://{target}/metrics"
+            with urllib.request.urlopen(url, timeout=CALL_TIMEOUT_S) as reply:
+                found |= served_names(reply.read().decode())
+    return found
+
+
+def test_services_serve_every_metric_that_a_rule_or_a_panel_names(cluster: Path) -> None:
+    spec = job("scraped", 1_000_000)
+    spec["trainer"]["data"] = {"sources": [{"prefix": str(cluster / "corpus")}]}
+    spec["checkpoint"]["uri"] = str(cluster / "checkpoints" / "scraped")
+    with Client.from_run_folder(cluster / "runs") as client:
+        client.submit(parse_job(spec))
+
+        def missing() -> dict[str, set[str]]:
+            served = scraped_names(cluster / "runs")
+            return {name: who for name, who in named_metrics().items() if name not in served}
+
+        # A node serves where its ranks are only while they run.
+        until(
+            lambda: client.get("scraped").step > 2,
+            "some steps",
+            lambda: client.get("scraped").phase_reason,
+        )
+        assert missing() == {}
+        client.cancel("scraped", reason="enough")
 
 
 def test_a_job_that_runs_is_cancelled_and_a_node_evicted(cluster: Path) -> None:
