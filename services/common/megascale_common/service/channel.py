@@ -25,7 +25,7 @@ _OPTIONS: list[tuple[str, Any]] = [
 
 
 def open_channel(address: str, token: str) -> grpc.aio.Channel:
-    """An asyncio channel whose calls carry ``token``; it reconnects with a back-off of 0.2 to 2 s."""
+    """An asyncio channel whose calls carry ``token``; reconnects with a back-off of 0.2 to 2 s."""
     interceptors: list[grpc.aio.ClientInterceptor] = [
         _UnaryUnary(token),
         _UnaryStream(token),

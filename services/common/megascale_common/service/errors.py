@@ -1,5 +1,4 @@
-"""Errors of the services on the wire: google.rpc.Status with ErrorInfo, and BadRequest where fields
-are at fault.
+"""Errors of the services on the wire: google.rpc.Status with ErrorInfo, BadRequest for fields.
 
 ``reason`` of the ErrorInfo is stable for programs; the message is one sentence for people.
 """
