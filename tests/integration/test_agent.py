@@ -193,7 +193,7 @@ async def test_failed_worker_fails_the_attempt_and_stops_the_others(
         if how == "CHECKPOINT_CORRUPT":
             assert culprit.error == "/checkpoints/rank-00001.safetensors"
         if how == "peer_absent":
-            assert "in group tp was under way for 1." in culprit.error
+            assert "in group tp was in progress for 1." in culprit.error
         await driver.until(
             lambda: driver.beats[-1].workers[0].state == link_pb2.WORKER_STATE_EXITED
         )

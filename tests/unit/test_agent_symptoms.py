@@ -39,7 +39,7 @@ def test_an_operation_is_overdue_when_it_is_under_way_for_the_timeout(
     if said and oldest_s:
         group = f"g{began_s.index(oldest_s)}"
         assert said.startswith(
-            f"its operation 8 in group {group} was under way for {100 - oldest_s}.0 s"
+            f"its operation 8 in group {group} was in progress for {100 - oldest_s}.0 s"
         )
 
 

