@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from megascale_checkpoint.reporting import Reporter
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
@@ -21,7 +22,6 @@ from megascale.v1 import link_pb2, types_pb2
 from megascale_checkpoint.concurrency import Pools
 from megascale_checkpoint.jobs import Jobs
 from megascale_checkpoint.metrics import CheckpointMetrics
-from megascale_checkpoint.reporting import Reporter
 from megascale_checkpoint.staging import StagingFolder
 from megascale_common.service.clock import SystemClock
 from megascale_common.service.metrics import registry_of

@@ -40,9 +40,7 @@ class AgentProcess:
         return (self.node_folder / "agent.log").read_text()
 
     def end(self) -> None:
-        """SIGTERM, which must leave nothing behind, neither processes nor shared memory; SIGKILL if
-        it does not end.
-        """
+        """SIGTERM, which must leave no process and no shared memory; SIGKILL if it does not end."""
         group = self.group()
         self.process.terminate()
         try:

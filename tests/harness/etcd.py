@@ -1,5 +1,4 @@
-"""A real etcd for tests, a client with a key space of its own per test, and a way to cut the two
-apart.
+"""A real etcd for tests, a client with a key space per test, and a way to cut the two apart.
 
 Use the fixtures by importing them into the test module or its conftest.
 """
@@ -10,7 +9,6 @@ import ssl
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import pytest
@@ -22,8 +20,8 @@ from megascale_common.etcd.operations import Event
 from megascale_common.etcd.server import EtcdServer
 from megascale_common.etcd.watch import Watch
 
-# Ten times quicker elections than the default: starts, restarts and short leases take less of a
-# test's time (the least lease TTL is 1.5 election timeouts, rounded up to a second).
+# Elections ten times faster than by default: starts, restarts and short leases take less time (the
+# shortest lease TTL is 1.5 election timeouts, rounded up to a second).
 _QUICK = ("--heartbeat-interval", "20", "--election-timeout", "200")
 _PROGRESS = ("--experimental-watch-progress-notify-interval", "200ms")
 
@@ -102,12 +100,7 @@ class CuttableProxy:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0, ssl=self._tls)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._server is not None
         self._server.close()
         self.reset()

@@ -1,5 +1,4 @@
-"""A training side that does as its job's labels say: the template's contract with the agent,
-without torch.
+"""A training side without torch that does what its job's labels name: the template's contract.
 
 Run by an agent through ``--template-command``. Its workers speak
 :mod:`megascale_common.node.messages`, keep a status page and write a log; instead of training they
@@ -102,7 +101,7 @@ def _work(agent: socket.socket, assignment: framing.Message, descriptors: list[i
     page = StatusPageWriter(
         Path(assignment["status_page"]), rank=rank, attempt=assignment["attempt"]
     )
-    _say(f"rank {rank} of attempt {assignment['attempt']} has {len(descriptors)} descriptors")
+    _print(f"rank {rank} of attempt {assignment['attempt']} has {len(descriptors)} descriptors")
     framing.send(agent, {"kind": "running", "step": done})
     for step in range(done + 1, int(labels.get("steps", "1000000")) + 1):
         time.sleep(float(labels.get("interval_s", "0.05")))
@@ -112,7 +111,7 @@ def _work(agent: socket.socket, assignment: framing.Message, descriptors: list[i
                 time.sleep(assignment["config"]["recovery"]["collective_timeout_s"])
             return _fail(agent, labels["fail"])
         page.update(step=step, phase=Phase.STEP)
-        _say(f"step {step}")
+        _print(f"step {step}")
         if assignment["reports"]:
             framing.send(agent, {"kind": "step", "record": _record(assignment["attempt"], step)})
     page.update(phase=Phase.DONE)
@@ -121,12 +120,13 @@ def _work(agent: socket.socket, assignment: framing.Message, descriptors: list[i
 
 
 def _fail(agent: socket.socket, how: str) -> int:
-    _say(f"RuntimeError: scripted failure {how!r} at 0x{os.getpid():x}")
+    _print(f"RuntimeError: scripted failure {how!r} at 0x{os.getpid():x}")
     if how == "vanish":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "watchdog":
-        _say(
-            "[rank1]:[E] [PG ID 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7) ran for 600000 ms"
+        _print(
+            "[rank1]:[E] [PG ID 0] Watchdog caught collective operation timeout: "
+            "WorkNCCL(SeqNum=7) ran for 600000 ms"
         )
         os.abort()
     if how == "exit":
@@ -154,7 +154,7 @@ def _record(attempt: int, step: int) -> dict[str, Any]:
     }
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     print(line, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""A real agent process, its real checkpoint daemon and loader, against a driver on the real wire."""
+"""A real agent process with its checkpoint daemon and loader, against a driver on the wire."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def assignment(
     collective_timeout_s: float = 60.0,
     **labels: str,
 ) -> link_pb2.AttemptAssignment:
-    """A small job over two ranks, both on node n0. ``labels`` are for the scripted training side."""
+    """A small job of two ranks, both on node n0. ``labels`` are for the scripted training side."""
     config = job_config.from_accepted(
         {
             "name": "demo",
@@ -193,7 +193,7 @@ async def test_failed_worker_fails_the_attempt_and_stops_the_others(
         if how == "CHECKPOINT_CORRUPT":
             assert culprit.error == "/checkpoints/rank-00001.safetensors"
         if how == "peer_absent":
-            assert "in group tp was under way for 1." in culprit.error
+            assert "in group tp was in progress for 1." in culprit.error
         await driver.until(
             lambda: driver.beats[-1].workers[0].state == link_pb2.WORKER_STATE_EXITED
         )
@@ -205,7 +205,7 @@ async def test_failed_worker_fails_the_attempt_and_stops_the_others(
     assert "scripted failure" in found[0].sample_line
 
 
-async def test_killed_worker_is_told_at_once(
+async def test_killed_worker_is_reported_at_once(
     driver: RecordingDriver, agent: AgentProcess, tmp_path: Path
 ) -> None:
     driver.interval_s = 30.0
@@ -271,7 +271,7 @@ async def test_a_loader_that_ends_fails_the_attempt_though_no_worker_waits_for_i
     assert not {worker.pid for worker in running.workers} & set(agent.group())
 
 
-async def test_daemon_death_is_mended_while_training_goes_on(
+async def test_a_dead_daemon_is_replaced_while_training_goes_on(
     driver: RecordingDriver, agent: AgentProcess, tmp_path: Path
 ) -> None:
     await driver.until_joined()
@@ -308,8 +308,8 @@ async def test_driver_restart_keeps_workers_and_step_records(
         assert [worker.pid for worker in beat.workers] == [worker.pid for worker in running.workers]
         assert beat.epoch_seen == successor.epoch
         assert (beat.job, beat.attempt) == ("demo", 1)
-        # The new driver may speak up late: until then nothing changes, and then the same attempt
-        # goes on.
+        # The new driver may send its desired state late: until then nothing changes, and then the
+        # same attempt goes on.
         successor.want(START, given)
         await successor.until(lambda: successor.beats[-1].desired_version == 1)
         await successor.until(
@@ -336,7 +336,7 @@ async def test_lower_epoch_and_lower_version_are_refused(
     driver.send(stale)
     await driver.until(
         lambda: driver.connections > connections
-    )  # the session with the stale voice is ended
+    )  # the session with the superseded driver has ended
     await driver.until_joined()
     connections = driver.connections
     old = link_pb2.DesiredState(epoch=driver.epoch, version=1, phase=IDLE)
@@ -351,7 +351,7 @@ async def test_lower_epoch_and_lower_version_are_refused(
     deposed.want(IDLE)
     await deposed.until(
         lambda: len(deposed.hellos) >= 2
-    )  # it dials again and again, and says nothing but hello
+    )  # it dials again and again, and sends nothing but hellos
     assert deposed.beats == []
     assert {worker.pid for worker in running.workers} <= set(agent.group())
     await deposed.stop()
@@ -428,9 +428,7 @@ async def test_real_template_checks_compute_and_all_reduce(
 async def test_real_training_resumes_from_the_memory_of_its_node(
     driver: RecordingDriver, tmp_path: Path
 ) -> None:
-    """The whole node for real: template, loader and daemon; a worker is killed; the next attempt
-    goes on in memory.
-    """
+    """Real template, loader, daemon: a worker is killed, the next attempt resumes from memory."""
     write_corpus(tmp_path / "corpus", random_documents(seed=1, count=50, longest=60))
     agent = start_agent(tmp_path, template="")
     try:
@@ -463,9 +461,7 @@ async def test_real_training_resumes_from_the_memory_of_its_node(
 async def open_and_start(
     driver: RecordingDriver, given: link_pb2.AttemptAssignment
 ) -> link_pb2.Heartbeat:
-    """PREPARE, OpenAttempt at the node's daemon with what the node holds sealed, START; until
-    RUNNING.
-    """
+    """PREPARE, OpenAttempt with what the node holds sealed, START; until RUNNING."""
     driver.want(PREPARE, given)
     prepared = await driver.until_phase(link_pb2.ATTEMPT_PHASE_PREPARED, attempt=given.attempt)
     steps = [
@@ -580,14 +576,13 @@ async def test_step_records_wait_for_a_driver_that_takes_them(
         driver, assignment(tmp_path, steps="8", interval_s="0.02"), link_pb2.ATTEMPT_PHASE_RUNNING
     )
     await driver.until(lambda: driver.refused >= 2)
-    # Whoever watches the job leaves at its end, so the end is not told before the records are
-    # taken.
+    # A watch of the job ends with it, so the end is not reported before the driver has the records.
     assert driver.steps == []
     assert driver.beats[-1].phase == link_pb2.ATTEMPT_PHASE_RUNNING
     driver.refusal = None
     await driver.until_phase(link_pb2.ATTEMPT_PHASE_FINISHED)
     assert [record.step for record in driver.steps] == list(range(1, 9))
-    # What a driver has judged and refused is not sent for ever.
+    # What a driver has read and refused is not sent again.
     driver.refusal = grpc.StatusCode.NOT_FOUND
     driver.want(IDLE)
     await run_attempt(driver, assignment(tmp_path, 2, steps="3"), link_pb2.ATTEMPT_PHASE_FINISHED)

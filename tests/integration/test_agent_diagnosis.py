@@ -1,6 +1,4 @@
-"""A real agent checks itself on demand, gives way to attempts, and shows its metrics and its
-daemon's.
-"""
+"""A real agent checks itself on demand, gives way to attempts, and shows its metrics."""
 
 from __future__ import annotations
 
@@ -114,7 +112,7 @@ async def test_an_idle_node_checks_itself_and_a_held_one_refuses(
 
 
 @pytest.mark.parametrize("agent", ["FAIL"], indirect=True)
-async def test_a_sick_device_is_found(agent: AgentProcess) -> None:
+async def test_a_faulty_device_is_found(agent: AgentProcess) -> None:
     verdicts = {check.name: check.verdict for check in await diagnose(agent)}
     assert verdicts["compute"] == types_pb2.CHECK_VERDICT_FAIL
     assert verdicts["disk_room"] == types_pb2.CHECK_VERDICT_PASS

@@ -1,6 +1,4 @@
-"""Keys, transactions, failover and settled outcomes against a real etcd that is killed, restarted
-and cut off.
-"""
+"""Keys, transactions, failover and settled outcomes, against a real etcd that fails."""
 
 import asyncio
 import shutil
@@ -167,7 +165,7 @@ async def test_failover_past_an_endpoint_that_never_finishes_connecting(
         assert stored is not None and stored.value == b"1"
 
 
-async def test_nothing_sent_is_told_apart_from_no_answer(
+async def test_nothing_sent_is_another_error_than_no_answer(
     etcd_server: EtcdServer, etcd_prefix: str
 ) -> None:
     async with EtcdClient([f"127.0.0.1:{free_port('127.0.0.1')}"], timeout_s=0.3) as client:
@@ -275,10 +273,10 @@ async def test_a_refused_write_reports_what_stands_there(etcd: EtcdClient) -> No
     assert outcome.current["head"].mod_revision == theirs
 
 
-async def test_a_covered_trace_stays_unknown(
+async def test_an_overwritten_marker_leaves_the_outcome_unknown(
     etcd: EtcdClient, etcd_server: EtcdServer, etcd_prefix: str
 ) -> None:
-    """Applied, reply lost, then overwritten: nobody can tell any more, and nobody pretends to."""
+    """Applied, reply lost, then overwritten: the outcome cannot be known, and none is reported."""
     before = await etcd.put("head", b"old")
     txn_id = str(uuid.uuid4())
     async with CuttableProxy(etcd_server.endpoint) as proxy:
@@ -343,7 +341,7 @@ async def test_a_taken_port_is_replaced(tmp_path: Path, monkeypatch: pytest.Monk
         second.kill()
 
 
-async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+async def test_a_server_that_cannot_start_gives_the_reason(tmp_path: Path) -> None:
     server = EtcdServer(tmp_path / "data", extra_arguments=["--no-such-flag"])
     with pytest.raises(EtcdError, match="no-such-flag"):
         await server.start()
@@ -352,7 +350,8 @@ async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
 
 async def test_the_server_dies_with_whoever_started_it(tmp_path: Path) -> None:
     script = (
-        "import asyncio, sys, time; from pathlib import Path; from tests.harness.etcd import make_server\n"
+        "import asyncio, sys, time; from pathlib import Path\n"
+        "from tests.harness.etcd import make_server\n"
         "server = make_server(Path(sys.argv[1])); asyncio.run(server.start())\n"
         "print(server.pid, flush=True); time.sleep(60)"
     )

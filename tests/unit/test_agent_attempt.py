@@ -1,6 +1,4 @@
-"""The node's state machine: fencing, idempotence, and that it always comes to what the newest
-desired state wants.
-"""
+"""The node's state machine: fencing, idempotence, and that it reaches the newest desired state."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Diagnostics of other packages: found by their entry points, run like the agent's own, and unable
-to stop it.
-"""
+"""Diagnostics of packages: found by entry points, run as our own, unable to stop the agent."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Small parts of the agent: options, folders, assignments, step records, budgets, room, heartbeat
-size.
-"""
+"""Small parts of the agent: options, folders, assignments, step records, budgets, heartbeats."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class Desk:
     """Ranks 4 and 5 of a node, with the workers' ends of their sockets."""
 
     def __init__(self, folder: Path) -> None:
-        self.told = 0
+        self.reported = 0
         self.ends: dict[int, socket.socket] = {}
         self.workers: list[Worker] = []
         for rank in (4, 5):
@@ -31,7 +31,7 @@ class Desk:
         self.profiles = Profiles(folder, self._note)
 
     def _note(self) -> None:
-        self.told += 1
+        self.reported += 1
 
     def want(self, profile: str, *ranks: int) -> None:
         command = link_pb2.ProfileCommand(id=profile, first_step=7, last_step=8, ranks=ranks)
@@ -64,12 +64,17 @@ def test_a_command_goes_once_to_the_workers_of_its_ranks_and_their_answers_are_k
     assert desk.received(4) is None
     path = tmp_path / "jobs/demo/attempt-000003/trace-steps-7-8-rank-00005.json.gz"
     assert desk.received(5) == {
-        "kind": "profile", "id": "p1", "first_step": 7, "last_step": 8, "path": str(path), "not_after_s": 1000.0,
-    }  # fmt: skip
+        "kind": "profile",
+        "id": "p1",
+        "first_step": 7,
+        "last_step": 8,
+        "path": str(path),
+        "not_after_s": 1000.0,
+    }
     assert desk.received(5) is None
     desk.answer(5, "p1", "written")
     desk.answer(5, "older", "written")
-    assert (desk.reports(), desk.told) == ([("p1", 5, "TRACE_STATE_WRITTEN")], 1)
+    assert (desk.reports(), desk.reported) == ([("p1", 5, "TRACE_STATE_WRITTEN")], 1)
     desk.want("p2", 4, 5)
     assert desk.reports() == []
     desk.answer(4, "p2", "failed", "x" * 1000)

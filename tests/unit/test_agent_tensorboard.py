@@ -1,6 +1,4 @@
-"""Event files against a reader made from the formats' own descriptions: protobuf's decoder and bit
-by bit CRC-32C.
-"""
+"""Event files, read back by protobuf's own decoder and a CRC-32C that goes bit by bit."""
 
 from __future__ import annotations
 
@@ -44,9 +42,7 @@ def unmask(masked: int) -> int:
 
 
 def event_class() -> Any:
-    """``tensorflow.Event`` as far as scalars go, with the field numbers of
-    tensorflow/core/util/event.proto.
-    """
+    """The scalars of ``tensorflow.Event``, numbered as in tensorflow/core/util/event.proto."""
     kinds = descriptor_pb2.FieldDescriptorProto
     file = descriptor_pb2.FileDescriptorProto(
         name="event.proto", package="tensorflow", syntax="proto3"

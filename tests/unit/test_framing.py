@@ -1,4 +1,4 @@
-"""Messages survive any splitting of the byte stream, descriptors arrive, and bad input is refused."""
+"""Messages survive any split of the byte stream, descriptors arrive, bad input is refused."""
 
 from __future__ import annotations
 

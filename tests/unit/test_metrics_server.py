@@ -21,7 +21,7 @@ from megascale_common.service.metrics import MetricsServer, bind_option, registr
 
 
 class Answer(Collector):
-    """One gauge; fails when told to."""
+    """One gauge, which can be made to fail."""
 
     def __init__(self) -> None:
         self.fails = False
@@ -40,9 +40,9 @@ async def address(tmp_path: Path) -> AsyncIterator[tuple[str, int]]:
     """A server of one gauge, found through its address file."""
     ANSWER.fails = False
     server = MetricsServer(registry_of("test", ANSWER))
-    told = await server.start("127.0.0.1:0", tmp_path / "address")
-    assert (tmp_path / "address").read_text() == told + "\n"
-    host, _, port = told.rpartition(":")
+    served = await server.start("127.0.0.1:0", tmp_path / "address")
+    assert (tmp_path / "address").read_text() == served + "\n"
+    host, _, port = served.rpartition(":")
     yield host, int(port)
     await server.stop()
     with pytest.raises(ConnectionRefusedError):

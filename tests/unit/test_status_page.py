@@ -1,6 +1,4 @@
-"""The status page tells where a rank is, to another process, also when the writer was killed or
-stands still.
-"""
+"""The status page shows another process how far a rank is, even when the writer was killed."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class NodeMethods(ServiceBase):
         """What the request would lead to: the core is asked, its new state is thrown away.
 
         Raises:
-            RpcError: the core would refuse the request.
+            ServiceError: the core would refuse the request.
         """
         _, outcome = machine.step(self.engine.state, event, self.engine.policy)
         raise_refusal(outcome)

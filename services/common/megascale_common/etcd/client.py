@@ -1,8 +1,8 @@
-"""The asyncio client of etcd's v3 API: keys and values, transactions, and the way to watches and
-leases.
+"""The asyncio client of etcd's v3 API: keys, values and transactions.
 
-Reads are linearizable and retried. Writes are sent once: `UnknownOutcome` means that the caller
-must decide, and `settled.txn_settled` is how.
+Watches, leases and elections stand on it in modules of their own. Reads are linearizable and
+retried. A write is sent once: on `UnknownOutcome` the caller decides what to do, and
+`settled.txn_settled` is the way to do it.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ PAGE_KEYS = 512  # keys per range request; halved when a page is too large to re
 
 @dataclass(frozen=True, slots=True)
 class MemberStatus:
-    """What the member that answered says of itself; `leader_id` 0 means that it knows no leader."""
+    """Status of the member that answered; `leader_id` 0 means that it has no leader."""
 
     version: str
     leader_id: int
@@ -38,7 +38,7 @@ class EtcdClient:
     """One client of one cluster, for use as `async with EtcdClient(["127.0.0.1:2379"]) as etcd:`.
 
     `endpoints` are host:port; calls fail over among them. `prefix` (empty, or ending with "/") is
-    put before every key and taken off again. `timeout_s` bounds each call, retries of reads
+    put before every key and removed from results. `timeout_s` bounds each call, retries of reads
     included. Every call may raise `EtcdUnavailable`, writes also `UnknownOutcome`; see `errors`.
     """
 
@@ -66,7 +66,7 @@ class EtcdClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections; close leases and watches before. A closed client stays closed."""
+        """Close the connections, after leases and watches. A closed client stays closed."""
         members, self._members = self._members, None
         if members is not None:
             await members.close()
@@ -111,8 +111,9 @@ class EtcdClient:
             key = reply.kvs[-1].key + b"\0"
 
     async def put(self, key: str, value: bytes, *, lease_id: int = 0) -> int:
-        """Store the value; the revision of the change. Raises LeaseNotFound for a lease that is
-        gone.
+        """Store the value; returns the revision of the change.
+
+        Raises LeaseNotFound when the lease has expired or was revoked.
         """
         request = rpc_pb2.PutRequest(key=self.keys.full(key), value=value, lease=lease_id)
 
@@ -122,11 +123,11 @@ class EtcdClient:
         return (await self.members.write(f"put {key}", self.timeout_s, send)).header.revision
 
     async def delete(self, key: str) -> int:
-        """Delete the key; how many keys went (0 or 1)."""
+        """Delete the key; returns the number of keys deleted (0 or 1)."""
         return await self._delete(f"delete {key}", self.keys.full(key), b"")
 
     async def delete_prefix(self, prefix: str) -> int:
-        """Delete every key that starts with `prefix`; how many keys went."""
+        """Delete every key that starts with `prefix`; returns their number."""
         return await self._delete(f"delete prefix {prefix!r}", *self.keys.range_of(prefix))
 
     async def txn(
@@ -148,7 +149,7 @@ class EtcdClient:
         return self.keys.txn_result(await self.members.write("txn", self.timeout_s, send))
 
     async def compact(self, revision: int) -> None:
-        """Forget history before `revision`. Raises Compacted if that has happened already."""
+        """Discard history before `revision`. Raises Compacted if that has happened already."""
         request = rpc_pb2.CompactionRequest(revision=revision, physical=True)
 
         async def send(member: Member, timeout_s: float) -> rpc_pb2.CompactionResponse:

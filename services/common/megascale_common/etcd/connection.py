@@ -1,9 +1,8 @@
-"""Channels to the members of one etcd cluster: which one to use, when to move on, what may be
-retried.
+"""Channels to the members of one etcd cluster: which to use, when to move on, what to retry.
 
-A read may be sent twice, a write may not. So a write waits until a channel is connected, is sent
-once, and if no answer comes its outcome is unknown; a read moves on to the next member until its
-time is up.
+A read may be sent twice, a write may not. So a write waits until a channel is connected and is sent
+once; if no answer comes, its outcome is unknown. A read moves on to the next member until its time
+is up.
 """
 
 import asyncio
@@ -60,8 +59,9 @@ class TlsConfig:
     key_path: Path | None = None
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Raises InvalidEtcdRequest if only half of the pair is given, OSError if a file cannot be
-        read.
+        """The files as gRPC takes them.
+
+        Raises InvalidEtcdRequest if only half of the pair is given, OSError if a file cannot be read.
         """
         if (self.certificate_path is None) != (self.key_path is None):
             raise InvalidEtcdRequest(
@@ -90,7 +90,7 @@ class Member:
         )
 
     async def connected(self) -> bool:
-        """Wait for the connection attempt under way to end; whether it succeeded."""
+        """Wait until the current attempt to connect ends; whether it succeeded."""
         state = self.channel.get_state(try_to_connect=True)
         while state in (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING):
             await self.channel.wait_for_state_change(state)
@@ -99,7 +99,7 @@ class Member:
 
 
 class EtcdMembers:
-    """The members, tried in turn; calls stay with one member until it fails."""
+    """The members, tried in turn: calls stay with one until it fails."""
 
     def __init__(self, endpoints: Sequence[str], tls: TlsConfig | None) -> None:
         if not endpoints:
@@ -118,7 +118,7 @@ class EtcdMembers:
         await asyncio.gather(*(member.channel.close() for member in self._members))
 
     def avoid(self, member: Member) -> None:
-        """Turn to the next member, unless another call has already done so."""
+        """Use the next member from now on, unless another call has moved on already."""
         if self._members[self._current] is member:
             self._current = (self._current + 1) % len(self._members)
 
@@ -134,7 +134,7 @@ class EtcdMembers:
                 while True:
                     for _ in self._members:
                         member = self._members[self._current]
-                        # A member that swallows packets must not eat the time of the others.
+                        # A member that drops packets must not use up the time of the others.
                         if await _within(member.connected(), share_s):
                             return member
                         self.avoid(member)
@@ -148,10 +148,9 @@ class EtcdMembers:
     async def read(
         self, what: str, timeout_s: float, send: Callable[[Member, float], Awaitable[T]]
     ) -> T:
-        """Send an idempotent call, again at the next member after each failure, for up to
-        `timeout_s`.
+        """Send an idempotent call; after each failure again, at the next member.
 
-        Raises EtcdUnavailable when the time is up, or the typed refusal.
+        Raises EtcdUnavailable when `timeout_s` is up, or the typed refusal.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
@@ -160,6 +159,7 @@ class EtcdMembers:
         while (remaining_s := deadline - loop.time()) > 0:
             member = await self.member(remaining_s)
             try:
+                # A share of the time: a member that does not answer leaves some for the next.
                 return await send(member, min(remaining_s, timeout_s / len(self._members)))
             except grpc.aio.AioRpcError as error:
                 if (refused := refusal(error, what)) is not None:
@@ -175,7 +175,7 @@ class EtcdMembers:
     async def write(
         self, what: str, timeout_s: float, send: Callable[[Member, float], Awaitable[T]]
     ) -> T:
-        """Send a call once, on a connection that stands.
+        """Send a call once, on an open connection.
 
         Raises EtcdUnavailable if it was never sent, UnknownOutcome if no answer came, or the
         refusal.
@@ -188,6 +188,7 @@ class EtcdMembers:
         except grpc.aio.AioRpcError as error:
             if (refused := refusal(error, what)) is not None:
                 raise refused from error
+            # The request may have been applied before the connection broke: not sent again here.
             self.avoid(member)
             raise UnknownOutcome(
                 f"{what}: sent to {member.endpoint}, no answer ({error.code().name})"
@@ -195,7 +196,7 @@ class EtcdMembers:
 
 
 def retry_backoff() -> Backoff:
-    """The waits between retries at etcd."""
+    """The waits between retries of calls to etcd."""
     return Backoff(RETRY_BACKOFF_MIN_S, RETRY_BACKOFF_MAX_S)
 
 

@@ -1,8 +1,8 @@
-"""Leader election on one key: whoever creates it, with a lease, leads until the key goes.
+"""Leader election on one key: who creates it, with a lease, leads until the key is deleted.
 
 The key's create revision rises from leader to leader: it is the fencing token. A lease alone cannot
-stop a leader that was paused from finishing a write that it began before; comparing the token
-inside every write's transaction (`guard`) can.
+stop a leader that was paused from completing a write that it began before the pause; comparing the
+token inside every write's transaction (`guard`) can.
 """
 
 import contextlib
@@ -25,9 +25,9 @@ from megascale_common.etcd.watch import Watch
 
 @dataclass(frozen=True, slots=True)
 class Leadership:
-    """A won election. `create_revision` is the fencing token; `lease.lost` says when to stop.
+    """A won election. `create_revision` is the fencing token; stop when `lease.lost` is set.
 
-    The lease does not notice when somebody deletes the key by hand: a fenced write that is rejected
+    The lease does not detect that somebody deleted the key by hand: a fenced write that is rejected
     because `guard` failed means that leadership is over, too.
     """
 
@@ -41,12 +41,8 @@ class Leadership:
         return CreateRevisionEquals(self.key, self.create_revision)
 
     async def resign(self) -> None:
-        """Give the key up at once, so that the next leader need not wait for the lease; then revoke
-        it.
-        """
-        with contextlib.suppress(
-            EtcdError
-        ):  # whatever happened to the delete, the lease ends the term
+        """Delete the key at once, so that the next leader need not wait; then revoke the lease."""
+        with contextlib.suppress(EtcdError):  # if the delete was lost, the lease ends the term
             await self.client.txn(compare=[self.guard()], success=[Delete(self.key)])
         await self.lease.close()
 
@@ -58,7 +54,7 @@ class Leadership:
 
 
 async def campaign(client: EtcdClient, key: str, value: bytes, *, ttl_s: int) -> Leadership:
-    """Wait until this candidate leads. `value` tells the others who and where the leader is.
+    """Wait until this candidate leads. `value` describes the leader and its address to others.
 
     Waits without limit, across restarts of etcd; cancel it to give up. After that or an error no
     lease is left behind. Raises the refusals of `errors` (a wrong request, access denied).
@@ -72,6 +68,7 @@ async def campaign(client: EtcdClient, key: str, value: bytes, *, ttl_s: int) ->
                     won, revision = await _claim(client, key, value, lease)
                     if won:
                         return Leadership(client, key, revision, lease)
+                    # From the next revision on: a deletion right after the claim is not missed.
                     await _until_deleted(client, key, revision + 1)
             except BaseException:
                 await lease.close()
@@ -82,11 +79,10 @@ async def campaign(client: EtcdClient, key: str, value: bytes, *, ttl_s: int) ->
 
 
 async def _claim(client: EtcdClient, key: str, value: bytes, lease: Lease) -> tuple[bool, int]:
-    """Try to create the key: (True, its create revision), or (False, the revision at which another
-    has it).
+    """Try to create the key: (True, its create revision), or (False, revision of the answer).
 
-    Without an answer the same claim is made again: if it had gone through, the key carries our
-    lease.
+    Without an answer the claim is made again: if the first one was applied after all, the key
+    carries our lease.
     """
     backoff = retry_backoff()
     while True:
@@ -110,7 +106,7 @@ async def _claim(client: EtcdClient, key: str, value: bytes, lease: Lease) -> tu
 
 
 async def _until_deleted(client: EtcdClient, key: str, start_revision: int) -> None:
-    """Return at the first deletion of the key from `start_revision` on."""
+    """Wait for the first deletion of the key at `start_revision` or later."""
     async with Watch(client, key, start_revision, prefix=False) as watch:
         async for event in watch:
             if event.deleted:

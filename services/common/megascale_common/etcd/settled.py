@@ -3,8 +3,8 @@
 A transaction without an answer is settled by sending the identical transaction again. It compares
 the mod revision of its marker key and then puts that key, so its compares cannot hold a second
 time: it is applied at most once. When they fail, the failure branch has read the marker in the same
-atomic step, and the marker's value tells whose write stands there. A plain read could not do this:
-the lost transaction may still be on its way and be applied after the read.
+atomic step, and the marker's value shows whose write it is. A plain read could not do this: the
+lost transaction may still be on its way and be applied after the read.
 """
 
 import asyncio
@@ -43,8 +43,8 @@ class Applied:
 class Rejected:
     """The transaction was not applied, as of `revision`.
 
-    It never will be, if a failed compare cannot come true again: so it is for every revision but 0.
-    `current` holds every compared key as it stood then; an absent key has no entry.
+    It never will be, if a failed compare cannot hold again later, which is so for every revision
+    but 0. `current` holds every compared key as it was then; an absent key has no entry.
     """
 
     revision: int
@@ -57,8 +57,8 @@ class SettledTxn:
 
     `marker_key` is put by `success` with a value that contains `txn_id` (unique for ever: a UUID),
     and `compare` holds a `ModRevisionEquals` for it (0: must be absent). Best is a key that is
-    written once, such as a log entry: then a later write of another's cannot cover the trace.
-    Raises InvalidEtcdRequest when one of these conditions is not met.
+    written once, such as a log entry: then no later write of another writer can overwrite the
+    evidence. Raises InvalidEtcdRequest when one of these conditions is not met.
     """
 
     compare: tuple[Compare, ...]
@@ -69,7 +69,8 @@ class SettledTxn:
     def __post_init__(self) -> None:
         if len(self.txn_id) < MIN_TXN_ID_LENGTH:
             raise InvalidEtcdRequest(
-                f"txn_id: {self.txn_id!r} is shorter than {MIN_TXN_ID_LENGTH} characters: use a UUID"
+                f"txn_id: {self.txn_id!r} is shorter than {MIN_TXN_ID_LENGTH} characters: "
+                "use a UUID"
             )
         puts = [op for op in self.success if isinstance(op, Put) and op.key == self.marker_key]
         if len(puts) != 1 or self.txn_id.encode() not in puts[0].value:
@@ -92,12 +93,12 @@ class SettledTxn:
         """The failure branch: every compared key, the marker among them."""
         return tuple(Get(key) for key in dict.fromkeys(item.key for item in self.compare))
 
-    def judge(self, result: TxnResult, earlier_unknown: bool) -> Applied | Rejected:
-        """What one answer says of the write, given whether an earlier sending went without an
-        answer.
+    def outcome(self, result: TxnResult, earlier_unknown: bool) -> Applied | Rejected:
+        """The outcome of the write, from one answer.
 
-        Raises UnknownOutcome in the one case that cannot be told: an earlier sending may have been
-        applied, and another writer has changed the marker since.
+        `earlier_unknown`: an earlier sending had no answer. Raises UnknownOutcome in the one case
+        that cannot be decided: that sending may have been applied, and another writer has changed
+        the marker since.
         """
         if result.succeeded:
             return Applied(result.revision)
@@ -106,11 +107,12 @@ class SettledTxn:
             return Applied(marker.mod_revision)
         expected = self.marker_expected_revision()
         unchanged = (marker.mod_revision if marker else 0) == expected
-        # A marker that was absent and has been put once since was put by the other writer alone.
+        # A marker that was absent and has been put once since: by the other writer, not by us.
         created_by_other = expected == 0 and marker is not None and marker.version == 1
         if earlier_unknown and not unchanged and not created_by_other:
             raise UnknownOutcome(
-                f"txn {self.txn_id}: sent without an answer, and {self.marker_key} was overwritten since"
+                f"txn {self.txn_id}: sent without an answer, and {self.marker_key} was "
+                "overwritten since"
             )
         return Rejected(result.revision, dict(result.found))
 
@@ -124,8 +126,7 @@ async def txn_settled(
     txn_id: str,
     deadline_s: float = 30.0,
 ) -> Applied | Rejected:
-    """Apply a fenced write exactly once, or learn that it was refused, across lost replies and
-    restarts.
+    """Apply a fenced write exactly once, or detect that it was rejected, across lost replies.
 
     See `SettledTxn` for what the arguments must satisfy. The identical transaction is sent again,
     with back-off, until `deadline_s` has passed. Raises UnknownOutcome when the outcome is still
@@ -148,7 +149,7 @@ async def txn_settled(
         except UnknownOutcome as error:
             failure, unknown = error, True
         else:
-            return write.judge(result, unknown)
+            return write.outcome(result, unknown)
         if loop.time() >= deadline:
             kind = UnknownOutcome if unknown else EtcdUnavailable
             raise kind(f"txn {txn_id}: not settled within {deadline_s:g} s") from failure

@@ -1,4 +1,4 @@
-"""Where the files of an attempt lie below a node's folder: the agent and the driver agree. Pure."""
+"""Where an attempt's files are below a node's folder: one rule for agent and driver. Pure."""
 
 from __future__ import annotations
 

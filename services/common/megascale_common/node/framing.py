@@ -1,9 +1,8 @@
-"""Framing of the local contract: u32 little-endian length, then one JSON object of at most 1 MiB,
-over unix sockets.
+"""Framing of the local contract over unix sockets: u32 length, then one JSON object.
 
-Used between the trainer, the executor agent, the data loader and the checkpoint daemon on one node.
-File descriptors travel beside a message where needed (SCM_RIGHTS). No pickle. The blocking calls
-serve the trainer; servers with an event loop feed received bytes to :class:`Decoder`.
+The length is little-endian, and at most 1 MiB. Trainer, agent, data loader and checkpoint daemon of
+one node use it. File descriptors travel beside a message where needed (SCM_RIGHTS). No pickle. The
+trainer uses the blocking calls; servers with an event loop feed received bytes to :class:`Decoder`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Message = dict[str, Any]
 
 
 class FramingError(ConnectionError):
-    """The peer closed the socket in the middle of a message, or sent something that is not one."""
+    """The peer closed the socket in the middle of a message, or sent what is not a message."""
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
@@ -35,13 +34,14 @@ def encode(message: Mapping[str, Any]) -> bytes:
     body = json.dumps(message, separators=(",", ":")).encode()
     if len(body) > MAX_MESSAGE_BYTES:
         raise FramingError(
-            f"message {message.get('kind')!r} has {len(body)} bytes; the limit is {MAX_MESSAGE_BYTES}"
+            f"message {message.get('kind')!r} has {len(body)} bytes; "
+            f"the limit is {MAX_MESSAGE_BYTES}"
         )
     return _LENGTH.pack(len(body)) + body
 
 
 class Decoder:
-    """Turns received bytes into messages, however they were split."""
+    """Turns received bytes into messages, however the stream was split."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -74,18 +74,20 @@ def send(sock: socket.socket, message: Mapping[str, Any], descriptors: Sequence[
     if not descriptors:
         sock.sendall(data)
         return
+    # The kernel attaches descriptors to the first byte of this call, which may write only a part.
     sent = socket.send_fds(sock, [data], list(descriptors))
     sock.sendall(data[sent:])
 
 
 def receive(sock: socket.socket) -> tuple[Message, list[int]] | None:
-    """Wait for one message and the descriptors sent with it; None when the peer closed between
-    messages.
+    """Wait for one message and the descriptors sent with it; None when the peer has closed.
 
     Raises:
         FramingError: the peer closed inside a message, or sent a malformed one.
         TimeoutError: the socket's timeout passed.
     """
+    # No more than the length: a longer read could take bytes of the next message, and with them the
+    # descriptors that belong to it.
     first, descriptors, _, _ = socket.recv_fds(sock, _LENGTH.size, MAX_DESCRIPTORS)
     if not first:
         return None

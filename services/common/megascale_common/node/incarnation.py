@@ -1,4 +1,4 @@
-"""Ids that tell one start of a process, or of its host, from the next one."""
+"""Ids that distinguish one start of a process, or of its host, from the next one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def boot_id() -> str:
-    """Id of the host's current boot: tells a restarted process from a restarted machine."""
+    """Id of the host's current boot, which a restart of a process alone does not change."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -37,7 +37,7 @@ ErrorKind = Literal["CHECKPOINT_CORRUPT", "DATA", "COLLECTIVE", "OUT_OF_MEMORY",
 
 
 class TemplateHello(TypedDict):
-    """Template to agent, first message: torch is imported; from now on a fork takes milliseconds."""
+    """Template to agent, first message: torch is imported, a fork takes milliseconds from now."""
 
     kind: Literal["hello"]
     version: int
@@ -261,7 +261,7 @@ class Acquired(TypedDict):
 
 
 class Busy(TypedDict):
-    """Daemon to worker: all slots are sealed and being persisted; skip this snapshot and count it."""
+    """Daemon to worker: no slot is free (all are being persisted); skip the snapshot, count it."""
 
     kind: Literal["busy"]
 
@@ -288,7 +288,7 @@ class Sealed(TypedDict):
 
 
 class Release(TypedDict):
-    """Worker to daemon: give back an acquired slot unsealed, or a restored one that has been read."""
+    """Worker to daemon: give back an unsealed slot, or a restored one that has been read."""
 
     kind: Literal["release"]
     slot: int
@@ -301,7 +301,7 @@ class Released(TypedDict):
 
 
 class Drain(TypedDict):
-    """Worker to daemon, at the end of a run: answer when ``step`` is committed, or the time is up."""
+    """Worker to daemon, at the end: answer when ``step`` is committed or the time is up."""
 
     kind: Literal["drain"]
     step: int

@@ -1,9 +1,10 @@
 """Child processes that cannot outlive their parent, on Linux, with the standard library alone.
 
 A child arms the kernel's parent-death signal and then checks that its parent is still the one that
-started it. Three facts shape the code: the signal is not inherited by a child's children; it fires
-when the *thread* that spawned the child ends, so spawn from the main thread; and it survives exec
-of a program that is not setuid, which lets us wrap programs that we did not write:
+started it. Three properties of the signal (prctl(2), PR_SET_PDEATHSIG) shape the code. It is not
+inherited by a child's children. It fires when the *thread* that spawned the child ends, so children
+are spawned from the main thread. It survives exec of a program that is not setuid, which allows us
+to wrap programs that we did not write:
 
     python -m megascale_common.node.process -- etcd --data-dir ...
 """
@@ -20,20 +21,20 @@ PARENT_PID_VARIABLE = "MEGASCALE_PARENT_PID"
 PARENT_GONE_EXIT_CODE = 113
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-# torch's stores resolve host names, and a slow reverse lookup stalls a connect for five seconds;
-# each worker is one of many on its host, so threads are asked for explicitly or not at all.
+# torch's stores resolve host names, and a slow reverse lookup stalls a connect for five seconds.
+# Each worker is one of many on its host, so it has one thread unless more are set explicitly.
 _CHILD_DEFAULTS = {"RES_OPTIONS": "timeout:1 attempts:1", "OMP_NUM_THREADS": "1"}
 
 
 def arm_parent_death(
     expected_parent_pid: int | None = None, signal: signals.Signals = signals.SIGKILL
 ) -> None:
-    """Have the kernel send `signal` to this process when its parent ends; call it first thing.
+    """Have the kernel send `signal` to this process when its parent ends; call it before all else.
 
     `expected_parent_pid` defaults to the environment variable MEGASCALE_PARENT_PID, which
     `child_environment` sets. If the parent has already changed, the process exits at once with
-    status 113, because the signal would never come. The variable is taken out of the environment:
-    a grandchild that inherited it would compare itself with the wrong process.
+    status 113, because the signal would never come. The variable is removed from the environment:
+    a grandchild that inherited it would compare its parent with the wrong process.
 
     Raises OSError where the kernel offers no parent-death signal.
     """
@@ -48,15 +49,15 @@ def arm_parent_death(
     if prctl(_PR_SET_PDEATHSIG, int(signal), 0, 0, 0) != 0:
         error = ctypes.get_errno()
         raise OSError(error, f"prctl(PR_SET_PDEATHSIG) failed: {os.strerror(error)}")
+    # After arming, not before: a parent that ends between the two would be missed.
     if expected_parent_pid is not None and os.getppid() != expected_parent_pid:
         os._exit(PARENT_GONE_EXIT_CODE)
 
 
 def child_environment(overrides: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment for a process that this one starts: ours, the defaults where unset,
-    `overrides`.
+    """The environment for a child: ours, with defaults where unset, and `overrides`.
 
-    MEGASCALE_PARENT_PID is this process, so that the child can tell whether we are still there.
+    MEGASCALE_PARENT_PID is this process, so that the child can check that we are still its parent.
     """
     environment = {**_CHILD_DEFAULTS, **os.environ, **(overrides or {})}
     environment[PARENT_PID_VARIABLE] = str(os.getpid())
@@ -64,7 +65,10 @@ def child_environment(overrides: Mapping[str, str] | None = None) -> dict[str, s
 
 
 def armed_command(command: Sequence[str]) -> list[str]:
-    """`command` wrapped so that it dies with the process that starts it (with `child_environment`)."""
+    """`command` wrapped so that it ends with the process that starts it.
+
+    Start it with `child_environment`.
+    """
     return [sys.executable, "-m", "megascale_common.node.process", "--", *command]
 
 
@@ -75,16 +79,17 @@ def exec_with_parent_death(command: Sequence[str]) -> NoReturn:
     """
     if not command:
         raise ValueError(
-            "no command given: use `python -m megascale_common.node.process -- program [argument...]`"
+            "no command given: use "
+            "`python -m megascale_common.node.process -- program [argument...]`"
         )
     arm_parent_death()
     os.execvp(command[0], list(command))
 
 
 def stat_fields(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat (proc_pid_stat(5)) from the state on; empty when there is no process.
+    """Fields of /proc/PID/stat from the state on; empty when there is no such process.
 
-    Field n of the manual page is at index n - 3.
+    They are described in proc_pid_stat(5). Field n of the manual page is at index n - 3.
     """
     try:
         # The command name before them may hold spaces and parentheses: the last one ends it.

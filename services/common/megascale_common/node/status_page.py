@@ -1,14 +1,19 @@
-"""The status page: one 4 KiB shared-memory page per rank that says where the rank is, readable
-while the rank is stuck.
+"""The status page: 4 KiB of shared memory per rank that show how far it is, even while it is stuck.
 
 The trainer writes it with plain stores (no lock, no system call); the agent reads it from its own
-process. A sequence
-lock makes a read consistent: the counter is odd while a write is under way. Evidence therefore
-survives a hung collective, a held interpreter lock and a stuck GPU (MegaScale section 5.2: the
-silent rank is the culprit).
+process. A sequence lock makes a read consistent. So the evidence survives a hung collective, a held
+interpreter lock and a stuck GPU (MegaScale section 5.2: the silent rank is the culprit).
 
 Rows, one per communication group and stream, hold the number of the last operation entered and the
-last completed, and since when the oldest in between is under way.
+last completed, and the time at which the oldest of those in progress was entered.
+
+Note [Sequence lock]
+~~~~~~~~~~~~~~~~~~~~
+One thread writes at a time. It makes the sequence number odd, writes the page, and makes the number
+even again. A reader copies the page between two reads of the number; its copy is consistent if both
+are equal and even, else it tries again. Neither waits for the other. A writer that is killed in
+between leaves an odd number for ever, which is why readers try a bounded number of times. This
+relies on stores that become visible in program order, as on x86-64; there are no fences.
 """
 
 from __future__ import annotations
@@ -38,7 +43,7 @@ _ROWS_OFFSET = 128
 
 
 class Phase(enum.IntEnum):
-    """What a rank is doing; limits on silence are per phase."""
+    """What a rank is doing; how long it may be silent depends on it."""
 
     STARTING = 0
     WARMUP = 1
@@ -52,11 +57,10 @@ class Phase(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class GroupRow:
-    """Progress of one communication group or stream: operations entered and completed since the
-    attempt began.
+    """Progress of one communication group or stream: operations counted since the attempt began.
 
-    ``since_ns`` is CLOCK_MONOTONIC of when the oldest operation that is not known to have ended was
-    entered; 0: none.
+    ``since_ns`` is the CLOCK_MONOTONIC time at which the oldest operation that is not known to have
+    ended was entered; 0 when there is none.
     """
 
     name: str
@@ -67,8 +71,9 @@ class GroupRow:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """One consistent reading. ``step`` is the last completed; ``updated_ns`` is CLOCK_MONOTONIC of
-    the last write.
+    """One consistent reading.
+
+    ``step`` is the last one completed; ``updated_ns`` is CLOCK_MONOTONIC at the last write.
     """
 
     pid: int
@@ -90,9 +95,8 @@ class StatusPageWriter:
         self._sequence = 0
         self._names: list[bytes] = []
         self._counts: list[list[int]] = []
-        self._unfinished: list[
-            deque[int]
-        ] = []  # of each row: when its operations under way were entered
+        # Of each row: the times at which its operations in progress were entered.
+        self._unfinished: list[deque[int]] = []
         self._step, self._phase, self._micro_batch = 0, Phase.STARTING, 0
         self._write()
 
@@ -113,7 +117,7 @@ class StatusPageWriter:
     def update(
         self, *, step: int | None = None, phase: Phase | None = None, micro_batch: int = 0
     ) -> None:
-        """Set the last completed step, the phase and the micro-batch under way."""
+        """Set the last completed step, the phase and the micro-batch in progress."""
         self._step = self._step if step is None else step
         self._phase = self._phase if phase is None else phase
         self._micro_batch = micro_batch
@@ -126,7 +130,7 @@ class StatusPageWriter:
         self._write()
 
     def complete(self, row: int, *, unfinished: int = 0) -> None:
-        """All operations entered on this row are done but the last ``unfinished``."""
+        """All operations entered on this row have completed, except the last ``unfinished``."""
         self._counts[row][1] = self._counts[row][0] - unfinished
         while len(self._unfinished[row]) > unfinished:
             self._unfinished[row].popleft()
@@ -137,6 +141,7 @@ class StatusPageWriter:
         self._page.close()
 
     def _write(self) -> None:
+        # Odd from here on: see Note [Sequence lock].
         self._sequence += 1
         _SEQUENCE.pack_into(self._page, _SEQUENCE_OFFSET, self._sequence)
         rows = zip(self._names, self._counts, self._unfinished, strict=True)
@@ -160,17 +165,17 @@ class StatusPageWriter:
             time.monotonic_ns(),
             len(self._names),
         )
+        # The header holds the odd number; only this store, the last one, makes the page valid.
         self._sequence += 1
         _SEQUENCE.pack_into(self._page, _SEQUENCE_OFFSET, self._sequence)
 
 
 def read_status_page(path: Path) -> Status | None:
-    """The rank's current status, or None when there is no page yet, it is damaged, or no consistent
-    reading was had.
+    """The rank's current status; None when there is no page or no consistent reading of it.
 
-    Never blocks: after a bounded number of tries a page whose writer died in the middle of a write
-    gives None. So does a page that cannot be opened (a full table of files): its rank is there all
-    the same.
+    Never blocks: a page whose writer was killed in the middle of a write gives None after a bounded
+    number of tries. So does a page that is damaged or cannot be opened (a full table of files),
+    which does not mean that its rank is gone.
     """
     try:
         page = _map(path, create=False)
@@ -178,6 +183,7 @@ def read_status_page(path: Path) -> Status | None:
         return None
     try:
         for _ in range(_READ_ATTEMPTS):
+            # See Note [Sequence lock].
             before = _SEQUENCE.unpack_from(page, _SEQUENCE_OFFSET)[0]
             data = bytes(page)
             after = _SEQUENCE.unpack_from(page, _SEQUENCE_OFFSET)[0]

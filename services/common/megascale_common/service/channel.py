@@ -25,7 +25,7 @@ _OPTIONS: list[tuple[str, Any]] = [
 
 
 def open_channel(address: str, token: str) -> grpc.aio.Channel:
-    """An asyncio channel whose calls carry ``token``; it reconnects with a back-off of 0.2 to 2 s."""
+    """An asyncio channel whose calls carry ``token``; reconnects with a back-off of 0.2 to 2 s."""
     interceptors: list[grpc.aio.ClientInterceptor] = [
         _UnaryUnary(token),
         _UnaryStream(token),
@@ -47,7 +47,8 @@ class _TokenSender:
         return details._replace(metadata=metadata)  # type: ignore[attr-defined, no-any-return]
 
 
-# gRPC looks for one interface per interceptor: a class with all four would serve unary calls only.
+# gRPC takes an interceptor for the first interface that it has: one class with all four would serve
+# unary calls alone.
 class _UnaryUnary(_TokenSender, grpc.aio.UnaryUnaryClientInterceptor):
     async def intercept_unary_unary(
         self, continuation: Any, client_call_details: Any, request: Any

@@ -1,7 +1,7 @@
 """Time as a parameter: the system's clock for services, a virtual one for simulations.
 
 One scale serves deadlines and audit times alike: Unix seconds that never step, because the wall
-clock is read once and the monotonic clock carries on from there.
+clock is read once and the monotonic clock continues from there.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Whatever tells the time."""
+    """A source of time."""
 
     def now_s(self) -> float:
         """Unix time in seconds; never goes back."""
@@ -30,7 +30,7 @@ class SystemClock:
 
 
 class VirtualClock:
-    """A clock that moves only when told to."""
+    """A clock that moves only by :meth:`advance`."""
 
     def __init__(self, start_s: float = 1_700_000_000.0) -> None:
         self._now_s = start_s

@@ -1,6 +1,4 @@
-"""Structured logs of the services: one JSON object (or, on a terminal, one coloured line) per
-event, on stderr.
-"""
+"""Structured logs of the services on stderr: one JSON object per event, a line on a terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ import structlog
 
 
 def configure(service: str, *, level: str = "info", json: bool | None = None) -> None:
-    """Set up structlog for a service process; ``json`` None means JSON unless stderr is a terminal."""
+    """Set up structlog for a process; ``json`` None means JSON unless stderr is a terminal."""
     number = getattr(logging, level.upper(), None)
     if not isinstance(number, int):
         raise ValueError(f"log level {level!r} is not one of debug, info, warning, error")

@@ -1,11 +1,9 @@
-"""Metrics of a service for Prometheus: a registry, and a small HTTP server for ``GET /metrics`` on
-its own loop.
+"""Metrics of a service for Prometheus: a registry, and a small HTTP server for ``GET /metrics``.
 
-Scrapes are answered on the event loop, so a collector may read the service's state as it stands,
-without locks. Names
-follow Prometheus: base units (seconds, bytes, ratio), ``_total`` on counters, never a step or a
-rank as a label. The page needs no token, because scrapers carry none: it shows names and numbers
-only, and is bound to loopback unless the operator says otherwise.
+Scrapes are answered on the service's event loop, so a collector may read the service's state
+without locks. Names follow Prometheus: base units (seconds, bytes, ratio), ``_total`` on counters,
+never a step or a rank as a label. The page needs no token, because scrapers send none: it shows
+names and numbers only, and is bound to loopback unless the operator binds it elsewhere.
 """
 
 from __future__ import annotations
@@ -60,8 +58,9 @@ class MetricsServer:
         self._open: set[asyncio.StreamWriter] = set()
 
     async def start(self, bind: str, address_file: Path | None = None) -> str:
-        """Listen on ``bind`` ("host:port", port 0 picks one), write the real address to the file,
-        and return it.
+        """Listen on ``bind`` ("host:port", port 0 picks one); returns the address with its port.
+
+        ``address_file`` gets the same address.
 
         Raises:
             OSError: the address is taken or not of this host.
@@ -89,7 +88,7 @@ class MetricsServer:
             await self._server.wait_closed()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One request, one answer; slow or talkative peers are cut off."""
+        """One request, one answer; slow peers and long requests are cut off."""
         self._open.add(writer)
         try:
             with contextlib.suppress(TimeoutError, ConnectionError, asyncio.IncompleteReadError):
@@ -124,12 +123,17 @@ class MetricsServer:
         try:
             body = encode(self._registry)
         except Exception:
-            # A figure that cannot be had must not end the service's loop; the log says which.
+            # A collector that fails must not end the service's loop; the log has its traceback.
             _log.exception("metrics cannot be collected")
             return _response("500 Internal Server Error", b"see the service's log\n")
         return _response("200 OK", body, content_type)
 
 
 def _response(status: str, body: bytes, content_type: str = "text/plain; charset=utf-8") -> bytes:
-    head = f"HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-    return head.encode() + body
+    lines = (
+        f"HTTP/1.1 {status}",
+        f"Content-Type: {content_type}",
+        f"Content-Length: {len(body)}",
+        "Connection: close",
+    )
+    return "\r\n".join((*lines, "", "")).encode() + body

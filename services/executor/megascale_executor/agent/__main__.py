@@ -23,8 +23,9 @@ example: one node with four CPU slots, whose driver writes its address to a file
       --token-file run/token --device cpu --devices 0-3 --run-folder run --topology switch=s0 \\
       --address-file run/nodes/n0/executor.address
 
-The agent dials the driver, so a node needs no open port of its own towards it. It starts the node's checkpoint daemon
-and the template process of the workers, and ends all of them with itself. Logs: RUN_FOLDER/nodes/NODE/.
+The agent dials the driver, so the driver needs no port of the node. It starts the node's checkpoint
+daemon and the template process of the workers, and ends all of them with itself.
+Logs: RUN_FOLDER/nodes/NODE/
 Exit status: 0 after SIGTERM or SIGINT, 2 for an option that cannot work.
 """
 
@@ -33,7 +34,8 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(
         prog="python -m megascale_executor.agent",
-        description="Run one node of a cluster: the link to the driver, the workers, their logs and self-checks.",
+        description="Run one node of a cluster: the link to the driver, the workers, their logs "
+        "and self-checks.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -79,7 +81,8 @@ def parser() -> argparse.ArgumentParser:
         type=bind_option,
         default="",
         help="serve /metrics at HOST:PORT; the address is written to metrics.address "
-        "and, for the checkpoint daemon, checkpoint.metrics.address in the node's folder; default: not at all",
+        "and, for the checkpoint daemon, checkpoint.metrics.address in the node's folder; "
+        "default: not at all",
     )
     add(
         "--template-command", default="", help="program that replaces the training side (for tests)"
@@ -113,13 +116,12 @@ def config_from(options: argparse.Namespace) -> AgentConfig:
 
 def main() -> int:
     """Run the agent; see ``--help``."""
-    if (
-        PARENT_PID_VARIABLE in os.environ
-    ):  # started by us (megascale up); an operator's shell may end without us
+    # Set by `megascale up`; an agent that an operator starts outlives the shell.
+    if PARENT_PID_VARIABLE in os.environ:
         arm_parent_death()
     options = parser().parse_args()
-    # Read when grpc is imported. Our children exec at once; handlers for forks that do not would
-    # only write warnings.
+    # Read when grpc is imported. Our children exec at once after the fork, so its fork handlers
+    # would only write warnings.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     from megascale_executor.agent.node_agent import run_agent
 

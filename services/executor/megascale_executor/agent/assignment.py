@@ -1,4 +1,4 @@
-"""From the driver's assignment to what each worker is told. Pure."""
+"""From the driver's assignment to the message for each worker. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megascale_executor.agent.folders import AttemptFolder
 
 @dataclass(frozen=True, slots=True)
 class Sockets:
-    """Where the workers of this node find the node's services."""
+    """Where the workers of this node reach the node's services."""
 
     loader: Path
     checkpoint: Path
@@ -59,9 +59,7 @@ def check_assignment(
 
 
 def readers_of(ranks: Sequence[int], layout: RankLayout) -> dict[int, tuple[int, int]]:
-    """For each rank of the node its (reader, readers): its place among those that read the same
-    data-parallel rank.
-    """
+    """For each rank of the node (reader, readers): its index among those with its dp coordinate."""
     by_dp: dict[int, list[int]] = {}
     for rank in ranks:
         by_dp.setdefault(layout.coordinates(rank).dp, []).append(rank)
@@ -77,7 +75,7 @@ def worker_assignments(
     folder: AttemptFolder,
     sockets: Sockets,
 ) -> list[tuple[Assignment, Path]]:
-    """What each worker of this node is told, and its log file.
+    """The message for each worker of this node, and its log file.
 
     Raises:
         AssignmentError: the store's endpoint is not host:port.

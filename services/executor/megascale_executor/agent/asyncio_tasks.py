@@ -1,4 +1,4 @@
-"""Small tools for tasks of the event loop."""
+"""Small helpers for asyncio tasks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ _log = logs.get(__name__)
 
 
 async def cancelled(task: asyncio.Task[None] | None) -> None:
-    """Cancel a task and wait for its end, whatever that is; a cancellation of the caller still gets
-    through.
-    """
+    """Cancel a task and wait until it has ended, however it ends."""
     if task is not None:
         task.cancel()
+        # Not `await task`: its CancelledError would look like a cancellation of the caller.
         await asyncio.wait({task})
 
 
@@ -51,15 +50,16 @@ def once(find: Callable[[], Awaitable[T]]) -> Callable[[], Awaitable[T]]:
 
 
 async def essential(part: Coroutine[Any, Any, None]) -> None:
-    """Run a part of the agent that must not fail. If it does, by a defect, the agent ends: better
-    dead than silent.
+    """Run a part of the agent that must not fail; if it does, by a defect, the agent exits.
+
+    It exits rather than continue silently without that part: the driver detects a lost node.
     """
     try:
         await part
     except (Exception, asyncio.CancelledError) as error:
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
-            raise  # we are told to stop
+            raise  # the agent is stopping
         _log.exception("a part of the agent failed; the agent ends")
         os.kill(os.getpid(), signal.SIGTERM)
         raise

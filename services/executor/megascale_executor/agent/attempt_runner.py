@@ -1,8 +1,8 @@
 """Brings the node to the desired state: prepares an attempt, starts its workers, stops them.
 
-One task reconciles: it compares the desired state with the present
-(:mod:`megascale_executor.agent.attempt`) and does the next thing. Preparing and starting run beside
-it, so that a newer desired state can cut them short.
+One task reconciles: it compares the desired state with the present one
+(:mod:`megascale_executor.agent.attempt`) and does the next thing. Preparing and starting run in a
+second task, so that a newer desired state can cancel them.
 """
 
 from __future__ import annotations
@@ -43,18 +43,15 @@ _log = logs.get(__name__)
 
 _STORE_BACKLOG = 4096  # every rank of the job connects at about the same time
 _STOP_RETRY_S = 1.0
-# A driver that is away hears no end either; one that takes heartbeats but no records must not hold
-# the job for ever.
+# A driver that is away does not receive the end either; one that takes heartbeats but no records
+# must not keep the job from ending.
 _LAST_RECORDS_TIMEOUT_S = 60.0
-_WORKERS_TELL_FIRST_S = (
-    1.0  # workers that the loader serves notice its end themselves, and know more of it
-)
+# Workers that the loader serves detect its end themselves, and their errors have more detail.
+_WORKERS_REPORT_FIRST_S = 1.0
 
 
 class AttemptRunner:
-    """This node's part in attempts. ``changed`` is called whenever a heartbeat has something new to
-    tell.
-    """
+    """This node's part in attempts. ``changed`` is called whenever the next heartbeat has news."""
 
     def __init__(
         self,
@@ -106,9 +103,9 @@ class AttemptRunner:
         )
 
     def set_desired(self, desired: link_pb2.DesiredState) -> None:
-        """Take in a desired state; see :meth:`AttemptState.accept` for what is refused."""
+        """Accept a desired state; see :meth:`AttemptState.accept` for what is refused."""
         self.state.accept(desired)
-        self._tell()
+        self._wake_and_report()
 
     async def run(self) -> None:
         """Reconcile for ever."""
@@ -120,17 +117,15 @@ class AttemptRunner:
             self._profile()
 
     async def shut_down(self) -> None:
-        """Stop what runs; for the agent's own end."""
+        """Stop what runs, when the agent itself ends."""
         await self._stop()
 
-    def _tell(self) -> None:
+    def _wake_and_report(self) -> None:
         self._wake.set()
         self._changed()
 
     def _profile(self) -> None:
-        """Pass a wanted profile on. Before the workers run, it waits for the next wake: all of them
-        running.
-        """
+        """Pass the desired state's profile to the workers once all of them run."""
         command = part_of(self.state.desired, self.state.key)
         if command is not None and self.state.phase == attempt.RUNNING:
             self.profiles.want(self.state.key, command, self.workers)
@@ -154,22 +149,22 @@ class AttemptRunner:
         elif action is AttemptAction.REFUSE_START:
             self.state.begin(attempt.PREPARING)
             self.state.fail(
-                "this agent has not prepared the attempt that it is told to start; it was restarted"
+                "this agent has not prepared the attempt that it is to start: it was restarted"
             )
         self._changed()
 
     async def _guard(self, activity: Coroutine[Any, Any, None]) -> None:
-        """Run a preparation or a start; its failure fails the attempt and leaves nothing running."""
+        """Run a preparation or a start; a failure fails the attempt and ends its processes."""
         try:
             await activity
         except Exception as error:
-            # A defect of ours as well: the driver must hear of it and go on, not wait for its
+            # A defect of ours as well: it is reported, so that the driver need not wait for its
             # deadline.
             expected = isinstance(error, (AssignmentError, TemplateError, JobError, OSError))
             _log.error("attempt failed on this node", error=str(error), exc_info=not expected)
             self.state.fail(str(error) if expected else f"{type(error).__name__}: {error}")
             await self._kill_processes()
-        self._tell()
+        self._wake_and_report()
 
     async def _prepare(self, assignment: link_pb2.AttemptAssignment) -> None:
         config = from_accepted_proto(assignment.spec)
@@ -180,8 +175,8 @@ class AttemptRunner:
         findings = await self._checks.run(
             config, list(assignment.ranks), list(assignment.devices), template
         )
-        # The workers of an earlier attempt are dead by now: what is sealed will not change any
-        # more.
+        # The workers of an earlier attempt have ended, so what is sealed does not change any more:
+        # with PREPARED the driver gets the figures from which it plans the restore.
         await self._daemon.refresh()
         checks = tuple(finding.to_proto() for finding in findings)
         bad = failures(findings)
@@ -191,8 +186,10 @@ class AttemptRunner:
         self.state.prepared(self._bind_store() if 0 in assignment.ranks else "", checks)
 
     def _bind_store(self) -> str:
-        """Bind the rendezvous store's listening socket, which rank 0 will be handed; returns
-        host:port.
+        """Bind the rendezvous store's listening socket; returns host:port.
+
+        Bound here and passed to rank 0 with its assignment: so the endpoint is known before any
+        worker runs, and ranks that connect early wait in the backlog.
         """
         self._store = socket.create_server((self._config.host, 0), backlog=_STORE_BACKLOG)
         return f"{self._config.host}:{self._store.getsockname()[1]}"
@@ -203,7 +200,7 @@ class AttemptRunner:
         sockets = Sockets(
             self._socket_folder / f"loader-{assignment.attempt}.sock", self._daemon.socket_path
         )
-        told = worker_assignments(assignment, self._job, self._config, folder, sockets)
+        assignments = worker_assignments(assignment, self._job, self._config, folder, sockets)
         await self._start_loader(self._job, folder, sockets.loader)
         if self._job.telemetry.tensorboard and 0 in assignment.ranks:
             self._events_file = EventFile(folder.tensorboard)
@@ -217,9 +214,12 @@ class AttemptRunner:
             profiled=self.profiles.take,
         )
         self._workers = WorkerSet(template, events)
-        self.scanner.watch({message["rank"]: log for message, log in told})
-        await self._workers.start(told, self._store.fileno() if self._store is not None else None)
-        self._close_store()  # rank 0 holds it now; ours would keep the port open after its death
+        self.scanner.watch({message["rank"]: log for message, log in assignments})
+        await self._workers.start(
+            assignments, self._store.fileno() if self._store is not None else None
+        )
+        # Rank 0 has its own descriptor now; ours would keep the port open after its end.
+        self._close_store()
 
     async def _start_loader(self, config: JobConfig, folder: AttemptFolder, path: Path) -> None:
         folder.config.write_text(job_config.to_json(config))
@@ -232,13 +232,14 @@ class AttemptRunner:
         )
 
     async def _watch_loader(self, loader: asyncio.subprocess.Process, log: Path) -> None:
-        """Fail the attempt if the loader ends by itself: workers that have not reached it yet would
-        wait in vain.
+        """Fail the attempt if the loader ends by itself.
+
+        Workers that have not connected to it yet would wait until their timeout.
         """
         status = await loader.wait()
-        await asyncio.sleep(_WORKERS_TELL_FIRST_S)
-        said = log.read_text(errors="replace").strip().rpartition("\n")[2]
-        reason = f"the data loader {describe_exit(status)}: {said or 'it said nothing'}"
+        await asyncio.sleep(_WORKERS_REPORT_FIRST_S)
+        last_line = log.read_text(errors="replace").strip().rpartition("\n")[2]
+        reason = f"the data loader {describe_exit(status)}: {last_line or 'its log is empty'}"
         if self._workers is not None and self.state.phase in (attempt.STARTING, attempt.RUNNING):
             self._workers.abort(reason)
 
@@ -249,30 +250,32 @@ class AttemptRunner:
 
     def _on_running(self) -> None:
         self.state.running()
-        self._tell()
+        self._wake_and_report()
 
     def _on_finished(self) -> None:
         self._activity = asyncio.create_task(self._finish(self._activity))
 
     async def _finish(self, start: asyncio.Task[None] | None) -> None:
-        """Tell the end once all step records are taken: whoever watches the job leaves at its end."""
+        """Report the end once the driver has all step records: watches of the job end with it."""
         if start is not None:
             await start
         await self._reports.until_taken(_LAST_RECORDS_TIMEOUT_S)
         self.state.finished()
-        self._tell()
+        self._wake_and_report()
 
     def _on_failed(self, reason: str) -> None:
         self.state.fail(reason)
-        self._tell()
+        self._wake_and_report()
 
     async def _stop(self) -> None:
         """Bring the node to idle. Returns only when nothing of the attempt runs any more."""
         await asyncio_tasks.cancelled(self._activity)
         self._activity = None
+        # Idle means that the devices are free: a worker that is stuck in the kernel keeps its
+        # device, and until it has ended this node must not report that it is idle.
         while not await self._kill_processes():
             _log.error(
-                "workers do not die; trying again",
+                "workers do not end; trying again",
                 job=self.state.key.job,
                 attempt=self.state.key.attempt,
             )
@@ -288,7 +291,7 @@ class AttemptRunner:
         self._changed()
 
     async def _kill_processes(self) -> bool:
-        """SIGKILL workers and loader; False when a worker is still there."""
+        """SIGKILL to workers and loader; False when a worker is still there."""
         self._close_store()
         gone = await self._workers.stop() if self._workers is not None else True
         await asyncio_tasks.cancelled(self._loader_watch)

@@ -1,6 +1,4 @@
-"""The agent's ends of local sockets: messages in without blocking the loop, small messages out with
-descriptors.
-"""
+"""The agent's ends of local sockets: framed messages in and out without blocking the loop."""
 
 from __future__ import annotations
 
@@ -12,12 +10,12 @@ from typing import Any
 from megascale_common.node import framing
 
 _RECEIVE_BYTES = 65536
-# A fresh unix socket takes this much without a reader, so that sending never waits.
+# The send buffer of a new socket holds this much without a reader, so that sending never waits.
 _MAX_UNREAD_BYTES = 128 * 1024
 
 
 class MessageChannel:
-    """A connected unix stream socket that carries framed messages. Owns the socket."""
+    """A connected unix stream socket that carries framed messages; it owns the socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -26,13 +24,13 @@ class MessageChannel:
 
     @classmethod
     def pair(cls) -> tuple[MessageChannel, socket.socket]:
-        """A channel and the other end, which is to be handed to a child and then closed here."""
+        """A channel and the other end, which goes to a child and is then closed here."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _MAX_UNREAD_BYTES)
         return cls(ours), theirs
 
     def send(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
-        """Send at once.
+        """Send at once, with ``descriptors`` beside the message.
 
         Raises:
             FramingError: the message is too large, the peer is gone, or it has left too much

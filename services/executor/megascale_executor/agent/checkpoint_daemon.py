@@ -1,8 +1,8 @@
-"""The node's checkpoint daemon as the agent sees it: a supervised child, its address, and its
-progress.
+"""The agent's part of the checkpoint daemon: starts and supervises it, follows its progress.
 
-Training goes on without it: a worker that finds it gone skips snapshots and registers again at its
-next one, which is why a restarted daemon listens on the same socket path.
+The daemon itself is :mod:`megascale_checkpoint`. Training goes on without it: a worker that finds
+it gone skips snapshots and registers again at its next one, which is why a restarted daemon listens
+on the same socket path.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ READY_TIMEOUT_S = 20.0
 
 
 class CheckpointDaemon:
-    """One daemon process, restarted within its budget.
+    """One daemon process, restarted within a budget.
 
     Args:
         on_change: called whenever the endpoint or the progress changes.
@@ -71,7 +71,7 @@ class CheckpointDaemon:
         )
 
     async def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> bool:
-        """Whether it serves, within ``timeout_s``; False as soon as it is given up (again)."""
+        """Whether it serves within ``timeout_s``; False at once when it is given up (again)."""
         self._child.revive()
         await asyncio_tasks.either(self._ready, self._child.gave_up, timeout_s=timeout_s)
         return self._ready.is_set()
@@ -85,9 +85,7 @@ class CheckpointDaemon:
         return any(each.job == job and each.sealed for each in self.progress)
 
     async def refresh(self) -> None:
-        """Have the progress as it is now; keeps what was last pushed when the daemon does not
-        answer.
-        """
+        """Read the progress now; the last one is kept when the daemon does not answer."""
         if not self.endpoint:
             return
         channel = open_channel(self.endpoint, self._token)
@@ -101,12 +99,12 @@ class CheckpointDaemon:
                 break
             call.cancel()
         except grpc.aio.AioRpcError as error:
-            _log.warning("checkpoint daemon did not tell its progress", error=error.details())
+            _log.warning("the checkpoint daemon did not report its progress", error=error.details())
         finally:
             await channel.close()
 
     async def stop(self) -> None:
-        """End the daemon; it is given a moment to drain."""
+        """End the daemon; it may take some time to drain."""
         await asyncio_tasks.cancelled(self._watcher)
         await self._child.stop()
 
@@ -137,7 +135,7 @@ class CheckpointDaemon:
         return await child_processes.spawn(command, config.node_folder / "checkpoint.log")
 
     def _on_exit(self, status: int) -> None:
-        # What it held in memory is gone with it.
+        # The snapshots that it held in memory are gone with it.
         self.endpoint, self.progress = "", []
         self._ready.clear()
         self._on_change()
@@ -175,8 +173,9 @@ class CheckpointDaemon:
 
 
 def _read_address(path: Path, written_since_s: float) -> str:
-    """The daemon's address; empty while the file is that of an earlier one (whose port may be
-    another node's now).
+    """The daemon's address; "" while the file is an earlier daemon's.
+
+    The port of that one may be in use by another node's daemon now.
     """
     try:
         if path.stat().st_mtime < written_since_s - _FILE_CLOCK_LAG_S:

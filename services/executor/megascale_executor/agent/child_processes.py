@@ -1,9 +1,9 @@
-"""Child processes of the agent: started from its main thread, dying with it, restarted within a
-budget, with log files.
+"""Child processes of the agent: checkpoint daemon, template and data loader (workers are forked).
 
-A child stays in the agent's process group, so that killing the group kills the node. It arms its
-own parent-death signal first thing; that fires when the spawning *thread* ends, and the event loop
-runs on the main thread.
+They end with the agent: each arms its own parent-death signal before all else. That signal fires
+when the spawning *thread* ends, so children are started on the event loop, which runs on the main
+thread. A child stays in the agent's process group, so that killing the group kills the node. Its
+output goes to a log file, and a supervised one is restarted within a budget.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ async def spawn(
 
 
 async def stop(process: asyncio.subprocess.Process, *, grace_s: float = TERMINATE_GRACE_S) -> None:
-    """SIGTERM, and SIGKILL after ``grace_s``; 0 kills at once. Returns when the process is reaped."""
+    """SIGTERM, then SIGKILL after ``grace_s`` (0: at once). Returns when the process is reaped."""
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM if grace_s > 0 else signal.SIGKILL)
     if grace_s > 0:
@@ -66,16 +66,14 @@ async def stop(process: asyncio.subprocess.Process, *, grace_s: float = TERMINAT
 
 
 class RestartBudget:
-    """At most ``limit`` restarts within ``window_s``; then the caller gives up."""
+    """At most ``limit`` restarts within ``window_s``; after that the caller gives the child up."""
 
     def __init__(self, limit: int = RESTART_BUDGET, window_s: float = RESTART_WINDOW_S) -> None:
         self._limit, self._window_s = limit, window_s
         self._times: deque[float] = deque()
 
     def delay_s(self, now_s: float) -> float | None:
-        """How long to wait before the next restart, which is counted; None when the budget is
-        spent.
-        """
+        """Seconds to wait before the next restart, which is counted; None without a budget left."""
         while self._times and now_s - self._times[0] > self._window_s:
             self._times.popleft()
         if len(self._times) >= self._limit:
@@ -88,7 +86,7 @@ class SupervisedChild:
     """Keeps one process running until :meth:`stop`.
 
     Args:
-        name: for logs.
+        name: of the child, in the log.
         start: starts the process; called again for each restart.
         on_exit: called after each end with the exit status.
     """
@@ -122,9 +120,7 @@ class SupervisedChild:
         )
 
     def revive(self) -> None:
-        """Try a child again that was given up, with a new budget: what was wrong may have been
-        mended.
-        """
+        """Start a child again that was given up, with a new budget: the cause may be gone."""
         if self.gave_up.is_set():
             self.gave_up.clear()
             self._budget = RestartBudget()

@@ -1,4 +1,4 @@
-"""What one agent is told at its start, checked before anything is started."""
+"""The options of one agent, checked before anything is started."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ MAX_TOPOLOGY_LABELS = 16
 class AgentConfig:
     """One node.
 
-    ``drivers`` are addresses given directly; when empty, ``driver_file`` is read anew at every
-    connection. ``run_folder`` is the cluster's folder; the node writes under ``nodes/NAME`` of it.
-    ``host`` is the address on which peers reach this node: of the rendezvous store, and of the
-    agent's own server. ``template_command`` replaces the training side. ``metrics_bind`` is
-    HOST:PORT of /metrics (the daemon takes the same host and any port); empty: none.
+    Args:
+        drivers: addresses of drivers; when empty, ``driver_file`` is read at every connection.
+        run_folder: the cluster's folder; the node writes under ``nodes/NAME`` in it.
+        host: address at which peers reach this node: the rendezvous store, the agent's server.
+        template_command: replaces the training side.
+        metrics_bind: HOST:PORT of /metrics (the daemon uses the same host and any port); empty: no
+            metrics.
     """
 
     cluster: str
@@ -44,7 +46,8 @@ class AgentConfig:
         for option, name in (("--cluster", self.cluster), ("--node", self.node)):
             if not is_dns_label(name):
                 raise OptionError(
-                    f"{option} {name!r}: use 1 to 63 of a-z, 0-9 and '-', neither first nor last a '-'"
+                    f"{option} {name!r}: use 1 to 63 of a-z, 0-9 and '-', "
+                    "neither first nor last a '-'"
                 )
         if bool(self.drivers) == (self.driver_file is not None):
             raise OptionError("give either --driver HOST:PORT[,HOST:PORT] or --driver-file FILE")

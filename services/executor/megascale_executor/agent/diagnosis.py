@@ -1,4 +1,4 @@
-"""Diagnostics on request: all checks that need no job, or those named, on a node without an attempt.
+"""Diagnostics on request, on a node without an attempt: all that need no job, or those named.
 
 No result of an earlier attempt is used, and nothing found here counts for later ones. An attempt
 that arrives meanwhile has precedence: the diagnosis is cancelled.

@@ -1,4 +1,4 @@
-"""What the node tells: its hello, and the heartbeat but for number and clock."""
+"""What the node reports to the driver: its hello, and the heartbeat (the link adds its number)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def build_hello(
     executor_endpoint: str,
     checkpoint_endpoint: str,
 ) -> link_pb2.ExecutorHello:
-    """Who the node is."""
+    """Identity, devices and endpoints of the node."""
     lowest, highest = PROTOCOL
     return link_pb2.ExecutorHello(
         protocol=link_pb2.ProtocolRange(lowest=lowest, highest=highest),
@@ -57,8 +57,9 @@ def build_hello(
 def build_heartbeat(
     runner: AttemptRunner, daemon: CheckpointDaemon, *, take_logs: bool = True
 ) -> link_pb2.Heartbeat:
-    """What the node does now. With ``take_logs`` the log classes found so far are handed over,
-    once.
+    """The present state of the node.
+
+    ``take_logs`` moves the log classes found so far into this heartbeat; no later one has them.
     """
     state = runner.state
     beat = link_pb2.Heartbeat(

@@ -1,7 +1,7 @@
-"""What the agent tells Prometheus: its part in an attempt, the ranks' progress, the link, the host.
+"""The agent's metrics for Prometheus: its part in an attempt, the ranks' progress, link and host.
 
-All of it is read off what the heartbeat says, at each scrape; ranks are folded into smallest and
-largest, because a series per rank would grow with the fleet.
+At each scrape they are read from a heartbeat that is built for it. Ranks are reduced to minimum and
+maximum, because a series per rank would grow with the fleet.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megascale_executor.agent.step_reports import StepReports
 
 
 class AgentMetrics(Collector):
-    """Figures of one node. ``beat`` builds the heartbeat without taking anything out of it."""
+    """Metrics of one node. ``beat`` builds a heartbeat and must not consume anything for it."""
 
     def __init__(
         self, beat: Callable[[], link_pb2.Heartbeat], link: DriverLink, reports: StepReports
@@ -27,7 +27,7 @@ class AgentMetrics(Collector):
         self._beat, self._link, self._reports = beat, link, reports
 
     def collect(self) -> Iterator[Metric]:
-        """Everything, as it stands now."""
+        """All metrics, as they are now."""
         beat = self._beat()
         yield _gauge(
             "megascale_link_connected", "1 while a driver is linked.", self._link.connected

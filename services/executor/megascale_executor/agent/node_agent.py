@@ -1,6 +1,4 @@
-"""One node: starts its parts in order, keeps them until it is told to stop, and leaves nothing
-behind.
-"""
+"""The agent of one node: starts its parts in order, stops them in order, leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -35,8 +33,8 @@ from megascale_executor.diagnostics.devices import DeviceFacts, cpu_slots, list_
 
 _log = logs.get(__name__)
 
-# The hello names the daemon's endpoint; without it in time, the link comes up first and says hello
-# again later.
+# The hello has the daemon's endpoint. If the daemon needs longer, the node links without it, and
+# sends another hello later.
 _DAEMON_BEFORE_LINK_S = 5.0
 
 
@@ -44,9 +42,9 @@ async def run_agent(config: AgentConfig) -> None:
     """Run the node until SIGTERM or SIGINT.
 
     Raises:
-        OptionError: devices that are not there, or a token file that cannot be read.
+        OptionError: a device that the host does not have, or a token file that cannot be read.
         DeviceQueryError: the GPUs cannot be listed.
-        OSError: folders or ports cannot be had.
+        OSError: a folder cannot be made, or a port cannot be bound.
     """
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -61,7 +59,7 @@ async def run_agent(config: AgentConfig) -> None:
 
 
 class NodeAgent:
-    """The parts of one node and what each needs of the others."""
+    """The parts of one node, connected with each other."""
 
     def __init__(self, config: AgentConfig, token: str, devices: list[DeviceFacts]) -> None:
         self._config, self._token, self._devices = config, token, devices
@@ -101,12 +99,12 @@ class NodeAgent:
         self._metrics = MetricsServer(registry_of("executor", figures))
         self._metrics_file = config.node_folder / "metrics.address"
         self._endpoint = ""
-        self._told_checkpoint_endpoint = ""
+        self._reported_checkpoint_endpoint = ""
         self._tasks: list[asyncio.Task[None]] = []
         self._pids_written = ""
 
     async def start(self) -> None:
-        """Server, template, daemon, then the link, when there is something to tell."""
+        """Start server, template and daemon, then the link, whose hello has their endpoints."""
         config = self._config
         service = ExecutorService(
             config.node_folder,
@@ -152,7 +150,7 @@ class NodeAgent:
         return addresses_from(self._config.drivers, self._config.driver_file)
 
     def _hello(self) -> link_pb2.ExecutorHello:
-        self._told_checkpoint_endpoint = self._daemon.endpoint
+        self._reported_checkpoint_endpoint = self._daemon.endpoint
         return build_hello(
             self._config, self._incarnation, self._devices, self._endpoint, self._daemon.endpoint
         )
@@ -162,8 +160,8 @@ class NodeAgent:
         self._write_pids()
 
     def _on_daemon_change(self) -> None:
-        # A restarted daemon has a new endpoint, which only a hello can tell.
-        if self._daemon.endpoint and self._daemon.endpoint != self._told_checkpoint_endpoint:
+        # A restarted daemon has a new endpoint, which only a hello can report.
+        if self._daemon.endpoint and self._daemon.endpoint != self._reported_checkpoint_endpoint:
             self._link.hello_changed()
         self._changed()
 
@@ -181,7 +179,7 @@ class NodeAgent:
         )
 
     def _heartbeat(self) -> link_pb2.Heartbeat:
-        """For others than the driver: nothing is handed over with it."""
+        """A heartbeat for others than the driver: it consumes nothing."""
         return build_heartbeat(self.runner, self._daemon, take_logs=False)
 
     def _holder(self) -> AttemptKey | None:
@@ -207,13 +205,13 @@ class NodeAgent:
         return {role: pid for role, pid in found.items() if pid is not None}
 
     def _write_pids(self) -> None:
-        """pids.json, for operators and tools that look at the node from outside."""
+        """Write pids.json, for operators and tools."""
         text = json.dumps(self._pids(), indent=1) + "\n"
         if text == self._pids_written:
             return
         try:
             replace_file(self._config.node_folder / "pids.json", text)
-        except OSError as error:  # a full disk must not end the workers
+        except OSError as error:  # a full disk must not end the node
             _log.warning("pids.json cannot be written", error=str(error))
         else:
             self._pids_written = text

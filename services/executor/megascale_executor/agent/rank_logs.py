@@ -1,6 +1,4 @@
-"""Log files of ranks: their last lines, their growth as it happens, and the classes of trouble that
-stand in them.
-"""
+"""Log files of ranks: their last lines, new lines as they come, classes of errors in them."""
 
 from __future__ import annotations
 
@@ -23,20 +21,19 @@ MAX_SAMPLE_BYTES = 512
 MAX_SIGNATURES = 32
 _MAX_SIGNATURE_CHARS = 120
 _SCAN_BYTES_PER_BEAT = 256 * 1024
-# Lines worth telling the driver. Word parts, because libraries glue them to other words
+# Lines that are reported to the driver. Parts of words, because libraries join them to others
 # (RuntimeError, NCCL_ERROR).
-_TROUBLE = re.compile(
+_ERROR = re.compile(
     r"error|exception|fatal|nccl warn|xid|segfault|out of memory|killed|traceback", re.IGNORECASE
 )
-# What differs between two lines of one class: numbers, addresses, quoted names, paths.
+# What may differ between two lines of one class: numbers, addresses, quoted names, paths.
 _VARIABLE = re.compile(r"0x[0-9a-f]+|\d+(?:[.:]\d+)*|'[^']*'|\"[^\"]*\"|/\S+", re.IGNORECASE)
 
 
 def tail(path: Path, lines: int) -> tuple[list[str], int]:
-    """The last ``lines`` lines of a file, and the offset after the last of them, where following
-    goes on.
+    """The last ``lines`` lines of a file, and the offset after them, from which to follow it.
 
-    A line that is still being written is left out. At most 16 MiB from the end are looked at.
+    A line that is still being written is left out. At most 16 MiB from the end are read.
 
     Raises:
         OSError: the file cannot be read.
@@ -61,12 +58,10 @@ def tail(path: Path, lines: int) -> tuple[list[str], int]:
 
 
 async def follow(path: Path, offset: int, is_over: Callable[[], bool]) -> AsyncIterator[str]:
-    """Lines written after ``offset``, as they come, until ``is_over`` and the file has been read to
-    its end.
-    """
+    """Lines written after ``offset``, as they come; ends with the file once ``is_over``."""
     pending = b""
     while True:
-        over = is_over()  # asked before reading, so that nothing written before the end is missed
+        over = is_over()  # called before reading, so that nothing written before the end is missed
         with path.open("rb") as file:
             file.seek(offset)
             data = file.read(_BLOCK_BYTES)
@@ -86,10 +81,11 @@ async def follow(path: Path, offset: int, is_over: Callable[[], bool]) -> AsyncI
 
 
 def signature(line: str) -> str | None:
-    """Class of a line of trouble, the same for lines that differ in numbers, names and paths; None
-    for other lines.
+    """Class of a line that reports an error; None for other lines.
+
+    It is the same for lines that differ only in numbers, quoted names and paths.
     """
-    if _TROUBLE.search(line) is None:
+    if _ERROR.search(line) is None:
         return None
     return " ".join(_VARIABLE.sub("#", line).split())[:_MAX_SIGNATURE_CHARS]
 
@@ -102,8 +98,9 @@ class _Position:
 
 
 class LogScanner:
-    """Reads what has been added to the ranks' logs and counts classes of trouble, bounded in
-    reading and in memory.
+    """Counts the classes of errors in what has been added to the ranks' logs.
+
+    It reads and keeps a bounded amount per call.
     """
 
     def __init__(self) -> None:
@@ -111,7 +108,7 @@ class LogScanner:
         self._found: dict[str, link_pb2.LogFingerprint] = {}
 
     def watch(self, logs: dict[int, Path]) -> None:
-        """Look at these files by rank from now on, and at no others."""
+        """Scan these files, by rank, from now on, and no others."""
         self._positions = {path: _Position(rank) for rank, path in logs.items()}
 
     def collect(self) -> list[link_pb2.LogFingerprint]:

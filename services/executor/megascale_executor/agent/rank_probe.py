@@ -1,5 +1,6 @@
-"""The probe behind the checks ``compute`` and ``all_reduce``: one process per device, forked from the
-template, that checks its device and the path to the others.
+"""The probe behind the checks ``compute`` and ``all_reduce``.
+
+One process per device, forked from the template, checks its device and the path to the others.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""ExecutorService: the node's own face. The driver probes a silent node with it and reads the
-ranks' logs.
+"""ExecutorService: what a node answers itself: its status, diagnostics, and the logs of its ranks.
+
+The driver probes a silent node through it.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
 
     Args:
         node_folder: where the ranks' logs are.
-        status: builds the answer of GetNodeStatus.
+        status: builds the response of GetNodeStatus.
         is_active: whether an attempt still has workers, so that its logs may grow.
-        holder: the attempt that the node has, or is told to have, if any.
-        diagnose: runs the checks named, or all.
+        holder: the attempt that the node has, or is to have, if any.
+        diagnose: runs the diagnostics named, or all.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
     async def GetNodeStatus(
         self, request: executor_pb2.GetNodeStatusRequest, context: _Context
     ) -> executor_pb2.GetNodeStatusResponse:
-        """What the node is and does now."""
+        """Identity and present state of the node."""
         return self._status()
 
     @answers
@@ -80,7 +81,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
     async def TailWorkerLogs(
         self, request: executor_pb2.TailWorkerLogsRequest, context: _Context
     ) -> AsyncIterator[executor_pb2.TailWorkerLogsResponse]:
-        """Last lines of a rank's log; with ``follow`` also new ones, until the attempt ends here."""
+        """Last lines of a rank's log; with ``follow`` new ones too, until the attempt ends here."""
         if not is_dns_label(request.job):
             raise invalid("job", f"{request.job!r} is not the name of a job; `ListJobs` lists them")
         if not 0 <= request.lines <= MAX_LINES:
@@ -92,8 +93,8 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
             lines, offset = await asyncio.to_thread(tail, path, request.lines or DEFAULT_LINES)
         except OSError as error:
             raise NotFoundError(
-                f"this node has no log of rank {request.rank} of job {request.job}, attempt "
-                f"{number}; call TailLogs of the driver, which finds the node of each rank",
+                f"this node has no log of rank {request.rank} of job {request.job}, "
+                f"attempt {number}; use the driver's TailLogs, which finds the node of each rank",
                 reason="LOG_NOT_FOUND",
             ) from error
         for line in lines:

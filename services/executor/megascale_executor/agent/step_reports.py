@@ -1,8 +1,7 @@
-"""Step records on their way to the driver: in a bounded buffer, across reconnects, until the driver
-has taken them.
+"""Step records on their way to the driver: kept in a bounded buffer until the driver has them.
 
-At least once: a record whose acceptance was lost is sent again; (job, attempt, step) tells the
-driver so.
+Delivery is at least once, across reconnects: a record whose acknowledgement was lost is sent again,
+which the driver detects by (job, attempt, step).
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ MAX_RECORDS = 10_000
 _MAX_PER_CALL = 1_000
 _MAX_PER_REQUEST = 200
 _CALL_TIMEOUT_S = 10.0
-# Steps of a tiny model come many per second; they share a call.
+# A tiny model makes many steps per second: their records share a call.
 _COALESCE_S = 0.05
 _RETRY_S = 1.0
-# With these the driver has looked at the records and will never take them.
-_JUDGED = frozenset(
+# With these codes the driver has read the records and will never take them.
+_FINAL = frozenset(
     {
         grpc.StatusCode.INVALID_ARGUMENT,
         grpc.StatusCode.NOT_FOUND,
@@ -46,8 +45,7 @@ _SCALARS = frozenset(field.name for field in types_pb2.StepRecord.DESCRIPTOR.fie
 
 
 def to_proto(record: Mapping[str, Any]) -> types_pb2.StepRecord:
-    """A worker's record for the wire; names that the wire does not know are left out, None is
-    absent.
+    """A worker's record for the wire; other names than its fields, and None, are left out.
 
     Raises:
         TypeError, ValueError, OverflowError: a value is not of its field's type or range.
@@ -66,7 +64,7 @@ def to_proto(record: Mapping[str, Any]) -> types_pb2.StepRecord:
 
 
 class StepReports:
-    """The buffer and its sender."""
+    """The buffer of one node, and its sender."""
 
     def __init__(self, limit: int = MAX_RECORDS) -> None:
         self._limit = limit
@@ -81,9 +79,7 @@ class StepReports:
         return len(self._pending)
 
     def add(self, job: str, record: Mapping[str, Any]) -> None:
-        """Keep a worker's record; the oldest is dropped, counted and logged when the buffer is
-        full.
-        """
+        """Keep a worker's record; when the buffer is full the oldest is dropped and counted."""
         try:
             message = to_proto(record)
         except (TypeError, ValueError, OverflowError) as error:  # round() of inf overflows
@@ -104,9 +100,7 @@ class StepReports:
         self._filled.set()
 
     async def until_taken(self, timeout_s: float) -> None:
-        """Wait until the driver has taken all records, at most ``timeout_s``; after it they are
-        still sent.
-        """
+        """Wait until the driver has all records, at most ``timeout_s``; they stay in the buffer."""
         try:
             await asyncio.wait_for(self._empty.wait(), timeout_s)
         except TimeoutError:
@@ -115,9 +109,7 @@ class StepReports:
             )
 
     async def send_forever(self, stub: link_pb2_grpc.ExecutorLinkServiceAsyncStub) -> None:
-        """Send what is there and what comes, over one connection; what cannot be sent is kept and
-        tried again.
-        """
+        """Send all records over one connection; what cannot be sent is kept and sent again."""
         while True:
             await self._filled.wait()
             await asyncio.sleep(_COALESCE_S)
@@ -125,7 +117,7 @@ class StepReports:
             try:
                 response = await stub.ReportSteps(_requests(job, records), timeout=_CALL_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
-                if error.code() not in _JUDGED:
+                if error.code() not in _FINAL:
                     _log.info(
                         "step records are kept: the driver did not take them",
                         reason=error.details(),
@@ -142,16 +134,14 @@ class StepReports:
                 _log.info(
                     "driver left step records out", sent=len(records), accepted=response.accepted
                 )
-            # Some of them may have been dropped meanwhile, for want of room.
+            # Some of them may have left the buffer meanwhile, dropped because it was full.
             self._forget(first + len(records) - self._first)
             if not self._pending:
                 self._filled.clear()
                 self._empty.set()
 
     def _next_batch(self) -> tuple[str, list[types_pb2.StepRecord]]:
-        """The oldest records, all of one job: a job that the driver does not know must not take
-        others with it.
-        """
+        """The oldest records, all of one job: a refusal of one job must not drop another's."""
         job = self._pending[0][0]
         same = takewhile(lambda entry: entry[0] == job, islice(self._pending, _MAX_PER_CALL))
         return job, [record for _, record in same]

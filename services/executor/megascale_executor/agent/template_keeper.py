@@ -1,5 +1,6 @@
-"""Keeps one template process warm: started with the agent, replaced when it dies, always there for
-the next attempt.
+"""Keeps one template process ready for the next attempt, and replaces it when it ends.
+
+The handle on one such process is :mod:`megascale_executor.agent.template_process`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class TemplateKeeper:
         self._command, self._log_path = command, log_path
         self._current: TemplateProcess | None = None
         self._arrival = asyncio.Event()
-        self._undertaker: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None
         self._child = child_processes.SupervisedChild("template", self._start)
 
     @property
@@ -50,28 +51,24 @@ class TemplateKeeper:
                 return current
             else:
                 await asyncio_tasks.either(current.ready, current.end, timeout_s=left_s)
-        raise TemplateError(f"no template process becomes ready; {self._log_path} says why")
+        raise TemplateError(f"no template process becomes ready; see {self._log_path}")
 
     async def stop(self) -> None:
         """End the template and all that it forked."""
-        await asyncio_tasks.cancelled(self._undertaker)
+        await asyncio_tasks.cancelled(self._ending)
         if self._current is not None:
             await self._current.close()
         await self._child.stop()
 
     async def _start(self) -> asyncio.subprocess.Process:
         self._current, process = await TemplateProcess.spawn(self._command, self._log_path)
-        self._undertaker = asyncio.create_task(
-            _end_with(self._current, process), name="template-end"
-        )
+        self._ending = asyncio.create_task(_end_with(self._current, process), name="template-end")
         self._arrival.set()
         return process
 
 
 async def _end_with(template: TemplateProcess, process: asyncio.subprocess.Process) -> None:
-    """A template that was given up ends when its socket closes; one that hangs is killed, so that
-    another starts.
-    """
+    """Kill a template that does not end although its socket is closed, so that another starts."""
     await template.end.wait()
     try:
         async with asyncio.timeout(child_processes.TERMINATE_GRACE_S):

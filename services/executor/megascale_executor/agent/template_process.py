@@ -1,9 +1,8 @@
-"""The agent's handle on the template process: it forks the processes that need torch, and tells of
-their end.
+"""The agent's handle on the template process, which forks the processes that need torch.
 
-The template has imported torch before it is needed, so a fork costs milliseconds where a fresh
-start costs seconds. Its end closes the socket and kills all that it forked, by their parent-death
-signals.
+The template (``python -m megascale_trainer.process``) has imported torch before it is needed, so
+a fork takes milliseconds where a new process takes seconds. When it ends, its socket closes, and
+the parent-death signals of all that it forked kill them.
 """
 
 from __future__ import annotations
@@ -35,15 +34,16 @@ _ENVIRONMENT = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "PYTHONUNBUFFERED": "1"}
 
 
 class ForkedProcess:
-    """A process that the template forked. ``exited`` gives its exit status, or minus the signal's
-    number.
+    """A process that the template forked.
+
+    ``exited`` is its exit status, or minus the number of the signal that ended it.
     """
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        # A pid may be reused after the template has reaped the process; a pidfd never means another
-        # one.
+        # A pid may be in use again after the template has reaped the process; a pidfd never refers
+        # to another process.
         try:
             self._pidfd = os.pidfd_open(pid)
         except ProcessLookupError:
@@ -52,7 +52,7 @@ class ForkedProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the process still runs at this moment, ahead of the template's word."""
+        """Whether the process runs at this moment, even before the template reports its end."""
         if self.exited.done() or self._pidfd < 0:
             return False
         poll = select.poll()
@@ -60,7 +60,7 @@ class ForkedProcess:
         return not poll.poll(0)
 
     def kill(self) -> None:
-        """SIGKILL; nothing happens when it has ended."""
+        """Send SIGKILL; nothing happens when it has ended."""
         self.send_signal(signal.SIGKILL)
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -76,9 +76,7 @@ class ForkedProcess:
 
 
 class TemplateProcess:
-    """One template process and what it forked. Start with :meth:`spawn`; after its end make a new
-    one.
-    """
+    """One template process and what it forked; start it with :meth:`spawn`."""
 
     def __init__(self, channel: MessageChannel) -> None:
         self._channel = channel
@@ -90,7 +88,7 @@ class TemplateProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether the process is gone, or cannot be spoken to any more."""
+        """Whether the process has ended or its socket is closed."""
         return self.end.is_set()
 
     @classmethod
@@ -119,8 +117,7 @@ class TemplateProcess:
         return cls(channel), process
 
     async def fork(self, rank: int, socket_fd: int, log_fd: int) -> ForkedProcess:
-        """Fork one process with the two descriptors; they may be closed here when this returns or
-        raises.
+        """Fork one process; the caller may close the two descriptors when this returns or raises.
 
         Raises:
             TemplateError: the template is gone, or does not fork within FORK_TIMEOUT_S.
@@ -129,6 +126,8 @@ class TemplateProcess:
             raise TemplateError("the template process has ended")
         forked: asyncio.Future[ForkedProcess] = asyncio.get_running_loop().create_future()
         try:
+            # The kernel duplicates the descriptors as they are sent (SCM_RIGHTS), whenever the
+            # template reads the message.
             self._channel.send(Fork(kind="fork", rank=rank), [socket_fd, log_fd])
             self._waiting.append(forked)
             # Not wait_for, which on 3.11 swallows a cancellation that comes together with the
@@ -139,11 +138,10 @@ class TemplateProcess:
             raise TemplateError(f"the template process cannot be reached: {error}") from error
         except asyncio.CancelledError:
             if forked.done() and not forked.cancelled() and forked.exception() is None:
-                forked.result().kill()  # it came in the moment in which nobody wanted it any more
+                forked.result().kill()  # forked at the moment in which the caller gave up
             raise
         except TimeoutError as error:
-            # It hangs. Without its socket it ends, or its keeper ends it; either way another takes
-            # its place.
+            # It hangs. Without its socket it ends, or its keeper kills it; then another one starts.
             self.end.set()
             self._reader.cancel()
             raise TemplateError(
@@ -163,7 +161,8 @@ class TemplateProcess:
         if message["kind"] == "hello":
             if message["version"] != framing.PROTOCOL_VERSION:
                 raise framing.FramingError(
-                    f"template speaks version {message['version']}, agent {framing.PROTOCOL_VERSION}"
+                    f"template has protocol version {message['version']}, "
+                    f"agent {framing.PROTOCOL_VERSION}"
                 )
             self.ready.set()
             _log.info("template is ready", torch=message["torch"])
@@ -172,7 +171,7 @@ class TemplateProcess:
             self._running[process.pid] = process
             waiting = self._waiting.popleft()  # the template answers in the order of the requests
             if waiting.done():
-                process.kill()  # whoever asked has given up
+                process.kill()  # the caller has given up
             else:
                 waiting.set_result(process)
         elif message["kind"] == "exited":
@@ -188,6 +187,8 @@ class TemplateProcess:
         for waiting in self._waiting:
             if not waiting.done():
                 waiting.set_exception(TemplateError("the template process ended"))
+        # Their parent-death signals kill them too, but only when the template has ended: one that
+        # hangs is still alive here.
         for process in self._running.values():
             process.kill()
             if not process.exited.done():

@@ -1,4 +1,4 @@
-"""A worker's place in the heartbeat: its process, and what its status page says without asking it."""
+"""One worker in the heartbeat: its process, and its progress as its status page shows it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from megascale_common.node.status_page import read_status_page
 from megascale_common.service.wire_text import encodable
 from megascale_executor.agent.workers import Worker
 
-# Counts of operations say something only of a rank that stands still; a rank has seven groups at
-# most.
+# Operation counts are evidence only of a rank that stands still. A rank has seven groups at most.
 STILL_AFTER_NS = 1_000_000_000
 MAX_OPERATIONS = 8
 MAX_ERROR_CHARS = 2000

@@ -1,9 +1,8 @@
-"""The worker processes of one attempt on this node: start, listen, judge their end, stop all at
-once.
+"""The worker processes of one attempt on this node: started, followed, and stopped together.
 
-The first worker that ends badly fails the attempt: the others are killed at once, because a
-collective with a missing rank only hangs, and what they would report are symptoms. A worker that
-was already dead at that moment keeps its own status, so that the driver can tell the culprit.
+The first worker that fails fails the attempt: the others are killed at once, because a collective
+with a missing rank only hangs, and what they would report are symptoms. A worker that had ended by
+itself before that keeps its own status, so that the driver can find the culprit.
 """
 
 from __future__ import annotations
@@ -26,21 +25,20 @@ from megascale_executor.agent.template_process import ForkedProcess, TemplatePro
 
 _log = logs.get(__name__)
 
-# A worker that has reported an error is given this long to end by itself before it is taken for
-# ended.
+# A worker that has reported an error is killed when it has not ended by itself within this time.
 _EXIT_AFTER_FAILED_S = 1.0
-# After the exit, its last messages are read at once; a grandchild that holds the socket must not
-# delay the verdict.
+# After its exit a worker's last messages are there at once; a grandchild that holds the socket open
+# must not delay the decision.
 _DRAIN_SOCKET_S = 0.5
-# A killed process is gone in milliseconds unless a driver call holds it in the kernel.
+# A killed process is gone in milliseconds, unless a call of a device driver holds it in the kernel.
 KILL_TIMEOUT_S = 10.0
-# Long enough to write stacks to a log; added to a restart only where a rank stood still.
+# Long enough to write stacks to a log. It is added to a restart only where a rank stood still.
 _STACKS_S = 0.2
 
 
 @dataclass(slots=True)
 class Worker:
-    """One rank's process as the agent knows it."""
+    """One rank's process, with what it reported."""
 
     rank: int
     channel: MessageChannel
@@ -65,19 +63,19 @@ class Worker:
 
     @property
     def ended_well(self) -> bool:
-        """Whether it did all its steps and left with status 0."""
+        """Whether it completed all its steps and exited with status 0."""
         return self.finished and self.exit_status == 0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerEvents:
-    """What the workers of an attempt make known; called on the event loop."""
+    """Callbacks for what happens to the workers of an attempt; called on the event loop."""
 
     all_running: Callable[[], None]
     all_finished: Callable[[], None]
     step: Callable[[dict[str, Any]], None]
     failed: Callable[[str], None]
-    exited: Callable[[], None]  # any worker, after its end was judged
+    exited: Callable[[], None]  # any worker, after the cause of its end was decided
     profiled: Callable[[int, Profiled], None]  # of a rank; raises KeyError or TypeError
 
 
@@ -93,8 +91,7 @@ class WorkerSet:
     async def start(
         self, assignments: Sequence[tuple[Assignment, Path]], store_listen_fd: int | None
     ) -> None:
-        """Fork one worker per (assignment, log file) and hand each its assignment; rank 0 gets the
-        store's socket.
+        """Fork one worker per (assignment, log file); rank 0 also gets the store's socket.
 
         Raises:
             TemplateError: a worker could not be forked; those that run are left to :meth:`stop`.
@@ -124,11 +121,14 @@ class WorkerSet:
 
         async def fork() -> None:
             with theirs, log_path.open("ab") as log:
-                # Taken down at once: a start that is cut short must still know whom to kill.
+                # Assigned here and not by the caller, so that a start which is cancelled half-way
+                # still kills those that were forked.
                 worker.process = await self._template.fork(
                     worker.rank, theirs.fileno(), log.fileno()
                 )
 
+        # Before the fork: the assignment waits in the socket's buffer, and the worker has it at its
+        # first read.
         try:
             channel.send(assignment, descriptors)
         except framing.FramingError as error:
@@ -169,7 +169,7 @@ class WorkerSet:
             raise framing.FramingError(f"unknown kind {message['kind']!r}")
 
     async def _watch(self, worker: Worker, assignment: Assignment) -> None:
-        """Wait for one worker's end and judge it."""
+        """Wait for one worker's end and decide what it means for the attempt."""
         assert worker.process is not None and worker.reader is not None
         exited = worker.process.exited
         failed = asyncio.ensure_future(worker.failed.wait())
@@ -180,7 +180,7 @@ class WorkerSet:
             await asyncio.wait({exited}, timeout=_EXIT_AFTER_FAILED_S)
             if not exited.done():
                 worker.process.kill()
-        # The moment is taken before the last messages are read: drivers order faults by it.
+        # Taken before the last messages are read: the driver orders faults by this time.
         status, exited_at_s = await asyncio.shield(exited), time.time()
         await asyncio.wait({worker.reader}, timeout=_DRAIN_SOCKET_S)
         worker.exit_status, worker.exited_at_s = status, exited_at_s
@@ -198,9 +198,7 @@ class WorkerSet:
         self._events.exited()
 
     def abort(self, reason: str) -> None:
-        """Kill what runs for a reason outside the workers, and make the failure known; nothing
-        after an end.
-        """
+        """Fail the attempt for a reason outside the workers; nothing happens after its end."""
         if not self._stopping and not all(worker.ended_well for worker in self.workers):
             self._kill_for(reason)
             _log.warning("workers aborted", reason=reason)
@@ -220,7 +218,7 @@ class WorkerSet:
         how = describe_exit(culprit.exit_status or 0)
         if culprit.exit_status == 0:
             how = "ended with status 0 before its last step"
-            if not culprit.error_kind:  # by its status alone nobody would take it for the culprit
+            if not culprit.error_kind:  # status 0 alone would not show that it is the culprit
                 culprit.error_kind, culprit.error = "OTHER", how
         self._kill_for(f"rank {culprit.rank} {how}", culprit)
         reason = f"rank {culprit.rank} {how}"
@@ -232,11 +230,10 @@ class WorkerSet:
         self._events.failed(reason)
 
     async def stop(self) -> bool:
-        """SIGKILL what still runs and wait for it; False when something is still there after
-        KILL_TIMEOUT_S.
+        """SIGKILL what still runs and wait; False when a worker is left after KILL_TIMEOUT_S.
 
-        Ranks that have stood still write their stacks to their logs first: of a hang, nothing else
-        says where it was.
+        Ranks that have stood still write their stacks to their logs first: nothing else shows where
+        a hang was.
         """
         self._stopping = True
         await self._write_stacks()

@@ -1,5 +1,6 @@
-"""The devices of the host: CPU slots, or GPUs as nvidia-smi lists them (no CUDA: a stuck GPU would
-block it).
+"""The devices of the host: CPU slots, or GPUs as nvidia-smi lists them.
+
+Not through CUDA: a stuck GPU would block the agent.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import Literal
 
 from megascale_common.service.errors import DeviceQueryError
 
-# A healthy driver answers in 0.1 to 2 s without persistence mode; a GPU that fell off the bus can
-# block it for minutes.
+# nvidia-smi takes 0.1 to 2 s without persistence mode; a GPU that fell off the bus can block it for
+# minutes.
 QUERY_TIMEOUT_S = 20.0
 _FIELDS = "index,uuid,name,memory.total"
 _MIB = 1 << 20
@@ -31,7 +32,7 @@ class DeviceFacts:
 
 
 async def list_gpus() -> list[DeviceFacts]:
-    """All GPUs that the driver knows.
+    """All GPUs that the NVIDIA driver lists.
 
     Raises:
         DeviceQueryError: no nvidia-smi, it fails, or it does not answer within QUERY_TIMEOUT_S.

@@ -1,5 +1,6 @@
-"""What a diagnostic is: one named check of a node. Packages of others add their own through
-:mod:`megascale_executor.diagnostics.registry`.
+"""What a diagnostic is: one named check of a node.
+
+Installed packages can add their own through :mod:`megascale_executor.diagnostics.registry`.
 """
 
 from __future__ import annotations

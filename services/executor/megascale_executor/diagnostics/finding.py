@@ -1,4 +1,4 @@
-"""What a self-check found. SKIPPED is never PASS: it says why nothing was looked at."""
+"""What a check found. SKIPPED is never PASS: its detail is the reason why nothing was checked."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ MAX_DETAIL_CHARS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Result of one check of one ``target`` (a device, a mount point), as megascale.v1.CheckResult
-    has it.
-    """
+    """Result of a check of one ``target`` (a device, a mount point): megascale.v1.CheckResult."""
 
     name: str
     target: str
@@ -44,7 +42,7 @@ class Finding:
 
 
 def verdict_of(text: str) -> Verdict:
-    """The verdict named ``text``; anything unknown is a FAIL, because it must not pass for good."""
+    """The verdict named ``text``; an unknown one is a FAIL, because it must not count as a PASS."""
     return next((verdict for verdict in VERDICTS if verdict == text), "FAIL")
 
 
