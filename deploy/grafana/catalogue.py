@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from megascale_checkpoint.reporting import Reporter
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
 from megascale.v1 import link_pb2, types_pb2
+from megascale_checkpoint.committer_client import CommitterClient
 from megascale_checkpoint.concurrency import Pools
 from megascale_checkpoint.jobs import Jobs
 from megascale_checkpoint.metrics import CheckpointMetrics
@@ -116,7 +116,7 @@ def checkpoint_registry() -> Iterator[CollectorRegistry]:
         staging = StagingFolder(Path(folder) / "staging", "cluster", "n1", "incarnation")
         pools = Pools()
         try:
-            jobs = Jobs(staging, pools, Reporter("token"))
+            jobs = Jobs(staging, pools, CommitterClient("token"))
             jobs.job("job").note_persisted(0.5, 100)
             jobs.job("job").note_restored("memory", 0.1, 0)
             yield registry_of("checkpoint", CheckpointMetrics(jobs, staging))
