@@ -1,6 +1,4 @@
-"""Ranks for all modules: a CUDA context and its libraries take seconds to start, so they are
-started once.
-"""
+"""Ranks for all modules, started once: a CUDA context and its libraries take seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from tests.harness.ranks import RankPool, rank_pool
 
 interpret_without_cuda()  # modules of this folder are imported, and not run, by `make test` too
 
-# ranks that hang on a device spin: their CPU time is no progress, and the time of devices is dear
+# Ranks that hang on a device spin: their CPU time is no progress, and devices are expensive.
 CAP_S = 240
 
 

@@ -82,9 +82,7 @@ def test_what_must_repeat_does_not_use_cudnn_and_repeats() -> None:
 
 
 def test_gradients_of_any_layout_are_right() -> None:
-    """One process meets several: cuDNN's backward is kept for the first, and would read another
-    beside its memory.
-    """
+    """One process has several: cuDNN's backward is cached for the first layout it gets."""
     q, k, v = _inputs(HEADS)
     gradient = torch.randn(BATCH, HEADS, SEQUENCE, WIDTH, device="cuda", dtype=torch.bfloat16)
     wide = torch.zeros(SEQUENCE, BATCH, 3 * HEADS * WIDTH, device="cuda", dtype=torch.bfloat16)
@@ -104,9 +102,7 @@ def test_gradients_of_any_layout_are_right() -> None:
 
 
 def _documents() -> Documents:
-    """Of one token, of a block and one over, and of whatever remains; not the same in both
-    sequences.
-    """
+    """Documents of one token, of a block and one over, and the rest; the sequences differ."""
     begins = torch.zeros(BATCH, SEQUENCE, dtype=torch.bool)
     begins[0, [1, 130, 131, 400]] = True
     begins[1, [300, 511]] = True
@@ -143,7 +139,7 @@ def test_varlen_is_right(documents: bool, window: int, kv_heads: int, by_positio
 @pytest.mark.parametrize(("documents", "window"), [(True, 0), (True, 100), (False, 100)])
 def test_documents_and_windows_need_no_matrix_and_no_wait(documents: bool, window: int) -> None:
     leaves, mask = _inputs(2), _masked(documents, window)
-    attention(*leaves, mask)  # what is made once has been made
+    attention(*leaves, mask)  # what is made once is made here
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -1,6 +1,4 @@
-"""Benchmarks on CUDA devices: figures, the split of a step, and a sweep in which a configuration
-has no room.
-"""
+"""Benchmarks on CUDA devices: figures, the split of a step, a configuration without room."""
 
 from __future__ import annotations
 

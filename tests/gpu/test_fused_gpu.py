@@ -1,5 +1,4 @@
-"""The fused operators on CUDA: bf16 at training shapes no worse than torch's own, repeatable, and
-in the trainer.
+"""The fused operators on CUDA: at training shapes as exact as torch's own, repeatable, in training.
 
 Errors are against float64 on the same bf16 inputs. torch's own operators round between their steps,
 so a fused one that is right is seldom further off; a kernel that reads or writes a wrong place is
@@ -47,7 +46,7 @@ def _random(*size: int, scale: float = 1.0) -> torch.Tensor:
 def _is_as_good_as_torch(
     run: Run, inputs: list[torch.Tensor], weights: list[torch.Tensor], gradients: list[torch.Tensor]
 ) -> None:
-    """Compare all results and gradients, and run the fused operator twice: it repeats bit for bit."""
+    """Compare all results and gradients; of two fused runs all bits are equal."""
     fused = choose("triton", CUDA)
     assert fused.name == "triton"
     tensors = inputs, weights, gradients
@@ -70,9 +69,7 @@ def _seed() -> None:
 
 @pytest.fixture
 def _repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """cuDNN's attention backward does not repeat, so it stays out; cuBLAS wants its workspace
-    named.
-    """
+    """Without cuDNN's attention, whose backward does not repeat; cuBLAS needs a set workspace."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     yield
@@ -164,9 +161,7 @@ def test_block_inner(heads: Heads, activation: Activation | None, turned: bool, 
 
 
 def test_block_inner_on_cudnn_is_right() -> None:
-    """Without the deterministic flag: the fastest attention, fed by the fused split and its strided
-    gradient copied.
-    """
+    """Without the deterministic flag: the fastest attention, on what the fused split writes."""
     heads, sequence, batch, ffn = Heads(8, 8, 128), 2048, 2, 4096
     table = rotary_table(
         torch.arange(sequence, device=CUDA).expand(batch, -1), heads.size, 10_000.0

@@ -1,6 +1,4 @@
-"""Cross entropy, gradient norm and AdamW on CUDA at training shapes: exact, repeatable, small and
-without sync.
-"""
+"""Cross entropy, gradient norm and AdamW on CUDA at training shapes: exact, small, without sync."""
 
 from __future__ import annotations
 
@@ -65,9 +63,7 @@ def _no_sync() -> Iterator[None]:
 def _loss(
     kernel: CrossEntropy, logits: torch.Tensor, targets: torch.Tensor, columns: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Loss, log Z and the gradient of the logits, which overwrites them, of sum(loss + 1e-3 log
-    Z^2).
-    """
+    """Loss, log Z and the gradient of sum(loss + 1e-3 log Z^2), which overwrites the logits."""
     logits.requires_grad_()
     loss, log_z = kernel(logits, targets, 0, columns, _alone, _alone)
     [gradient] = torch.autograd.grad(loss.sum() + 1e-3 * log_z.square().sum(), logits)

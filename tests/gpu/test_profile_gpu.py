@@ -45,12 +45,13 @@ def test_a_trace_has_the_kernels_of_its_steps_and_changes_no_loss(
             outcome["answers"]
         )
         for name, steps in (("one", [3, 4]), ("two", [6])):
-            _judge(tmp_path / "with" / f"trace-{name}-{rank}.json.gz", steps)
+            _check_trace(tmp_path / "with" / f"trace-{name}-{rank}.json.gz", steps)
 
 
-def _judge(path: Path, steps: list[int]) -> None:
-    """The trace has these steps, and nearly every kernel launched in the last of them: the rank
-    waited for it.
+def _check_trace(path: Path, steps: list[int]) -> None:
+    """The trace has these steps, and nearly every kernel launched in the last of them.
+
+    So the rank waited for the device before it ended the trace.
     """
     events: list[dict[str, Any]] = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     spans = {event["name"]: event for event in events if event.get("cat") == "user_annotation"}

@@ -1,8 +1,7 @@
-"""Overlapped products on CUDA stay the plain ones, over NVLink and copy engines, with random delays
-on both streams.
+"""Overlapped matmuls on CUDA give the plain ones' bits, with random delays on both streams.
 
-One process per device. Data are small whole numbers, whose sums are exact in any order: comparisons
-are for equality.
+They run over NVLink and copy engines, with one process per device. Data are small whole numbers,
+whose sums are exact in any order: comparisons are for equality.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def _need(devices: int) -> None:
     [("bf16", 1 << 18, 150), ("fp32", 1 << 18, 150), ("bf16", 1 << 21, 12)],
     ids=["bf16", "fp32", "large"],
 )
-def test_products_are_the_plain_ones(
+def test_results_are_the_plain_ones(
     dtype: str, part_bytes: int, operations: int, size: int, pool: RankPool, tmp_path: Path
 ) -> None:
     _need(size)
@@ -67,7 +66,7 @@ def test_partial_sums_are_added_in_float32_and_rounded_once(
         assert total == torch.tensor(255.0 + size).bfloat16().item()
 
 
-def test_the_job_gets_overlapped_products_where_it_asks_for_them(
+def test_the_job_gets_overlapped_matmuls_where_it_sets_overlap(
     pool: RankPool, tmp_path: Path
 ) -> None:
     _need(2)

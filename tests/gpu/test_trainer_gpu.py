@@ -1,5 +1,4 @@
-"""The trainer on CUDA and NCCL: layouts against one device, repeatability, resume, and a step that
-never waits.
+"""The trainer on CUDA and NCCL: layouts against one device, repeatability, resume, no host sync.
 
 One process per device, forked from a template that imported torch and never touched CUDA, and kept
 for all tests. A layout's groups are made once for several jobs, because connecting takes longer
@@ -25,8 +24,8 @@ pytestmark = [
 
 TRAIN_EACH = "tests.harness.training:train_each"
 STEPS = 10
-# bf16 keeps 8 bits: activations differ by 2^-8 between layouts, which a loss of 5.7 averaged over
-# tokens mostly cancels
+# bf16 keeps 8 bits: activations differ by 2^-8 between layouts, which mostly cancels in a loss of
+# 5.7 averaged over tokens.
 TOLERANCES = {"fp32": 1e-4, "bf16": 3e-2}
 LAYOUTS: list[dict[str, Any]] = [
     {"tp": 2},
@@ -84,7 +83,7 @@ KINDS = [(precision, block) for precision in ("fp32", "bf16") for block in ("par
 def alone(
     pool: RankPool, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[list[dict[str, Any]]]]:
-    """What one device makes of each of ``KINDS``: the folder of its values, and the records."""
+    """One device's run of each of ``KINDS``: the folder of its values, and the records."""
     folder = tmp_path_factory.mktemp("alone")
     jobs = [_job(precision, {}, block) for precision, block in KINDS]
     [records] = pool.run(TRAIN_EACH, 1, folder, jobs=jobs, steps=STEPS)
@@ -102,7 +101,7 @@ def test_layout_trains_as_one_device(
     _need(world_size)
     jobs = [_job(precision, parallelism, block) for precision, block in KINDS]
     many = pool.run(TRAIN_EACH, world_size, tmp_path, jobs=jobs, steps=STEPS)
-    assert all(records == many[0] for records in many), "ranks tell different records"
+    assert all(records == many[0] for records in many), "ranks report different records"
     folder, expected = alone
     for number, (precision, block) in enumerate(KINDS):
         kind = f"{precision}, {block} block"
@@ -198,7 +197,7 @@ def test_overlapped_data_parallelism_changes_no_bit(
 ) -> None:
     world_size = _world_size(parallelism)
     _need(world_size)
-    # with two replicas a sum has one order, so that NCCL's choice of algorithm does not show
+    # With two replicas a sum has one order, so that NCCL's choice of algorithm has no effect.
     jobs = [
         _job("bf16", {**parallelism, "overlap": {"dp": overlap}}, deterministic=True, bucket_mib=0)
         for overlap in (False, True)

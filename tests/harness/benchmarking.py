@@ -30,10 +30,10 @@ def measured(
 def steps_without_peers(
     rank: int, world_size: int, folder: Path, *, arguments: list[str]
 ) -> dict[str, Any]:
-    """Program of one rank: a leg of all ranks together; then rank after rank alone, while the
-    others do nothing.
+    """Program of one rank: a leg of all ranks together; then each rank by itself.
 
-    A single operation that still communicated would wait for a peer until the groups' timeout.
+    The others do nothing meanwhile: a single operation that still communicated would wait for a
+    peer until the groups' timeout.
     """
     session = Session(
         rank, world_size, FileStore(str(folder / "store"), world_size), device_of(rank), 0.0
@@ -55,9 +55,9 @@ def steps_without_peers(
     assert groups.world._handle is handle
     masters = trainer.states()["master"]
     at = trainer.config.layout.coordinates(rank)
-    brings_the_loss = at.tp == 0 and at.pp == trainer.config.parallelism.pp - 1
+    computes_the_loss = at.tp == 0 and at.pp == trainer.config.parallelism.pp - 1
     return {
         "copied": session._silent.copied_bytes if session._silent else 0,
         "finite": bool(torch.isfinite(masters).all())
-        and (math.isfinite(losses[0]) or not brings_the_loss),
+        and (math.isfinite(losses[0]) or not computes_the_loss),
     }

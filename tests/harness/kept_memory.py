@@ -1,7 +1,7 @@
-"""What a forward of the model keeps for backward, measured: for tests of the memory estimate.
+"""The memory that a forward of the model keeps for backward, for tests of the estimate.
 
-Of a tensor-parallel group there is one rank here, which takes itself for the others: values are
-wrong, sizes right.
+Of a tensor-parallel group there is one rank here, which takes its own parts for those of the
+others: values are wrong, sizes are right.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megascale_trainer.weights import bind_weights
 
 
 def layers_job(layers: int, model: dict[str, Any], **parallelism: Any) -> dict[str, Any]:
-    """Plain values of a job of so many layers: two sequences of 64 tokens, bf16, causal attention."""
+    """A job of so many layers, as plain values: two sequences of 64 tokens, bf16, causal."""
     return tiny_job(
         model={**model, "layers": layers, "sequence_length": 64},
         parallelism=parallelism,
@@ -64,7 +64,7 @@ def kept_bytes(
 
 
 class _OwnPeers(Group):
-    """A group whose one rank has nothing but its own parts to gather and to sum."""
+    """A group whose one rank gathers and sums its own parts alone."""
 
     def __init__(self, size: int) -> None:
         super().__init__("tp", tuple(range(size)), 0, None, None)
@@ -78,7 +78,7 @@ class _OwnPeers(Group):
 
 
 class OwnMemory:
-    """Memory of peers that is all this rank's."""
+    """Peer memory in which every peer is this rank."""
 
     def __init__(self, size: int, size_bytes: int, device: torch.device) -> None:
         self.rank, self.size, self.size_bytes, self.device = 0, size, size_bytes, device

@@ -1,5 +1,6 @@
-"""A program of one rank that trains under the step profiler, with the agent's end of the socket in
-the same process.
+"""A program of one rank that trains under the step profiler.
+
+The agent's end of the socket is in the same process.
 """
 
 from __future__ import annotations
@@ -33,8 +34,7 @@ def train_under_profiler(
     patient: bool = True,
     file_limit_bytes: int = 0,
 ) -> dict[str, Any]:
-    """Train ``steps`` steps; before step N comes the command ``commands[str(N)]`` (fields of
-    ProfileSteps).
+    """Train ``steps`` steps; ``commands[str(N)]`` (fields of ProfileSteps) comes before step N.
 
     Each rank writes ``trace-ID-RANK.json.gz``. ``patient``: a trace is waited for after every step.
     ``file_limit_bytes``: no file may grow larger, as on a full disk.

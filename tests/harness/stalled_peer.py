@@ -1,5 +1,6 @@
-"""A node whose ranks train with overlapped tensor parallelism until one stands still, with its
-process alive.
+"""A node whose ranks train with overlapped tensor parallelism until one of them stalls.
+
+The stalled rank's process stays alive.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ _STALLED_RANK = 1
 async def end_of_a_stall(
     folder: Path, device: Literal["cpu", "cuda"]
 ) -> tuple[link_pb2.Heartbeat, str]:
-    """Rank 1 of two is stopped after some steps: the heartbeat that tells the attempt's end, and
-    rank 0's log.
+    """Stop rank 1 of two after some steps (SIGSTOP).
+
+    Returns:
+        The heartbeat that reports the attempt's end, and rank 0's log.
     """
     write_corpus(folder / "corpus", random_documents(seed=1, count=50, longest=60))
     driver = RecordingDriver("test", TOKEN)

@@ -1,6 +1,4 @@
-"""Programs of ranks that make overlapped products and compare them with plain ones, on CPUs and on
-GPUs.
-"""
+"""Programs of ranks that compare overlapped matmuls with plain ones, on CPUs and on GPUs."""
 
 from __future__ import annotations
 
@@ -42,15 +40,13 @@ def compare(
     part_bytes: int,
     delay_s: float,
 ) -> dict[str, Any]:
-    """Program of one rank: random operations, overlapped with random delays, overlapped without,
-    and plain.
+    """Program of one rank: random operations, overlapped with and without delays, and plain.
 
     All numbers are small whole ones, whose sums are exact in any order: every comparison is for
     equality.
 
     Returns:
-        Per chunk number, how many operations of the two overlapped runs gave other bits than the
-        plain one.
+        By number of chunks and delay, how many operations differed from the plain ones in a bit.
     """
     tp, device = tp_group(rank, world_size, folder), device_of(rank)
     shared, own = random.Random(7), random.Random(rank)
@@ -75,9 +71,7 @@ def compare(
 
 
 def memory_is_shared(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
-    """Program of one rank: write into every rank's memory, read one's own; and ask for more than
-    there is.
-    """
+    """Program of one rank: write into every rank's memory, read its own, and access beyond it."""
     tp, device = tp_group(rank, world_size, folder), device_of(rank)
     assert tp.handle is not None
     reason = why_unreachable(tp.handle, device)
@@ -97,8 +91,9 @@ def memory_is_shared(rank: int, world_size: int, folder: Path) -> dict[str, Any]
 
 
 def sum_is_wide(rank: int, world_size: int, folder: Path) -> float:
-    """Program of one rank: ranks contribute 256, 1, 1, ... in bf16, whose running sum in bf16 would
-    stay 256.
+    """Program of one rank: the sum of 256, 1, 1, ... over ranks, in bf16.
+
+    A running sum in bf16 would stay 256.
     """
     tp, device = tp_group(rank, world_size, folder), device_of(rank)
     products = OverlappedProducts(_open(tp, region_bytes(2 * world_size * 64), device), 1)
@@ -129,7 +124,7 @@ def too_much(rank: int, world_size: int, folder: Path) -> str:
 def choice(
     rank: int, world_size: int, folder: Path, *, overlap: bool, one_host: bool
 ) -> dict[str, str]:
-    """Program of one rank: which products a job gets, and what the log says of it."""
+    """Program of one rank: which implementation a job gets, and the lines of the log."""
     if not one_host:
         peer_memory._host_key = lambda: rank
     job = tiny_job(parallelism={"tp": world_size, "overlap": {"tp": overlap}})
@@ -149,9 +144,7 @@ def tp_group(rank: int, world_size: int, folder: Path) -> Group:
 
 
 class Delayed:
-    """Peer memory each of whose uses is put off, on the stream that it is for, by a random time up
-    to ``delay_s``.
-    """
+    """Peer memory whose uses are delayed, on their streams, by random times up to ``delay_s``."""
 
     def __init__(self, memory: PeerMemory, dice: random.Random, delay_s: float) -> None:
         self.rank, self.size, self.size_bytes, self.device = (
@@ -194,9 +187,7 @@ def _operation(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Operation:
-    """A random operation of the same kind and shape on all ranks, whose communicated part has up to
-    ``part_bytes``.
-    """
+    """A random operation, of one kind and shape on all ranks, that moves up to ``part_bytes``."""
     gathers, batch = shared.random() < 0.5, shared.choice((1, 2, 3))
     travelling, other = (shared.choice((8, 16, 24, 64)) for _ in range(2))
     most = part_bytes // (batch * travelling * dtype.itemsize)
@@ -224,8 +215,6 @@ def _scatter_beside_work(
 
 
 def _whole_numbers(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """-1, 0 and 1, mostly 0: sums over 64 columns and 8 ranks stay far below 256, up to where bf16
-    counts exactly.
-    """
+    """-1, 0 and 1, mostly 0: sums over 64 columns and 8 ranks are exact in bf16, far below 256."""
     values = torch.randint(-1, 2, shape, generator=generator)
     return values * (torch.rand(shape, generator=generator) < 0.3)

@@ -1,6 +1,4 @@
-"""Benchmarks on CPU ranks: communication can be left out, a sweep survives what fails in it,
-figures are there.
-"""
+"""Benchmarks on CPU ranks: communication left out, sweeps with failures in them, and figures."""
 
 from __future__ import annotations
 
@@ -50,12 +48,12 @@ def _results(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
 def test_a_rank_can_train_while_its_peers_do_nothing(pool: RankPool, tmp_path: Path) -> None:
     program = "tests.harness.benchmarking:steps_without_peers"
     for result in pool.run(program, 8, tmp_path, arguments=LAYOUT):
-        assert result["finite"], "arbitrary values must stay ordinary ones"
+        assert result["finite"], "arbitrary values must stay of ordinary size"
         assert result["copied"] > 0
 
 
 @pytest.mark.slow
-def test_a_measurement_says_what_it_saw(pool: RankPool, tmp_path: Path) -> None:
+def test_a_measurement_has_all_figures(pool: RankPool, tmp_path: Path) -> None:
     options = [
         "--tp",
         "2",
@@ -103,7 +101,7 @@ def test_a_measurement_says_what_it_saw(pool: RankPool, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     for other in results[1:]:
         assert other["step_time_s"] == found["step_time_s"], (
-            "all ranks tell the time of the slowest"
+            "all ranks report the time of the slowest"
         )
 
 
@@ -181,7 +179,7 @@ def test_ranks_that_hang_are_ended(tmp_path: Path) -> None:
     first, second = _results(done)
     assert first == {"entry": 0, "name": "stuck", "failed": "did nothing within 2 s"}
     assert second["name"] == "next", (
-        "on a busy machine it may come to the same end; here it matters that it had its turn"
+        "on a busy machine it may fail in the same way; what counts is that it had its turn"
     )
 
 
@@ -211,7 +209,7 @@ def test_nothing_new_starts_when_the_time_is_up(pool: RankPool, tmp_path: Path) 
     options = ["--tp", "2", "--seq", "32", "--global-batch", "4", "--steps", "4", "--rounds", "3"]
     program = "tests.harness.benchmarking:measured"
     for result in pool.run(program, 2, tmp_path / "ranks", arguments=options, deadline=1.0):
-        assert result["rounds"] == 1, "a round that has begun is brought to its end"
+        assert result["rounds"] == 1, "a round that has started is finished"
     command = [
         sys.executable,
         "benchmarks/throughput.py",
@@ -228,8 +226,8 @@ def test_nothing_new_starts_when_the_time_is_up(pool: RankPool, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_row_is_measured_beside_its_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bar's ranks are told their places; one start of ours measures all that it can."""
-    told = (
+    """The bar's ranks get their numbers; one start of ours measures all that it can."""
+    program = (
         "import json, os, sys; figures = {'tokens_per_s_per_device': 7.0, 'mfu_causal': None}; "
         "print(json.dumps({**figures, 'rank': os.environ['RANK']}), file=open(sys.argv[1], 'a'))"
     )
@@ -237,7 +235,7 @@ def test_a_row_is_measured_beside_its_bar(tmp_path: Path, monkeypatch: pytest.Mo
 
     def bar_of_our_own(row: pair.Row, side: str, steps: int, results: Path) -> list[str]:
         return (
-            [sys.executable, "-c", told, str(results)]
+            [sys.executable, "-c", program, str(results)]
             if side == pair.BAR
             else command(row, side, steps, results)
         )

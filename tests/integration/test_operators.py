@@ -1,6 +1,4 @@
-"""Operators at a real driver: cordon, diagnostics, the audit log as a stream, standby, metrics, an
-end in order.
-"""
+"""What operators use, at a real driver: cordon, diagnostics, audit, standby, metrics, stop."""
 
 from __future__ import annotations
 
@@ -34,8 +32,7 @@ __all__ = ["etcd_server"]
 
 CORDONED, SCHEDULABLE = types_pb2.NODE_DISPOSITION_CORDONED, types_pb2.NODE_DISPOSITION_SCHEDULABLE
 SERVICES = ("megascale.v1.DriverService", "megascale.v1.ExecutorLinkService")
-# One request per call of DriverService that would be answered, or refused for its own sake, by a
-# leader.
+# One request per call of DriverService that a leader would answer, or refuse for its own content.
 REQUESTS: dict[str, Any] = {
     "SubmitJob": driver_pb2.SubmitJobRequest(spec=small_job("x")),
     "GetJob": driver_pb2.GetJobRequest(name="x"),
@@ -67,7 +64,7 @@ async def driver(etcd_server: EtcdServer, tmp_path: Path) -> AsyncIterator[Drive
 async def standby(
     driver: DriverProcess, etcd_server: EtcdServer, tmp_path: Path
 ) -> AsyncIterator[DriverProcess]:
-    """A second driver on the same etcd, which has seen who leads."""
+    """A second driver on the same etcd that has read who leads."""
     process = DriverProcess(tmp_path, etcd_server.endpoint, driver.prefix, "standby")
     try:
         await process.start(leads=False)
@@ -112,7 +109,7 @@ async def health(process: DriverProcess, service: str) -> str:
 
 
 async def next_events(stream: Any, count: int) -> list[tuple[str, str, str]]:
-    """(reason, subject, resume token) of the next so many events."""
+    """(reason, subject, resume token) of the next ``count`` events."""
     async with asyncio.timeout(CALL_TIMEOUT_S):
         updates = [await stream.read() for _ in range(count)]
     return [(update.event.reason, update.event.subject, update.resume_token) for update in updates]
@@ -252,17 +249,15 @@ async def test_sigterm_resigns_and_a_standby_leads_at_once(
 ) -> None:
     async with executors(driver, "n1"):
         watch = driver.stub.WatchEvents(driver_pb2.WatchEventsRequest())
-        await watch.initial_metadata()  # an open stream does not hold up the end
-        told = health_pb2_grpc.HealthStub(driver.channel).Watch(
+        await watch.initial_metadata()  # an open stream does not delay the stop
+        status = health_pb2_grpc.HealthStub(driver.channel).Watch(
             health_pb2.HealthCheckRequest(service=SERVICES[0])
         )
-        assert (await told.read()).status == health_pb2.HealthCheckResponse.SERVING
+        assert (await status.read()).status == health_pb2.HealthCheckResponse.SERVING
         assert await driver.stop() == 0
-        assert (await told.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert (await status.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         await eventually(standby.leads, "the standby leads")
-    assert KEY_REMOVED not in standby.log(), (
-        "a leader that stops in order takes its key away itself"
-    )
+    assert KEY_REMOVED not in standby.log(), "a leader that stops in order removes its key itself"
     assert await health(standby, SERVICES[0]) == "SERVING"
 
 
@@ -275,7 +270,7 @@ async def test_a_standby_does_not_wait_for_the_lease_of_a_killed_leader(
 
 
 async def test_a_restored_backup_with_a_higher_generation_leads_again(tmp_path: Path) -> None:
-    """As docs/operations.md says."""
+    """As in docs/operations.md."""
     server = EtcdServer(tmp_path / "etcd")
     await server.start()
     etcdctl = Path(sys.executable).with_name("etcdctl")

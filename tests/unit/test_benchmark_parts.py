@@ -1,6 +1,4 @@
-"""What benchmarks ask for and what they make of times: options, sweeps, presets, gains, loss
-curves.
-"""
+"""Parts of the benchmarks: options, sweeps, presets, summaries of times, gains, loss curves."""
 
 from __future__ import annotations
 
@@ -55,7 +53,7 @@ def test_a_comparison_has_the_measured_configuration_last() -> None:
     assert [variant.run.overlap for variant in entry.variants] == [(), ("tp", "dp")]
     assert [variant.run.deterministic for variant in entry.variants] == [True, False]
     assert entry.run.tp == 2
-    assert entry.rounds == 5, "five A/B pairs unless told otherwise"
+    assert entry.rounds == 5, "five A/B pairs by default"
     assert entry_of(["--tp", "2"]).rounds == 1
 
 
@@ -129,15 +127,15 @@ def test_a_summary_lies_within_its_times(times_s: list[float]) -> None:
     assert sum(time_s <= found["p90"] for time_s in times_s) >= 0.9 * len(times_s)
 
 
-def test_a_gain_is_told_pair_by_pair() -> None:
+def test_a_gain_is_computed_pair_by_pair() -> None:
     found = timing.gain([100.0, 200.0, 100.0], [110.0, 190.0, 150.0])
     assert found["median"] == pytest.approx(0.1)
     assert (found["min"], found["max"]) == (pytest.approx(-0.05), pytest.approx(0.5))
     assert timing.exposed([2.0, 4.0], [1.5, 3.0])["share"] == pytest.approx(0.25)
 
 
-def test_the_ideal_bubble_is_told_over_the_work() -> None:
-    # the second stage waits for one micro-batch's forward and backward, and has four to do
+def test_the_ideal_bubble_is_relative_to_the_work() -> None:
+    # The second stage waits for one micro-batch's forward and backward, and computes four.
     assert timing.ideal_bubble(2, 1, 4) == pytest.approx(1 / 4)
     assert timing.ideal_bubble(2, 2, 16) == pytest.approx(1 / 32)
     assert timing.ideal_bubble(1, 1, 4) == 0.0

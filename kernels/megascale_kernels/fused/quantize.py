@@ -198,7 +198,7 @@ def _cast_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """One tile of ``x``, in FP8 to ``data`` and to ``flipped`` (None: not wanted).
+    """One tile of ``x``, in FP8 to ``data`` and to ``flipped`` (None: not made).
 
     With ``amax`` the scale follows from it and is written; without, ``scale`` is given: with
     ``row_scale`` ``x`` is FP8 with scales of rows, else it is FP8 under ``scale`` already.

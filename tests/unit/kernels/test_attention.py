@@ -203,7 +203,7 @@ def test_sequences_of_one_document_each_are_plainly_causal() -> None:
     assert not attention_mask(SEQUENCE, documents=documents_of(START)).causal
 
 
-def test_varlen_wants_what_its_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_varlen_is_refused_where_its_kernels_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     mask, q = attention_mask(SEQUENCE, window=3), torch.empty(1, 4, SEQUENCE, 12)
     assert BACKENDS["varlen"].obstacle(q, mask) == "it needs a CUDA device"
     monkeypatch.setattr(module, "_device_obstacle", lambda query, capability=None: None)
@@ -241,11 +241,11 @@ def test_what_must_repeat_is_never_left_to_cudnn(causal: bool) -> None:
 
 
 def test_a_backends_gradient_has_one_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """cuDNN's cached backward believes that of its first call."""
-    met: list[bool] = []
+    """cuDNN's cached backward assumes that of its first call."""
+    contiguous: list[bool] = []
 
     def note(gradient: torch.Tensor) -> None:
-        met.append(gradient.is_contiguous())
+        contiguous.append(gradient.is_contiguous())
 
     def watched(*arguments: Any, **options: Any) -> torch.Tensor:
         out = sdpa(*arguments, **options)
@@ -257,4 +257,4 @@ def test_a_backends_gradient_has_one_layout(monkeypatch: pytest.MonkeyPatch) -> 
     q, k, v = _heads(torch.Generator().manual_seed(1), torch.float32, 4)
     out = attention(q, k, v, attention_mask(SEQUENCE))
     out.backward(torch.randn(SEQUENCE, BATCH, 4, WIDTH).permute(1, 2, 0, 3))
-    assert met == [True]
+    assert contiguous == [True]

@@ -1,6 +1,4 @@
-"""Documents as offsets: the same documents that each token's start tells of, whatever their number
-and lengths.
-"""
+"""Documents as offsets: the same documents as by each token's start, for any number and lengths."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ def test_bounds_cut_all_tokens_into_the_documents(start: torch.Tensor) -> None:
     lengths = [end - begin for begin, end in pairwise(bounds)]
     assert min(lengths) > 0 and max(lengths) == documents.longest and sum(lengths) == start.numel()
     assert {row * sequence for row in range(batch)} <= set(bounds), (
-        "no document reaches over two sequences"
+        "no document crosses from one sequence to the next"
     )
     token = [row * sequence + int(first) for row in range(batch) for first in start[row].unique()]
     assert bounds[:-1] == token

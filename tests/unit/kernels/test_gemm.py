@@ -1,4 +1,4 @@
-"""Products on a CPU, what describes them to the library, and the file of choices."""
+"""GEMMs on a CPU, how they are described to the library, and the file of choices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _random(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("per", ["tensor", "row"])
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_a_product_of_what_the_fp8_numbers_stand_for(accumulate: bool, per: str) -> None:
+def test_a_gemm_of_the_values_of_fp8_numbers(accumulate: bool, per: str) -> None:
     x = quantize(_random(32, 48), per=per).over_columns()  # type: ignore[arg-type]
     w = quantize(_random(16, 48), E5M2).over_columns()
     out = torch.ones(32, 16)
@@ -100,7 +100,7 @@ def test_everything_that_an_algorithm_depends_on_is_in_the_key() -> None:
     assert len(keys | {first.key}) == len(first) + 1
 
 
-def test_choices_outlast_the_process_and_join_those_of_others(tmp_path: Path) -> None:
+def test_choices_are_kept_beside_those_of_other_processes(tmp_path: Path) -> None:
     file = tmp_path / "cache" / "choices.json"
     first, second = Choices(file), Choices(file)
     first.put("gpu a", ALGORITHM, [1.0, 2.0])
@@ -123,7 +123,7 @@ def test_choices_outlast_the_process_and_join_those_of_others(tmp_path: Path) ->
         json.dumps({"gpu a": {"code": "zz" * CODE_BYTES, "workspace_bytes": 1}}),
     ],
 )
-def test_a_file_that_is_broken_is_as_none(content: str, tmp_path: Path) -> None:
+def test_a_broken_file_counts_as_empty(content: str, tmp_path: Path) -> None:
     file = tmp_path / "choices.json"
     file.write_text(content)
     assert Choices(file).get("gpu a") is None
@@ -138,7 +138,7 @@ def test_a_folder_that_cannot_be_written_costs_the_file_alone(tmp_path: Path) ->
     assert choices.get("gpu a") == ALGORITHM
 
 
-def test_what_the_library_fills_has_its_size() -> None:
+def test_structures_have_the_librarys_sizes() -> None:
     """Of cublasLtMatmulAlgo_t and cublasLtMatmulHeuristicResult_t in cublasLt.h."""
     assert ctypes.sizeof(cublas_lt._Algorithm) == 64
     assert ctypes.sizeof(cublas_lt._Result) == 96

@@ -39,7 +39,7 @@ def test_torch_is_asked_for_and_got() -> None:
 
 def test_fused_operators_are_for_cuda_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # which can run on any device
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # the interpreter runs on any device
     assert operators.choose("auto", torch.device("cuda")).name == "triton"
     assert operators.choose("auto", torch.device("cpu")).name == "torch"
 

@@ -1,10 +1,9 @@
-"""On a device nothing but streams, events and barriers orders the accesses of overlapped products:
-is that enough?
+"""Whether streams, events and barriers order all accesses of overlapped matmuls: a race detector.
 
-A race detector in the manner of vector clocks. Each rank's operations are run by one thread with a
-side stream that only takes notes; every tensor operation is noted with the stream it would run on
-and the bytes it reads and writes. Then two accesses of the same bytes, one of them a write, must be
-ordered by streams, marks or barriers.
+It uses vector clocks. One thread runs each rank's operations with a side stream that only records;
+every tensor operation is recorded with the stream it would run on and the bytes it reads and
+writes. Then two accesses of the same bytes, one of them a write, must be ordered by streams, marks
+or barriers, as nothing else orders them on a device.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class _Access:
     clock: Clock
 
     def races(self, other: _Access) -> bool:
-        """Whether ``self``, noted earlier, meets ``other`` without being known to be over by then."""
+        """Whether ``self``, noted earlier, meets ``other`` and nothing orders the two."""
         if (self.rank, self.stream) == (other.rank, other.stream) or not (
             self.write or other.write
         ):
@@ -49,9 +48,7 @@ class _Access:
 
 
 class _Notes(TorchDispatchMode):
-    """What one rank did, in the order in which its thread said so; also its side stream and its
-    peer memory.
-    """
+    """What one rank did, in the order of its thread; it is also its side stream and peer memory."""
 
     device = torch.device("cpu")
 
@@ -67,9 +64,8 @@ class _Notes(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         schema = function._schema
         made = [value.alias_info for value in schema.returns]
-        if not any(
-            alias is not None and not alias.is_write for alias in made
-        ):  # else a view: touches nothing
+        # A view accesses nothing.
+        if not any(alias is not None and not alias.is_write for alias in made):
             for position, argument in enumerate(schema.arguments):
                 value = (
                     args[position] if position < len(args) else (kwargs or {}).get(argument.name)
@@ -82,8 +78,9 @@ class _Notes(TorchDispatchMode):
         return result
 
     def _bytes_of(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Addresses; memory that is not shared lies apart for each rank. What is freed may be given
-        out again.
+        """Addresses (start, stop); memory that is not shared lies apart for each rank.
+
+        Memory that was freed may be allocated again at the same address.
         """
         start = tensor.data_ptr()
         last = sum(
@@ -128,9 +125,7 @@ class _Notes(TorchDispatchMode):
 
 
 def _races(ranks: list[_Notes]) -> list[tuple[_Access, _Access]]:
-    """All pairs of accesses that nothing orders; the barriers of the ranks are met together, one
-    after the other.
-    """
+    """All pairs of accesses that nothing orders; ranks pass their barriers together, in order."""
     clocks: dict[tuple[int, int], Clock] = {
         (notes.rank, stream): {} for notes in ranks for stream in (MAIN, SIDE)
     }

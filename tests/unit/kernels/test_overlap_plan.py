@@ -1,6 +1,4 @@
-"""The plans of overlapped products: every row once, own rows first or last, each row with its
-owner.
-"""
+"""The plans of overlapped matmuls: every row once, own rows first or last, each with its owner."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""FP8 operands in plain torch: scales, what a cast keeps, non-finite and zero tensors, transposed
-copies.
-"""
+"""FP8 operands in plain torch: scales, rounding, non-finite and zero tensors, transposed copies."""
 
 from __future__ import annotations
 
@@ -70,7 +68,7 @@ def test_what_is_not_finite_breaks_the_scale(broken: float) -> None:
     assert not bool(by_row.finite())
 
 
-def test_nothing_but_zeros_stays_zero() -> None:
+def test_zeros_stay_zeros() -> None:
     operand = quantize(torch.zeros(4, 8))
     assert bool(operand.finite())
     assert not dequantize(operand.over_columns()).any()
@@ -92,7 +90,7 @@ def test_the_transposed_copy_of_rows_has_one_scale_and_the_same_values() -> None
     assert (over_rows.t() - straight).abs().max() <= 2.0**-10 * operand.scale.max()
 
 
-def test_a_sum_over_rows_wants_the_copy() -> None:
+def test_a_sum_over_rows_needs_the_copy() -> None:
     operand = quantize(_random(4, 8))
     with pytest.raises(ValueError, match="transposed copy"):
         operand.over_rows()
