@@ -72,9 +72,8 @@ def test_a_way_that_is_wrong_shows_and_one_that_breaks_fails_alone() -> None:
         )
     }
     assert rows["eager"].error_max == 0.0
-    assert (
-        rows["eager"].floor_us == 20e6
-    )  # 40 FLOP at 2 a second, more than 100 bytes at 10 a second
+    # 40 FLOP at 2 a second take longer than 100 bytes at 10 a second.
+    assert rows["eager"].floor_us == 20e6
     assert rows["flash"].error_rms == pytest.approx(0.5)
     assert (rows["plain"].failed, rows["plain"].problem) == (False, "ImportError: not installed")
     assert (rows["fused"].failed, rows["fused"].problem) == (True, "RuntimeError: broken")
