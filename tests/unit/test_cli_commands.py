@@ -10,6 +10,7 @@ import tomllib
 from importlib import metadata
 from pathlib import Path
 
+import grpc
 import pytest
 from typer.testing import CliRunner
 
@@ -310,3 +311,37 @@ def test_a_forwarded_command_gets_its_own_help_and_arguments(tmp_path: Path) -> 
         )
         assert "Traceback" not in done.stderr
     assert json.loads(done.stdout)["nodes"] == ["n1", "n2"]
+
+
+class Damaged(Exception):
+    """What a service raises: a gRPC code and a stable word."""
+
+    reason, code = "DAMAGED", grpc.StatusCode.DATA_LOSS
+
+
+class Misused(Exception):
+    """What a package without gRPC raises."""
+
+    reason = "BAD_DATA"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "reason"),
+    [
+        (Damaged("shard-1 is cut short"), exits.FAILED, "DAMAGED"),
+        (Misused("corpus.idx is not an index"), exits.USAGE, "BAD_DATA"),
+        (FileNotFoundError(2, "No such file or directory", "job.json"), exits.USAGE, "FILE"),
+        (NotFound("no job x", reason="JOB_NOT_FOUND"), exits.NOT_FOUND, "JOB_NOT_FOUND"),
+    ],
+)
+def test_an_error_of_an_added_command_is_printed_like_our_own(
+    error: Exception, status: int, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exits.report(error, as_json=False) == status
+    assert capsys.readouterr().err.startswith("error: ")
+    assert exits.report(error, as_json=True) == status
+    assert json.loads(capsys.readouterr().err)["reason"] == reason
+
+
+def test_a_defect_of_an_added_command_keeps_its_traceback() -> None:
+    assert exits.report(ZeroDivisionError("x"), as_json=False) is None

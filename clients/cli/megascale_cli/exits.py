@@ -9,6 +9,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import grpc
 import typer
 
 from megascale_client import (
@@ -21,6 +22,7 @@ from megascale_client import (
     NotPossible,
     Unavailable,
 )
+from megascale_client.errors import of_code
 
 OK = 0
 FAILED = 1
@@ -70,6 +72,27 @@ def fail(error: MegascaleError, as_json: bool = False) -> typer.Exit:
     else:
         print(f"error: {error}", file=sys.stderr)
     return typer.Exit(status_of(error))
+
+
+def report(error: Exception, as_json: bool) -> int | None:
+    """Print an error of a command that another package added; None if it is a defect.
+
+    Such a command reports an error by letting it escape: one with a ``reason`` (a stable word) and,
+    where it has one, a gRPC ``code``, which gives the exit status (without it: wrong usage).
+    """
+    reason, code = getattr(error, "reason", None), getattr(error, "code", None)
+    if isinstance(error, MegascaleError):
+        known = error
+    elif isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        known = InvalidRequest(f"{where}{error.strerror or error}", reason="FILE")
+    elif not isinstance(reason, str):
+        return None
+    elif isinstance(code, grpc.StatusCode):
+        known = of_code(code, str(error), reason)
+    else:
+        known = InvalidRequest(str(error), reason=reason)
+    return fail(known, as_json).exit_code
 
 
 def with_client(

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, cast
 
 import typer
 
-from megascale_cli.exits import USAGE
+from megascale_cli.exits import USAGE, report
 from megascale_cli.options import FIRST_STEPS, HELP_OPTIONS
 
 GROUP = "megascale.commands"
@@ -105,7 +105,13 @@ def run_plugin(name: str, known: Plugin, arguments: list[str], program: str) -> 
     app = _load(name, known)
     command = typer.main.get_command(app) if isinstance(app, typer.Typer) else app
     command.context_settings.setdefault("help_option_names", HELP_OPTIONS)
-    command(args=arguments, prog_name=program)
+    try:
+        command(args=arguments, prog_name=program)
+    except Exception as error:
+        status = report(error, as_json="--json" in arguments)
+        if status is None:
+            raise
+        raise SystemExit(status) from None
     raise SystemExit(0)
 
 

@@ -164,4 +164,10 @@ def from_rpc(error: grpc.aio.AioRpcError) -> MegascaleError:
     if code is grpc.StatusCode.INVALID_ARGUMENT and details.problems:
         text = "; ".join(map(str, details.problems))
         return InvalidRequest(text, problems=details.problems, reason=details.reason)
-    return _BY_CODE.get(code, ServiceFailure)(message, reason=details.reason)
+    return of_code(code, message, details.reason)
+
+
+def of_code(code: grpc.StatusCode | None, message: str, reason: str = "") -> MegascaleError:
+    """The error of this tree for a gRPC code; ServiceFailure for a code that has no class."""
+    kind = ServiceFailure if code is None else _BY_CODE.get(code, ServiceFailure)
+    return kind(message, reason=reason)

@@ -13,7 +13,7 @@ from rich.table import Table
 from megascale_checkpoint.commit_log import CommitLog, Record
 from megascale_checkpoint.storage import join, open_storage
 from megascale_checkpoint.verify import verify_commit
-from megascale_common.service.errors import ServiceError
+from megascale_common.service.errors import RequestError, ServiceError
 
 app = typer.Typer(
     name="checkpoint", help="List and verify checkpoints on storage.", no_args_is_help=True
@@ -88,16 +88,13 @@ def _commits(uri: str) -> list[Record]:
         log = CommitLog(open_storage(uri))
         log.refresh()
     except (ServiceError, OSError) as error:
-        typer.echo(f"{uri} cannot be read: {error}", err=True)
-        raise typer.Exit(2) from error
+        raise RequestError(f"{uri} cannot be read: {error}") from error
     for damage in log.damaged:
         typer.echo(f"damaged record: {damage}", err=True)
     if not log.records and not log.damaged:
-        typer.echo(
-            f"{uri} holds no commit log: give the folder that the job's checkpoint.uri names",
-            err=True,
+        raise RequestError(
+            f"{uri} holds no commit log: give the folder that the job's checkpoint.uri names"
         )
-        raise typer.Exit(2)
     return log.commits()
 
 

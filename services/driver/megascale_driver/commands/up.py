@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,7 +15,6 @@ from rich.markup import escape
 
 from megascale_common.job.names import is_dns_label
 from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
-from megascale_common.service.errors import ClusterError
 from megascale_driver.platform.devices import choose_device, count_gpus
 from megascale_driver.platform.local import LocalCluster, LocalOptions
 
@@ -165,9 +163,6 @@ async def _run(options: LocalOptions, as_json: bool) -> int:
     report("stopping", {})
     await cluster.stop()
     report("stopped", {})
-    if failure is None:
-        return 0
-    if not isinstance(failure, ClusterError):
+    if failure is not None:
         raise failure
-    print(f"error: {failure}", file=sys.stderr)
-    return 1
+    return 0
