@@ -72,4 +72,4 @@ def test_the_job_gets_overlapped_products_where_it_asks_for_them(
 ) -> None:
     _need(2)
     for result in pool.run(f"{PROGRAMS}:choice", 2, tmp_path, 120, overlap=True, one_host=True):
-        assert result == {"products": "_Counted", "log": ""}
+        assert result == {"products": "OverlappedMatmuls", "log": ""}

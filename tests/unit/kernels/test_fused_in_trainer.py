@@ -22,7 +22,7 @@ from megascale_trainer.optimizer.adamw import AdamW
 from megascale_trainer.optimizer.step_control import StepControl
 from megascale_trainer.parallel.data.buffers import FlatBuffers
 from megascale_trainer.parallel.groups import single_process_groups
-from megascale_trainer.parallel.tensor.matmul import plain_tensor_parallel
+from megascale_trainer.parallel.tensor.sharding import plain_tensor_parallel
 from megascale_trainer.weights import bind_weights
 
 pytest.importorskip("triton")

@@ -17,7 +17,7 @@ from megascale_trainer.model.embedding import embed
 from megascale_trainer.model.head import loss_sums
 from megascale_trainer.model.layer import batch_context, layer
 from megascale_trainer.parallel.data.buffers import FlatBuffers
-from megascale_trainer.parallel.tensor.matmul import TensorParallel
+from megascale_trainer.parallel.tensor.sharding import TensorParallel
 from megascale_trainer.weights import Weights, subset
 
 
@@ -53,7 +53,7 @@ class Stage:
         model, tp = self._config.model, self._tp
         if received is None:
             self._buffers.await_parameters("embedding")
-            received = embed(batch, self._weights, model, tp.group)
+            received = embed(batch, self._weights, model, tp)
         hidden = received
         windows = {window for _, window, _ in self._layers}
         contexts = {
@@ -62,7 +62,9 @@ class Stage:
         }
         for unit, window, weights in self._layers:
             hidden = self._buffers.enter(unit, hidden)
-            run = partial(layer, context=contexts[window], weights=weights, model=model, tp=tp)
+            run = partial(
+                layer, context=contexts[window], weights=weights, model=model, sharding=tp
+            )
             if self._config.parallelism.recompute == "full":
                 hidden = checkpoint(run, hidden, use_reentrant=False, preserve_rng_state=False)
             else:
