@@ -87,7 +87,7 @@ def create_silent_group(world_size: int) -> SilentProcessGroup:
     """A silent group of all ranks, which can stand in for any group of them; every rank calls it
     together.
 
-    torch.distributed must be initialised; :func:`megascale_trainer.parallel.groups.destroy_groups`
+    torch.distributed must be initialised; :func:`megascale_trainer.process.bootstrap.destroy_groups`
     undoes both.
     """
     if not hasattr(dist.Backend, _BACKEND.upper()):

@@ -22,9 +22,10 @@ from megascale_common.job.rank_layout import RankLayout
 from megascale_kernels.overlap import peer_memory
 from megascale_kernels.overlap.collective_matmul import OverlappedProducts, region_bytes
 from megascale_kernels.overlap.peer_memory import PeerMemory, open_peer_memory, why_unreachable
-from megascale_trainer.parallel.groups import Group, create_groups, destroy_groups
+from megascale_trainer.parallel.groups import Group
 from megascale_trainer.parallel.tensor.matmul import PlainMatmuls, SequenceMatmuls
 from megascale_trainer.parallel.tensor.overlapped_matmul import OverlappedMatmuls, tensor_parallel
+from megascale_trainer.process.bootstrap import create_groups, destroy_groups
 from megascale_trainer.trainer import DTYPES
 
 _CYCLES_PER_S = 1.5e9  # roughly, of torch.cuda._sleep

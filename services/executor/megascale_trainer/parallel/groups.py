@@ -1,39 +1,22 @@
 """Communication groups of one rank, and the record of what each of them is doing.
 
-Groups come from the rank layout. Only members create a group (``use_local_synchronization``), so
-start-up costs O(n) store operations in the whole job and not O(n^2) (MegaScale section 3.5). Every
-group gets its timeout explicitly: torch does not pass the world's on. Pipeline edges are two-rank
-groups, one per directed edge and kind, so that on each of them a rank only sends or only receives:
-NCCL runs the operations of a communicator in order and without tags. With interleaving the edges
-form a ring; two stages then share two edges, one each way, and so four groups.
+Pipeline edges are two-rank groups, one per directed edge and kind, so that on each of them a rank
+only sends or only receives: NCCL runs the operations of a communicator in order and without tags.
+:mod:`megascale_trainer.process.bootstrap` creates the groups.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from megascale_common.job.rank_layout import RankLayout
 from megascale_common.node.status_page import StatusPageWriter
 from megascale_trainer import compat
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
-EdgeKind = Literal["activation", "gradient"]
-
-# Of an edge's NCCL kernel, which occupies a multiprocessor with each and spins there from its post
-# until the partner's comes: often for a whole computation. Its message takes a small part of that.
-# NCCL_MAX_CTAS overrides it.
-_EDGE_BLOCKS = 4
 
 
 class Pending:
@@ -294,164 +277,3 @@ def single_process_groups() -> Groups:
     """The groups of a job of one rank; needs no process group."""
     alone = Group("world", (0,), 0, None, None)
     return Groups(alone, alone, alone, Edges(None, None, None, None))
-
-
-def create_groups(
-    layout: RankLayout,
-    rank: int,
-    store: Store,
-    device: torch.device,
-    *,
-    timeout_s: float,
-    ring: bool = False,
-    status: StatusPageWriter | None = None,
-) -> Groups:
-    """Initialise torch.distributed and create this rank's groups; every rank of the layout calls
-    it.
-
-    ``ring`` adds the pipeline edge from the last stage to the first (interleaving). The backend is
-    nccl on CUDA and gloo on a CPU. :func:`destroy_groups` undoes it.
-    """
-    if layout.world_size == 1:
-        return single_process_groups()
-    factory = _Factory(layout, rank, store, device, timeout_s, status)
-    return Groups(factory.world(), factory.axis("tp"), factory.axis("dp"), factory.edges(ring))
-
-
-def destroy_groups() -> None:
-    """Tear torch.distributed down if it was initialised."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-class _Factory:
-    def __init__(
-        self,
-        layout: RankLayout,
-        rank: int,
-        store: Store,
-        device: torch.device,
-        timeout_s: float,
-        status: StatusPageWriter | None,
-    ) -> None:
-        self._layout, self._rank, self._device, self._status = layout, rank, device, status
-        self._timeout = timedelta(seconds=timeout_s)
-        self._cuda = device.type == "cuda"
-        if self._cuda:
-            torch.cuda.set_device(device)
-            # torch warns that sends and receives of one communicator wait for each other. Ours do
-            # not: on each edge and kind a rank only sends or only receives.
-            os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
-            # gloo only makes groups of one here (see edges): it need not look the host's name up
-            # for them
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        # The world is not bound to a device: a bound one makes subgroups by splitting it, which all
-        # ranks must join.
-        dist.init_process_group(
-            "nccl" if self._cuda else "gloo",
-            store=store,
-            rank=rank,
-            world_size=layout.world_size,
-            timeout=self._timeout,
-        )
-
-    def world(self) -> Group:
-        group = Group(
-            "world",
-            tuple(range(self._layout.world_size)),
-            self._rank,
-            dist.group.WORLD,
-            self._status,
-        )
-        if self._cuda:  # an unbound NCCL world connects in its first operation: have that now
-            group.all_reduce(torch.zeros(1, device=self._device))
-        return group
-
-    def axis(self, axis: Literal["tp", "dp"]) -> Group:
-        ranks = self._layout.group_of(self._rank, (axis,))
-        return (
-            self._group(axis, ranks)
-            if len(ranks) > 1
-            else Group(axis, ranks, self._rank, None, None)
-        )
-
-    def edges(self, ring: bool) -> Edges:
-        """Edges in rounds: from even stages, from odd ones, the ring's closing one: no chain of
-        ranks waits along.
-
-        torch names a group after its ranks and *the number of groups that the rank has*, and
-        members meet under that name. A rank without a partner in a round therefore creates a group
-        of its own, to keep the numbers equal.
-        """
-        line = self._layout.group_of(self._rank, ("pp",))
-        stage, last = line.index(self._rank), len(line) - 1
-        if not last:
-            return Edges(None, None, None, None)
-        inner = range(last)
-        rounds = [{low: low + 1 for low in inner if low % 2 == parity} for parity in (0, 1)]
-        rounds = [edges for edges in [*rounds, {last: 0} if ring else {}] if edges]
-        found: dict[tuple[int, EdgeKind], Group] = {}
-        kinds: tuple[EdgeKind, ...] = ("activation", "gradient")
-        for edges in rounds:
-            mine = next((edge for edge in edges.items() if stage in edge), None)
-            for kind in kinds:
-                if mine is None:
-                    dist.new_group(
-                        [self._rank],
-                        timeout=self._timeout,
-                        backend="gloo",
-                        use_local_synchronization=True,
-                    )
-                    continue
-                low, high = mine
-                edge = self._group(
-                    f"pp{low}-{high}.{kind}", tuple(sorted((line[low], line[high]))), _EDGE_BLOCKS
-                )
-                self._exchange(edge, sends=(stage == low) == (kind == "activation"))
-                found[low, kind] = edge
-        before = last if stage == 0 else stage - 1
-        return Edges(
-            found.get((before, "activation")),
-            found.get((stage, "activation")),
-            found.get((stage, "gradient")),
-            found.get((before, "gradient")),
-        )
-
-    def _exchange(self, edge: Group, *, sends: bool) -> None:
-        """Move one value: two ranks of NCCL only connect in their first exchange, and block the
-        host over it.
-        """
-        value = torch.zeros(1, device=self._device)
-        if sends:
-            edge.send(value).wait()
-        else:
-            edge.post_receive(value).wait()
-
-    def _options(self, blocks: int) -> Any:
-        """What runs on a communicator's own stream runs beside computation, and other ranks wait
-        for it: it goes first.
-
-        Made anew for each group: torch writes the group's name and ranks into it.
-        """
-        if not self._cuda:
-            return None
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options._timeout = self._timeout
-        if blocks:
-            options.config.max_ctas = blocks
-        return options
-
-    def _group(self, name: str, ranks: tuple[int, ...], blocks: int = 0) -> Group:
-        """Create the group; its NCCL kernels have at most so many ``blocks`` (0: as many as NCCL
-        likes).
-        """
-        handle = dist.new_group(
-            list(ranks),
-            timeout=self._timeout,
-            pg_options=self._options(blocks),
-            use_local_synchronization=True,
-            device_id=self._device
-            if self._cuda
-            else None,  # NCCL connects now and not in the first step
-        )
-        return Group(name, ranks, self._rank, handle, self._status)

@@ -10,6 +10,7 @@ see SelfCheck in :mod:`megascale_common.node.messages`.
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from megascale_common.node import framing
 from megascale_common.node.messages import SelfChecked, SelfCheckResult
 
 _PERIOD = 16
@@ -27,6 +29,14 @@ _CPU_SIZE = 256
 _CUDA_SIZE = 4096
 _CUDA_REPEATS = 8
 _REDUCED_ELEMENTS = 1 << 16
+
+
+def run(agent: socket.socket, message: framing.Message, descriptors: list[int]) -> int:
+    """Check as ``message`` asks and send the results; returns the exit status."""
+    parameters = {key: value for key, value in message.items() if key != "kind"}
+    listen = descriptors[0] if descriptors else None
+    framing.send(agent, dict(all_reduce_check(store_listen_fd=listen, **parameters)))
+    return 0
 
 
 class CheckFailed(Exception):
