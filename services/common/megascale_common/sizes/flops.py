@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megascale_common.job.config import ModelConfig
+from megascale_common.sizes.block import Unit, head_unit, layer_unit
 
 _FORWARD_AND_BACKWARD = 3
 _MULTIPLY_ADD = 2
@@ -58,14 +59,10 @@ class Mfu:
 
 def flops_per_token(model: ModelConfig) -> FlopsPerToken:
     """FLOPs per token of ``model`` at its full sequence length."""
-    query = model.heads * model.head_size
-    key_value = model.key_value_heads * model.head_size
-    gates = 2 if model.mlp == "swiglu" else 1
-    layer = model.hidden_size * (2 * query + 2 * key_value + (gates + 1) * model.ffn_width)
-    weights = model.layers * layer + model.hidden_size * model.vocab_size
-    per_key = (
-        2 * query
-    )  # one multiply-add each for the score and for the weighted value, per query width
+    layer, head = layer_unit(model), head_unit(model)
+    weights = model.layers * _gemm_weights(layer) + _gemm_weights(head)
+    # one multiply-add each for the score and for the weighted value, per query column
+    per_key = 2 * sum(operator.attention_width for operator in layer)
     cost = _FORWARD_AND_BACKWARD * _MULTIPLY_ADD
     return FlopsPerToken(
         gemm=float(cost * weights),
@@ -76,6 +73,17 @@ def flops_per_token(model: ModelConfig) -> FlopsPerToken:
             for layer in range(model.layers)
         ),
         attention_full=float(cost * model.layers * per_key * model.sequence_length),
+    )
+
+
+def _gemm_weights(unit: Unit) -> int:
+    """Weights of a unit that every token is multiplied by."""
+    return sum(
+        parameter.rows.size * tensor.columns
+        for operator in unit
+        if operator.gemm
+        for tensor in operator.tensors
+        for parameter in tensor.parameters
     )
 
 

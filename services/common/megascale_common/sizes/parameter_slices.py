@@ -22,11 +22,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from megascale_common.job.rank_layout import Axis, Coordinates
-
-Initial = Literal["normal", "zeros", "ones"]
+from megascale_common.sizes.block import Initial
 
 
 @dataclass(frozen=True, slots=True)
