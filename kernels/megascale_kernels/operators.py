@@ -14,10 +14,9 @@ from typing import Literal, Protocol
 
 import torch
 
-from megascale_kernels import activation, adamw, cross_entropy, norm, residual
+from megascale_kernels import activation, cross_entropy, norm, residual
 from megascale_kernels import block_inner as core
 from megascale_kernels.activation import Activation
-from megascale_kernels.adamw import AdamWKernel
 from megascale_kernels.attention import AttentionMask
 from megascale_kernels.cross_entropy import CrossEntropy
 from megascale_kernels.parameter import Parameter
@@ -81,7 +80,6 @@ class Operators:
     core: Core
     activate: Activate
     cross_entropy: CrossEntropy
-    adamw: AdamWKernel
 
 
 def choose(kind: Literal["auto", "torch", "triton"], device: torch.device) -> Operators:
@@ -106,7 +104,6 @@ def torch_operators() -> Operators:
         core.core,
         activation.activate,
         cross_entropy.cross_entropy,
-        adamw.adamw,
     )
 
 
@@ -115,7 +112,6 @@ def triton_operators() -> Operators:
     interpreter.
     """
     from megascale_kernels.fused import activation as fused_activation
-    from megascale_kernels.fused import adamw as fused_adamw
     from megascale_kernels.fused import block_inner as fused_core
     from megascale_kernels.fused import cross_entropy as fused_cross_entropy
     from megascale_kernels.fused import norm as fused_norm
@@ -128,7 +124,6 @@ def triton_operators() -> Operators:
         fused_core.core,
         fused_activation.activate,
         fused_cross_entropy.cross_entropy,
-        fused_adamw.adamw,
     )
 
 

@@ -18,7 +18,7 @@ from megascale_common.sizes import parameter_table as table_module
 from megascale_common.sizes.block import Extent, Kept, Operator, Parameter, Tensor, layer_unit
 from megascale_common.sizes.memory import rank_memory
 from megascale_common.sizes.parameter_table import (
-    STATES,
+    DEFAULT_STATES,
     parameter_table,
     shard_layout,
     stage_layers,
@@ -102,7 +102,7 @@ def test_every_value_is_primary_on_exactly_one_rank(
             assert start == end, f"{name} {state}: gap or overlap at {start}"
             end = stop
         assert end == math.prod(shapes[name])
-    assert len(held) == len(STATES) * len(shapes)
+    assert len(held) == len(DEFAULT_STATES) * len(shapes)
     assert sum(math.prod(shape) for shape in shapes.values()) == _expected_elements(config)
 
 
@@ -220,7 +220,7 @@ def test_a_weight_that_is_declared_is_in_table_checkpoint_and_memory(
         assert {piece.name for piece in table.slices} == names[rank] | added
         assert added < {tensor.name for tensor in table.tensors}
         pieces = [piece for piece in shard_layout(table).pieces if piece.name in added]
-        assert len(pieces) == len(STATES) * len(added)
+        assert len(pieces) == len(DEFAULT_STATES) * len(added)
         assert {piece.primary for piece in pieces} == {rank == 0}, "tp rank 0 writes it"
     assert rank_memory(config, 0).activations_bytes - kept == 2 * 4 * (32 // 2) * 2  # bf16
 

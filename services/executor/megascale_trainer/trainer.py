@@ -17,13 +17,14 @@ import torch
 
 from megascale_common.job.config import JobConfig
 from megascale_common.node.status_page import StatusPageWriter
-from megascale_common.sizes.checkpoint_layout import ShardLayout, State
-from megascale_common.sizes.parameter_table import STATES, parameter_table, shard_layout
+from megascale_common.sizes.checkpoint_layout import ShardLayout
+from megascale_common.sizes.parameter_table import parameter_table, shard_layout
 from megascale_kernels.operators import choose
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.model.initial_values import fill_shard
-from megascale_trainer.optimizer.adamw import AdamW
+from megascale_trainer.optimizer.interface import OptimizerSetup
 from megascale_trainer.optimizer.learning_rate import learning_rate
+from megascale_trainer.optimizer.registry import optimizer_factory
 from megascale_trainer.optimizer.step_control import (
     StepControl,
     StepTotals,
@@ -134,7 +135,6 @@ class Trainer:
         self._groups, self._device, self._status = groups, device, status
         self._copied: torch.cuda.Event | None = None
         self._table = parameter_table(config, rank)
-        self._layout = shard_layout(self._table)
         dtype = DTYPES[config.training.precision]
         place = (self._table, dtype, device, groups.tp, groups.dp)
         overlapped = config.parallelism.overlap.dp
@@ -144,7 +144,15 @@ class Trainer:
             else FlatBuffers(*place)
         )
         operators = choose(config.training.kernels, device)
-        self._optimizer = AdamW(config.optimizer, self._table, device, operators.adamw)
+        factory = optimizer_factory(config.optimizer.name)
+        self._state_names = tuple(factory.state_names)
+        self._layout = shard_layout(self._table, self._state_names)
+        self._states = torch.zeros(
+            (len(self._state_names), self._table.shard_elements), dtype=torch.float32, device=device
+        )
+        self._optimizer = factory(
+            OptimizerSetup(config.optimizer, self._table, self._states, operators.name)
+        )
         weights = bind_weights(self._table, self._buffers.parameters, self._buffers.gradients)
         shape = (
             config.model.sequence_length // config.parallelism.tp,
@@ -173,8 +181,8 @@ class Trainer:
 
     def initialise(self) -> None:
         """Give all parameters their initial values; a restored run calls :meth:`load_from` instead."""
-        fill_shard(self._optimizer.master, self._table, self.config.training.seed)
-        self._buffers.publish(self._optimizer.master)
+        fill_shard(self._master, self._table, self.config.training.seed)
+        self._buffers.publish(self._master)
 
     def train_step(self, micro_batches: Sequence[MicroBatch], *, vote: int = 0) -> StepResult:
         """One update from this replica's micro-batches (on the device, in order); every rank calls
@@ -231,9 +239,9 @@ class Trainer:
         entropy, _, weight = sums.tolist()
         return float(entropy / weight) if weight > 0 else float("nan")
 
-    def states(self) -> dict[State, torch.Tensor]:
-        """This rank's flat float32 shard of each optimizer state; views."""
-        return dict(zip(STATES, self._optimizer.states.unbind(), strict=True))
+    def states(self) -> dict[str, torch.Tensor]:
+        """This rank's flat float32 shard of each optimizer state, by name; views."""
+        return dict(zip(self._state_names, self._states.unbind(), strict=True))
 
     def shard_layout(self) -> ShardLayout:
         """Where every logical parameter's states lie in a slot of this rank."""
@@ -272,7 +280,7 @@ class Trainer:
         replicas.
         """
         self.step = step
-        self._buffers.publish(self._optimizer.master)
+        self._buffers.publish(self._master)
 
     def settle(self) -> None:
         """Wait until the parameters of the last update have arrived on this rank; for the end of
@@ -284,8 +292,13 @@ class Trainer:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
+    @property
+    def _master(self) -> torch.Tensor:
+        """float32 master parameters of the shard."""
+        return self._states[0]
+
     def _image(self) -> torch.Tensor:
-        return self._optimizer.states.view(-1).view(torch.uint8)
+        return self._states.view(-1).view(torch.uint8)
 
     def _check_slot(self, slot: torch.Tensor) -> None:
         if slot.dtype != torch.uint8 or slot.dim() != 1 or slot.numel() < self._layout.slot_bytes:

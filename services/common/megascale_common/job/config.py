@@ -28,6 +28,7 @@ Recompute = Literal["none", "selective", "full"]
 Kernels = Literal["auto", "torch", "triton"]
 Decay = Literal["constant", "linear", "cosine"]
 TokenizerKind = Literal["bytes", "bpe"]
+DEFAULT_OPTIMIZER = "adamw"
 
 
 class ConfigError(ValueError):
@@ -141,8 +142,14 @@ class TrainingConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    """AdamW. Weight decay is not applied to norms and biases. ``clip_norm`` 0 turns clipping off."""
+    """The optimizer by name; ``beta1``, ``beta2`` and ``epsilon`` are AdamW's.
 
+    Weight decay is not applied to norms and biases. ``clip_norm`` 0 turns clipping off. ``options``
+    are numbers for an optimizer of an installed package.
+    """
+
+    name: str = DEFAULT_OPTIMIZER
+    options: Mapping[str, float] = field(default_factory=dict)
     learning_rate: float = 3e-4
     beta1: float = 0.9
     beta2: float = 0.95
@@ -347,7 +354,10 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if origin is not None and issubclass(origin, Mapping):
         if not isinstance(value, Mapping):
             raise ConfigError(where, f"expected a mapping, got {type(value).__name__}")
-        return {str(k): str(v) for k, v in value.items()}
+        item = typing.get_args(hint)[1]
+        if item is str:
+            return {str(k): str(v) for k, v in value.items()}
+        return {str(k): _convert(item, v, f"{where}.{k}") for k, v in value.items()}
     return _scalar(hint, value, where)
 
 

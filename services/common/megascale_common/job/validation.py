@@ -11,13 +11,19 @@ import posixpath
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megascale_common.job.config import DataSource, JobConfig
+from megascale_common.job.config import (
+    DEFAULT_OPTIMIZER,
+    DataSource,
+    JobConfig,
+    OptimizerConfig,
+)
 from megascale_common.node.identity import is_dns_label
 
 _MAX_LABELS = 64
 _MAX_TEXT = 1024
 _MAX_PATH = 4096  # the kernel's own limit
 _MAX_SOURCES = 1024
+_MAX_OPTIONS, _MAX_OPTION_NAME = 64, 63
 # Far above what anybody trains, and far below what would exhaust the memory of whoever computes
 # with it.
 _LIMITS = {
@@ -264,6 +270,13 @@ def _not_built(config: JobConfig) -> Iterator[FieldProblem]:
 
 def _optimizer(config: JobConfig) -> Iterator[FieldProblem]:
     optimizer = config.optimizer
+    if not is_dns_label(optimizer.name):
+        yield FieldProblem(
+            "optimizer.name",
+            f"{optimizer.name!r} is not a DNS-1123 label",
+            "use the name under which its package registers it: a-z, 0-9 and '-'",
+        )
+    yield from _optimizer_options(optimizer)
     if not (math.isfinite(optimizer.learning_rate) and 0 < optimizer.learning_rate <= 10):
         yield FieldProblem(
             "optimizer.learning_rate",
@@ -290,6 +303,27 @@ def _optimizer(config: JobConfig) -> Iterator[FieldProblem]:
         yield FieldProblem(
             "optimizer.clip_norm", f"{optimizer.clip_norm} is out of range", "give 0 (off) or more"
         )
+
+
+def _optimizer_options(optimizer: OptimizerConfig) -> Iterator[FieldProblem]:
+    field, options = "optimizer.options", optimizer.options
+    if options and optimizer.name == DEFAULT_OPTIMIZER:
+        yield FieldProblem(
+            field,
+            f"{optimizer.name} takes none",
+            "set the fields beside it, or name the optimizer that takes them in optimizer.name",
+        )
+    if len(options) > _MAX_OPTIONS:
+        yield FieldProblem(field, f"{len(options)} options", f"use at most {_MAX_OPTIONS}")
+    for name, value in list(options.items())[:_MAX_OPTIONS]:
+        if not name.isidentifier() or len(name) > _MAX_OPTION_NAME:
+            yield FieldProblem(
+                field,
+                f"{name[:_MAX_OPTION_NAME]!r} is not a name",
+                f"use letters, digits and '_', at most {_MAX_OPTION_NAME} characters",
+            )
+        elif not math.isfinite(value):
+            yield FieldProblem(f"{field}.{name}", f"{value} is not finite", "give a number")
 
 
 def _schedule(config: JobConfig) -> Iterator[FieldProblem]:

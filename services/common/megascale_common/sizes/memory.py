@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from megascale_common.job.config import JobConfig, Recompute
 from megascale_common.sizes.block import Extent, Kept, head_unit, layer_unit
 from megascale_common.sizes.parameter_slices import ParameterTable
-from megascale_common.sizes.parameter_table import STATE_BYTES, STATES, parameter_table
+from megascale_common.sizes.parameter_table import DEFAULT_STATES, STATE_BYTES, parameter_table
 
 _PARAMETER_BYTES = {"fp32": 4, "bf16": 2}
 _FLOAT32_BYTES = 4
@@ -62,7 +62,7 @@ def rank_memory(config: JobConfig, rank: int) -> RankMemory:
     return RankMemory(
         parameters_bytes=elements * _PARAMETER_BYTES[config.training.precision],
         gradients_bytes=elements * _FLOAT32_BYTES,
-        optimizer_bytes=table.shard_elements * STATE_BYTES * len(STATES),
+        optimizer_bytes=table.shard_elements * STATE_BYTES * len(DEFAULT_STATES),
         activations_bytes=kept,
         peer_memory_bytes=_peer_memory_bytes(config),
     )

@@ -7,10 +7,12 @@ image of a rank's optimizer shard in a snapshot slot.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megascale_common.job.config import JobConfig
 from megascale_common.job.rank_layout import Axis
 from megascale_common.sizes.block import Tensor, Unit, embedding_unit, head_unit, layer_unit
-from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece, State
+from megascale_common.sizes.checkpoint_layout import MASTER, ShardLayout, ShardPiece
 from megascale_common.sizes.parameter_slices import (
     Bucket,
     BufferPlan,
@@ -21,7 +23,9 @@ from megascale_common.sizes.parameter_slices import (
 )
 
 ALIGNMENT = 64  # elements: 128 bytes of bf16, what wide loads and cuBLAS want
-STATES: tuple[State, ...] = ("master", "exp_avg", "exp_avg_sq")
+# States of the default optimizer. Driver and agent assume them of every optimizer: its package, which
+# declares them, is only installed where it trains.
+DEFAULT_STATES = (MASTER, "exp_avg", "exp_avg_sq")
 # Every optimizer state is float32, and so is the gradient buffer that buckets are sized by.
 STATE_BYTES = 4
 SHARDED, REPLICATED = "sharded", "replicated"
@@ -78,15 +82,14 @@ def stage_layers(config: JobConfig) -> tuple[range, ...]:
     return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
 
 
-def shard_layout(table: ParameterTable) -> ShardLayout:
-    """How the rank's optimizer states lie in a snapshot slot: the flat shard of each of STATES, one
-    after the other.
+def shard_layout(table: ParameterTable, states: Sequence[str] = DEFAULT_STATES) -> ShardLayout:
+    """How the rank's optimizer states lie in a slot: the flat shard of each, one after the other.
 
     ``primary`` is true on exactly one rank for every value: tp rank 0 stands for what is replicated
     over tp.
     """
     pieces = []
-    for number, state in enumerate(STATES):
+    for number, state in enumerate(states):
         for owned, piece, start, stop in table.overlaps():
             position = number * table.shard_elements + owned.shard_offset + start - owned.start
             pieces.append(
@@ -103,7 +106,7 @@ def shard_layout(table: ParameterTable) -> ShardLayout:
                     primary=not piece.replicated_over or table.at.tp == 0,
                 )
             )
-    image_bytes = len(STATES) * table.shard_elements * STATE_BYTES
+    image_bytes = len(states) * table.shard_elements * STATE_BYTES
     return ShardLayout(tuple(pieces), -(-image_bytes // 4096) * 4096)
 
 
