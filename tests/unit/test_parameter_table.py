@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 from megascale_common.job.config import JobConfig, from_dict
 from megascale_common.sizes import memory as memory_module
 from megascale_common.sizes import parameter_table as table_module
-from megascale_common.sizes.block import Extent, Kept, Operator, Parameter, Tensor, layer_unit
+from megascale_common.sizes.block import (
+    Extent,
+    Kept,
+    Operator,
+    LogicalParameter,
+    Tensor,
+    layer_unit,
+)
 from megascale_common.sizes.memory import rank_memory
 from megascale_common.sizes.parameter_table import (
     DEFAULT_STATES,
@@ -210,7 +217,7 @@ def test_a_weight_that_is_declared_is_in_table_checkpoint_and_memory(
     config = _config(model, {"tp": 2})
     names = [{piece.name for piece in parameter_table(config, rank).slices} for rank in (0, 1)]
     kept = rank_memory(config, 0).activations_bytes
-    weight = Parameter("q_norm", Extent(8, "whole"), "ones")
+    weight = LogicalParameter("q_norm", Extent(8, "whole"), "ones")
     norm = Operator((Tensor("q_norm", "weight", (weight,)),), (Kept(Extent(32, "even")),))
     for module in (table_module, memory_module):
         monkeypatch.setattr(module, "layer_unit", lambda model: (*layer_unit(model), norm))

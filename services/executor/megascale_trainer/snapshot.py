@@ -62,7 +62,7 @@ class TrainingState(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Registration:
+class RankRegistration:
     """Who registers with the daemon. ``sizes`` are those of the parallel axes, for the manifest."""
 
     job: str
@@ -101,7 +101,7 @@ class Snapshotter:
     def __init__(
         self,
         socket_path: str,
-        registration: Registration,
+        registration: RankRegistration,
         state: TrainingState,
         device: torch.device,
         *,

@@ -57,7 +57,7 @@ class Extent:
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
+class LogicalParameter:
     """A logical parameter: so many rows of a stored tensor. ``std`` is for ``normal`` values."""
 
     name: str
@@ -75,7 +75,7 @@ class Tensor:
 
     name: str
     kind: Kind
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[LogicalParameter, ...]
     columns: int = 0
 
     @property
@@ -126,11 +126,11 @@ Unit = tuple[Operator, ...]
 def embedding_unit(model: ModelConfig) -> Unit:
     """Token embedding, split over tp by rows; learned positions, held whole."""
     std, hidden = model.initializer_std, model.hidden_size
-    tokens = Parameter("embedding", Extent(model.vocab_size, "padded"), "normal", std)
+    tokens = LogicalParameter("embedding", Extent(model.vocab_size, "padded"), "normal", std)
     tables = [Tensor("embedding", "weight", (tokens,), hidden)]
     if model.positions == "learned":
         rows = Extent(model.sequence_length, "whole")
-        positions = Parameter("positions", rows, "normal", std)
+        positions = LogicalParameter("positions", rows, "normal", std)
         tables.append(Tensor("positions", "weight", (positions,), hidden))
     return (Operator(tuple(tables)),)
 
@@ -147,11 +147,11 @@ def layer_unit(model: ModelConfig) -> Unit:
     key_value = Extent(model.key_value_heads * model.head_size, "even")
     ffn = Extent(model.ffn_width, "padded")
     names = (("q", query), ("k", key_value), ("v", key_value))
-    heads = tuple(Parameter(name, rows, "normal", std) for name, rows in names)
+    heads = tuple(LogicalParameter(name, rows, "normal", std) for name, rows in names)
     gates = ("gate", "up") if model.mlp == "swiglu" else ("up",)
-    widths = tuple(Parameter(name, ffn, "normal", std) for name in gates)
-    attention_out = Parameter("attention_out", query, "normal", out_std)
-    ffn_out = Parameter("ffn_out", ffn, "normal", out_std)
+    widths = tuple(LogicalParameter(name, ffn, "normal", std) for name in gates)
+    attention_out = LogicalParameter("attention_out", query, "normal", out_std)
+    ffn_out = LogicalParameter("ffn_out", ffn, "normal", out_std)
     attended = Kept(query, recomputed=True)  # the result of attention
     rotated = tuple(Kept(part.rows, recomputed=True) for part in heads)
     # torch's own operators keep silu(gate) as well
@@ -176,7 +176,7 @@ def head_unit(model: ModelConfig) -> Unit:
     beside them. The input of the final norm is not counted: it is small beside the logits.
     """
     vocabulary = Extent(model.vocab_size, "padded")
-    weight = Parameter("head", vocabulary, "normal", model.initializer_std)
+    weight = LogicalParameter("head", vocabulary, "normal", model.initializer_std)
     head = Operator(
         (Tensor("head", "weight", (weight,), model.hidden_size),),
         keeps=(
@@ -192,9 +192,9 @@ def head_unit(model: ModelConfig) -> Unit:
 def _sub_block(
     model: ModelConfig,
     kind: str,
-    inputs: tuple[Parameter, ...],
+    inputs: tuple[LogicalParameter, ...],
     inner: Operator,
-    outputs: tuple[Parameter, ...],
+    outputs: tuple[LogicalParameter, ...],
 ) -> Unit:
     """Norm, column-parallel GEMM, ``inner``, row-parallel GEMM.
 
@@ -207,7 +207,7 @@ def _sub_block(
     if model.bias:
         into.append(Tensor(f"{kind}in", "bias", tuple(map(_zeros, inputs))))
         for part in outputs:
-            bias = Parameter(part.name, hidden, "zeros")
+            bias = LogicalParameter(part.name, hidden, "zeros")
             out_of.append(Tensor(part.name, "bias", (bias,)))
     # Each GEMM keeps its input: the gathered sequence, and the columns of attention and FFN. The
     # result of the first is the input of ``inner``.
@@ -223,9 +223,9 @@ def _sub_block(
 
 def _norm(model: ModelConfig, name: str) -> Operator:
     whole = Extent(model.hidden_size, "whole")
-    tensors = [Tensor(name, "weight", (Parameter(name, whole, "ones"),))]
+    tensors = [Tensor(name, "weight", (LogicalParameter(name, whole, "ones"),))]
     if model.norm == "layernorm" and model.norm_bias:
-        tensors.append(Tensor(name, "bias", (Parameter(name, whole, "zeros"),)))
+        tensors.append(Tensor(name, "bias", (LogicalParameter(name, whole, "zeros"),)))
     sequence_part = Extent(model.hidden_size, "even")  # hidden states are [S / tp, B, H]
     keeps = [Kept(sequence_part)]
     if model.norm == "rmsnorm":  # torch's own operators keep a float32 intermediate as well
@@ -233,5 +233,5 @@ def _norm(model: ModelConfig, name: str) -> Operator:
     return Operator(tuple(tensors), tuple(keeps))
 
 
-def _zeros(parameter: Parameter) -> Parameter:
+def _zeros(parameter: LogicalParameter) -> LogicalParameter:
     return replace(parameter, initial="zeros", std=0.0)

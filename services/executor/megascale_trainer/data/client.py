@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -22,16 +23,28 @@ _STOPPED = "data loader has stopped: see its log file for the reason"
 MicroBatchArrays = dict[str, npt.NDArray[Any]]
 
 
+@dataclass(frozen=True, slots=True)
+class RingRequest:
+    """The ring of batches that a worker opens.
+
+    Workers of a node that read the same data-parallel rank (its tp and pp ranks) share a ring: this
+    one is ``reader`` of ``readers``. ``first_sample`` is the run's consumed samples, the same for
+    all of them; ``stream`` says which of the job's data.
+    """
+
+    dp_rank: int
+    reader: int
+    readers: int
+    first_sample: int
+    stream: Literal["training", "evaluation"] = "training"
+
+
 class LoaderClient:
     """The batches of one data-parallel rank, step by step.
 
     Args:
         socket_path: the loader's unix socket; waited for when it is not there yet.
-        reader, readers: this worker among those of the node that read the same data-parallel rank
-            (its tp and pp ranks).
-        first_sample: consumed samples of the run, the same for all readers.
         timeout_s: bound on the whole opening, and on each wait for a step.
-        stream: which of the job's data.
 
     Attributes:
         consumed_samples: position in the run after the last :meth:`next_step`.
@@ -44,28 +57,23 @@ class LoaderClient:
         self,
         socket_path: str | Path,
         config: JobConfig,
-        dp_rank: int,
-        reader: int,
-        readers: int,
-        first_sample: int,
+        ring: RingRequest,
         timeout_s: float,
-        stream: Literal["training", "evaluation"] = "training",
     ) -> None:
         self._geometry = Geometry.of(config)
         self._timeout_s = timeout_s
         self._filled = self._read = 0
-        self.consumed_samples = first_sample
+        self.consumed_samples = ring.first_sample
         deadline = time.monotonic() + timeout_s
         self._sock = _connect(Path(socket_path), deadline)
         try:
             request = {
                 "kind": "open",
                 "version": framing.PROTOCOL_VERSION,
-                "dp_rank": dp_rank,
-                "reader": reader,
+                **asdict(ring),
+                "geometry": self._geometry.to_message(),
             }
-            request |= {"stream": stream, "readers": readers, "first_sample": first_sample}
-            self._send({**request, "geometry": self._geometry.to_message()})
+            self._send(request)
             message, descriptors = self._receive(deadline)
             if message.get("kind") != "opened" or len(descriptors) != 1:
                 raise DataError(

@@ -50,7 +50,7 @@ class Stream:
 
 
 @dataclass(eq=False)
-class _Connection:
+class _ConnectedWorker:
     """One worker."""
 
     sock: socket.socket
@@ -74,7 +74,7 @@ class _Ring:
         repeat_after: int,
     ) -> None:
         self.first_sample, self.readers, self._repeat_after = first_sample, readers, repeat_after
-        self.members: dict[int, _Connection] = {}
+        self.members: dict[int, _ConnectedWorker] = {}
         self.abandoned = False  # a reader has left: those still here may read on, nobody may join
         self.filled = 0
         self._released = [0] * readers
@@ -144,7 +144,7 @@ class LoaderServer:
         self._listener, self._geometry, self._streams = listener, geometry, streams
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
-        self._connections: set[_Connection] = set()
+        self._workers: set[_ConnectedWorker] = set()
         self._rings: dict[
             tuple[str, int], _Ring
         ] = {}  # by stream and data-parallel rank: those that readers may join
@@ -158,7 +158,7 @@ class LoaderServer:
         for key, _ in self._selector.select(0 if busy else None):
             if key.data is None:
                 self._accept()
-            elif key.data in self._connections:
+            elif key.data in self._workers:
                 self._serve(key.data)
         for ring in self._all_rings():
             if ring.has_free_slot:
@@ -169,40 +169,40 @@ class LoaderServer:
 
     def _accept(self) -> None:
         sock, _ = self._listener.accept()
-        if len(self._connections) >= MAX_CONNECTIONS:
+        if len(self._workers) >= MAX_CONNECTIONS:
             sock.close()
             return
         sock.settimeout(_SEND_TIMEOUT_S)
-        connection = _Connection(sock)
-        self._connections.add(connection)
-        self._selector.register(sock, selectors.EVENT_READ, connection)
+        worker = _ConnectedWorker(sock)
+        self._workers.add(worker)
+        self._selector.register(sock, selectors.EVENT_READ, worker)
 
-    def _serve(self, connection: _Connection) -> None:
+    def _serve(self, worker: _ConnectedWorker) -> None:
         try:
-            data = connection.sock.recv(_RECEIVE_BYTES)
-            messages = connection.decoder.feed(data)
+            data = worker.sock.recv(_RECEIVE_BYTES)
+            messages = worker.decoder.feed(data)
             for message in messages:
-                self._answer(connection, message)
+                self._answer(worker, message)
         except (DataError, ValueError, TypeError, KeyError) as error:
             self._refuse(
-                connection,
+                worker,
                 str(error) if isinstance(error, DataError) else f"bad message: {error!r}",
             )
         except OSError:
-            self._drop(connection)
+            self._drop(worker)
         else:
             if not data:
-                self._drop(connection)
+                self._drop(worker)
 
-    def _answer(self, connection: _Connection, message: framing.Message) -> None:
-        if message["kind"] == "open" and connection.ring is None:
-            self._open(connection, message)
-        elif message["kind"] == "release" and connection.ring is not None:
-            connection.ring.release(connection.reader)
+    def _answer(self, worker: _ConnectedWorker, message: framing.Message) -> None:
+        if message["kind"] == "open" and worker.ring is None:
+            self._open(worker, message)
+        elif message["kind"] == "release" and worker.ring is not None:
+            worker.ring.release(worker.reader)
         else:
             raise ValueError(f"unexpected {message['kind']!r}")
 
-    def _open(self, connection: _Connection, message: framing.Message) -> None:
+    def _open(self, worker: _ConnectedWorker, message: framing.Message) -> None:
         if message["version"] != framing.PROTOCOL_VERSION:
             raise DataError(
                 f"worker speaks version {message['version']}, loader {framing.PROTOCOL_VERSION}"
@@ -215,15 +215,15 @@ class LoaderServer:
         ring = self._ring_for(message)
         if reader in ring.members:
             raise DataError(f"reader {reader} of dp rank {message['dp_rank']} is connected already")
-        connection.ring, connection.reader = ring, reader
-        ring.members[reader] = connection
+        worker.ring, worker.reader = ring, reader
+        ring.members[reader] = worker
         opened = {
             "kind": "opened",
             "version": framing.PROTOCOL_VERSION,
             "geometry": self._geometry.to_message(),
         }
-        framing.send(connection.sock, opened, [ring.descriptor])
-        framing.send(connection.sock, {"kind": "ready", "filled": ring.filled})
+        framing.send(worker.sock, opened, [ring.descriptor])
+        framing.send(worker.sock, {"kind": "ready", "filled": ring.filled})
 
     def _ring_for(self, message: framing.Message) -> _Ring:
         """The ring that an open message asks for: the one at hand, or a new one."""
@@ -268,23 +268,23 @@ class LoaderServer:
             except OSError:
                 self._drop(member)
 
-    def _refuse(self, connection: _Connection, problem: str) -> None:
+    def _refuse(self, worker: _ConnectedWorker, problem: str) -> None:
         try:
-            framing.send(connection.sock, {"kind": "error", "message": problem})
+            framing.send(worker.sock, {"kind": "error", "message": problem})
         except OSError:
             pass  # it is gone; dropping it is all that is left
-        self._drop(connection)
+        self._drop(worker)
 
-    def _drop(self, connection: _Connection) -> None:
-        if connection not in self._connections:
+    def _drop(self, worker: _ConnectedWorker) -> None:
+        if worker not in self._workers:
             return
-        self._connections.remove(connection)
-        self._selector.unregister(connection.sock)
-        connection.sock.close()
-        ring = connection.ring
+        self._workers.remove(worker)
+        self._selector.unregister(worker.sock)
+        worker.sock.close()
+        ring = worker.ring
         if ring is None:
             return
-        ring.leave(connection.reader)
+        ring.leave(worker.reader)
         if not ring.members:
             self._old_rings.discard(ring)
             self._rings = {key: other for key, other in self._rings.items() if other is not ring}

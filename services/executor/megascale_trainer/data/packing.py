@@ -35,7 +35,7 @@ EPOCHS_CACHED = 2  # neighbouring data-parallel ranks read either side of an epo
 Arrays = dict[str, npt.NDArray[Any]]
 
 
-class Documents(Protocol):
+class Corpus(Protocol):
     """What packing needs of a corpus; :class:`IndexedDataset` is one."""
 
     @property
@@ -79,18 +79,18 @@ class SourceStream:
         DataError: the source has no tokens.
     """
 
-    def __init__(self, documents: Documents, source: int, seed: int) -> None:
-        self._documents = documents
+    def __init__(self, corpus: Corpus, source: int, seed: int) -> None:
+        self._corpus = corpus
         self._source, self._seed = source, seed
-        self._nonempty = np.flatnonzero(documents.document_lengths)
-        self._lengths = documents.document_lengths[self._nonempty]
+        self._nonempty = np.flatnonzero(corpus.document_lengths)
+        self._lengths = corpus.document_lengths[self._nonempty]
         self._tokens_per_epoch = int(self._lengths.sum())
         self._epochs: OrderedDict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = (
             OrderedDict()
         )
         if not self._tokens_per_epoch:
             raise DataError(
-                f"{documents.prefix}: has no tokens; leave it out of data.sources or tokenise again"
+                f"{corpus.prefix}: has no tokens; leave it out of data.sources or tokenise again"
             )
 
     def read(self, begin: int, count: int) -> tuple[Tokens, list[int]]:
@@ -108,7 +108,7 @@ class SourceStream:
             number = int(np.searchsorted(ends, place, side="right"))
             while filled < count and number < len(order):
                 skipped = place - int(ends[number] - self._lengths[order[number]])
-                piece = self._documents.read(
+                piece = self._corpus.read(
                     int(self._nonempty[order[number]]), skipped, count - filled
                 )
                 tokens[filled : filled + len(piece)] = piece
@@ -139,7 +139,7 @@ class SampleStream:
         DataError: no sources, a bad weight, an empty source.
     """
 
-    def __init__(self, config: JobConfig, corpora: Sequence[Documents]) -> None:
+    def __init__(self, config: JobConfig, corpora: Sequence[Corpus]) -> None:
         self._sequence_length = config.model.sequence_length
         self._vocab_size = config.model.vocab_size
         self._document_attention = config.data.document_attention
@@ -149,8 +149,7 @@ class SampleStream:
         except ValueError as error:
             raise DataError(str(error)) from error
         self._sources = [
-            SourceStream(documents, number, config.data.seed)
-            for number, documents in enumerate(corpora)
+            SourceStream(corpus, number, config.data.seed) for number, corpus in enumerate(corpora)
         ]
 
     @classmethod

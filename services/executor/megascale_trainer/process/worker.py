@@ -26,7 +26,7 @@ from megascale_common.job.config import JobConfig
 from megascale_common.node import framing
 from megascale_common.node.messages import STACKS_SIGNAL, Assignment, ErrorKind
 from megascale_common.node.status_page import Phase, StatusPageWriter
-from megascale_trainer.data.client import LoaderClient
+from megascale_trainer.data.client import LoaderClient, RingRequest
 from megascale_trainer.data.device_batches import StepBatches, step_batches
 from megascale_trainer.data.errors import DataError
 from megascale_trainer.parallel.groups import Groups
@@ -34,7 +34,7 @@ from megascale_trainer.process.bootstrap import create_groups
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
 from megascale_trainer.process.step_loop import StepLoop
 from megascale_trainer.process.step_records import StepRecords
-from megascale_trainer.snapshot import Registration, RestoreRefused, Snapshotter
+from megascale_trainer.snapshot import RankRegistration, RestoreRefused, Snapshotter
 from megascale_trainer.telemetry.profiling import StepProfiler
 from megascale_trainer.trainer import Trainer
 
@@ -159,7 +159,7 @@ class _Worker:
 
     def _register(self, trainer: Trainer) -> Snapshotter:
         who, sizes = self._assignment, self._config.parallelism
-        registration = Registration(
+        registration = RankRegistration(
             job=who["job"],
             attempt=who["attempt"],
             rank=who["rank"],
@@ -221,16 +221,14 @@ class _Worker:
         self, stream: Literal["training", "evaluation"], first_sample: int
     ) -> StepBatches:
         who, config = self._assignment, self._config
-        loader = LoaderClient(
-            Path(who["loader_socket"]),
-            config,
+        ring = RingRequest(
             dp_rank=config.layout.coordinates(who["rank"]).dp,
             reader=who["reader"],
             readers=who["readers"],
             first_sample=first_sample,
-            timeout_s=LOADER_TIMEOUT_S,
             stream=stream,
         )
+        loader = LoaderClient(Path(who["loader_socket"]), config, ring, LOADER_TIMEOUT_S)
         return step_batches(loader, self._device)
 
     def _step_loop(self, trainer: Trainer) -> StepLoop:

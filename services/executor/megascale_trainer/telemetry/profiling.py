@@ -31,7 +31,7 @@ LAST_TRACE_TIMEOUT_S = 120.0
 
 
 @dataclass(slots=True)
-class _Run:
+class _Recording:
     """A profile that records. ``profile`` is torch's, whose methods have no types."""
 
     command: ProfileSteps
@@ -48,7 +48,7 @@ class StepProfiler:
         self._agent, self._device = agent, device
         self._wanted: ProfileSteps | None = None
         self._ready: Any = None  # the profiler of ``_wanted``, once it is made ready
-        self._run: _Run | None = None
+        self._recording: _Recording | None = None
         self._writer: TraceWriter | None = None
         self._inbox = select.poll()
         self._inbox.register(agent, select.POLLIN)
@@ -62,33 +62,33 @@ class StepProfiler:
             self._receive()
         if self._wanted is not None:
             self._approach(self._wanted, step)
-        if self._run is not None:
-            self._run.step_span = spans.span("step", step)
-            self._run.step_span.__enter__()
+        if self._recording is not None:
+            self._recording.step_span = spans.span("step", step)
+            self._recording.step_span.__enter__()
 
     def after(self, step: int) -> None:
         """End the profile that ends with ``step``."""
-        run = self._run
-        if run is None:
+        recording = self._recording
+        if recording is None:
             return
-        run.step_span.__exit__(None, None, None)
-        if step < run.command["last_step"]:
+        recording.step_span.__exit__(None, None, None)
+        if step < recording.command["last_step"]:
             return
-        self._run = None
+        self._recording = None
         spans.switch(False)
         begin_s = time.monotonic()
         try:
-            run.profile.__exit__(
+            recording.profile.__exit__(
                 None, None, None
             )  # waits for the device: its last kernels belong to the trace
         except Exception as error:
-            self._tell(run.command, "failed", text_of(error))
+            self._tell(recording.command, "failed", text_of(error))
             return
         print(
             f"profile: events collected in {time.monotonic() - begin_s:.3f} s after step {step}",
             flush=True,
         )
-        self._writer = TraceWriter(run.command, run.profile)
+        self._writer = TraceWriter(recording.command, recording.profile)
         self._writer.start()
 
     def finish(self) -> None:
@@ -127,14 +127,18 @@ class StepProfiler:
                 self._make_ready()
                 if step == first:
                     self._ready._start_trace()
-                    self._wanted, self._ready, self._run = None, None, _Run(command, self._ready)
+                    self._wanted, self._ready, self._recording = (
+                        None,
+                        None,
+                        _Recording(command, self._ready),
+                    )
                     spans.switch(True)
             except Exception as error:
                 self._drop(command, "failed", text_of(error))
 
     def _make_ready(self) -> None:
         """On GPUs this may take a while the first time."""
-        if self._run is not None or self._writer is not None:
+        if self._recording is not None or self._writer is not None:
             raise RuntimeError("the profile before is still being recorded or written")
         if self._ready is None:
             # torch.profiler's class would import the compiler first: a second of everybody's step.
