@@ -352,7 +352,7 @@ def test_the_socket_is_private_and_a_missing_loader_is_an_error_in_time(
     loader.client().close()
     assert stat.S_IMODE(loader.socket_path.stat().st_mode) == 0o600
     began = time.monotonic()
-    with pytest.raises(DataError, match="no data loader listens there"):
+    with pytest.raises(DataError, match="no data loader is listening"):
         absent = loader.socket_path.with_name("absent.sock")
         LoaderClient(absent, job, RingRequest(0, 0, 1, 0), timeout_s=0.2)
     assert time.monotonic() - began < TIMEOUT_S / 2

@@ -1,10 +1,9 @@
-"""How a rank's training state lies in a snapshot slot: the contract between the trainer and the
-checkpoint daemon.
+"""How a rank's training state lies in a snapshot slot: the contract of trainer and daemon.
 
-A slot is one flat run of bytes. Each :class:`ShardPiece` says which part of which logical parameter
-(and which optimizer state of it) lies at which offset, so that the daemon can write standard files,
-and any later layout can find what it needs. Values are in the host's byte order (little-endian) and
-C order.
+A slot is one flat run of bytes. Each :class:`ShardPiece` names the part of a logical parameter (and
+the optimizer state of it) that lies at its offset, so that the daemon can write standard files, and
+any later layout can find what it needs. Values are in the host's byte order (little-endian) and C
+order.
 """
 
 from __future__ import annotations

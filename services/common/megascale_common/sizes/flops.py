@@ -30,8 +30,9 @@ _PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class FlopsPerToken:
-    """Training FLOPs (forward and backward) per token: in GEMMs, in exactly masked attention, in
-    full attention.
+    """Training FLOPs (forward and backward) per token, in GEMMs and in attention.
+
+    Attention is counted twice: exactly masked, and in full.
     """
 
     gemm: float
@@ -94,16 +95,12 @@ def mean_keys(sequence: int, window: int) -> float:
 
 
 def peak_bf16_flops(device_name: str) -> float | None:
-    """Dense bf16 peak of one device in FLOP/s; None where none is known (a CPU), and then there is
-    no MFU.
-    """
+    """Dense bf16 peak of one device in FLOP/s; None (so no MFU) where unknown, as of a CPU."""
     return next((peak for part, peak in _PEAK_BF16_FLOPS if part in device_name), None)
 
 
 def mfu(model: ModelConfig, tokens_per_s: float, devices: int, device_name: str) -> Mfu | None:
-    """MFU of ``devices`` devices that train ``tokens_per_s`` tokens per second together; None
-    without a known peak.
-    """
+    """MFU of ``devices`` that together train ``tokens_per_s``; None without a known peak."""
     peak = peak_bf16_flops(device_name)
     if peak is None:
         return None

@@ -69,9 +69,7 @@ def rank_memory(config: JobConfig, rank: int) -> RankMemory:
 
 
 def largest_rank_memory(config: JobConfig) -> RankMemory:
-    """The estimate of the rank that needs most: the stages of one replica are looked at, the rest
-    are like them.
-    """
+    """The estimate of the rank that needs most: of one replica's stages, as replicas are alike."""
     layout = config.layout
     return max(
         (rank_memory(config, rank) for rank in layout.group_of(0, ("pp",))),
@@ -80,8 +78,7 @@ def largest_rank_memory(config: JobConfig) -> RankMemory:
 
 
 def _alive_layers(config: JobConfig, table: ParameterTable) -> int:
-    """Layers times micro-batches whose activations are alive at once, at the end of the pipeline's
-    warm-up.
+    """Layers times micro-batches whose activations are alive at the end of the warm-up.
 
     1F1B: pp - stage micro-batches. Interleaved: the first 2 (pp - stage - 1) + (chunks - 1) pp + 1
     forwards, which visit the chunks in turn, pp micro-batches each (arXiv 2104.04473, section 2.2).
@@ -120,8 +117,9 @@ def _kept_bytes(config: JobConfig, keeps: Iterable[Kept]) -> int:
 
 
 def _peer_memory_bytes(config: JobConfig) -> int:
-    """What overlapped tensor parallelism exchanges hidden states [S, B, H] through, or would: ranks
-    that cannot reach each other's memory take none.
+    """What overlapped tensor parallelism exchanges hidden states [S, B, H] through.
+
+    Ranks that cannot reach each other's memory take none; the estimate assumes that they can.
     """
     parallel, model = config.parallelism, config.model
     if not parallel.overlap.tp or parallel.tp == 1:

@@ -22,9 +22,9 @@ from megascale_common.sizes.parameter_slices import (
     StoredTensor,
 )
 
-ALIGNMENT = 64  # elements: 128 bytes of bf16, what wide loads and cuBLAS want
-# States of the default optimizer. Driver and agent assume them of every optimizer: its package, which
-# declares them, is only installed where it trains.
+ALIGNMENT = 64  # elements: 128 bytes of bf16, as wide loads and cuBLAS require
+# States of the default optimizer. Driver and agent assume them of every optimizer: its package,
+# which declares them, is only installed where it trains.
 DEFAULT_STATES = (MASTER, "exp_avg", "exp_avg_sq")
 # Every optimizer state is float32, and so is the gradient buffer that buckets are sized by.
 STATE_BYTES = 4
@@ -67,8 +67,9 @@ def model_chunks(config: JobConfig, stage: int) -> tuple[ModelChunk, ...]:
 
 
 def stage_layers(config: JobConfig) -> tuple[range, ...]:
-    """Layer indices of each virtual stage: ``stage_layers``, else even with the remainder on the
-    first stages.
+    """Layer indices of each virtual stage.
+
+    They are ``stage_layers`` if set, else even with the remainder on the first stages.
 
     The last virtual stage also computes the vocabulary head, so it is never the one that gets an
     extra layer.
@@ -126,7 +127,7 @@ class _Layout:
         self.slices: list[ParameterSlice] = []
 
     def unit(self, name: str, prefix: str, unit: Unit) -> None:
-        """Place a unit's tensors, in a new bucket where the open one has no room for all of them."""
+        """Place a unit's tensors, in a new bucket if the open one has no room for all of them."""
         tensors = [tensor for operator in unit for tensor in operator.tensors]
         for buffer in self._ends:
             mine = [tensor for tensor in tensors if _buffer(tensor) == buffer]
@@ -231,21 +232,24 @@ def _check(config: JobConfig) -> None:
         ),
         (
             model.key_value_heads % sizes.tp != 0,
-            f"model.kv_heads={model.key_value_heads} must be a multiple of parallelism.tp={sizes.tp}",
+            f"model.kv_heads={model.key_value_heads} must be a multiple of "
+            f"parallelism.tp={sizes.tp}",
         ),
         (
             model.sequence_length % sizes.tp != 0,
-            f"model.sequence_length={model.sequence_length} must be a multiple of parallelism.tp={sizes.tp}",
+            f"model.sequence_length={model.sequence_length} must be a multiple of "
+            f"parallelism.tp={sizes.tp}",
         ),
         (
             not sizes.stage_layers and model.layers < stages,
-            f"model.layers={model.layers} is too few for parallelism.pp * virtual_stages = {stages}: "
-            "a virtual stage needs a layer",
+            f"model.layers={model.layers} is too few for parallelism.pp * virtual_stages = "
+            f"{stages}: a virtual stage needs a layer",
         ),
         (
             bool(sizes.stage_layers)
             and (len(sizes.stage_layers) != stages or sum(sizes.stage_layers) != model.layers),
-            f"parallelism.stage_layers must list {stages} numbers that add up to model.layers={model.layers}",
+            f"parallelism.stage_layers must list {stages} numbers that add up to "
+            f"model.layers={model.layers}",
         ),
     ]
     for wrong, message in problems:

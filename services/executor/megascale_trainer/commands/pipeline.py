@@ -132,7 +132,8 @@ def _text(timeline: Timeline, durations: Durations, title: str) -> str:
         f"{as_text(timeline, shutil.get_terminal_size((120, 24)).columns)}\n\n"
         f"{title}; times in units: {durations.forward} forward, {durations.backward} backward, "
         f"{durations.transfer} transfer\n"
-        f"makespan {timeline.makespan} units; bubble: {timeline.bubble_share:.1%} of the stages' time"
+        f"makespan {timeline.makespan} units; "
+        f"bubble: {timeline.bubble_share:.1%} of the stages' time"
     )
 
 

@@ -16,7 +16,7 @@ from megascale_common.node import framing
 from megascale_trainer.data.errors import DataError
 from megascale_trainer.data.ring import BATCH_DTYPES, Geometry, map_for_reading
 
-_CONNECT_RETRY_S = 0.02  # the loader may still be starting when the first worker asks
+_CONNECT_RETRY_S = 0.02  # the loader may still be starting when the first worker connects
 
 _STOPPED = "data loader has stopped: see its log file for the reason"
 
@@ -43,14 +43,14 @@ class LoaderClient:
     """The batches of one data-parallel rank, step by step.
 
     Args:
-        socket_path: the loader's unix socket; waited for when it is not there yet.
+        socket_path: the loader's unix socket; waited for if it does not exist yet.
         timeout_s: bound on the whole opening, and on each wait for a step.
 
     Attributes:
         consumed_samples: position in the run after the last :meth:`next_step`.
 
     Raises:
-        DataError: the loader is not there in time, refuses, or cannot read its files.
+        DataError: the loader is not listening in time, refuses, or cannot read its files.
     """
 
     def __init__(
@@ -88,11 +88,11 @@ class LoaderClient:
         """The micro-batches of the next step, in order, as copies that the caller owns.
 
         Each holds ``tokens``, ``targets`` and ``position`` int64, ``loss_weight`` float32 and
-        ``document_start`` int32, all [micro_batch_size, sequence_length]; what they mean stands at
-        :meth:`SampleStream.sample`.
+        ``document_start`` int32, all [micro_batch_size, sequence_length]; for their meaning see
+        :meth:`megascale_trainer.data.packing.SampleStream.sample`.
 
         Raises:
-            DataError: the loader is gone, reports an error, or has nothing ready within
+            DataError: the loader has ended, reports an error, or has nothing ready within
                 ``timeout_s``.
         """
         deadline = time.monotonic() + self._timeout_s
@@ -135,8 +135,8 @@ class LoaderClient:
         try:
             framing.send(self._sock, message)
         except (BrokenPipeError, ConnectionResetError):
-            # The loader has left; what it said before it did waits to be read, and says more than
-            # this error.
+            # The loader has ended. The error message that it sent before still waits to be read,
+            # and has the reason.
             return
         except OSError as error:
             raise DataError(f"data loader cannot be reached: {error}") from error
@@ -168,7 +168,7 @@ def _connect(path: Path, deadline: float) -> socket.socket:
         except (FileNotFoundError, ConnectionRefusedError, BlockingIOError, TimeoutError) as error:
             sock.close()
             if time.monotonic() + _CONNECT_RETRY_S >= deadline:
-                raise DataError(f"{path}: no data loader listens there: {error}") from error
+                raise DataError(f"{path}: no data loader is listening: {error}") from error
             time.sleep(_CONNECT_RETRY_S)
         except OSError as error:
             sock.close()

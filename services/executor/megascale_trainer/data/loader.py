@@ -1,10 +1,9 @@
-"""The data loader process: one per node, it prepares step batches for all workers of the node,
-ahead of need.
+"""The data loader process: one per node, it prepares step batches for the node's workers.
 
     python -m megascale_trainer.data.loader --socket PATH --config JOB.json
 
-It listens on a unix socket that only its user may open, runs without torch, and dies with the
-process that started it. What it says to workers stands at
+It works ahead of need, listens on a unix socket that only its user may open, runs without torch,
+and ends with the process that started it. Its messages to workers are described at
 :mod:`megascale_trainer.data.loader_server`.
 """
 
@@ -30,8 +29,9 @@ from megascale_trainer.data.ring import Geometry
 
 
 def listen(path: Path) -> socket.socket:
-    """A listening unix socket at ``path``, mode 0600; a socket file that a dead loader left is
-    replaced.
+    """A listening unix socket at ``path``, mode 0600.
+
+    A socket file that a dead loader left is replaced.
 
     Raises:
         OSError: the path is in use by something else, too long for a unix socket, or cannot be
@@ -40,7 +40,7 @@ def listen(path: Path) -> socket.socket:
     if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
         with socket.socket(socket.AF_UNIX) as probe:
             if probe.connect_ex(str(path)) == 0:
-                raise OSError("another loader is listening there")
+                raise OSError("another loader is listening on it")
         path.unlink()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     mask = os.umask(0o177)
@@ -56,9 +56,7 @@ def listen(path: Path) -> socket.socket:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the loader of one node until it is told to stop; exits with status 2 when it cannot
-    start.
-    """
+    """Run the loader of one node until it is stopped; exits with status 2 when it cannot start."""
     arm_parent_death()
     parser = argparse.ArgumentParser(
         prog="megascale-loader", description="Prepare step batches for the workers of a node."
@@ -99,7 +97,7 @@ def _open(config: JobConfig) -> SampleStream | DataError:
     try:
         return SampleStream.open(config)
     except DataError as error:
-        return error  # the workers, who wait for data, are the ones to be told
+        return error  # reported to the workers, which wait for the data
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:

@@ -1,5 +1,6 @@
-"""From a global sample number to its tokens: documents shuffled by epoch, laid end to end, cut into
-sequences. Pure.
+"""From a global sample number to its tokens: shuffled documents, end to end, cut into sequences.
+
+Documents are shuffled by epoch. The module is pure.
 
 The position of a run is one number, its consumed samples. Sample n of the run never depends on the
 batch size, on the data-parallel size, or on what was read before: a resumed run, also one with
@@ -53,8 +54,9 @@ class Corpus(Protocol):
 def sample_numbers(
     first_sample: int, micro_batches: int, micro_batch_size: int, dp: int, dp_rank: int
 ) -> npt.NDArray[np.int64]:
-    """Samples of one data-parallel rank in the step at ``first_sample``: int64 [micro_batches,
-    micro_batch_size].
+    """Samples of one data-parallel rank in the step at ``first_sample``.
+
+    int64 [micro_batches, micro_batch_size].
     """
     micro_batch = np.arange(micro_batches, dtype=np.int64)[:, None]
     row = np.arange(micro_batch_size, dtype=np.int64)[None, :]
@@ -94,8 +96,9 @@ class SourceStream:
             )
 
     def read(self, begin: int, count: int) -> tuple[Tokens, list[int]]:
-        """``count`` tokens from ``begin`` on, int64 [count], and the offsets in them where pieces
-        of documents start.
+        """``count`` tokens from ``begin`` on, and the offsets at which pieces of documents start.
+
+        The tokens are int64 [count].
 
         Offset 0 is always among them, also in the middle of a document.
         """
@@ -176,9 +179,8 @@ class SampleStream:
         length = self._sequence_length
         window, starts = self._sources[source].read(ordinal * length, length + 1)
         self._check_vocabulary(window, source, number)
-        boundaries = np.array(
-            starts[1:], np.int64
-        )  # the piece at offset 0 opens the sequence, it crosses nothing
+        # The piece at offset 0 opens the sequence: no boundary lies before it.
+        boundaries = np.array(starts[1:], np.int64)
         loss_weight = np.ones(length, np.float32)
         loss_weight[boundaries - 1] = 0.0
         document_start = np.zeros(length, np.int32)
@@ -199,6 +201,7 @@ class SampleStream:
         if lowest < 0 or highest >= self._vocab_size:
             wrong = lowest if lowest < 0 else highest
             raise DataError(
-                f"{self._corpora[source].prefix}: token id {wrong} in sample {number} is outside model.vocab_size="
-                f"{self._vocab_size}; set model.vocab_size to that of the tokenizer that made the file"
+                f"{self._corpora[source].prefix}: token id {wrong} in sample {number} is outside "
+                f"model.vocab_size={self._vocab_size}; set model.vocab_size to that of the "
+                "tokenizer that made the file"
             )

@@ -118,7 +118,7 @@ def normalise(
     operators: Operators,
     added: Sequence[Weight] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x`` + its biases ``added`` + ``residual`` (None: nothing), and the norm ``name`` of that."""
+    """``x`` + its biases ``added`` + ``residual`` (None: nothing), and its norm ``name``."""
     weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
     return operators.norm(x, residual, weight, bias, model.norm, model.norm_epsilon, added)
 
@@ -140,7 +140,7 @@ def _biases(weights: Weights, *names: str) -> list[Weight]:
 def _inner(
     function: Callable[[torch.Tensor], torch.Tensor], inputs: torch.Tensor, context: Context
 ) -> torch.Tensor:
-    """``function`` (attention, activation or both) of the input GEMM's result, kept or recomputed."""
+    """``function`` (attention, activation or both) of the input GEMM's result; maybe recomputed."""
     if not context.recompute_core:
         return function(inputs)
     recomputed: torch.Tensor = checkpoint(

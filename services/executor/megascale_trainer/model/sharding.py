@@ -1,9 +1,9 @@
 """What the model is given of tensor parallelism: linear operators, collectives, this rank's share.
 
 The model communicates through these protocols alone and imports nothing of
-:mod:`megascale_trainer.parallel`. :class:`megascale_trainer.parallel.tensor.sharding.TensorParallel`
-implements all three, and a pipeline stage hands it to its embedding, layers and head. With one
-rank every collective is the identity.
+:mod:`megascale_trainer.parallel`. TensorParallel in
+:mod:`megascale_trainer.parallel.tensor.sharding` implements all three, and a pipeline stage hands
+it to its embedding, layers and head. With one rank every collective is the identity.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class OptimizerSetup:
 
     ``states`` is float32 [number of names, shard elements], one row per declared name; row 0 is the
     master parameters, the others are zero at first. The optimizer keeps it and updates it in place:
-    the tensor is the byte image that a snapshot copies. ``table`` says which parameter lies where
+    the tensor is the byte image that a snapshot copies. ``table`` holds which parameter lies where
     in the shard. ``kernels``: whether fused Triton kernels run on this device.
     """
 

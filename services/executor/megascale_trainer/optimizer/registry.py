@@ -31,8 +31,9 @@ def optimizer_factory(name: str) -> OptimizerFactory:
     well_named = names[:1] == (MASTER,) and all(map(is_state_name, names))
     if not well_named or len(set(names)) != len(names):
         raise ValueError(
-            f"optimizer.name: {name!r} declares the states {', '.join(names) or 'none'}: its package "
-            f"must declare different names of a-z, 0-9 and '_', the first of them {MASTER!r}"
+            f"optimizer.name: {name!r} declares the states {', '.join(names) or 'none'}: its "
+            "package must declare different names of a-z, 0-9 and '_', the first of them "
+            f"{MASTER!r}"
         )
     return found
 

@@ -20,9 +20,7 @@ from megascale_trainer import compat
 
 
 class Pending:
-    """A collective under way. Neither its source may be written nor its output be used before
-    :meth:`wait`.
-    """
+    """A collective in progress: until :meth:`wait`, do not write its source or use its output."""
 
     def __init__(self, work: dist.Work, group: Group, *, cuda: bool) -> None:
         self._work, self._group, self._cuda = work, group, cuda
@@ -31,9 +29,9 @@ class Pending:
     def wait(self) -> None:
         """Have the current stream wait for the end, without the host (CPU: the caller waits)."""
         self._work.wait()
-        self._ended = (
-            not self._cuda
-        )  # gloo's reduce-scatter never says so itself: it ends in its wait
+        # gloo's reduce-scatter never reports its end: it ends in this wait. On CUDA the device has
+        # only been made to wait, and the work itself reports its end.
+        self._ended = not self._cuda
         self._group.poll()
 
     def ended(self) -> bool:
@@ -49,7 +47,7 @@ class _Mark:
         self._event.record()
 
     def ended(self) -> bool:
-        """Whether the device has come so far; never waits."""
+        """Whether the device has reached it; never waits."""
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
 
@@ -57,8 +55,8 @@ class Group:
     """Some ranks that communicate, in ascending order; a group of one does nothing.
 
     Entered and completed operations are counted on a row of the status page. On CUDA an operation
-    is only enqueued when the call returns, and a host may be thousands ahead of its device: each is
-    followed by an event, looked at on the next call and on :meth:`poll`.
+    is only enqueued when the call returns, and a host may be thousands of operations ahead of its
+    device: each is followed by an event, which the next call and :meth:`poll` query.
     """
 
     def __init__(
@@ -74,7 +72,7 @@ class Group:
         self._handle = handle
         self._status = status if handle is not None else None
         self._row = self._status.row(name) if self._status is not None else -1
-        self._under_way: deque[Pending | _Mark] = deque()
+        self._in_progress: deque[Pending | _Mark] = deque()
 
     @property
     def handle(self) -> dist.ProcessGroup | None:
@@ -83,8 +81,9 @@ class Group:
 
     @contextlib.contextmanager
     def operation(self, tensor: torch.Tensor) -> Iterator[None]:
-        """Count the body as one operation of the group, on the device of ``tensor``: it
-        communicates by other means.
+        """Count the body, which communicates by other means, as one operation of the group.
+
+        The operation is over when the device of ``tensor`` has reached its end.
         """
         self._enter()
         yield
@@ -99,8 +98,9 @@ class Group:
         self._reduce(tensor, dist.ReduceOp.MAX)
 
     def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> None:
-        """Concatenate every rank's ``source`` along dimension 0 into ``output`` (of which source
-        may be a view).
+        """Concatenate every rank's ``source`` along dimension 0 into ``output``.
+
+        ``source`` may be a view of ``output``.
         """
         if self._handle is None:
             if output.data_ptr() != source.data_ptr():
@@ -111,8 +111,9 @@ class Group:
         self._leave(source)
 
     def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor) -> None:
-        """Sum ``source`` over the ranks; this rank's part of dimension 0 lands in ``output`` (may
-        be a view of it).
+        """Sum ``source`` over the ranks; ``output`` gets this rank's part of dimension 0.
+
+        ``output`` may be a view of ``source``.
         """
         if self._handle is None:
             if output.data_ptr() != source.data_ptr():
@@ -123,8 +124,7 @@ class Group:
         self._leave(source)
 
     def start_all_gather(self, output: torch.Tensor, source: torch.Tensor) -> Pending | None:
-        """:meth:`all_gather` in place that returns at once; None where there is nothing to wait
-        for.
+        """:meth:`all_gather` in place that returns at once; None in a group of one.
 
         On CUDA it runs on the communicator's own stream, behind what the current stream holds now;
         ``source`` and ``output`` must outlive it. All ranks of a group start its operations in the
@@ -136,19 +136,16 @@ class Group:
         return self._post(compat.start_all_gather(output, source, self._handle), source)
 
     def start_reduce_scatter(self, output: torch.Tensor, source: torch.Tensor) -> Pending | None:
-        """:meth:`reduce_scatter` in place that returns at once; otherwise as
-        :meth:`start_all_gather`.
-        """
+        """:meth:`reduce_scatter` in place that returns at once, like :meth:`start_all_gather`."""
         if self._handle is None:
             return None
         self._enter()
         return self._post(compat.start_reduce_scatter(output, source, self._handle), source)
 
     def send(self, tensor: torch.Tensor) -> dist.Work:
-        """Post a send to the other rank of an edge; ``tensor`` must live until the returned work
-        was waited for.
+        """Post a send to the other rank of an edge; keep ``tensor`` until the returned work ended.
 
-        It counts as completed once posted: whether it arrived is seen on the partner's row.
+        It counts as completed once posted: whether it arrived shows on the partner's row.
         """
         self._enter()
         work = dist.isend(tensor, self._other, group=self._handle)
@@ -159,24 +156,22 @@ class Group:
     def post_receive(self, tensor: torch.Tensor) -> Receive:
         """Post a receive into ``tensor`` from the other rank of an edge, and return at once.
 
-        On CUDA the transfer begins on the communicator's stream when the current stream has done
-        all it was given so far; what it is given from now on runs beside the transfer.
+        On CUDA the transfer starts on the communicator's stream when the current stream has done
+        everything enqueued so far; what is enqueued from now on runs beside the transfer.
         """
         work = dist.irecv(tensor, self._other, group=self._handle)
         assert work is not None
         return Receive(self, work, tensor)
 
     def poll(self) -> None:
-        """Write to the status page which operations have ended on the device since the last look;
-        never waits.
-        """
+        """Report on the status page which operations the device has ended; never waits."""
         if self._status is None:
             return
-        before = len(self._under_way)
-        while self._under_way and self._under_way[0].ended():
-            self._under_way.popleft()
-        if len(self._under_way) < before:
-            self._status.complete(self._row, unfinished=len(self._under_way))
+        before = len(self._in_progress)
+        while self._in_progress and self._in_progress[0].ended():
+            self._in_progress.popleft()
+        if len(self._in_progress) < before:
+            self._status.complete(self._row, unfinished=len(self._in_progress))
 
     @property
     def _other(self) -> int:
@@ -197,16 +192,16 @@ class Group:
     def _post(self, work: dist.Work, tensor: torch.Tensor) -> Pending:
         pending = Pending(work, self, cuda=tensor.is_cuda)
         if self._status is not None:
-            self._under_way.append(pending)
+            self._in_progress.append(pending)
         return pending
 
     def _leave(self, tensor: torch.Tensor) -> None:
         if self._status is None:
             return
         if tensor.is_cuda:
-            self._under_way.append(_Mark())
+            self._in_progress.append(_Mark())
         else:
-            self._status.complete(self._row, unfinished=len(self._under_way))
+            self._status.complete(self._row, unfinished=len(self._in_progress))
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,10 +209,10 @@ class Receive:
     """A posted receive, waited for once; until then its tensor belongs to the communicator.
 
     The tensor is safe with CUDA's caching allocator without being recorded on the communicator's
-    stream. Its memory comes from the stream that is current at the post: who had it before is done
-    when the transfer begins. It stays referenced here until the wait, and whoever gets it after a
-    later release comes behind that wait, on the same stream. Post and wait must therefore meet the
-    same current stream.
+    stream. Its memory comes from the stream that is current at the post: its earlier user is done
+    when the transfer starts. It stays referenced here until the wait, and its next user after a
+    later release runs behind that wait, on the same stream. Post and wait must therefore run under
+    the same current stream.
     """
 
     _group: Group
@@ -227,9 +222,9 @@ class Receive:
     def wait(self) -> torch.Tensor:
         """The received tensor; the current stream (CPU: the caller) waits for the data.
 
-        Only now is the receive counted as entered: a rank inside an operation is taken for one that
-        is held up, and one that stands still in its own computation, with its next receive posted,
-        holds others up.
+        Only now is the receive counted as entered: hang diagnosis takes a rank inside an operation
+        for one that is held up. A rank that hangs in its own computation, with its next receive
+        posted, holds others up.
         """
         self._group._enter()
         self._work.wait()
@@ -239,8 +234,9 @@ class Receive:
 
 @dataclass(frozen=True)
 class Edges:
-    """A rank's pipeline edges: "in" from the stage before and "out" to the stage after; gradients
-    flow against them.
+    """A rank's pipeline edges: "in" from the stage before, "out" to the stage after.
+
+    Gradients flow against them.
 
     None at the ends of the pipeline, where it is not a ring.
     """

@@ -40,8 +40,7 @@ def create_groups(
     ring: bool = False,
     status: StatusPageWriter | None = None,
 ) -> Groups:
-    """Initialise torch.distributed and create this rank's groups; every rank of the layout calls
-    it.
+    """Initialise torch.distributed and create this rank's groups; every rank calls it.
 
     ``ring`` adds the pipeline edge from the last stage to the first (interleaving). The backend is
     nccl on CUDA and gloo on a CPU. :func:`destroy_groups` undoes it.
@@ -76,11 +75,10 @@ class _Factory:
             # torch warns that sends and receives of one communicator wait for each other. Ours do
             # not: on each edge and kind a rank only sends or only receives.
             os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
-            # gloo only makes groups of one here (see edges): it need not look the host's name up
-            # for them
+            # gloo only makes groups of one here (see edges): they need no look-up of the host name.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        # The world is not bound to a device: a bound one makes subgroups by splitting it, which all
-        # ranks must join.
+        # The world is not bound to a device: of a bound one torch makes subgroups by splitting it,
+        # which all ranks must join.
         dist.init_process_group(
             "nccl" if self._cuda else "gloo",
             store=store,
@@ -97,7 +95,7 @@ class _Factory:
             dist.group.WORLD,
             self._status,
         )
-        if self._cuda:  # an unbound NCCL world connects in its first operation: have that now
+        if self._cuda:  # an unbound NCCL world connects in its first operation: that is now
             group.all_reduce(torch.zeros(1, device=self._device))
         return group
 
@@ -110,8 +108,9 @@ class _Factory:
         )
 
     def edges(self, ring: bool) -> Edges:
-        """Edges in rounds: from even stages, from odd ones, the ring's closing one: no chain of
-        ranks waits along.
+        """The pipeline edges, in rounds: from even stages, from odd ones, the ring's closing one.
+
+        So no chain of ranks waits for each other.
 
         torch names a group after its ranks and *the number of groups that the rank has*, and
         members meet under that name. A rank without a partner in a round therefore creates a group
@@ -152,9 +151,7 @@ class _Factory:
         )
 
     def _exchange(self, edge: Group, *, sends: bool) -> None:
-        """Move one value: two ranks of NCCL only connect in their first exchange, and block the
-        host over it.
-        """
+        """Move one value: NCCL connects two ranks, and blocks the host, in their first exchange."""
         value = torch.zeros(1, device=self._device)
         if sends:
             edge.send(value).wait()
@@ -162,8 +159,7 @@ class _Factory:
             edge.post_receive(value).wait()
 
     def _options(self, blocks: int) -> Any:
-        """What runs on a communicator's own stream runs beside computation, and other ranks wait
-        for it: it goes first.
+        """Of NCCL: a stream of high priority, because other ranks wait for what runs on it.
 
         Made anew for each group: torch writes the group's name and ranks into it.
         """
@@ -176,16 +172,13 @@ class _Factory:
         return options
 
     def _group(self, name: str, ranks: tuple[int, ...], blocks: int = 0) -> Group:
-        """Create the group; its NCCL kernels have at most so many ``blocks`` (0: as many as NCCL
-        likes).
-        """
+        """Create the group; its NCCL kernels have at most ``blocks`` blocks (0: NCCL's choice)."""
         handle = dist.new_group(
             list(ranks),
             timeout=self._timeout,
             pg_options=self._options(blocks),
             use_local_synchronization=True,
-            device_id=self._device
-            if self._cuda
-            else None,  # NCCL connects now and not in the first step
+            # With a device NCCL connects now and not in the first step.
+            device_id=self._device if self._cuda else None,
         )
         return Group(name, ranks, self._rank, handle, self._status)

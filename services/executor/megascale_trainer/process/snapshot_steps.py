@@ -45,7 +45,7 @@ class SnapshotSteps:
         return None if self._snapshots is None else self._snapshots.copied
 
     def subject(self, step: int) -> int | None:
-        """The step whose snapshot the vote in ``step`` is about: the next one, or the last itself."""
+        """The step whose snapshot is voted on in ``step``: the next one, or the last itself."""
         last, interval = self._config.training.steps, self._config.checkpoint.interval_steps
         if self._snapshots is None:
             return None
@@ -74,7 +74,7 @@ class SnapshotSteps:
             self._decided = subject, votes
 
     def after(self, step: int, skipped_updates: int) -> None:
-        """``step`` was launched: seal what has been copied; start or skip its snapshot as decided."""
+        """``step`` was launched: seal what was copied; start or skip its snapshot as decided."""
         if self._snapshots is None:
             return
         self._snapshots.seal_if_copied()

@@ -62,7 +62,7 @@ class StepRecords:
         return values
 
     def send(self, values: dict[str, Any]) -> None:
-        """Send a record to the agent, if this rank is the one that reports; the next step begins."""
+        """Send a record to the agent, if this rank is the one that reports; the step ends."""
         if self._assignment["reports"]:
             framing.send(self._agent, {"kind": "step", "record": values})
         self._last_step_end_s = time.monotonic()

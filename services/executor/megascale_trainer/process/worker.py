@@ -74,7 +74,7 @@ def run(agent: socket.socket, message: framing.Message, descriptors: list[int]) 
                 },
             )
         except OSError:
-            pass  # the agent is gone: there is nobody to report to
+            pass  # the agent has ended: there is nothing to report to
         return 1
 
 
@@ -129,8 +129,9 @@ class _Worker:
         who, layout = self._assignment, self._config.layout
         at = layout.coordinates(who["rank"])
         print(
-            f"rank {who['rank']} of {layout.world_size}: tp {at.tp} dp {at.dp} pp {at.pp} on {self._device}, "
-            f"attempt {who['attempt']}, job {who['job']}, torch {torch.__version__}",
+            f"rank {who['rank']} of {layout.world_size}: tp {at.tp} dp {at.dp} pp {at.pp} "
+            f"on {self._device}, attempt {who['attempt']}, job {who['job']}, "
+            f"torch {torch.__version__}",
             flush=True,
         )
 

@@ -1,6 +1,4 @@
-"""A virtual pipeline stage: some layers, with the embedding before the model's first and the head
-after its last.
-"""
+"""A virtual pipeline stage: some layers, with the embedding before the first and the head last."""
 
 from __future__ import annotations
 
@@ -22,11 +20,10 @@ from megascale_trainer.weights import Weights, subset
 
 
 class Stage:
-    """The stage's forward; backward is autograd's, and leaves weight gradients in the weights'
-    ``main_grad``.
+    """The stage's forward; autograd's backward adds to the weights' ``main_grad``.
 
-    ``last`` says that it ends the model: its forward is followed by :meth:`loss`. Units (embedding,
-    layers, head) are entered through ``buffers``, which hold their parameters.
+    ``last``: the stage ends the model, and its forward is followed by :meth:`loss`. Units
+    (embedding, layers, head) are entered through ``buffers``, which hold their parameters.
     """
 
     def __init__(
@@ -47,9 +44,7 @@ class Stage:
         ]
 
     def forward(self, received: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
-        """Hidden states [S / tp, B, H]; ``received`` are those of the stage before (None on the
-        first stage).
-        """
+        """Hidden states [S / tp, B, H] from those of the stage before (None: first stage)."""
         model, tp = self._config.model, self._tp
         if received is None:
             self._buffers.await_parameters("embedding")
@@ -72,6 +67,6 @@ class Stage:
         return hidden
 
     def loss(self, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Objective and sums of :func:`megascale_trainer.model.head.loss_sums` (last stage only)."""
+        """Objective and sums of :func:`megascale_trainer.model.head.loss_sums`; last stage only."""
         hidden = self._buffers.enter("head", hidden)
         return loss_sums(hidden, batch, self._weights, self._config, self._tp, self._operators)
