@@ -22,7 +22,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from megascale_common.job.config import JobConfig
 from megascale_common.sizes.memory import largest_rank_memory
 from megascale_common.sizes.parameter_table import parameter_table
-from megascale_trainer.parallel.groups import Groups, create_groups, destroy_groups
+from megascale_trainer.parallel.groups import Groups
+from megascale_trainer.process.bootstrap import create_groups, destroy_groups
 from megascale_trainer.trainer import StepResult, Trainer, set_determinism
 
 # Steps that are not timed: of a configuration that runs for the first time, of one whose trainer is

@@ -81,7 +81,7 @@ class SilentProcessGroup(dist.ProcessGroup):
 def create_silent_group(world_size: int) -> SilentProcessGroup:
     """A silent group of all ranks, to stand in for any group of them; collective.
 
-    torch.distributed must be initialised; :func:`megascale_trainer.parallel.groups.destroy_groups`
+    torch.distributed must be initialised; :func:`megascale_trainer.process.bootstrap.destroy_groups`
     destroys this group too.
     """
     if not hasattr(dist.Backend, _BACKEND.upper()):

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from megascale_kernels.overlap.collective_matmul import OverlappedProducts, region_bytes
 from megascale_kernels.overlap.peer_memory import PeerMemory, open_peer_memory, why_unreachable
 from megascale_trainer.parallel.groups import Group
-from megascale_trainer.parallel.tensor.matmul import PlainProducts
+from megascale_trainer.parallel.tensor.matmul import PlainMatmuls
 from megascale_trainer.parallel.tensor.sequence import gather, reduce_scatter
 
 # hidden size, sequence, micro-batch, one rank's width of the merged input projection and of the
@@ -99,7 +99,7 @@ def _measure(
     memory = open_peer_memory(tp.handle, region_bytes(whole.nbytes), device, timeout_s=TIMEOUT_S)
     # one memory for all of them: each has ended on all ranks before the next is measured
     plain, overlapped = (
-        PlainProducts(tp),
+        PlainMatmuls(tp),
         {number: OverlappedProducts(memory, number) for number in CHUNKS},
     )
     gathering: dict[str, Run] = {
@@ -107,14 +107,14 @@ def _measure(
         "collective": lambda: gather(part, tp),
         "pull": lambda: _copy_all(memory, part, whole, pull=True),
         "push": lambda: _copy_all(memory, part, whole, pull=False),
-        "sequential": lambda: plain.gather_multiply(part, into),
+        "sequential": lambda: plain.all_gather_matmul(part, into),
         **{str(n): lambda n=n: overlapped[n].gather_multiply(part, into) for n in CHUNKS},
     }
     scattering: dict[str, Run] = {
         **gathering,
         "product": lambda: torch.matmul(wide, out_of),
         "collective": lambda: reduce_scatter(whole, tp),
-        "sequential": lambda: plain.multiply_scatter(wide, out_of),
+        "sequential": lambda: plain.matmul_reduce_scatter(wide, out_of),
         **{str(n): lambda n=n: overlapped[n].multiply_scatter(wide, out_of) for n in CHUNKS},
     }
     tokens = sequence * sizes[2]

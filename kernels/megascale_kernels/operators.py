@@ -18,9 +18,8 @@ from typing import Literal, Protocol
 
 import torch
 
-from megascale_kernels import activation, adamw, block_inner, cross_entropy, norm, residual
+from megascale_kernels import activation, block_inner, cross_entropy, norm, residual
 from megascale_kernels.activation import Activation
-from megascale_kernels.adamw import AdamWKernel
 from megascale_kernels.attention import AttentionMask
 from megascale_kernels.cross_entropy import CrossEntropy
 from megascale_kernels.parameter import Parameter
@@ -84,7 +83,6 @@ class Operators:
     block_inner: BlockInnerOperator
     activate: ActivateOperator
     cross_entropy: CrossEntropy
-    adamw: AdamWKernel
 
 
 def choose(kind: Literal["auto", "torch", "triton"], device: torch.device) -> Operators:
@@ -109,7 +107,6 @@ def torch_operators() -> Operators:
         block_inner=block_inner.block_inner,
         activate=activation.activate,
         cross_entropy=cross_entropy.cross_entropy,
-        adamw=adamw.adamw,
     )
 
 
@@ -121,7 +118,6 @@ def triton_operators() -> Operators:
     """
     # Imported here and not above: a CPU build of torch comes without Triton.
     from megascale_kernels.fused import activation as fused_activation
-    from megascale_kernels.fused import adamw as fused_adamw
     from megascale_kernels.fused import block_inner as fused_block_inner
     from megascale_kernels.fused import cross_entropy as fused_cross_entropy
     from megascale_kernels.fused import norm as fused_norm
@@ -134,7 +130,6 @@ def triton_operators() -> Operators:
         block_inner=fused_block_inner.block_inner,
         activate=fused_activation.activate,
         cross_entropy=fused_cross_entropy.cross_entropy,
-        adamw=fused_adamw.adamw,
     )
 
 

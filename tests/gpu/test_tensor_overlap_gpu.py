@@ -71,4 +71,4 @@ def test_the_job_gets_overlapped_matmuls_where_it_sets_overlap(
 ) -> None:
     _need(2)
     for result in pool.run(f"{PROGRAMS}:choice", 2, tmp_path, 120, overlap=True, one_host=True):
-        assert result == {"products": "_Counted", "log": ""}
+        assert result == {"products": "OverlappedMatmuls", "log": ""}

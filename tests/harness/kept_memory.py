@@ -20,8 +20,8 @@ from megascale_kernels.overlap.collective_matmul import OverlappedProducts
 from megascale_trainer.parallel.data.buffers import FlatBuffers
 from megascale_trainer.parallel.groups import Group, single_process_groups
 from megascale_trainer.parallel.pipeline.stage import Stage
-from megascale_trainer.parallel.tensor.matmul import TensorParallel, plain_tensor_parallel
-from megascale_trainer.parallel.tensor.overlapped_matmul import chunks
+from megascale_trainer.parallel.tensor.overlapped_matmul import OverlappedMatmuls, chunks
+from megascale_trainer.parallel.tensor.sharding import TensorParallel, plain_tensor_parallel
 from megascale_trainer.weights import bind_weights
 
 
@@ -100,4 +100,4 @@ def _tensor_parallel(config: JobConfig, device: torch.device) -> TensorParallel:
     if not config.parallelism.overlap.tp:
         return plain_tensor_parallel(group)
     memory = OwnMemory(size, rank_memory(config, 0).peer_memory_bytes, device)
-    return TensorParallel(group, OverlappedProducts(memory, chunks(size)))
+    return TensorParallel(group, OverlappedMatmuls(group, OverlappedProducts(memory, chunks(size))))

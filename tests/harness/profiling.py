@@ -17,7 +17,7 @@ from tests.harness.training import device_of, start, step
 
 from megascale_common.job.config import from_accepted
 from megascale_common.node import framing
-from megascale_trainer.parallel.groups import destroy_groups
+from megascale_trainer.process.bootstrap import destroy_groups
 from megascale_trainer.telemetry.profiling import StepProfiler
 
 WRITE_TIMEOUT_S = 30.0

@@ -10,7 +10,7 @@ from tests.harness.training import start, step
 
 from megascale_checkpoint import restore
 from megascale_common.job.config import from_accepted
-from megascale_trainer.parallel.groups import destroy_groups
+from megascale_trainer.process.bootstrap import destroy_groups
 
 FURTHER_STEPS = 2
 

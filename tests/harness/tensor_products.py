@@ -20,13 +20,14 @@ from megascale_common.job.rank_layout import RankLayout
 from megascale_kernels.overlap import peer_memory
 from megascale_kernels.overlap.collective_matmul import OverlappedProducts, region_bytes
 from megascale_kernels.overlap.peer_memory import PeerMemory, open_peer_memory, why_unreachable
-from megascale_trainer.parallel.groups import Group, create_groups, destroy_groups
-from megascale_trainer.parallel.tensor.matmul import PlainProducts, Products
-from megascale_trainer.parallel.tensor.overlapped_matmul import tensor_parallel
+from megascale_trainer.parallel.groups import Group
+from megascale_trainer.parallel.tensor.matmul import PlainMatmuls, SequenceMatmuls
+from megascale_trainer.parallel.tensor.overlapped_matmul import OverlappedMatmuls, tensor_parallel
+from megascale_trainer.process.bootstrap import create_groups, destroy_groups
 from megascale_trainer.trainer import DTYPES
 
 _CYCLES_PER_S = 1.5e9  # roughly, of torch.cuda._sleep
-Operation = Callable[[Products], Sequence[torch.Tensor]]
+Operation = Callable[[SequenceMatmuls], Sequence[torch.Tensor]]
 
 
 def compare(
@@ -54,12 +55,13 @@ def compare(
         _operation(shared, rank, world_size, part_bytes, DTYPES[dtype], device)
         for _ in range(operations)
     ]
-    expected = [operation(PlainProducts(tp)) for operation in program]
+    expected = [operation(PlainMatmuls(tp)) for operation in program]
     wrong = {}
     for number in chunks:
         memory = _open(tp, region_bytes(part_bytes * world_size), device)
         for delay in (delay_s, 0.0):
-            products = OverlappedProducts(Delayed(memory, own, delay), number)
+            kernel = OverlappedProducts(Delayed(memory, own, delay), number)
+            products = OverlappedMatmuls(tp, kernel)
             found = [operation(products) for operation in program]
             memory.barrier()  # the next object starts with the first slot again
             wrong[f"{number} chunks, delays of {delay} s"] = sum(
@@ -132,7 +134,7 @@ def choice(
     with contextlib.redirect_stdout(io.StringIO()) as log:
         tp = tensor_parallel(from_accepted(job), group, torch.float32, device_of(rank))
     destroy_groups()
-    return {"products": type(tp.products).__name__, "log": log.getvalue()}
+    return {"products": type(tp.matmuls).__name__, "log": log.getvalue()}
 
 
 def tp_group(rank: int, world_size: int, folder: Path) -> Group:
@@ -202,15 +204,15 @@ def _operation(
     factor = _whole_numbers((out, width), generator).to(dtype).to(device)
     factor = factor.t() if shared.random() < 0.5 else factor.t().contiguous()
     if gathers:
-        return lambda products: products.gather_multiply(x, factor)
+        return lambda products: products.all_gather_matmul(x, factor)
     return lambda products: _scatter_beside_work(products, x, factor)
 
 
 def _scatter_beside_work(
-    products: Products, x: torch.Tensor, factor: torch.Tensor
+    products: SequenceMatmuls, x: torch.Tensor, factor: torch.Tensor
 ) -> Sequence[torch.Tensor]:
     work: list[torch.Tensor] = []
-    part = products.multiply_scatter(x, factor, lambda: work.append(x.sum(0)))
+    part = products.matmul_reduce_scatter(x, factor, lambda: work.append(x.sum(0)))
     return part, *work
 
 

@@ -19,7 +19,8 @@ from torch._C._distributed_c10d import FileStore
 from megascale_common.job.config import JobConfig, from_accepted
 from megascale_common.node.status_page import StatusPageWriter, read_status_page
 from megascale_trainer.batch import MicroBatch
-from megascale_trainer.parallel.groups import Groups, create_groups, destroy_groups
+from megascale_trainer.parallel.groups import Groups
+from megascale_trainer.process.bootstrap import create_groups, destroy_groups
 from megascale_trainer.trainer import StepResult, Trainer
 
 CPU = torch.device("cpu")

@@ -27,7 +27,7 @@ from tests.harness.waiting import CALL_TIMEOUT_S, until
 from megascale_common.job.config import DataSource, EvaluationConfig, JobConfig, to_json
 from megascale_common.node import framing
 from megascale_common.node.process import child_environment
-from megascale_trainer.data.client import LoaderClient, MicroBatchArrays
+from megascale_trainer.data.client import LoaderClient, MicroBatchArrays, RingRequest
 from megascale_trainer.data.errors import DataError
 from megascale_trainer.data.packing import SampleStream, sample_numbers
 
@@ -53,14 +53,12 @@ class Loader:
         first_sample: int = 0,
         timeout_s: float = TIMEOUT_S,
     ) -> LoaderClient:
-        return LoaderClient(
-            self.socket_path, self.job, dp_rank, reader, readers, first_sample, timeout_s
-        )
+        ring = RingRequest(dp_rank, reader, readers, first_sample)
+        return LoaderClient(self.socket_path, self.job, ring, timeout_s)
 
     def held_out(self, dp_rank: int = 0) -> LoaderClient:
-        return LoaderClient(
-            self.socket_path, self.job, dp_rank, 0, 1, 0, TIMEOUT_S, stream="evaluation"
-        )
+        ring = RingRequest(dp_rank, 0, 1, 0, stream="evaluation")
+        return LoaderClient(self.socket_path, self.job, ring, TIMEOUT_S)
 
     def rings(self) -> int:
         """How many rings the loader holds, counted from outside: the memfds that it maps or has
@@ -247,8 +245,9 @@ def test_after_a_reader_died_the_others_read_on_and_a_new_ring_can_open(
             "import sys, os, signal\n"
             "from pathlib import Path\n"
             "from megascale_common.job.config import from_json\n"
-            "from megascale_trainer.data.client import LoaderClient\n"
-            "client = LoaderClient(sys.argv[1], from_json(Path(sys.argv[2]).read_text()), 0, 1, 2, 0, 120.0)\n"
+            "from megascale_trainer.data.client import LoaderClient, RingRequest\n"
+            "job = from_json(Path(sys.argv[2]).read_text())\n"
+            "client = LoaderClient(sys.argv[1], job, RingRequest(0, 1, 2, 0), 120.0)\n"
             "client.next_step()\n"
             "os.kill(os.getpid(), signal.SIGKILL)\n"
         )
@@ -276,7 +275,7 @@ def test_readers_that_disagree_are_refused(start: StartLoader, job: JobConfig) -
             loader.client(2)
         longer = data_job(job.data.sources, sequence_length=32, micro_batch_size=2, dp=2)
         with pytest.raises(DataError, match="different jobs"):
-            LoaderClient(loader.socket_path, longer, 1, 0, 1, 0, TIMEOUT_S)
+            LoaderClient(loader.socket_path, longer, RingRequest(1, 0, 1, 0), TIMEOUT_S)
 
 
 @pytest.mark.parametrize(
@@ -353,8 +352,9 @@ def test_the_socket_is_private_and_a_missing_loader_is_an_error_in_time(
     loader.client().close()
     assert stat.S_IMODE(loader.socket_path.stat().st_mode) == 0o600
     began = time.monotonic()
-    with pytest.raises(DataError, match="no data loader listens there"):
-        LoaderClient(loader.socket_path.with_name("absent.sock"), job, 0, 0, 1, 0, timeout_s=0.2)
+    with pytest.raises(DataError, match="no data loader is listening"):
+        absent = loader.socket_path.with_name("absent.sock")
+        LoaderClient(absent, job, RingRequest(0, 0, 1, 0), timeout_s=0.2)
     assert time.monotonic() - began < TIMEOUT_S / 2
 
 
@@ -429,7 +429,7 @@ def test_the_loader_dies_with_its_parent_and_leaves_no_memory(
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         loader_pid = int(parent.stdout.readline())
-        with LoaderClient(socket_path, job, 0, 0, 1, 0, TIMEOUT_S) as client:
+        with LoaderClient(socket_path, job, RingRequest(0, 0, 1, 0), TIMEOUT_S) as client:
             client.next_step()
             parent.kill()
             deadline = time.monotonic() + TIMEOUT_S

@@ -95,8 +95,8 @@ def test_what_comes_too_late_or_in_between_is_skipped_and_said(
     }
     (found,) = profiled(pool, tmp_path / "run", commands)
     answers = {answer["id"]: (answer["state"], answer["detail"]) for answer in found["answers"]}
-    assert answers["late"] == ("skipped", "the word came before step 2, its first step is 1")
-    assert answers["stale"] == ("skipped", "it took too long to come to step 4")
+    assert answers["late"] == ("skipped", "the request arrived before step 2, its first step is 1")
+    assert answers["stale"] == ("skipped", "it took too long to reach step 4")
     assert answers["replaced"] == ("skipped", "another profile was asked for before its first step")
     assert answers["last"] == ("written", "")
     assert spans(tmp_path / "run" / "trace-last-0.json.gz")[0] == "step 7"

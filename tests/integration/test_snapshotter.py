@@ -18,7 +18,7 @@ from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc
 from megascale_common.node.messages import RestorePlanMessage
 from megascale_common.service.channel import open_channel
 from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
-from megascale_trainer.snapshot import Registration, Snapshotter
+from megascale_trainer.snapshot import RankRegistration, Snapshotter
 
 PIECE = ShardPiece("vector", "master", "float32", (256,), (0,), (256,), 0, 256, 0, primary=True)
 
@@ -49,7 +49,8 @@ def snapshotter(
     daemon: DaemonProcess, state: State, *, attempt: int = 1, uri: str = ""
 ) -> Snapshotter:
     sizes = {"tp": 1, "cp": 1, "dp": 1, "pp": 1}
-    registration = Registration("job", attempt, 0, 1, uri, daemon.address if uri else "", 2, sizes)
+    committer = daemon.address if uri else ""
+    registration = RankRegistration("job", attempt, 0, 1, uri, committer, 2, sizes)
     longest_s = 4 * CALL_TIMEOUT_S
     return Snapshotter(
         str(daemon.socket), registration, state, torch.device("cpu"), collective_timeout_s=longest_s

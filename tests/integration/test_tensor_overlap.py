@@ -58,10 +58,10 @@ def test_an_operation_larger_than_its_slot_is_refused(pool: RankPool, tmp_path: 
 @pytest.mark.parametrize(
     ("ranks", "overlap", "one_host", "products", "cause"),
     [
-        (2, True, True, "_Counted", ""),
-        (2, False, True, "PlainProducts", ""),
-        (2, True, False, "PlainProducts", "its ranks are on different hosts"),
-        (1, True, True, "PlainProducts", "it has one rank"),
+        (2, True, True, "OverlappedMatmuls", ""),
+        (2, False, True, "PlainMatmuls", ""),
+        (2, True, False, "PlainMatmuls", "its ranks are on different hosts"),
+        (1, True, True, "PlainMatmuls", "it has one rank"),
     ],
     ids=["overlapped", "not set", "two hosts", "one rank"],
 )

@@ -118,6 +118,18 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("optimizer.learning_rate", {"optimizer__learning_rate": float("nan")}, "lr"),
     ("optimizer.beta2", {"optimizer__beta2": 1.0}, "beta"),
     ("optimizer.clip_norm", {"optimizer__clip_norm": -1.0}, "0"),
+    ("optimizer.name", {"optimizer__name": "My Optimizer"}, "a-z"),
+    ("optimizer.options", {"optimizer__options": {"momentum": 0.9}}, "optimizer.name"),
+    (
+        "optimizer.options",
+        {"optimizer__name": "momentum", "optimizer__options": {"a b": 1.0}},
+        "letters",
+    ),
+    (
+        "optimizer.options.momentum",
+        {"optimizer__name": "momentum", "optimizer__options": {"momentum": float("nan")}},
+        "give a number",
+    ),
     ("schedule.warmup_steps", {"schedule__warmup_steps": 61}, "within"),
     ("schedule.min_ratio", {"schedule__min_ratio": 2.0}, "0 to 1"),
     ("loss.z_loss", {"loss__z_loss": -1.0}, "0"),
@@ -243,8 +255,15 @@ def test_the_wire_form_of_a_config_is_read_back_equal() -> None:
         owner="me",
         priority=-3,
         model__bias=True,
+        optimizer={"name": "momentum", "options": {"momentum": 0.9, "nesterov": 1}},
     )
     assert job_spec.from_proto(job_spec.to_proto(config)) == config
+    assert config.optimizer.options == {"momentum": 0.9, "nesterov": 1.0}
+
+
+def test_an_option_that_is_no_number_is_named() -> None:
+    with pytest.raises(JobError, match=r"optimizer\.options\.momentum: expected a number; got 'a'"):
+        job(optimizer={"name": "momentum", "options": {"momentum": "a"}})
 
 
 @given(

@@ -27,7 +27,7 @@ from megascale_trainer.parallel.data.buffers import FlatBuffers
 from megascale_trainer.parallel.data.overlapped_buffers import OverlappedBuffers
 from megascale_trainer.parallel.groups import Group, Pending, single_process_groups
 from megascale_trainer.parallel.pipeline.stage import Stage
-from megascale_trainer.parallel.tensor.matmul import plain_tensor_parallel
+from megascale_trainer.parallel.tensor.sharding import plain_tensor_parallel
 from megascale_trainer.weights import bind_weights
 
 ALONE = single_process_groups().world

@@ -13,8 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale_common.job.config import JobConfig, from_accepted
+from megascale_common.sizes import memory as memory_module
+from megascale_common.sizes import parameter_table as table_module
+from megascale_common.sizes.block import (
+    Extent,
+    Kept,
+    LogicalParameter,
+    Operator,
+    Tensor,
+    layer_unit,
+)
+from megascale_common.sizes.memory import rank_memory
 from megascale_common.sizes.parameter_table import (
-    STATES,
+    DEFAULT_STATES,
     parameter_table,
     shard_layout,
     stage_layers,
@@ -98,7 +109,7 @@ def test_every_value_is_primary_on_exactly_one_rank(
             assert start == end, f"{name} {state}: gap or overlap at {start}"
             end = stop
         assert end == math.prod(shapes[name])
-    assert len(held) == len(STATES) * len(shapes)
+    assert len(held) == len(DEFAULT_STATES) * len(shapes)
     assert sum(math.prod(shape) for shape in shapes.values()) == _expected_elements(config)
 
 
@@ -196,6 +207,29 @@ def test_neither_norms_nor_biases_decay() -> None:
     table = parameter_table(_config(model, {}), 0)
     for piece in table.slices:
         assert piece.decay == (len(piece.global_shape) == 2), piece.name
+
+
+def test_a_weight_that_is_declared_is_in_table_checkpoint_and_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A norm of q, say: one weight for all heads, which keeps q of every token for backward."""
+    model = {"layers": 2, "hidden_size": 32, "heads": 4, "vocab_size": 8, "sequence_length": 4}
+    config = _config(model, {"tp": 2})
+    names = [{piece.name for piece in parameter_table(config, rank).slices} for rank in (0, 1)]
+    kept = rank_memory(config, 0).activations_bytes
+    weight = LogicalParameter("q_norm", Extent(8, "whole"), "ones")
+    norm = Operator((Tensor("q_norm", "weight", (weight,)),), (Kept(Extent(32, "even")),))
+    for module in (table_module, memory_module):
+        monkeypatch.setattr(module, "layer_unit", lambda model: (*layer_unit(model), norm))
+    added = {f"layers.{layer}.q_norm.weight" for layer in (0, 1)}
+    for rank in (0, 1):
+        table = parameter_table(config, rank)
+        assert {piece.name for piece in table.slices} == names[rank] | added
+        assert added < {tensor.name for tensor in table.tensors}
+        pieces = [piece for piece in shard_layout(table).pieces if piece.name in added]
+        assert len(pieces) == len(DEFAULT_STATES) * len(added)
+        assert {piece.primary for piece in pieces} == {rank == 0}, "tp rank 0 writes it"
+    assert rank_memory(config, 0).activations_bytes - kept == 2 * 4 * (32 // 2) * 2  # bf16
 
 
 def test_uneven_stages() -> None:

@@ -335,7 +335,7 @@ class TrainerSpec(google.protobuf.message.Message):
 
     @property
     def optimizer(self) -> Global___OptimizerSpec:
-        """AdamW."""
+        """How parameters are updated."""
 
     @property
     def schedule(self) -> Global___ScheduleSpec:
@@ -651,9 +651,25 @@ Global___TrainingSpec: typing_extensions.TypeAlias = TrainingSpec
 
 @typing.final
 class OptimizerSpec(google.protobuf.message.Message):
-    """AdamW."""
+    """How parameters are updated."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class OptionsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.float
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.float = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
     LEARNING_RATE_FIELD_NUMBER: builtins.int
     BETA1_FIELD_NUMBER: builtins.int
@@ -661,18 +677,26 @@ class OptimizerSpec(google.protobuf.message.Message):
     EPSILON_FIELD_NUMBER: builtins.int
     WEIGHT_DECAY_FIELD_NUMBER: builtins.int
     CLIP_NORM_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    OPTIONS_FIELD_NUMBER: builtins.int
     learning_rate: builtins.float
     """Peak learning rate; default 3e-4."""
     beta1: builtins.float
-    """Decay rate of the mean gradient; default 0.9."""
+    """Decay rate of the mean gradient in AdamW; default 0.9."""
     beta2: builtins.float
-    """Decay rate of the mean squared gradient; default 0.95."""
+    """Decay rate of the mean squared gradient in AdamW; default 0.95."""
     epsilon: builtins.float
-    """Added to the divisor; default 1e-8."""
+    """Added to the divisor in AdamW; default 1e-8."""
     weight_decay: builtins.float
     """Weight decay, not applied to norms and biases; default 0.1."""
     clip_norm: builtins.float
     """Largest global gradient norm, beyond which gradients are clipped; 0: no clipping; default 1."""
+    name: builtins.str
+    """"adamw", or the name under which a package on every node registers an optimizer; default "adamw"."""
+    @property
+    def options(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
+        """Numbers for an optimizer of such a package, by the names that it defines; adamw takes none."""
+
     def __init__(
         self,
         *,
@@ -682,9 +706,11 @@ class OptimizerSpec(google.protobuf.message.Message):
         epsilon: builtins.float | None = ...,
         weight_decay: builtins.float | None = ...,
         clip_norm: builtins.float | None = ...,
+        name: builtins.str | None = ...,
+        options: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_clip_norm", b"_clip_norm", "_epsilon", b"_epsilon", "_learning_rate", b"_learning_rate", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "clip_norm", b"clip_norm", "epsilon", b"epsilon", "learning_rate", b"learning_rate", "weight_decay", b"weight_decay"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_clip_norm", b"_clip_norm", "_epsilon", b"_epsilon", "_learning_rate", b"_learning_rate", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "clip_norm", b"clip_norm", "epsilon", b"epsilon", "learning_rate", b"learning_rate", "weight_decay", b"weight_decay"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_clip_norm", b"_clip_norm", "_epsilon", b"_epsilon", "_learning_rate", b"_learning_rate", "_name", b"_name", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "clip_norm", b"clip_norm", "epsilon", b"epsilon", "learning_rate", b"learning_rate", "name", b"name", "weight_decay", b"weight_decay"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_clip_norm", b"_clip_norm", "_epsilon", b"_epsilon", "_learning_rate", b"_learning_rate", "_name", b"_name", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "clip_norm", b"clip_norm", "epsilon", b"epsilon", "learning_rate", b"learning_rate", "name", b"name", "options", b"options", "weight_decay", b"weight_decay"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_beta1", b"_beta1"]) -> typing.Literal["beta1"] | None: ...
     @typing.overload
@@ -695,6 +721,8 @@ class OptimizerSpec(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_epsilon", b"_epsilon"]) -> typing.Literal["epsilon"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_learning_rate", b"_learning_rate"]) -> typing.Literal["learning_rate"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_name", b"_name"]) -> typing.Literal["name"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_weight_decay", b"_weight_decay"]) -> typing.Literal["weight_decay"] | None: ...
 

@@ -1,4 +1,4 @@
-"""The batch contract of the trainer: one micro-batch as tensors, the same on every pipeline stage."""
+"""One micro-batch as tensors: the batch contract, the same on every pipeline stage."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MicroBatch:
     """B sequences of S tokens; every tensor is [B, S].
 
     ``targets`` is the token to predict, ``loss_weight`` (float32) its weight in the loss,
-    ``position`` what the position embedding sees; ``documents`` says where the documents lie.
+    ``position`` the input of the position embedding; ``documents`` holds where the documents begin.
     """
 
     tokens: torch.Tensor
@@ -35,8 +35,7 @@ class MicroBatch:
 
     @classmethod
     def from_numpy(cls, arrays: Mapping[str, np.ndarray[Any, Any]]) -> MicroBatch:
-        """Tensors of their own (copies) from the loader's arrays, and its documents from
-        ``document_start``.
+        """Copies of the loader's arrays as tensors, with the documents of ``document_start``.
 
         Raises:
             ValueError: a field is missing, or its shape differs from that of ``tokens``.
@@ -49,7 +48,8 @@ class MicroBatch:
         for name in names:
             if arrays[name].shape != shape or len(shape) != 2:
                 raise ValueError(
-                    f"micro-batch field {name} has shape {arrays[name].shape}, tokens has {shape}; need [B, S]"
+                    f"micro-batch field {name} has shape {arrays[name].shape}, tokens has {shape}; "
+                    "need [B, S]"
                 )
         tensors = {name: torch.tensor(arrays[name], dtype=dtype) for name, dtype in _DTYPES.items()}
         return cls(**tensors, documents=documents_of(torch.tensor(arrays["document_start"])))
@@ -63,15 +63,15 @@ class MicroBatch:
         return self.map(torch.Tensor.pin_memory)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
-        """The micro-batch whose tensors are ``function`` of this one's; what the host knows stays."""
+        """The micro-batch whose tensors are ``function`` of this one's; host values stay."""
         changed = {name: function(getattr(self, name)) for name in _DTYPES}
         return MicroBatch(**changed, documents=self.documents.map(function))
 
     def refilled(self, source: MicroBatch) -> MicroBatch:
-        """``source``, of the same shape, copied into this one's tensors; between pinned memory and
-        CUDA without a wait.
+        """``source``, of the same shape, copied into this one's tensors.
 
-        This one is spent: its tensors hold what the result says.
+        Between pinned memory and CUDA the host does not wait. Use the result from then on, and not
+        this one, whose tensors now hold ``source``'s values.
         """
         for name in _DTYPES:
             getattr(self, name).copy_(getattr(source, name), non_blocking=True)

@@ -1,6 +1,4 @@
-"""Names that differ between torch 2.11 and 2.13: the only module that may ask which of them is
-there.
-"""
+"""Names that differ between torch 2.11 and 2.13; no other module asks which of them exist."""
 
 from __future__ import annotations
 
@@ -20,8 +18,9 @@ _reduce_scatter: Callable[..., Any] = (
 
 
 def all_gather(output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Concatenate every rank's ``source`` along dimension 0 into ``output``; may be in place
-    (source a view of it).
+    """Concatenate every rank's ``source`` along dimension 0 into ``output``.
+
+    ``source`` may be a view of ``output``.
     """
     _all_gather(output, source, group=group)
 
@@ -29,14 +28,15 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGr
 def start_all_gather(
     output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup
 ) -> dist.Work:
-    """:func:`all_gather` that returns at once; the result is there after ``wait``."""
+    """:func:`all_gather` that returns at once; the result is complete after ``wait``."""
     work: dist.Work = _all_gather(output, source, group=group, async_op=True)
     return work
 
 
 def reduce_scatter(output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Sum ``source`` over the ranks and leave this rank's part of dimension 0 in ``output`` (may be
-    a view of it).
+    """Sum ``source`` over the ranks; ``output`` gets this rank's part of dimension 0.
+
+    ``output`` may be a view of ``source``.
     """
     _reduce_scatter(output, source, group=group)
 
@@ -44,17 +44,15 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, group: dist.Proce
 def start_reduce_scatter(
     output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup
 ) -> dist.Work:
-    """:func:`reduce_scatter` that returns at once; the result is there after ``wait``."""
+    """:func:`reduce_scatter` that returns at once; the result is complete after ``wait``."""
     work: dist.Work = _reduce_scatter(output, source, group=group, async_op=True)
     return work
 
 
 def accumulate_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """total += left @ right, with ``total`` float32 [m, n] and the factors [m, k] and [k, n] of one
-    dtype.
+    """total += left @ right: ``total`` float32 [m, n], factors [m, k] and [k, n] of one dtype.
 
-    On CUDA the sum is kept in float32 inside the GEMM; a CPU has no such GEMM and widens bf16
-    factors first.
+    On CUDA the GEMM itself sums in float32; a CPU has no such GEMM and widens bf16 factors first.
     """
     if left.dtype == total.dtype:
         total.addmm_(left, right)

@@ -1,11 +1,9 @@
-"""Stage 1 of a checkpoint, the trainer's side: copy the state into daemon-owned memory and have it
-sealed.
+"""Stage 1 of a checkpoint, the trainer's side: copy the state to the daemon's memory and seal it.
 
 The daemon owns the memory (slots), so a sealed snapshot survives this process. All ranks take a
-snapshot or skip it
-together: each reserves a slot one step ahead and its vote rides in the gradient-norm all-reduce
-(a busy slot is skipped and counted; nothing blocks). A daemon that went away costs snapshots, never
-the run.
+snapshot together or skip it together: each reserves a slot one step ahead, and its vote rides in
+the gradient-norm all-reduce. Busy slots skip and count; nothing blocks. A daemon that ends costs
+snapshots, never the run.
 
 On CUDA the copy runs on a side stream into pinned slots during the next forward and backward; the
 next optimizer update waits for it on the device (:attr:`Snapshotter.copied`), the host never does.
@@ -43,7 +41,7 @@ from megascale_common.node.messages import (
 )
 from megascale_common.sizes.checkpoint_layout import ShardLayout
 
-# the first registration clears memory, a restore reads storage; nobody waits for this rank
+# At the start: the first registration clears memory, a restore reads storage, and no peer waits.
 START_TIMEOUT_S = 600.0
 # Later the peers wait in their collectives for the answer, which takes milliseconds, or the time of
 # a slot's checksums.
@@ -52,9 +50,7 @@ ACQUIRE_RETRY_S = 0.2
 
 
 class RestoreRefused(Exception):
-    """The daemon cannot give the planned state. ``kind`` and ``file`` say why and which file is
-    damaged.
-    """
+    """The daemon cannot give the planned state: ``kind`` is why, ``file`` which file is damaged."""
 
     def __init__(self, kind: ErrorKind, problem: str, file: str) -> None:
         super().__init__(problem)
@@ -76,8 +72,8 @@ class TrainingState(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Registration:
-    """Who registers with the daemon. ``sizes`` are those of the parallel axes, for the manifest."""
+class RankRegistration:
+    """What a rank registers with. ``sizes`` are those of the parallel axes, for the manifest."""
 
     job: str
     attempt: int
@@ -91,8 +87,7 @@ class Registration:
 
 @dataclass(slots=True)
 class _Pending:
-    """A copy that has been started but not sealed. ``done`` is None on CPU, where the copy is
-    complete at once.
+    """A copy that was started and is not sealed; ``done`` is None on CPU: it is complete at once.
 
     ``finite`` is None until the result of the step has been read.
     """
@@ -108,14 +103,13 @@ class Snapshotter:
     """Connection of one rank to the checkpoint daemon of its node.
 
     Raises:
-        OSError: the daemon is not there, or refuses the registration (its words are in the
-            message).
+        OSError: the daemon is not running, or refuses the registration; the message has its reason.
     """
 
     def __init__(
         self,
         socket_path: str,
-        registration: Registration,
+        registration: RankRegistration,
         state: TrainingState,
         device: torch.device,
         *,
@@ -148,20 +142,18 @@ class Snapshotter:
             raise RestoreRefused(answer["error_kind"], answer["error"], answer["file"])
         self._state.load_from(self._slots[answer["slot"]])
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # the slot is given back below
+            torch.cuda.synchronize(self._device)  # the copy must end before the slot is released
         self._request(Release(kind="release", slot=answer["slot"]))
         return answer["small_state"]
 
     def reserve(self, step: int) -> int:
-        """Reserve a slot for the snapshot after ``step``; returns this rank's vote: 0 ready, 1 must
-        skip.
-        """
+        """Reserve a slot for the snapshot after ``step``; the vote: 0 ready, 1 must skip."""
         self.seal_if_copied()
         try:
             if self._socket is None:
                 self._connect(self._answer_timeout_s)
             if self._pending is not None:
-                return 1  # the previous copy is not even sealed
+                return 1  # the previous snapshot is still being copied or settled
             answer = cast(Acquired | Busy, self._request(Acquire(kind="acquire", step=step)))
         except OSError as error:
             self._lost(error)
@@ -170,9 +162,7 @@ class Snapshotter:
         return 0 if self._reserved is not None else 1
 
     def reserve_or_wait(self, step: int, timeout_s: float) -> int:
-        """As :meth:`reserve`, but wait for a busy slot: for the last step, where nothing is held
-        up.
-        """
+        """As :meth:`reserve`, but wait for a busy slot: the last step delays no other."""
         deadline = time.monotonic() + timeout_s
         while True:
             self.seal_if_copied(wait=True)
@@ -181,8 +171,7 @@ class Snapshotter:
             time.sleep(ACQUIRE_RETRY_S)
 
     def take(self, step: int, small_state: dict[str, Any], *, votes: int) -> bool:
-        """After ``step``: start the copy into the reserved slot, or skip because ``votes`` ranks
-        must.
+        """After ``step``: start the copy into the reserved slot, or skip if ``votes`` is above 0.
 
         It is sealed after :meth:`settle`. Returns whether a snapshot was started.
         """
@@ -190,13 +179,16 @@ class Snapshotter:
         if votes:
             self.skipped += 1
             print(
-                f"step {step}: no snapshot, {votes} ranks have no slot ({self.skipped} skipped so far)",
+                f"step {step}: no snapshot, {votes} ranks have no slot "
+                f"({self.skipped} skipped so far)",
                 flush=True,
             )
             if slot is not None:
                 self._try(Release(kind="release", slot=slot))
             return False
-        if slot is None:  # the daemon went away after the vote: training goes on without this one
+        # The daemon ended after the vote: the other ranks take their part, and the step cannot be
+        # committed without this one's. Training goes on.
+        if slot is None:
             self.skipped += 1
             print(
                 f"step {step}: no snapshot here, the slot is lost ({self.skipped} skipped so far)",
@@ -207,23 +199,22 @@ class Snapshotter:
         return True
 
     def settle(self, step: int, small_state: Mapping[str, Any], *, finite: bool) -> None:
-        """The result of ``step`` has been read: what its snapshot lacked, and whether its state is
-        fit to be kept.
-        """
+        """The result of ``step`` was read: complete its snapshot's small state and finite flag."""
         if self._pending is not None and self._pending.step == step:
             self._pending.small_state |= small_state
             self._pending.finite = finite
 
     @property
     def copied(self) -> torch.cuda.Event | None:
-        """Event that the next optimizer update must wait for; None when no copy is under way."""
+        """Event that the next optimizer update must wait for; None when no copy is in progress."""
         return self._pending.done if self._pending is not None else None
 
     def seal_if_copied(self, *, wait: bool = False) -> None:
         """Have a finished and settled copy sealed; with ``wait``, wait for the copy first.
 
-        The daemon answers when it has checksummed the slot; training does not wait for that (the
-        next request does).
+        A copy is sealed only when it has ended on the device *and* its step's result was read: the
+        seal carries ``finite``. The daemon answers when it has checksummed the slot; training does
+        not wait for that (the next request does).
         """
         pending = self._pending
         if pending is None or pending.finite is None:
@@ -264,6 +255,8 @@ class Snapshotter:
         if self._stream is None:
             self._state.state_copy_to(slot)
             return None
+        # Behind the update that made these states, and beside everything that follows it; the next
+        # update waits for ``done`` (Trainer.wait_before_update), because it overwrites them.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             self._state.state_copy_to(slot)
@@ -311,6 +304,7 @@ class Snapshotter:
             connection.settimeout(self._answer_timeout_s)
 
     def _take_seal_answer(self) -> None:
+        # Answers arrive in order: that of a seal, which has not been read, comes before the next.
         if self._seal_unanswered:
             self._seal_unanswered = False
             self._answer("seal")
@@ -345,7 +339,7 @@ class Snapshotter:
         self._unmap()
 
     def _unmap(self) -> None:
-        """Let go of the slots: the daemon's memory comes back only when nobody maps it any more."""
+        """Unmap the slots: the daemon's memory is freed only when no process maps it any more."""
         if self._stream is not None:
             self._stream.synchronize()  # a copy may still write into a slot
         for slot in self._pinned:
@@ -360,16 +354,17 @@ def _map_slot(descriptor: int, size_bytes: int) -> torch.Tensor:
 
 
 def _pin(slot: torch.Tensor, device: torch.device) -> bool:
-    """Pin a slot, so that the copy engine writes into it directly; whether that worked."""
+    """Pin a slot, so that the copy engine writes into it directly; returns whether that worked."""
     status = torch.cuda.cudart().cudaHostRegister(slot.data_ptr(), slot.numel(), 0)  # type: ignore[no-untyped-call]
     if int(status) == 0:
         return True
     print(
-        f"slot is not pinned (cudaHostRegister status {int(status)}): training waits for each snapshot",
+        f"slot is not pinned (cudaHostRegister status {int(status)}): "
+        "training waits for each snapshot",
         flush=True,
     )
-    # CUDA remembers the failure and would report it at the next launch of a kernel: let this one
-    # take it.
+    # CUDA keeps the failure and would report it at the next launch of a kernel: launch one here
+    # that takes it.
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=device)
     return False

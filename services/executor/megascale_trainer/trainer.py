@@ -1,5 +1,4 @@
-"""The trainer: one rank's model, buffers and optimizer, and one training step of all of them
-together.
+"""The trainer: one rank's model, buffers and optimizer, and a training step of all of them.
 
 The loss is the weighted sum over the global batch divided by its global weight. Gradients are those
 of the sum; the division, the clip factor and the decision to skip a non-finite step happen on the
@@ -17,13 +16,14 @@ import torch
 
 from megascale_common.job.config import JobConfig
 from megascale_common.node.status_page import StatusPageWriter
-from megascale_common.sizes.checkpoint_layout import ShardLayout, State
-from megascale_common.sizes.parameter_table import STATES, parameter_table, shard_layout
+from megascale_common.sizes.checkpoint_layout import ShardLayout
+from megascale_common.sizes.parameter_table import parameter_table, shard_layout
 from megascale_kernels.operators import choose
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.model.initial_values import fill_shard
-from megascale_trainer.optimizer.adamw import AdamW
+from megascale_trainer.optimizer.interface import OptimizerSetup
 from megascale_trainer.optimizer.learning_rate import learning_rate
+from megascale_trainer.optimizer.registry import optimizer_factory
 from megascale_trainer.optimizer.step_control import (
     StepControl,
     StepTotals,
@@ -45,12 +45,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What one step did, the same on every rank. ``loss`` is the mean cross entropy, without
-    ``z_loss``.
+    """What one step did, the same on every rank.
 
-    ``gradient_norm`` is that of the mean gradient before clipping; NaN losses and norms belong to
-    skipped steps. ``consumed_samples`` and ``consumed_tokens`` count from the start of the run.
-    ``votes`` is the sum of the ranks'.
+    ``loss`` is the mean cross entropy, without ``z_loss``; ``gradient_norm`` that of the mean
+    gradient before clipping. NaN losses and norms belong to skipped steps. ``consumed_samples`` and
+    ``consumed_tokens`` count from the start of the run. ``votes`` is the sum of the ranks'.
     """
 
     step: int
@@ -134,7 +133,6 @@ class Trainer:
         self._groups, self._device, self._status = groups, device, status
         self._copied: torch.cuda.Event | None = None
         self._table = parameter_table(config, rank)
-        self._layout = shard_layout(self._table)
         dtype = DTYPES[config.training.precision]
         place = (self._table, dtype, device, groups.tp, groups.dp)
         overlapped = config.parallelism.overlap.dp
@@ -144,7 +142,15 @@ class Trainer:
             else FlatBuffers(*place)
         )
         operators = choose(config.training.kernels, device)
-        self._optimizer = AdamW(config.optimizer, self._table, device, operators.adamw)
+        factory = optimizer_factory(config.optimizer.name)
+        self._state_names = tuple(factory.state_names)
+        self._layout = shard_layout(self._table, self._state_names)
+        self._states = torch.zeros(
+            (len(self._state_names), self._table.shard_elements), dtype=torch.float32, device=device
+        )
+        self._optimizer = factory(
+            OptimizerSetup(config.optimizer, self._table, self._states, operators.name)
+        )
         weights = bind_weights(self._table, self._buffers.parameters, self._buffers.gradients)
         shape = (
             config.model.sequence_length // config.parallelism.tp,
@@ -172,13 +178,14 @@ class Trainer:
         self._forwards = forward_only(*line, overlap=overlap)
 
     def initialise(self) -> None:
-        """Give all parameters their initial values; a restored run calls :meth:`load_from` instead."""
-        fill_shard(self._optimizer.master, self._table, self.config.training.seed)
-        self._buffers.publish(self._optimizer.master)
+        """Give all parameters their initial values; a restored run calls :meth:`load_from`."""
+        fill_shard(self._master, self._table, self.config.training.seed)
+        self._buffers.publish(self._master)
 
     def train_step(self, micro_batches: Sequence[MicroBatch], *, vote: int = 0) -> StepResult:
-        """One update from this replica's micro-batches (on the device, in order); every rank calls
-        it together.
+        """One update from this replica's micro-batches; every rank calls it together.
+
+        They are on the device and in order.
 
         Raises:
             ValueError: the number or shape of the micro-batches is not the configured one.
@@ -188,6 +195,8 @@ class Trainer:
         loss_sums = self._pipeline.run(self._program, micro_batches)
         with torch.no_grad():
             self._buffers.reduce_gradients()
+            # Only the update must wait for a snapshot's copy: the copy had forward and backward to
+            # run beside.
             if self._copied is not None:
                 self._copied.wait()
                 self._copied = None
@@ -209,8 +218,7 @@ class Trainer:
         )
 
     def evaluate(self, batches: Iterable[Sequence[MicroBatch]]) -> float:
-        """Mean cross entropy of global batches of held-out data, forward only; every rank calls it
-        together.
+        """Mean cross entropy of held-out global batches, forward only; all ranks call it together.
 
         Waits for the device. NaN where all weights are zero.
 
@@ -226,36 +234,40 @@ class Trainer:
             for micro_batches in batches:
                 self._check(micro_batches)
                 for found in self._pipeline.run(self._forwards, micro_batches):
-                    sums += found if self._table.at.tp == 0 else 0.0  # all tp ranks have the same
+                    # All tp ranks have the same sums, and the all-reduce below adds every rank's.
+                    sums += found if self._table.at.tp == 0 else 0.0
             self._groups.world.all_reduce(sums)
         entropy, _, weight = sums.tolist()
         return float(entropy / weight) if weight > 0 else float("nan")
 
-    def states(self) -> dict[State, torch.Tensor]:
-        """This rank's flat float32 shard of each optimizer state; views."""
-        return dict(zip(STATES, self._optimizer.states.unbind(), strict=True))
+    def states(self) -> dict[str, torch.Tensor]:
+        """This rank's flat float32 shard of each optimizer state, by name; views."""
+        return dict(zip(self._state_names, self._states.unbind(), strict=True))
 
     def shard_layout(self) -> ShardLayout:
         """Where every logical parameter's states lie in a slot of this rank."""
         return self._layout
 
     def state_copy_to(self, slot: torch.Tensor) -> None:
-        """Enqueue a copy of the states into ``slot``, uint8 [slot_bytes] on any device, on the
-        current stream.
+        """Enqueue a copy of the states into ``slot``, uint8 [slot_bytes], on the current stream.
+
+        The slot may be on any device.
         """
         image = self._image()
         self._check_slot(slot)
         slot[: image.numel()].copy_(image, non_blocking=True)
 
     def wait_before_update(self, copied: torch.cuda.Event) -> None:
-        """Have the device, not the host, hold the next update until ``copied``: a snapshot still
-        reads the states.
+        """Have the device, not the host, hold the next update until ``copied``.
+
+        A snapshot that is still being copied reads the states, which the update overwrites.
         """
         self._copied = copied
 
     def load_from(self, slot: torch.Tensor) -> None:
-        """Take the states from ``slot``, uint8 [slot_bytes]; what no piece of the layout describes
-        becomes zero.
+        """Take the states from ``slot``, uint8 [slot_bytes].
+
+        What no piece of the layout describes (padding) becomes zero.
 
         The parameters themselves follow with :meth:`finish_load`, which all ranks call together.
         """
@@ -268,29 +280,32 @@ class Trainer:
             image[piece.slot_offset_bytes : end].copy_(slot[piece.slot_offset_bytes : end])
 
     def finish_load(self, step: int) -> None:
-        """Set the number of completed steps and publish the loaded master parameters to all
-        replicas.
-        """
+        """Set the number of completed steps; publish the loaded parameters to all replicas."""
         self.step = step
-        self._buffers.publish(self._optimizer.master)
+        self._buffers.publish(self._master)
 
     def settle(self) -> None:
-        """Wait until the parameters of the last update have arrived on this rank; for the end of
-        training.
+        """After the last step: wait until its parameters have arrived on this rank.
 
-        A rank that left before its peers have gathered from it would break their communication.
+        A rank that ends before its peers have gathered from it would break their communication.
         """
         self._buffers.await_parameters()
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
+    @property
+    def _master(self) -> torch.Tensor:
+        """float32 master parameters of the shard."""
+        return self._states[0]
+
     def _image(self) -> torch.Tensor:
-        return self._optimizer.states.view(-1).view(torch.uint8)
+        return self._states.view(-1).view(torch.uint8)
 
     def _check_slot(self, slot: torch.Tensor) -> None:
         if slot.dtype != torch.uint8 or slot.dim() != 1 or slot.numel() < self._layout.slot_bytes:
             raise ValueError(
-                f"a slot of this rank is uint8 [{self._layout.slot_bytes}], got {slot.dtype} {list(slot.shape)}"
+                f"a slot of this rank is uint8 [{self._layout.slot_bytes}], "
+                f"got {slot.dtype} {list(slot.shape)}"
             )
 
     def _check(self, micro_batches: Sequence[MicroBatch]) -> None:
@@ -311,16 +326,14 @@ class Trainer:
 
 
 def set_determinism(config: JobConfig, device: torch.device) -> None:
-    """Make CUDA repeat itself bit for bit where ``training.deterministic`` asks for it; a CPU does
-    so anyway.
-    """
+    """Make CUDA repeat itself bit for bit for ``training.deterministic``; a CPU does anyway."""
     if device.type != "cuda":
         return
     deterministic = config.training.deterministic
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)
-    # torch would fill every new tensor as well, to betray who reads it unwritten: that costs a pass
-    # over memory each.
+    # torch would also fill every new tensor, to show reads of unwritten memory: a pass over memory
+    # for each of them.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic = deterministic

@@ -1,10 +1,9 @@
-"""Weights: tensors that the model computes with, each beside the float32 gradient that its
-operators add into.
+"""Weights: tensors to compute with, each beside the float32 gradient that operators add into.
 
-Both are views of the stage's flat buffers. autograd only carries the gradients of activations: an
+Both are views of the stage's flat buffers. autograd carries the gradients of activations alone: an
 operator that has a weight adds that weight's gradient to ``main_grad`` itself (in float32 whatever
-the compute dtype is) and returns none. So gradients of all micro-batches gather in one buffer;
-recomputation, FP8 and delayed weight gradients have one seam.
+the compute dtype is) and returns none. So the gradients of all micro-batches add up in one buffer,
+and recomputation, FP8 and delayed weight gradients have one place to change.
 """
 
 from __future__ import annotations
@@ -20,17 +19,13 @@ from megascale_common.sizes.parameter_slices import ParameterTable, StoredTensor
 
 @dataclass(frozen=True)
 class Weight:
-    """A stored tensor. ``value`` is a leaf that requires grad, so that operators on it are seen by
-    autograd.
-    """
+    """A stored tensor; ``value`` is a leaf that requires grad, so autograd records its users."""
 
     value: torch.Tensor
     main_grad: torch.Tensor
 
     def tracked(self) -> torch.Tensor:
-        """``value`` for use in ordinary torch operations: its gradient arrives in ``main_grad``
-        (norms, biases).
-        """
+        """``value`` for torch's own operations (norms, biases); gradients go to ``main_grad``."""
         tracked: torch.Tensor = _Tracked.apply(self.value, self.main_grad)  # type: ignore[no-untyped-call]
         return tracked
 
@@ -43,9 +38,7 @@ def bind_weights(
     parameters: Mapping[str, torch.Tensor],
     gradients: Mapping[str, torch.Tensor],
 ) -> dict[str, Weight]:
-    """The stored tensors of ``table`` as views of the flat ``parameters`` and ``gradients`` of each
-    buffer, by name.
-    """
+    """The stored tensors of ``table`` by name: views of each buffer's parameters and gradients."""
     return {
         tensor.name: Weight(
             _view(parameters, tensor).detach().requires_grad_(),

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megascale_common.job import reading, validation
+from megascale_common.job.names import DEFAULT_OPTIMIZER
 from megascale_common.job.problems import JobError, JobProblem
 from megascale_common.job.rank_layout import RankLayout
 
@@ -131,8 +132,14 @@ class TrainingConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    """AdamW. Weight decay is not applied to norms and biases. ``clip_norm`` 0 turns clipping off."""
+    """The optimizer by name; ``beta1``, ``beta2`` and ``epsilon`` are AdamW's.
 
+    Weight decay is not applied to norms and biases. ``clip_norm`` 0 turns clipping off. ``options``
+    are numbers for an optimizer of an installed package.
+    """
+
+    name: str = DEFAULT_OPTIMIZER
+    options: Mapping[str, float] = field(default_factory=dict)
     learning_rate: float = 3e-4
     beta1: float = 0.9
     beta2: float = 0.95

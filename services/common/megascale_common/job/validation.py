@@ -11,16 +11,17 @@ import posixpath
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megascale_common.job.names import is_dns_label
+from megascale_common.job.names import DEFAULT_OPTIMIZER, is_dns_label
 from megascale_common.job.problems import JobProblem
 
 if TYPE_CHECKING:  # config calls what stands here
-    from megascale_common.job.config import DataSource, JobConfig
+    from megascale_common.job.config import DataSource, JobConfig, OptimizerConfig
 
 _MAX_LABELS = 64
 _MAX_TEXT = 1024
 _MAX_PATH = 4096  # the kernel's own limit
 _MAX_SOURCES = 1024
+_MAX_OPTIONS, _MAX_OPTION_NAME = 64, 63
 # Far above what anybody trains, and far below what would exhaust the memory of whoever computes
 # with it.
 _LIMITS = {
@@ -255,6 +256,13 @@ def _not_built(config: JobConfig) -> Iterator[JobProblem]:
 
 def _optimizer(config: JobConfig) -> Iterator[JobProblem]:
     optimizer = config.optimizer
+    if not is_dns_label(optimizer.name):
+        yield JobProblem(
+            "optimizer.name",
+            f"{optimizer.name!r} is not a DNS-1123 label",
+            "use the name under which its package registers it: a-z, 0-9 and '-'",
+        )
+    yield from _optimizer_options(optimizer)
     if not (math.isfinite(optimizer.learning_rate) and 0 < optimizer.learning_rate <= 10):
         yield JobProblem(
             "optimizer.learning_rate",
@@ -279,6 +287,27 @@ def _optimizer(config: JobConfig) -> Iterator[JobProblem]:
         yield JobProblem(
             "optimizer.clip_norm", f"{optimizer.clip_norm} is out of range", "give 0 (off) or more"
         )
+
+
+def _optimizer_options(optimizer: OptimizerConfig) -> Iterator[JobProblem]:
+    field, options = "optimizer.options", optimizer.options
+    if options and optimizer.name == DEFAULT_OPTIMIZER:
+        yield JobProblem(
+            field,
+            f"{optimizer.name} takes none",
+            "set the fields beside it, or name the optimizer that takes them in optimizer.name",
+        )
+    if len(options) > _MAX_OPTIONS:
+        yield JobProblem(field, f"{len(options)} options", f"use at most {_MAX_OPTIONS}")
+    for name, value in list(options.items())[:_MAX_OPTIONS]:
+        if not name.isidentifier() or len(name) > _MAX_OPTION_NAME:
+            yield JobProblem(
+                field,
+                f"{name[:_MAX_OPTION_NAME]!r} is not a name",
+                f"use letters, digits and '_', at most {_MAX_OPTION_NAME} characters",
+            )
+        elif not math.isfinite(value):
+            yield JobProblem(f"{field}.{name}", f"{value} is not finite", "give a number")
 
 
 def _schedule(config: JobConfig) -> Iterator[JobProblem]:

@@ -1,10 +1,9 @@
-"""How a rank's training state lies in a snapshot slot: the contract between the trainer and the
-checkpoint daemon.
+"""How a rank's training state lies in a snapshot slot: the contract of trainer and daemon.
 
-A slot is one flat run of bytes. Each :class:`ShardPiece` says which part of which logical parameter
-(and which optimizer state of it) lies at which offset, so that the daemon can write standard files,
-and any later layout can find what it needs. Values are in the host's byte order (little-endian) and
-C order.
+A slot is one flat run of bytes. Each :class:`ShardPiece` names the part of a logical parameter (and
+the optimizer state of it) that lies at its offset, so that the daemon can write standard files, and
+any later layout can find what it needs. Values are in the host's byte order (little-endian) and C
+order.
 """
 
 from __future__ import annotations
@@ -12,11 +11,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
-State = Literal["master", "exp_avg", "exp_avg_sq"]
+# The state that every optimizer has: float32 parameters. Further states have names of its own.
+MASTER = "master"
+_STATE_NAME = re.compile(r"[a-z][a-z0-9_]{0,62}")
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float64": 8}
 
 
@@ -31,7 +33,7 @@ class ShardPiece:
     """
 
     name: str
-    state: State
+    state: str
     dtype: str
     global_shape: tuple[int, ...]
     start: tuple[int, ...]
@@ -57,6 +59,11 @@ class ShardPiece:
             raise ValueError(
                 f"{self.name}: dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}"
             )
+        if not is_state_name(self.state):
+            raise ValueError(
+                f"{self.name}: {self.state!r} is not the name of an optimizer state: "
+                "use a-z, 0-9 and '_', a letter first"
+            )
         inside = all(
             0 <= low <= high <= size
             for low, high, size in zip(self.start, self.stop, self.global_shape, strict=True)
@@ -79,6 +86,11 @@ class ShardLayout:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return {"slot_bytes": self.slot_bytes, "pieces": [asdict(piece) for piece in self.pieces]}
+
+
+def is_state_name(name: str) -> bool:
+    """Whether an optimizer state may have this name: a-z, 0-9 and '_', a letter first, up to 63."""
+    return _STATE_NAME.fullmatch(name) is not None
 
 
 def layout_from_dict(values: Mapping[str, Any]) -> ShardLayout:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megascale_common.job.config import ModelConfig
+from megascale_common.sizes.block import Unit, head_unit, layer_unit
 
 _FORWARD_AND_BACKWARD = 3
 _MULTIPLY_ADD = 2
@@ -29,8 +30,9 @@ _PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class FlopsPerToken:
-    """Training FLOPs (forward and backward) per token: in GEMMs, in exactly masked attention, in
-    full attention.
+    """Training FLOPs (forward and backward) per token, in GEMMs and in attention.
+
+    Attention is counted twice: exactly masked, and in full.
     """
 
     gemm: float
@@ -58,14 +60,10 @@ class Mfu:
 
 def flops_per_token(model: ModelConfig) -> FlopsPerToken:
     """FLOPs per token of ``model`` at its full sequence length."""
-    query = model.heads * model.head_size
-    key_value = model.key_value_heads * model.head_size
-    gates = 2 if model.mlp == "swiglu" else 1
-    layer = model.hidden_size * (2 * query + 2 * key_value + (gates + 1) * model.ffn_width)
-    weights = model.layers * layer + model.hidden_size * model.vocab_size
-    per_key = (
-        2 * query
-    )  # one multiply-add each for the score and for the weighted value, per query width
+    layer, head = layer_unit(model), head_unit(model)
+    weights = model.layers * _gemm_weights(layer) + _gemm_weights(head)
+    # one multiply-add each for the score and for the weighted value, per query column
+    per_key = 2 * sum(operator.attention_width for operator in layer)
     cost = _FORWARD_AND_BACKWARD * _MULTIPLY_ADD
     return FlopsPerToken(
         gemm=float(cost * weights),
@@ -79,6 +77,17 @@ def flops_per_token(model: ModelConfig) -> FlopsPerToken:
     )
 
 
+def _gemm_weights(unit: Unit) -> int:
+    """Weights of a unit that every token is multiplied by."""
+    return sum(
+        parameter.rows.size * tensor.columns
+        for operator in unit
+        if operator.gemm
+        for tensor in operator.tensors
+        for parameter in tensor.parameters
+    )
+
+
 def mean_keys(sequence: int, window: int) -> float:
     """How many keys a query sees on average under a causal mask with ``window`` (0: none)."""
     width = min(window, sequence) if window else sequence
@@ -86,16 +95,12 @@ def mean_keys(sequence: int, window: int) -> float:
 
 
 def peak_bf16_flops(device_name: str) -> float | None:
-    """Dense bf16 peak of one device in FLOP/s; None where none is known (a CPU), and then there is
-    no MFU.
-    """
+    """Dense bf16 peak of one device in FLOP/s; None (so no MFU) where unknown, as of a CPU."""
     return next((peak for part, peak in _PEAK_BF16_FLOPS if part in device_name), None)
 
 
 def mfu(model: ModelConfig, tokens_per_s: float, devices: int, device_name: str) -> Mfu | None:
-    """MFU of ``devices`` devices that train ``tokens_per_s`` tokens per second together; None
-    without a known peak.
-    """
+    """MFU of ``devices`` that together train ``tokens_per_s``; None without a known peak."""
     peak = peak_bf16_flops(device_name)
     if peak is None:
         return None

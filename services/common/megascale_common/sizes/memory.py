@@ -7,31 +7,20 @@ not count it. Left out are the allocator's fragmentation, workspaces of librarie
 buffers and the device context: expect the device to report more. Left out too are dense attention
 masks, where no kernel takes documents or windows, and the working memory of the one that does.
 
-A layer keeps, per token and in elements, with h the hidden size, q and kv a rank's columns of q and
-of k or v, f its FFN width and c that of its columns in the input GEMM (2f for swiglu, else f);
-kernels that are chosen by the device (``auto``) count as fused:
-
-======================================  ===================  ===================  =========
-what                                    parallel block       serial block         selective
-======================================  ===================  ===================  =========
-inputs of the norms                     h / tp               2 h / tp             kept
-gathered inputs of the input GEMMs      h                    2 h                  kept
-the activation's input                  q + 2 kv + c (all)   c                    q + 2 kv + c
-q, k, v and the attention's result      2 q + 2 kv           2 q + 2 kv           dropped
-input of the output GEMMs               q + f                q + f                kept
-torch alone: silu(gate) of swiglu       f                    f                    dropped
-torch alone: rmsnorm in float32         h / tp               2 h / tp             kept
-======================================  ===================  ===================  =========
+What each operator keeps of a token is declared in :mod:`megascale_common.sizes.block`. Kernels that
+are chosen by the device (``auto``) count as fused.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megascale_common.job.config import JobConfig
+from megascale_common.job.config import JobConfig, Recompute
+from megascale_common.sizes.block import Extent, Kept, head_unit, layer_unit
 from megascale_common.sizes.parameter_slices import ParameterTable
-from megascale_common.sizes.parameter_table import STATE_BYTES, STATES, local_width, parameter_table
+from megascale_common.sizes.parameter_table import DEFAULT_STATES, STATE_BYTES, parameter_table
 
 _PARAMETER_BYTES = {"fp32": 4, "bf16": 2}
 _FLOAT32_BYTES = 4
@@ -65,24 +54,22 @@ def rank_memory(config: JobConfig, rank: int) -> RankMemory:
     """
     table = parameter_table(config, rank)
     elements = sum(plan.elements for plan in table.buffers)
-    kept = _alive_layers(config, table) * _layer_bytes(config)
+    kept = _alive_layers(config, table) * _layer_bytes(config, config.parallelism.recompute)
     if table.chunks[-1].last:
         kept += _head_bytes(config)
     if config.parallelism.recompute == "full":
-        kept += _layer_bytes(config, recompute="none")  # the layer that backward is computing again
+        kept += _layer_bytes(config, "none")  # the layer that backward is computing again
     return RankMemory(
         parameters_bytes=elements * _PARAMETER_BYTES[config.training.precision],
         gradients_bytes=elements * _FLOAT32_BYTES,
-        optimizer_bytes=table.shard_elements * STATE_BYTES * len(STATES),
+        optimizer_bytes=table.shard_elements * STATE_BYTES * len(DEFAULT_STATES),
         activations_bytes=kept,
         peer_memory_bytes=_peer_memory_bytes(config),
     )
 
 
 def largest_rank_memory(config: JobConfig) -> RankMemory:
-    """The estimate of the rank that needs most: the stages of one replica are looked at, the rest
-    are like them.
-    """
+    """The estimate of the rank that needs most: of one replica's stages, as replicas are alike."""
     layout = config.layout
     return max(
         (rank_memory(config, rank) for rank in layout.group_of(0, ("pp",))),
@@ -91,8 +78,7 @@ def largest_rank_memory(config: JobConfig) -> RankMemory:
 
 
 def _alive_layers(config: JobConfig, table: ParameterTable) -> int:
-    """Layers times micro-batches whose activations are alive at once, at the end of the pipeline's
-    warm-up.
+    """Layers times micro-batches whose activations are alive at the end of the warm-up.
 
     1F1B: pp - stage micro-batches. Interleaved: the first 2 (pp - stage - 1) + (chunks - 1) pp + 1
     forwards, which visit the chunks in turn, pp micro-batches each (arXiv 2104.04473, section 2.2).
@@ -104,54 +90,36 @@ def _alive_layers(config: JobConfig, table: ParameterTable) -> int:
     return sum(len(chunks[forward // pp % len(chunks)].layers) for forward in range(alive))
 
 
-def _layer_bytes(config: JobConfig, recompute: str | None = None) -> int:
-    """What one layer keeps of one micro-batch, in bytes; hidden states are cut over tp, gathered
-    ones are whole.
-    """
-    model, tp = config.model, config.parallelism.tp
-    recompute = recompute or config.parallelism.recompute
-    plain = config.training.kernels == "torch"
-    tokens = config.training.micro_batch_size * model.sequence_length
-    size = _PARAMETER_BYTES[config.training.precision]
-    hidden = tokens * model.hidden_size
+def _layer_bytes(config: JobConfig, recompute: Recompute) -> int:
+    """What one layer keeps of one micro-batch; with full recompute its input alone."""
     if recompute == "full":
-        return hidden // tp * size
-    norms = 1 if model.block == "parallel" else 2
-    query = model.heads * model.head_size // tp
-    heads = query + 2 * model.key_value_heads * model.head_size // tp
-    width = local_width(model.ffn_width, tp)
-    ffn = width * (2 if model.mlp == "swiglu" else 1)
-    kept = norms * (hidden // tp + hidden)  # input of each norm; gathered input of each input GEMM
-    kept += tokens * (
-        heads + ffn + query + width
-    )  # result of the input GEMM; input of the output GEMM
-    if recompute == "none":
-        kept += tokens * query  # the attention's own output
-        # Rotated q, k, v take the place of the input GEMM's result, unless the merged activation
-        # still needs that.
-        kept += tokens * heads if model.block == "parallel" else 0
-        kept += tokens * width if model.mlp == "swiglu" and plain else 0  # silu(gate)
-    wide = (
-        norms * hidden // tp * _FLOAT32_BYTES if model.norm == "rmsnorm" and plain else 0
-    )  # its intermediate
-    return kept * size + wide
+        return _kept_bytes(config, [Kept(Extent(config.model.hidden_size, "even"))])
+    keeps = [kept for operator in layer_unit(config.model) for kept in operator.keeps]
+    if recompute == "selective":
+        keeps = [kept for kept in keeps if not kept.recomputed]
+    return _kept_bytes(config, keeps)
 
 
 def _head_bytes(config: JobConfig) -> int:
-    """What the vocabulary head needs of the one micro-batch in it: logits, whose gradient takes
-    their place, and beside them, while torch's own operators compute either, one float32
-    intermediate.
-    """
-    wide = _FLOAT32_BYTES if config.training.kernels == "torch" else 0
-    model, size = config.model, _PARAMETER_BYTES[config.training.precision]
-    tokens = config.training.micro_batch_size * model.sequence_length
-    logits = tokens * local_width(model.vocab_size, config.parallelism.tp)
-    return logits * (size + wide) + tokens * model.hidden_size * size
+    """What the head needs of the one micro-batch in it."""
+    return _kept_bytes(config, [kept for part in head_unit(config.model) for kept in part.keeps])
+
+
+def _kept_bytes(config: JobConfig, keeps: Iterable[Kept]) -> int:
+    tokens = config.training.micro_batch_size * config.model.sequence_length
+    tp, plain = config.parallelism.tp, config.training.kernels == "torch"
+    size = _PARAMETER_BYTES[config.training.precision]
+    return sum(
+        tokens * kept.elements.local(tp) * (_FLOAT32_BYTES if kept.float32 else size)
+        for kept in keeps
+        if plain or not kept.torch_only
+    )
 
 
 def _peer_memory_bytes(config: JobConfig) -> int:
-    """What overlapped tensor parallelism exchanges hidden states [S, B, H] through, or would: ranks
-    that cannot reach each other's memory take none.
+    """What overlapped tensor parallelism exchanges hidden states [S, B, H] through.
+
+    Ranks that cannot reach each other's memory take none; the estimate assumes that they can.
     """
     parallel, model = config.parallelism, config.model
     if not parallel.overlap.tp or parallel.tp == 1:

@@ -1,5 +1,4 @@
-"""Parameter slices: the vocabulary in which a rank says what it holds, and where it lies in its
-flat buffers.
+"""Parameter slices: what a rank holds, and where it lies in its flat buffers.
 
 A :class:`ParameterTable` (built by :mod:`megascale_common.sizes.parameter_table`) is what
 initialisation, training, gradient clipping, the optimizer, snapshots and resharding all read.
@@ -22,11 +21,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from megascale_common.job.rank_layout import Axis, Coordinates
-
-Initial = Literal["normal", "zeros", "ones"]
+from megascale_common.sizes.block import Initial
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +52,7 @@ class ParameterSlice:
 
     @property
     def global_offset(self) -> int:
-        """Index of the box's first value in the flattened global parameter (boxes are whole rows)."""
+        """Index of the box's first value in the flattened parameter: boxes are whole rows."""
         return self.start[0] * math.prod(self.global_shape[1:])
 
 
@@ -95,8 +92,9 @@ class BufferPlan:
 
 @dataclass(frozen=True, slots=True)
 class ShardRange:
-    """What this rank owns of one bucket: ``start:stop`` of ``buffer``, at ``shard_offset`` of its
-    flat shard.
+    """What this rank owns of one bucket: ``start:stop`` of ``buffer``.
+
+    It lies at ``shard_offset`` of the rank's flat shard.
     """
 
     buffer: str
@@ -107,11 +105,10 @@ class ShardRange:
 
 @dataclass(frozen=True, slots=True)
 class ModelChunk:
-    """A virtual pipeline stage: its transformer layers, after the embedding if ``first``, before
-    the head if ``last``.
+    """A virtual pipeline stage: some layers, maybe the embedding before or the head after them.
 
-    Of P pipeline stages, stage p holds the virtual stages p, p + P, p + 2 P and so on: one without
-    interleaving.
+    ``first``: the embedding stands before them; ``last``: the head follows. Of P pipeline stages,
+    stage p holds the virtual stages p, p + P, p + 2 P and so on: one without interleaving.
     """
 
     layers: range
@@ -127,8 +124,9 @@ class ModelChunk:
 
 @dataclass(frozen=True, slots=True)
 class ParameterTable:
-    """Everything one rank holds, ``chunks`` in the order of the model. No bucket holds layers of
-    two chunks.
+    """Everything one rank holds, ``chunks`` in the order of the model.
+
+    No bucket holds layers of two chunks.
     """
 
     at: Coordinates
@@ -155,9 +153,7 @@ class ParameterTable:
         return sum(buffer.elements for buffer in self.buffers) // self.dp
 
     def overlaps(self) -> Iterator[tuple[ShardRange, ParameterSlice, int, int]]:
-        """Every (range, slice, start, stop) with ``start:stop`` of the buffer in both; in order of
-        the shard.
-        """
+        """Every (range, slice, start, stop) with ``start:stop`` in both, in shard order."""
         by_buffer = {
             buffer.name: [s for s in self.slices if s.buffer == buffer.name]
             for buffer in self.buffers

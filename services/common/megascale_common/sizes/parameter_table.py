@@ -1,36 +1,33 @@
-"""The parameter table of a rank, computed from the job alone: pure, so that every process can know
-every rank's table.
+"""The parameter table of a rank, computed from the job alone.
 
-Also :func:`shard_layout`, the byte image of a rank's optimizer shard in a snapshot slot.
+It is pure, so every process can compute every rank's table. The weights themselves are declared in
+:mod:`megascale_common.sizes.block`; here they get their places. Also :func:`shard_layout`, the byte
+image of a rank's optimizer shard in a snapshot slot.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
 
 from megascale_common.job.config import JobConfig
 from megascale_common.job.rank_layout import Axis
-from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece, State
+from megascale_common.sizes.block import Tensor, Unit, embedding_unit, head_unit, layer_unit
+from megascale_common.sizes.checkpoint_layout import MASTER, ShardLayout, ShardPiece
 from megascale_common.sizes.parameter_slices import (
     Bucket,
     BufferPlan,
-    Initial,
     ModelChunk,
     ParameterSlice,
     ParameterTable,
     StoredTensor,
 )
 
-ALIGNMENT = 64  # elements: 128 bytes of bf16, what wide loads and cuBLAS want
-WIDTH_MULTIPLE = (
-    8  # local FFN and vocabulary widths: bf16 tensor cores want K and N in steps of 16 bytes
-)
-STATES: tuple[State, ...] = ("master", "exp_avg", "exp_avg_sq")
-STATE_BYTES = (
-    4  # every optimizer state is float32, and so is the gradient buffer that buckets are sized by
-)
+ALIGNMENT = 64  # elements: 128 bytes of bf16, as wide loads and cuBLAS require
+# States of the default optimizer. Driver and agent assume them of every optimizer: its package,
+# which declares them, is only installed where it trains.
+DEFAULT_STATES = (MASTER, "exp_avg", "exp_avg_sq")
+# Every optimizer state is float32, and so is the gradient buffer that buckets are sized by.
+STATE_BYTES = 4
 SHARDED, REPLICATED = "sharded", "replicated"
 
 
@@ -45,17 +42,16 @@ def parameter_table(config: JobConfig, rank: int) -> ParameterTable:
     sizes = config.parallelism
     at = sizes.layout.coordinates(rank)
     chunks = model_chunks(config, at.pp)
-    layout = _Layout(config.training.bucket_mib * 2**20 // STATE_BYTES, ALIGNMENT * sizes.dp)
+    bucket_elements = config.training.bucket_mib * 2**20 // STATE_BYTES
+    layout = _Layout(at.tp, sizes.tp, bucket_elements, ALIGNMENT * sizes.dp)
+    layer = layer_unit(config.model)
     for chunk in chunks:
-        builder = _Builder(config, at.tp)
         if chunk.first:
-            builder.embedding()
+            layout.unit("embedding", "", embedding_unit(config.model))
         for index in chunk.layers:
-            builder.layer(index)
+            layout.unit(f"layers.{index}", f"layers.{index}.", layer)
         if chunk.last:
-            builder.head()
-        for name, tensors in builder.units:
-            layout.unit(name, tensors)
+            layout.unit("head", "", head_unit(config.model))
         layout.close_buckets()
     return ParameterTable(
         at, sizes.dp, chunks, layout.buffers(), tuple(layout.tensors), tuple(layout.slices)
@@ -71,8 +67,9 @@ def model_chunks(config: JobConfig, stage: int) -> tuple[ModelChunk, ...]:
 
 
 def stage_layers(config: JobConfig) -> tuple[range, ...]:
-    """Layer indices of each virtual stage: ``stage_layers``, else even with the remainder on the
-    first stages.
+    """Layer indices of each virtual stage.
+
+    They are ``stage_layers`` if set, else even with the remainder on the first stages.
 
     The last virtual stage also computes the vocabulary head, so it is never the one that gets an
     extra layer.
@@ -86,20 +83,14 @@ def stage_layers(config: JobConfig) -> tuple[range, ...]:
     return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
 
 
-def local_width(size: int, tp: int) -> int:
-    """Padded width that each of ``tp`` ranks holds of a dimension of ``size``."""
-    return -(-size // (tp * WIDTH_MULTIPLE)) * WIDTH_MULTIPLE
-
-
-def shard_layout(table: ParameterTable) -> ShardLayout:
-    """How the rank's optimizer states lie in a snapshot slot: the flat shard of each of STATES, one
-    after the other.
+def shard_layout(table: ParameterTable, states: Sequence[str] = DEFAULT_STATES) -> ShardLayout:
+    """How the rank's optimizer states lie in a slot: the flat shard of each, one after the other.
 
     ``primary`` is true on exactly one rank for every value: tp rank 0 stands for what is replicated
     over tp.
     """
     pieces = []
-    for number, state in enumerate(STATES):
+    for number, state in enumerate(states):
         for owned, piece, start, stop in table.overlaps():
             position = number * table.shard_elements + owned.shard_offset + start - owned.start
             pieces.append(
@@ -116,152 +107,18 @@ def shard_layout(table: ParameterTable) -> ShardLayout:
                     primary=not piece.replicated_over or table.at.tp == 0,
                 )
             )
-    image_bytes = len(STATES) * table.shard_elements * STATE_BYTES
+    image_bytes = len(states) * table.shard_elements * STATE_BYTES
     return ShardLayout(tuple(pieces), -(-image_bytes // 4096) * 4096)
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Rows of one logical parameter inside a stored tensor: ``rows`` of them here, padded up to
-    ``stored_rows``.
-    """
-
-    name: str
-    global_rows: int
-    first_row: int
-    rows: int
-    stored_rows: int
-    initial: Initial = "normal"
-    std: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """A stored tensor before it has a place; ``columns`` None makes it a vector."""
-
-    buffer: str
-    name: str
-    kind: Literal["weight", "bias"]
-    parts: list[_Part]
-    columns: int | None
-
-    @property
-    def elements(self) -> int:
-        return sum(part.stored_rows for part in self.parts) * (self.columns or 1)
-
-
-class _Builder:
-    """Lists a chunk's stored tensors, unit by unit (embedding, layers, head) in the order of
-    forward.
-    """
-
-    def __init__(self, config: JobConfig, tp_rank: int) -> None:
-        self._model, self._tp, self._tp_rank = config.model, config.parallelism.tp, tp_rank
-        self.units: list[tuple[str, list[_Stored]]] = []
-
-    def embedding(self) -> None:
-        """The first stage's tables: token embedding over tp, learned positions whole."""
-        model = self._model
-        self.units.append(("embedding", []))
-        self._tensor(
-            SHARDED,
-            "embedding.weight",
-            [self._padded("embedding", model.vocab_size)],
-            model.hidden_size,
-        )
-        if model.positions == "learned":
-            rows = model.sequence_length
-            part = _Part("positions", rows, 0, rows, rows, "normal", model.initializer_std)
-            self._tensor(REPLICATED, "positions.weight", [part], model.hidden_size)
-
-    def layer(self, index: int) -> None:
-        """One transformer layer, parallel block (one merged GEMM in, one out) or serial block."""
-        model, prefix = self._model, f"layers.{index}."
-        self.units.append((f"layers.{index}", []))
-        heads = [self._even(prefix + "q", model.heads)]
-        heads += [self._even(prefix + name, model.key_value_heads) for name in ("k", "v")]
-        gates = ("gate", "up") if model.mlp == "swiglu" else ("up",)
-        widths = [self._padded(prefix + name, model.ffn_width) for name in gates]
-        out_std = model.initializer_std / math.sqrt(2 * model.layers)
-        attention = self._even(prefix + "attention_out", model.heads, out_std)
-        ffn = self._padded(prefix + "ffn_out", model.ffn_width, out_std)
-        if model.block == "parallel":
-            self._norm(prefix + "norm")
-            self._projections(prefix, "", heads + widths, [attention, ffn])
-        else:
-            self._norm(prefix + "attention_norm")
-            self._projections(prefix, "attention_", heads, [attention])
-            self._norm(prefix + "ffn_norm")
-            self._projections(prefix, "ffn_", widths, [ffn])
-
-    def head(self) -> None:
-        """The last stage's final norm and vocabulary head."""
-        self.units.append(("head", []))
-        self._norm("final_norm")
-        self._tensor(
-            SHARDED,
-            "head.weight",
-            [self._padded("head", self._model.vocab_size)],
-            self._model.hidden_size,
-        )
-
-    def _projections(
-        self, prefix: str, kind: str, inputs: list[_Part], outputs: list[_Part]
-    ) -> None:
-        """Input and output projection of a (sub-)block; biases of outputs are added once, after the
-        sum over tp.
-        """
-        hidden = self._model.hidden_size
-        self._tensor(SHARDED, f"{prefix}{kind}in.weight", inputs, hidden)
-        if self._model.bias:
-            self._tensor(SHARDED, f"{prefix}{kind}in.bias", inputs, None, "bias")
-        self._tensor(SHARDED, f"{prefix}{kind}out.weight", outputs, hidden)
-        if self._model.bias:
-            for part in outputs:
-                self._vector(part.name, "bias", "zeros")
-
-    def _norm(self, name: str) -> None:
-        self._vector(name, "weight", "ones")
-        if self._model.norm == "layernorm" and self._model.norm_bias:
-            self._vector(name, "bias", "zeros")
-
-    def _vector(self, name: str, kind: Literal["weight", "bias"], initial: Initial) -> None:
-        size = self._model.hidden_size
-        self._tensor(
-            REPLICATED, f"{name}.{kind}", [_Part(name, size, 0, size, size, initial)], None, kind
-        )
-
-    def _even(self, name: str, heads: int, std: float | None = None) -> _Part:
-        """``heads`` heads cut evenly over tp (divisibility was checked)."""
-        rows = heads * self._model.head_size
-        each = rows // self._tp
-        std = self._model.initializer_std if std is None else std
-        return _Part(name, rows, self._tp_rank * each, each, each, "normal", std)
-
-    def _padded(self, name: str, size: int, std: float | None = None) -> _Part:
-        """``size`` rows cut into equal padded widths; the last ranks may hold fewer, or none."""
-        width = local_width(size, self._tp)
-        first = min(self._tp_rank * width, size)
-        std = self._model.initializer_std if std is None else std
-        return _Part(name, size, first, min(width, size - first), width, "normal", std)
-
-    def _tensor(
-        self,
-        buffer: str,
-        name: str,
-        parts: list[_Part],
-        columns: int | None,
-        kind: Literal["weight", "bias"] = "weight",
-    ) -> None:
-        self.units[-1][1].append(_Stored(buffer, name, kind, parts, columns))
-
-
 class _Layout:
-    """Gives stored tensors their places: whole units to buckets of at most ``limit`` elements (or
-    one unit).
+    """Gives stored tensors their places in one tp rank's buffers.
+
+    Whole units go to buckets of at most ``limit`` elements, or to one unit's bucket.
     """
 
-    def __init__(self, limit: int, bucket_multiple: int) -> None:
+    def __init__(self, tp_rank: int, tp: int, limit: int, bucket_multiple: int) -> None:
+        self._tp_rank, self._tp = tp_rank, tp
         self._limit, self._multiple = limit, bucket_multiple
         self._ends = {SHARDED: 0, REPLICATED: 0}
         self._open: dict[str, list[str]] = {SHARDED: [], REPLICATED: []}
@@ -269,17 +126,18 @@ class _Layout:
         self.tensors: list[StoredTensor] = []
         self.slices: list[ParameterSlice] = []
 
-    def unit(self, name: str, tensors: list[_Stored]) -> None:
-        """Place a unit's tensors, in a new bucket where the open one has no room for all of them."""
+    def unit(self, name: str, prefix: str, unit: Unit) -> None:
+        """Place a unit's tensors, in a new bucket if the open one has no room for all of them."""
+        tensors = [tensor for operator in unit for tensor in operator.tensors]
         for buffer in self._ends:
-            mine = [tensor for tensor in tensors if tensor.buffer == buffer]
-            size = sum(_align(tensor.elements, ALIGNMENT) for tensor in mine)
+            mine = [tensor for tensor in tensors if _buffer(tensor) == buffer]
+            size = sum(_align(tensor.elements(self._tp), ALIGNMENT) for tensor in mine)
             if self._ends[buffer] - self._bucket_start(buffer) + size > self._limit:
                 self._close_bucket(buffer)
             if mine:
                 self._open[buffer].append(name)
             for tensor in mine:
-                self._place(tensor)
+                self._place(prefix, tensor)
 
     def close_buckets(self) -> None:
         """Have what follows start in new buckets."""
@@ -293,29 +151,31 @@ class _Layout:
             for buffer, end in self._ends.items()
         )
 
-    def _place(self, tensor: _Stored) -> None:
-        trailing = () if tensor.columns is None else (tensor.columns,)
-        start, row = self._ends[tensor.buffer], 0
-        for part in tensor.parts:
-            initial: Initial = "zeros" if tensor.kind == "bias" else part.initial
-            if part.rows:
+    def _place(self, prefix: str, tensor: Tensor) -> None:
+        buffer = _buffer(tensor)
+        trailing = (tensor.columns,) if tensor.columns else ()
+        start, row = self._ends[buffer], 0
+        for parameter in tensor.parameters:
+            first, rows = parameter.rows.part(self._tp_rank, self._tp)
+            if rows:
                 self.slices.append(
                     ParameterSlice(
-                        name=f"{part.name}.{tensor.kind}",
-                        global_shape=(part.global_rows, *trailing),
-                        start=(part.first_row, *(0 for _ in trailing)),
-                        stop=(part.first_row + part.rows, *trailing),
-                        replicated_over=_replicated_over(tensor.buffer),
-                        buffer=tensor.buffer,
+                        name=f"{prefix}{parameter.name}.{tensor.kind}",
+                        global_shape=(parameter.rows.size, *trailing),
+                        start=(first, *(0 for _ in trailing)),
+                        stop=(first + rows, *trailing),
+                        replicated_over=_replicated_over(buffer),
+                        buffer=buffer,
                         offset=start + row * (tensor.columns or 1),
-                        decay=tensor.columns is not None,  # neither norms nor biases decay
-                        initial=initial,
-                        std=part.std if initial == "normal" else 0.0,
+                        decay=tensor.decays,
+                        initial=parameter.initial,
+                        std=parameter.std,
                     )
                 )
-            row += part.stored_rows
-        self.tensors.append(StoredTensor(tensor.name, (row, *trailing), tensor.buffer, start))
-        self._ends[tensor.buffer] = start + _align(tensor.elements, ALIGNMENT)
+            row += parameter.rows.local(self._tp)
+        name = f"{prefix}{tensor.name}.{tensor.kind}"
+        self.tensors.append(StoredTensor(name, (row, *trailing), buffer, start))
+        self._ends[buffer] = start + _align(tensor.elements(self._tp), ALIGNMENT)
 
     def _bucket_start(self, buffer: str) -> int:
         return self._buckets[buffer][-1].stop if self._buckets[buffer] else 0
@@ -327,6 +187,10 @@ class _Layout:
             self._buckets[buffer].append(Bucket(start, stop, tuple(self._open[buffer])))
             self._ends[buffer] = stop
             self._open[buffer].clear()
+
+
+def _buffer(tensor: Tensor) -> str:
+    return REPLICATED if tensor.replicated else SHARDED
 
 
 def _replicated_over(buffer: str) -> tuple[Axis, ...]:
@@ -368,21 +232,24 @@ def _check(config: JobConfig) -> None:
         ),
         (
             model.key_value_heads % sizes.tp != 0,
-            f"model.kv_heads={model.key_value_heads} must be a multiple of parallelism.tp={sizes.tp}",
+            f"model.kv_heads={model.key_value_heads} must be a multiple of "
+            f"parallelism.tp={sizes.tp}",
         ),
         (
             model.sequence_length % sizes.tp != 0,
-            f"model.sequence_length={model.sequence_length} must be a multiple of parallelism.tp={sizes.tp}",
+            f"model.sequence_length={model.sequence_length} must be a multiple of "
+            f"parallelism.tp={sizes.tp}",
         ),
         (
             not sizes.stage_layers and model.layers < stages,
-            f"model.layers={model.layers} is too few for parallelism.pp * virtual_stages = {stages}: "
-            "a virtual stage needs a layer",
+            f"model.layers={model.layers} is too few for parallelism.pp * virtual_stages = "
+            f"{stages}: a virtual stage needs a layer",
         ),
         (
             bool(sizes.stage_layers)
             and (len(sizes.stage_layers) != stages or sum(sizes.stage_layers) != model.layers),
-            f"parallelism.stage_layers must list {stages} numbers that add up to model.layers={model.layers}",
+            f"parallelism.stage_layers must list {stages} numbers that add up to "
+            f"model.layers={model.layers}",
         ),
     ]
     for wrong, message in problems:

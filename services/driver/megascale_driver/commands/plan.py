@@ -16,7 +16,7 @@ from megascale_common.job.problems import JobError, JobProblem
 from megascale_common.job.wire import spec as job_spec
 from megascale_common.sizes.flops import flops_per_token
 from megascale_common.sizes.memory import RankMemory, rank_memory
-from megascale_common.sizes.parameter_table import STATE_BYTES, STATES, parameter_table
+from megascale_common.sizes.parameter_table import DEFAULT_STATES, STATE_BYTES, parameter_table
 
 DEFAULT_SLOTS = 3  # of staging memory, if there is enough
 
@@ -73,7 +73,7 @@ def _model(config: JobConfig) -> dict[str, Any]:
         "flops_per_token_full": flops.full,
         "flops_of_the_run_causal": flops.exact * tokens,
         "tokens_of_the_run": tokens,
-        "checkpoint_bytes": sum(sizes.values()) * STATE_BYTES * len(STATES),
+        "checkpoint_bytes": sum(sizes.values()) * STATE_BYTES * len(DEFAULT_STATES),
     }
 
 

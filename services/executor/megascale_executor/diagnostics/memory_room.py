@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from megascale_common.job.config import JobConfig
 from megascale_common.node import host
-from megascale_common.sizes.parameter_table import STATE_BYTES, STATES, parameter_table
+from megascale_common.sizes.parameter_table import DEFAULT_STATES, STATE_BYTES, parameter_table
 from megascale_executor.diagnostics.diagnostic import Diagnostic, NodeView
 from megascale_executor.diagnostics.finding import Finding
 
@@ -61,7 +61,7 @@ def need(config: JobConfig, ranks: Sequence[int]) -> MemoryNeed:
     for rank in ranks:
         table = parameter_table(config, rank)
         elements = sum(buffer.elements for buffer in table.buffers)
-        shard_bytes = len(STATES) * STATE_BYTES * table.shard_elements
+        shard_bytes = len(DEFAULT_STATES) * STATE_BYTES * table.shard_elements
         state += elements * (parameter_bytes + STATE_BYTES) + shard_bytes
         staging += MIN_STAGING_SLOTS * shard_bytes if config.checkpoint.uri else 0
     return MemoryNeed(state, staging)

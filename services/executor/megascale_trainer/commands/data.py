@@ -1,4 +1,4 @@
-"""`megascale data`: make tokenised corpora from files, and look into them."""
+"""`megascale data`: make tokenised corpora from files, and inspect them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BATCH_BYTES = 8 << 20
 BATCH_DOCUMENTS = 256
 
 app = typer.Typer(
-    help="Tokenised corpora: make them from text, look into them.", no_args_is_help=True
+    help="Tokenised corpora: make them from text, inspect them.", no_args_is_help=True
 )
 _messages = Console(stderr=True)
 _output = Console()
@@ -73,8 +73,7 @@ def tokenize(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Tokenise files into a .bin/.idx corpus, one document per file, files in the order of their
-    names.
+    """Tokenise files into a .bin/.idx corpus: one document per file, files in the order of names.
 
     Example: megascale data tokenize ~/texts --glob "**/*.txt" --output corpus
     """
@@ -91,7 +90,7 @@ def tokenize(
                     for tokens in chosen.encode(batch):
                         writer.add_document(tokens)
                 elapsed_s = max(time.monotonic() - started, 1e-9)
-                # Before the index, which makes the corpus exist.
+                # Before the writer publishes the index, which makes the corpus exist.
                 tokenizer_file = _publish_tokenizer(chosen, output)
         summary = {
             "prefix": str(output),
@@ -160,9 +159,7 @@ def inspect(
 def _beginning(
     corpus: IndexedDataset, number: int, count: int, tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """The first tokens of a document; ``text`` is None where they are not of this tokenizer's
-    vocabulary.
-    """
+    """The first tokens of a document; ``text`` is None if one is outside the vocabulary."""
     beginning = corpus.read(number, 0, count)
     ids: list[int] = beginning.tolist()
     decodable = all(0 <= token < tokenizer.vocab_size for token in ids)
@@ -231,7 +228,8 @@ def _existing_tokenizer(name: str) -> Tokenizer:
     if name.endswith(".json"):
         return BpeTokenizer.load(name)
     raise DataError(
-        f"tokenizer {name!r} is not known: use bytes, bpe (tokenize only) or a path that ends in .json"
+        f"tokenizer {name!r} is not known: use bytes, bpe (tokenize only) or a path that ends in "
+        ".json"
     )
 
 
@@ -240,12 +238,10 @@ def _tokenizer_path(prefix: Path) -> Path:
 
 
 def _publish_tokenizer(tokenizer: Tokenizer, prefix: Path) -> str:
-    """Keep the tokenizer beside its corpus, so that the two are found together; the file's path,
-    empty for bytes.
-    """
+    """Store the tokenizer beside its corpus and return the file's path, empty for bytes."""
     path = _tokenizer_path(prefix)
     if not isinstance(tokenizer, BpeTokenizer):
-        path.unlink(missing_ok=True)  # of a corpus that was here before
+        path.unlink(missing_ok=True)  # the tokenizer of a replaced corpus
         return ""
     replace_file(path, tokenizer.json_text)
     return str(path)
@@ -253,7 +249,7 @@ def _publish_tokenizer(tokenizer: Tokenizer, prefix: Path) -> str:
 
 @contextmanager
 def _user_errors() -> Iterator[None]:
-    """Say what is wrong in one line and leave with status 2, without a traceback."""
+    """Print what is wrong in one line and exit with status 2, without a traceback."""
     try:
         yield
     except DataError as error:
@@ -285,6 +281,5 @@ def _print(summary: dict[str, Any], as_json: bool) -> None:
         return
     for name, value in summary.items():
         shown = f"{value:,}" if isinstance(value, int) else str(value) or "-"
-        typer.echo(
-            f"{name.replace('_', ' '):<26}{shown}"
-        )  # plain lines: paths and digests are there to be copied
+        # Plain lines, no table: paths and digests are there to be copied.
+        typer.echo(f"{name.replace('_', ' '):<26}{shown}")

@@ -1,11 +1,12 @@
-"""Which source each sample of a blend comes from: deterministic interleaving with exact shares, in
-constant time.
+"""Which source each sample of a blend comes from: exact shares, in constant time.
+
+The interleaving is deterministic.
 
 The largest-deficit rule: sample n goes to the source that is furthest behind its share of the first
 n + 1 samples (the first such source on a tie). Shares are whole-number parts of their sum W. The
 deficits sum to one, so the largest is above zero, and no source ever gets a whole sample ahead.
 After W samples all deficits are whole, above minus one, and sum to zero: each source has had
-exactly its parts. So the order repeats with period W, and one table of W entries answers for every
+exactly its parts. So the order repeats with period W, and one table of W entries serves every
 sample.
 """
 
@@ -18,13 +19,14 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
-# weights finer than this are rounded to this many parts; the table costs 16 bytes a part
+# Finer weights are rounded to this many parts; the table costs 16 bytes a part.
 MAX_PERIOD = 10_000
 
 
 def parts_of(weights: Sequence[float]) -> list[int]:
-    """Whole-number parts in the proportion of ``weights``, exact in their decimal notation up to
-    :data:`MAX_PERIOD`.
+    """Whole-number parts in the proportion of ``weights``.
+
+    They are exact in the weights' decimal notation up to :data:`MAX_PERIOD`.
 
     Finer weights are rounded by largest remainder; every source keeps at least one part.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -15,57 +16,64 @@ from megascale_common.node import framing
 from megascale_trainer.data.errors import DataError
 from megascale_trainer.data.ring import BATCH_DTYPES, Geometry, map_for_reading
 
-_CONNECT_RETRY_S = 0.02  # the loader may still be starting when the first worker asks
+_CONNECT_RETRY_S = 0.02  # the loader may still be starting when the first worker connects
 
 _STOPPED = "data loader has stopped: see its log file for the reason"
 
 MicroBatchArrays = dict[str, npt.NDArray[Any]]
 
 
+@dataclass(frozen=True, slots=True)
+class RingRequest:
+    """The ring of batches that a worker opens.
+
+    Workers of a node that read the same data-parallel rank (its tp and pp ranks) share a ring: this
+    one is ``reader`` of ``readers``. ``first_sample`` is the run's consumed samples, the same for
+    all of them; ``stream`` says which of the job's data.
+    """
+
+    dp_rank: int
+    reader: int
+    readers: int
+    first_sample: int
+    stream: Literal["training", "evaluation"] = "training"
+
+
 class LoaderClient:
     """The batches of one data-parallel rank, step by step.
 
     Args:
-        socket_path: the loader's unix socket; waited for when it is not there yet.
-        reader, readers: this worker among those of the node that read the same data-parallel rank
-            (its tp and pp ranks).
-        first_sample: consumed samples of the run, the same for all readers.
+        socket_path: the loader's unix socket; waited for if it does not exist yet.
         timeout_s: bound on the whole opening, and on each wait for a step.
-        stream: which of the job's data.
 
     Attributes:
         consumed_samples: position in the run after the last :meth:`next_step`.
 
     Raises:
-        DataError: the loader is not there in time, refuses, or cannot read its files.
+        DataError: the loader is not listening in time, refuses, or cannot read its files.
     """
 
     def __init__(
         self,
         socket_path: str | Path,
         config: JobConfig,
-        dp_rank: int,
-        reader: int,
-        readers: int,
-        first_sample: int,
+        ring: RingRequest,
         timeout_s: float,
-        stream: Literal["training", "evaluation"] = "training",
     ) -> None:
         self._geometry = Geometry.of(config)
         self._timeout_s = timeout_s
         self._filled = self._read = 0
-        self.consumed_samples = first_sample
+        self.consumed_samples = ring.first_sample
         deadline = time.monotonic() + timeout_s
         self._sock = _connect(Path(socket_path), deadline)
         try:
             request = {
                 "kind": "open",
                 "version": framing.PROTOCOL_VERSION,
-                "dp_rank": dp_rank,
-                "reader": reader,
+                **asdict(ring),
+                "geometry": self._geometry.to_message(),
             }
-            request |= {"stream": stream, "readers": readers, "first_sample": first_sample}
-            self._send({**request, "geometry": self._geometry.to_message()})
+            self._send(request)
             message, descriptors = self._receive(deadline)
             if message.get("kind") != "opened" or len(descriptors) != 1:
                 raise DataError(
@@ -80,11 +88,11 @@ class LoaderClient:
         """The micro-batches of the next step, in order, as copies that the caller owns.
 
         Each holds ``tokens``, ``targets`` and ``position`` int64, ``loss_weight`` float32 and
-        ``document_start`` int32, all [micro_batch_size, sequence_length]; what they mean stands at
-        :meth:`SampleStream.sample`.
+        ``document_start`` int32, all [micro_batch_size, sequence_length]; for their meaning see
+        :meth:`megascale_trainer.data.packing.SampleStream.sample`.
 
         Raises:
-            DataError: the loader is gone, reports an error, or has nothing ready within
+            DataError: the loader has ended, reports an error, or has nothing ready within
                 ``timeout_s``.
         """
         deadline = time.monotonic() + self._timeout_s
@@ -127,8 +135,8 @@ class LoaderClient:
         try:
             framing.send(self._sock, message)
         except (BrokenPipeError, ConnectionResetError):
-            # The loader has left; what it said before it did waits to be read, and says more than
-            # this error.
+            # The loader has ended. The error message that it sent before still waits to be read,
+            # and has the reason.
             return
         except OSError as error:
             raise DataError(f"data loader cannot be reached: {error}") from error
@@ -160,7 +168,7 @@ def _connect(path: Path, deadline: float) -> socket.socket:
         except (FileNotFoundError, ConnectionRefusedError, BlockingIOError, TimeoutError) as error:
             sock.close()
             if time.monotonic() + _CONNECT_RETRY_S >= deadline:
-                raise DataError(f"{path}: no data loader listens there: {error}") from error
+                raise DataError(f"{path}: no data loader is listening: {error}") from error
             time.sleep(_CONNECT_RETRY_S)
         except OSError as error:
             sock.close()

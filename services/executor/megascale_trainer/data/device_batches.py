@@ -1,7 +1,6 @@
-"""Training batches on the device: on CUDA the next step's are copied there while the present step
-runs.
+"""Training batches on the device: the next step's are copied while the present one runs (CUDA).
 
-A copy from ordinary memory holds the host until the device reaches it, and the device then waits
+A copy from ordinary memory blocks the host until the device reaches it, and the device then waits
 for the host's next launches. So batches go through page-locked memory on a stream of their own,
 into one of two fixed sets of tensors.
 """
@@ -13,27 +12,25 @@ import torch
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.data.client import LoaderClient
 
-_SETS = 2  # one that the running step reads, the other is being filled for the next
+_SETS = 2  # the running step reads one, the other is filled for the next step
 
 
 class StepBatches:
-    """The micro-batches of one step after the other, copied when they are asked for.
+    """The micro-batches of one step after the other, copied on request.
 
     Raises:
-        DataError: from :meth:`take` and :meth:`prefetch`, as :meth:`LoaderClient.next_step` says.
+        DataError: from :meth:`take` and :meth:`prefetch`, as of :meth:`LoaderClient.next_step`.
     """
 
     def __init__(self, loader: LoaderClient, device: torch.device) -> None:
         self._loader, self._device = loader, device
 
     def take(self) -> list[MicroBatch]:
-        """The next step's micro-batches, in order; they stay whole until the next call but one."""
+        """The next step's micro-batches, in order; valid until the next call but one."""
         return [batch.to(self._device) for batch in self._read()]
 
     def prefetch(self) -> None:
-        """Begin to bring the next step's to the device; call it when the present step has been
-        launched.
-        """
+        """Start copying the next step's batches; call it once the present step is launched."""
 
     def close(self) -> None:
         """Leave the loader."""
@@ -44,9 +41,7 @@ class StepBatches:
 
 
 class PrefetchedStepBatches(StepBatches):
-    """The same on CUDA, with copies that neither hold the host nor wait for what the device
-    computes.
-    """
+    """The same on CUDA, with copies that block neither the host nor the device's computation."""
 
     def __init__(self, loader: LoaderClient, device: torch.device) -> None:
         super().__init__(loader, device)
@@ -61,31 +56,33 @@ class PrefetchedStepBatches(StepBatches):
         if self._filled == self._taken:
             self.prefetch()
         at = self._taken % _SETS
-        # Whatever reads the other set has been launched by now, and the step to come reads this
-        # one.
+        # Order on the device: everything that reads the other set has been launched by now, so its
+        # event marks when that set may be filled again; the coming step waits for its own copy.
         self._used[1 - at].record()
         self._copied[at].wait()
         self._taken += 1
         return self._on_device[at]
 
     def prefetch(self) -> None:
-        """Fill the set that the step before the present one has read; nothing if the next step's is
-        under way.
+        """Fill the set that the step before the present one has read.
+
+        Nothing happens if the next step's copy is in progress.
         """
         if self._filled > self._taken:
             return
         batches, at = self._read(), self._filled % _SETS
         if not self._host[at]:
             self._host[at] = [batch.pin() for batch in batches]
-            # Made on the stream that computes with them, and kept: the allocator never hands this
-            # memory on.
+            # Allocated on the stream that computes with them, and kept for good, so the caching
+            # allocator never gives this memory to another tensor while a copy writes it.
             self._on_device[at] = [
                 batch.map(lambda tensor: torch.empty_like(tensor, device=self._device))
                 for batch in batches
             ]
-            self._used[at].record()  # what used this memory before may still be running
+            self._used[at].record()  # earlier work on this memory may still be running
         else:
-            self._copied[at].synchronize()  # two steps ago: the page-locked memory is free again
+            # The copy out of this page-locked memory was two steps ago: the host hardly waits.
+            self._copied[at].synchronize()
             self._host[at] = _refilled(self._host[at], batches)
         with torch.cuda.stream(self._stream):
             self._used[at].wait()

@@ -1,16 +1,15 @@
-"""Tokenised corpora on disk: the reader of Megatron's indexed dataset format, ``PREFIX.bin`` +
-``PREFIX.idx``.
+"""Tokenised corpora on disk: the reader of Megatron's indexed dataset format.
 
-``.bin`` holds the tokens of all sequences one after the other. ``.idx``, little-endian throughout,
-holds
+``PREFIX.bin`` holds the tokens of all sequences one after the other. ``PREFIX.idx``, little-endian
+throughout, holds
 
-    magic b"MMIDIDX\\0\\0" | version u64 = 1 | dtype code u8 | sequences u64 | document boundaries
-    u64 | length of each sequence, int32 | byte offset of each sequence, int64 | document
-    boundaries, int64
+    magic b"MMIDIDX\\0\\0" | version u64 = 1 | dtype code u8 | sequences u64
+    | document boundaries u64 | length of each sequence, int32
+    | byte offset of each sequence, int64 | document boundaries, int64
 
 A boundary is a sequence number; the first is 0 and the last the number of sequences, so there is
-one boundary more than
-documents. Source: NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py.
+one boundary more than documents. Source: NVIDIA/Megatron-LM,
+megatron/core/datasets/indexed_dataset.py.
 """
 
 from __future__ import annotations
@@ -52,9 +51,7 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The narrowest dtype that both this reader and Megatron's tools use for a vocabulary of this
-    size.
-    """
+    """The narrowest dtype for a vocabulary of this size that Megatron's tools use as well."""
     return TOKEN_DTYPES[8] if vocab_size < 65_500 else TOKEN_DTYPES[4]
 
 
@@ -82,7 +79,8 @@ class IndexedDataset:
         np.cumsum(lengths, out=starts[1:])
         if not np.array_equal(offsets, starts[:-1] * self.dtype.itemsize):
             raise DataError(
-                f"{idx_path(prefix)}: byte offsets do not follow from the sequence lengths; tokenise again"
+                f"{idx_path(prefix)}: byte offsets do not follow from the sequence lengths; "
+                "tokenise again"
             )
         self._document_starts: npt.NDArray[np.int64] = starts[boundaries]
         self.document_lengths: npt.NDArray[np.int64] = np.diff(self._document_starts)
@@ -96,8 +94,8 @@ class IndexedDataset:
             if size_bytes != expected_bytes:
                 problem = "truncated" if size_bytes < expected_bytes else "not the one indexed"
                 raise DataError(
-                    f"{path}: {problem}: has {size_bytes} bytes where {idx_path(self.prefix)} announces "
-                    f"{expected_bytes}; tokenise again"
+                    f"{path}: {problem}: has {size_bytes} bytes where {idx_path(self.prefix)} "
+                    f"announces {expected_bytes}; tokenise again"
                 )
             # An empty file cannot be mapped.
             return (
@@ -112,8 +110,9 @@ class IndexedDataset:
         return len(self.document_lengths)
 
     def read(self, document: int, begin: int = 0, count: int | None = None) -> Tokens:
-        """Up to ``count`` tokens (all by default) of ``document`` from token ``begin`` on: a view,
-        dtype as on disk.
+        """Up to ``count`` tokens (None: all) of ``document`` from its token ``begin`` on.
+
+        A view, in the dtype on disk.
         """
         start = int(self._document_starts[document]) + begin
         end = int(self._document_starts[document + 1])
@@ -151,11 +150,12 @@ def _parse_index(
     _, version, code, sequences, boundaries = HEADER.unpack_from(index)
     if version != VERSION:
         raise DataError(
-            f"{path}: version {version} of the format; this reader knows version {VERSION}"
+            f"{path}: version {version} of the format; this reader reads version {VERSION}"
         )
     if code not in TOKEN_DTYPES:
         raise DataError(
-            f"{path}: dtype code {code} is not an integer token type (known: {sorted(TOKEN_DTYPES)})"
+            f"{path}: dtype code {code} is not an integer token type "
+            f"(known: {sorted(TOKEN_DTYPES)})"
         )
     expected_bytes = HEADER.size + 12 * sequences + 8 * boundaries
     if len(index) != expected_bytes:

@@ -1,5 +1,6 @@
-"""The writer of tokenised corpora (format: :mod:`megascale_trainer.data.indexed`): all or nothing
-on disk.
+"""The writer of tokenised corpora: all of a corpus on disk, or nothing.
+
+The format stands in :mod:`megascale_trainer.data.indexed`.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ MAX_DOCUMENT_TOKENS = 2**31 - 1  # lengths are int32
 
 
 class IndexedWriter:
-    """Writes a corpus document by document, one sequence each; nothing appears under its name
-    before it is whole.
+    """Writes a corpus document by document, one sequence each.
+
+    Nothing appears under the corpus's name before it is complete.
 
     Use it as a context manager: leaving it normally publishes ``.bin`` then ``.idx``; an exception
     discards both.
@@ -67,7 +69,7 @@ class IndexedWriter:
 
         Raises:
             ValueError: a token does not fit the dtype, or the document is longer than the format
-                can say.
+                allows.
         """
         limits = np.iinfo(self._dtype)
         if len(tokens) > MAX_DOCUMENT_TOKENS:
@@ -114,8 +116,8 @@ class IndexedWriter:
             file.write(offsets.astype("<i8").tobytes())
             file.write(np.arange(count + 1, dtype="<i8").tobytes())
             _sync(file)
-        # The index makes a corpus exist: an old one goes first, so that a crash never leaves it
-        # beside new tokens.
+        # The index makes a corpus exist. An old index is removed first, so that a crash in between
+        # never leaves it beside new tokens.
         self._idx.unlink(missing_ok=True)
         self._temporary[0].replace(self._bin)
         self._temporary[1].replace(self._idx)

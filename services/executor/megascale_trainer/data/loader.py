@@ -1,10 +1,9 @@
-"""The data loader process: one per node, it prepares step batches for all workers of the node,
-ahead of need.
+"""The data loader process: one per node, it prepares step batches for the node's workers.
 
     python -m megascale_trainer.data.loader --socket PATH --config JOB.json
 
-It listens on a unix socket that only its user may open, runs without torch, and dies with the
-process that started it. What it says to workers stands at
+It works ahead of need, listens on a unix socket that only its user may open, runs without torch,
+and ends with the process that started it. Its messages to workers are described at
 :mod:`megascale_trainer.data.loader_server`.
 """
 
@@ -28,9 +27,7 @@ from megascale_trainer.data.ring import Geometry
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the loader of one node until it is told to stop; exits with status 2 when it cannot
-    start.
-    """
+    """Run the loader of one node until it is stopped; exits with status 2 when it cannot start."""
     arm_parent_death()
     parser = argparse.ArgumentParser(
         prog="megascale-loader", description="Prepare step batches for the workers of a node."
@@ -71,7 +68,7 @@ def _open(config: JobConfig) -> SampleStream | DataError:
     try:
         return SampleStream.open(config)
     except DataError as error:
-        return error  # the workers, who wait for data, are the ones to be told
+        return error  # reported to the workers, which wait for the data
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:

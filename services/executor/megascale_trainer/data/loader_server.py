@@ -9,10 +9,9 @@ Messages (:mod:`megascale_common.node.framing`) over the unix socket:
     loader: error {message}      this worker gets no more data
 
 The tp and pp ranks of one data-parallel rank (its readers) share a ring, so each step is packed
-once. One thread serves
-all: it packs a step whenever a ring has a free slot, and blocks in the kernel otherwise. The stream
-of held-out data repeats itself after ``evaluation.batches`` steps, so that every evaluation reads
-the same.
+once. One thread serves all rings: it packs a step whenever one has a free slot, and blocks in the
+kernel otherwise. The stream of held-out data repeats itself after ``evaluation.batches`` steps, so
+that every evaluation reads the same.
 """
 
 from __future__ import annotations
@@ -31,16 +30,14 @@ from megascale_trainer.data.ring import Geometry, create_memory
 
 MAX_READERS = 256  # of one data-parallel rank on one node
 MAX_CONNECTIONS = 512  # below the usual limit of 1024 descriptors
-_SEND_TIMEOUT_S = (
-    10.0  # never reached by a live worker: it is owed at most `slots` short messages at a time
-)
+# Never reached by a live worker: at most `slots` short messages wait for it at a time.
+_SEND_TIMEOUT_S = 10.0
 _RECEIVE_BYTES = 65536
 
 
 @dataclass(frozen=True)
 class Stream:
-    """A stream that workers may open: its samples, or why there are none, which every worker that
-    opens is told.
+    """A stream that workers may open: its samples, or the error that every worker gets instead.
 
     ``repeat_after`` is the number of samples after which it starts again; 0: never.
     """
@@ -50,8 +47,8 @@ class Stream:
 
 
 @dataclass(eq=False)
-class _Connection:
-    """One worker."""
+class _ConnectedWorker:
+    """One worker's connection."""
 
     sock: socket.socket
     decoder: framing.Decoder = field(default_factory=framing.Decoder)
@@ -60,9 +57,7 @@ class _Connection:
 
 
 class _Ring:
-    """The step batches of one data-parallel rank, from ``first_sample`` on, and who has read how
-    far.
-    """
+    """One data-parallel rank's step batches from ``first_sample`` on, and its readers' progress."""
 
     def __init__(
         self,
@@ -74,8 +69,8 @@ class _Ring:
         repeat_after: int,
     ) -> None:
         self.first_sample, self.readers, self._repeat_after = first_sample, readers, repeat_after
-        self.members: dict[int, _Connection] = {}
-        self.abandoned = False  # a reader has left: those still here may read on, nobody may join
+        self.members: dict[int, _ConnectedWorker] = {}
+        self.abandoned = False  # a reader has left: the others may read on, none may join
         self.filled = 0
         self._released = [0] * readers
         self._samples, self._geometry, self._dp_rank = samples, geometry, dp_rank
@@ -83,9 +78,7 @@ class _Ring:
 
     @property
     def has_free_slot(self) -> bool:
-        """Whether the slot to fill next has been released by every reader, those yet to join
-        included.
-        """
+        """Whether every reader has released the next slot to fill, those yet to join included."""
         return self.filled - min(self._released) < self._geometry.slots
 
     def fill(self) -> None:
@@ -112,14 +105,14 @@ class _Ring:
         """Count one step as copied by ``reader``.
 
         Raises:
-            ValueError: the reader releases what it was not given.
+            ValueError: the reader releases a step that it was not given.
         """
         if self._released[reader] >= self.filled:
             raise ValueError("release of a step that was not announced")
         self._released[reader] += 1
 
     def leave(self, reader: int) -> None:
-        """Forget ``reader``; it holds no slot any more."""
+        """Remove ``reader``; it holds no slot any more."""
         del self.members[reader]
         self.abandoned = True
         self._released[reader] = sys.maxsize
@@ -131,8 +124,9 @@ class _Ring:
 
 
 class LoaderServer:
-    """Serves rings over a listening unix socket, for as long as the process lives: its end gives
-    everything back.
+    """Serves rings over a listening unix socket for as long as the process lives.
+
+    The end of the process gives everything back.
 
     Args:
         streams: what workers may open, by name.
@@ -144,21 +138,19 @@ class LoaderServer:
         self._listener, self._geometry, self._streams = listener, geometry, streams
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
-        self._connections: set[_Connection] = set()
-        self._rings: dict[
-            tuple[str, int], _Ring
-        ] = {}  # by stream and data-parallel rank: those that readers may join
-        self._old_rings: set[_Ring] = set()  # abandoned ones, until their last reader leaves
+        self._workers: set[_ConnectedWorker] = set()
+        # By stream and data-parallel rank: those that readers may join. Abandoned ones are kept
+        # beside them until their last reader leaves.
+        self._rings: dict[tuple[str, int], _Ring] = {}
+        self._old_rings: set[_Ring] = set()
 
     def run_once(self) -> None:
-        """Serve what waits on the sockets, then pack at most one step for each ring; block while
-        there is no work.
-        """
+        """Answer what has arrived, then pack at most one step for each ring; block without work."""
         busy = any(ring.has_free_slot for ring in self._all_rings())
         for key, _ in self._selector.select(0 if busy else None):
             if key.data is None:
                 self._accept()
-            elif key.data in self._connections:
+            elif key.data in self._workers:
                 self._serve(key.data)
         for ring in self._all_rings():
             if ring.has_free_slot:
@@ -169,64 +161,66 @@ class LoaderServer:
 
     def _accept(self) -> None:
         sock, _ = self._listener.accept()
-        if len(self._connections) >= MAX_CONNECTIONS:
+        if len(self._workers) >= MAX_CONNECTIONS:
             sock.close()
             return
         sock.settimeout(_SEND_TIMEOUT_S)
-        connection = _Connection(sock)
-        self._connections.add(connection)
-        self._selector.register(sock, selectors.EVENT_READ, connection)
+        worker = _ConnectedWorker(sock)
+        self._workers.add(worker)
+        self._selector.register(sock, selectors.EVENT_READ, worker)
 
-    def _serve(self, connection: _Connection) -> None:
+    def _serve(self, worker: _ConnectedWorker) -> None:
         try:
-            data = connection.sock.recv(_RECEIVE_BYTES)
-            messages = connection.decoder.feed(data)
+            data = worker.sock.recv(_RECEIVE_BYTES)
+            messages = worker.decoder.feed(data)
             for message in messages:
-                self._answer(connection, message)
+                self._answer(worker, message)
         except (DataError, ValueError, TypeError, KeyError) as error:
             self._refuse(
-                connection,
+                worker,
                 str(error) if isinstance(error, DataError) else f"bad message: {error!r}",
             )
         except OSError:
-            self._drop(connection)
+            self._drop(worker)
         else:
             if not data:
-                self._drop(connection)
+                self._drop(worker)
 
-    def _answer(self, connection: _Connection, message: framing.Message) -> None:
-        if message["kind"] == "open" and connection.ring is None:
-            self._open(connection, message)
-        elif message["kind"] == "release" and connection.ring is not None:
-            connection.ring.release(connection.reader)
+    def _answer(self, worker: _ConnectedWorker, message: framing.Message) -> None:
+        if message["kind"] == "open" and worker.ring is None:
+            self._open(worker, message)
+        elif message["kind"] == "release" and worker.ring is not None:
+            worker.ring.release(worker.reader)
         else:
             raise ValueError(f"unexpected {message['kind']!r}")
 
-    def _open(self, connection: _Connection, message: framing.Message) -> None:
+    def _open(self, worker: _ConnectedWorker, message: framing.Message) -> None:
         if message["version"] != framing.PROTOCOL_VERSION:
             raise DataError(
-                f"worker speaks version {message['version']}, loader {framing.PROTOCOL_VERSION}"
+                f"the worker has protocol version {message['version']}, the loader "
+                f"{framing.PROTOCOL_VERSION}"
             )
         if message["geometry"] != self._geometry.to_message():
             raise DataError(
-                f"worker and loader were given different jobs: {message['geometry']} and {self._geometry.to_message()}"
+                f"worker and loader were given different jobs: {message['geometry']} and "
+                f"{self._geometry.to_message()}"
             )
         reader = _bounded(message, "reader", int(message["readers"]))
         ring = self._ring_for(message)
         if reader in ring.members:
             raise DataError(f"reader {reader} of dp rank {message['dp_rank']} is connected already")
-        connection.ring, connection.reader = ring, reader
-        ring.members[reader] = connection
+        worker.ring, worker.reader = ring, reader
+        ring.members[reader] = worker
         opened = {
             "kind": "opened",
             "version": framing.PROTOCOL_VERSION,
             "geometry": self._geometry.to_message(),
         }
-        framing.send(connection.sock, opened, [ring.descriptor])
-        framing.send(connection.sock, {"kind": "ready", "filled": ring.filled})
+        framing.send(worker.sock, opened, [ring.descriptor])
+        framing.send(worker.sock, {"kind": "ready", "filled": ring.filled})
 
     def _ring_for(self, message: framing.Message) -> _Ring:
-        """The ring that an open message asks for: the one at hand, or a new one."""
+        """The ring that an open message asks for: the existing one, or a new one."""
         name = str(message["stream"])
         stream = self._streams.get(name)
         if stream is None:
@@ -246,8 +240,8 @@ class LoaderServer:
             self._rings[name, dp_rank] = ring
         if (ring.first_sample, ring.readers) != (first_sample, readers):
             raise DataError(
-                f"dp rank {dp_rank}: asked for sample {first_sample} with {readers} readers, but its other readers "
-                f"asked for sample {ring.first_sample} with {ring.readers}"
+                f"dp rank {dp_rank}: asked for sample {first_sample} with {readers} readers, but "
+                f"its other readers asked for sample {ring.first_sample} with {ring.readers}"
             )
         return ring
 
@@ -256,9 +250,9 @@ class LoaderServer:
         try:
             ring.fill()
         except DataError as error:
-            problem = str(
-                error
-            )  # acted upon below: while the error lives, its frames hold views of the ring
+            # Handled below: while the error lives, its frames hold views of the ring, which then
+            # could not be closed.
+            problem = str(error)
         for member in list(ring.members.values()):
             if problem:
                 self._refuse(member, problem)
@@ -268,23 +262,23 @@ class LoaderServer:
             except OSError:
                 self._drop(member)
 
-    def _refuse(self, connection: _Connection, problem: str) -> None:
+    def _refuse(self, worker: _ConnectedWorker, problem: str) -> None:
         try:
-            framing.send(connection.sock, {"kind": "error", "message": problem})
+            framing.send(worker.sock, {"kind": "error", "message": problem})
         except OSError:
-            pass  # it is gone; dropping it is all that is left
-        self._drop(connection)
+            pass  # the worker has ended; its connection is dropped below
+        self._drop(worker)
 
-    def _drop(self, connection: _Connection) -> None:
-        if connection not in self._connections:
+    def _drop(self, worker: _ConnectedWorker) -> None:
+        if worker not in self._workers:
             return
-        self._connections.remove(connection)
-        self._selector.unregister(connection.sock)
-        connection.sock.close()
-        ring = connection.ring
+        self._workers.remove(worker)
+        self._selector.unregister(worker.sock)
+        worker.sock.close()
+        ring = worker.ring
         if ring is None:
             return
-        ring.leave(connection.reader)
+        ring.leave(worker.reader)
         if not ring.members:
             self._old_rings.discard(ring)
             self._rings = {key: other for key, other in self._rings.items() if other is not ring}

@@ -1,5 +1,6 @@
-"""From a global sample number to its tokens: documents shuffled by epoch, laid end to end, cut into
-sequences. Pure.
+"""From a global sample number to its tokens: shuffled documents, end to end, cut into sequences.
+
+Documents are shuffled by epoch. The module is pure.
 
 The position of a run is one number, its consumed samples. Sample n of the run never depends on the
 batch size, on the data-parallel size, or on what was read before: a resumed run, also one with
@@ -35,7 +36,7 @@ EPOCHS_CACHED = 2  # neighbouring data-parallel ranks read either side of an epo
 Arrays = dict[str, npt.NDArray[Any]]
 
 
-class Documents(Protocol):
+class Corpus(Protocol):
     """What packing needs of a corpus; :class:`IndexedDataset` is one."""
 
     @property
@@ -53,8 +54,9 @@ class Documents(Protocol):
 def sample_numbers(
     first_sample: int, micro_batches: int, micro_batch_size: int, dp: int, dp_rank: int
 ) -> npt.NDArray[np.int64]:
-    """Samples of one data-parallel rank in the step at ``first_sample``: int64 [micro_batches,
-    micro_batch_size].
+    """Samples of one data-parallel rank in the step at ``first_sample``.
+
+    int64 [micro_batches, micro_batch_size].
     """
     micro_batch = np.arange(micro_batches, dtype=np.int64)[:, None]
     row = np.arange(micro_batch_size, dtype=np.int64)[None, :]
@@ -79,23 +81,24 @@ class SourceStream:
         DataError: the source has no tokens.
     """
 
-    def __init__(self, documents: Documents, source: int, seed: int) -> None:
-        self._documents = documents
+    def __init__(self, corpus: Corpus, source: int, seed: int) -> None:
+        self._corpus = corpus
         self._source, self._seed = source, seed
-        self._nonempty = np.flatnonzero(documents.document_lengths)
-        self._lengths = documents.document_lengths[self._nonempty]
+        self._nonempty = np.flatnonzero(corpus.document_lengths)
+        self._lengths = corpus.document_lengths[self._nonempty]
         self._tokens_per_epoch = int(self._lengths.sum())
         self._epochs: OrderedDict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = (
             OrderedDict()
         )
         if not self._tokens_per_epoch:
             raise DataError(
-                f"{documents.prefix}: has no tokens; leave it out of data.sources or tokenise again"
+                f"{corpus.prefix}: has no tokens; leave it out of data.sources or tokenise again"
             )
 
     def read(self, begin: int, count: int) -> tuple[Tokens, list[int]]:
-        """``count`` tokens from ``begin`` on, int64 [count], and the offsets in them where pieces
-        of documents start.
+        """``count`` tokens from ``begin`` on, and the offsets at which pieces of documents start.
+
+        The tokens are int64 [count].
 
         Offset 0 is always among them, also in the middle of a document.
         """
@@ -108,7 +111,7 @@ class SourceStream:
             number = int(np.searchsorted(ends, place, side="right"))
             while filled < count and number < len(order):
                 skipped = place - int(ends[number] - self._lengths[order[number]])
-                piece = self._documents.read(
+                piece = self._corpus.read(
                     int(self._nonempty[order[number]]), skipped, count - filled
                 )
                 tokens[filled : filled + len(piece)] = piece
@@ -139,7 +142,7 @@ class SampleStream:
         DataError: no sources, a bad weight, an empty source.
     """
 
-    def __init__(self, config: JobConfig, corpora: Sequence[Documents]) -> None:
+    def __init__(self, config: JobConfig, corpora: Sequence[Corpus]) -> None:
         self._sequence_length = config.model.sequence_length
         self._vocab_size = config.model.vocab_size
         self._document_attention = config.data.document_attention
@@ -149,8 +152,7 @@ class SampleStream:
         except ValueError as error:
             raise DataError(str(error)) from error
         self._sources = [
-            SourceStream(documents, number, config.data.seed)
-            for number, documents in enumerate(corpora)
+            SourceStream(corpus, number, config.data.seed) for number, corpus in enumerate(corpora)
         ]
 
     @classmethod
@@ -177,9 +179,8 @@ class SampleStream:
         length = self._sequence_length
         window, starts = self._sources[source].read(ordinal * length, length + 1)
         self._check_vocabulary(window, source, number)
-        boundaries = np.array(
-            starts[1:], np.int64
-        )  # the piece at offset 0 opens the sequence, it crosses nothing
+        # The piece at offset 0 opens the sequence: no boundary lies before it.
+        boundaries = np.array(starts[1:], np.int64)
         loss_weight = np.ones(length, np.float32)
         loss_weight[boundaries - 1] = 0.0
         document_start = np.zeros(length, np.int32)
@@ -200,6 +201,7 @@ class SampleStream:
         if lowest < 0 or highest >= self._vocab_size:
             wrong = lowest if lowest < 0 else highest
             raise DataError(
-                f"{self._corpora[source].prefix}: token id {wrong} in sample {number} is outside model.vocab_size="
-                f"{self._vocab_size}; set model.vocab_size to that of the tokenizer that made the file"
+                f"{self._corpora[source].prefix}: token id {wrong} in sample {number} is outside "
+                f"model.vocab_size={self._vocab_size}; set model.vocab_size to that of the "
+                "tokenizer that made the file"
             )

@@ -1,5 +1,4 @@
-"""The shared memory between the loader and the workers of one data-parallel rank: a ring of step
-batches.
+"""The shared memory between loader and workers of a data-parallel rank: a ring of step batches.
 
 A slot holds one step's micro-batches: five arrays [micro_batches, micro_batch_size,
 sequence_length] of four-byte items, one after the other. The memory is a memfd: it has no name, and
@@ -22,7 +21,7 @@ import numpy.typing as npt
 from megascale_common.job.config import JobConfig
 from megascale_trainer.data.errors import DataError
 
-SLOTS = 3  # the step that is being read, the next one ready, and one to fill meanwhile
+SLOTS = 3  # one step being read, the next one ready, and one being filled
 _ITEM_BYTES = 4
 # Token ids fit int32 (the index format's own widest common choice); workers widen them when they
 # copy.
@@ -33,7 +32,7 @@ _RING_DTYPES: Mapping[str, str] = {
     "position": "<i4",
     "document_start": "<i4",
 }
-# What a micro-batch holds in a worker's hands.
+# Of the arrays that a worker gets.
 BATCH_DTYPES: Mapping[str, str] = {
     "tokens": "<i8",
     "targets": "<i8",
@@ -67,8 +66,8 @@ class Geometry:
             or config.training.global_batch_size % (rows * dp)
         ):
             raise DataError(
-                f"training.global_batch_size={config.training.global_batch_size} is not a multiple of "
-                f"micro_batch_size * dp = {rows} * {dp}; choose one that is"
+                f"training.global_batch_size={config.training.global_batch_size} is not a multiple "
+                f"of micro_batch_size * dp = {rows} * {dp}; choose one that is"
             )
         return cls(config.micro_batches, rows, config.model.sequence_length, dp)
 
@@ -93,9 +92,7 @@ class Geometry:
         return asdict(self)
 
     def views(self, memory: mmap.mmap, slot: int) -> dict[str, npt.NDArray[Any]]:
-        """The five arrays of ``slot``, each [micro_batches, micro_batch_size, sequence_length],
-        without a copy.
-        """
+        """The arrays of ``slot``, [micro_batches, micro_batch_size, sequence_length]: views."""
         shape = (self.micro_batches, self.micro_batch_size, self.sequence_length)
         field_bytes = self.slot_bytes // len(_RING_DTYPES)
         return {
@@ -108,11 +105,11 @@ def create_memory(geometry: Geometry, name: str) -> tuple[int, mmap.mmap]:
     """A new ring: its descriptor, to hand to readers, and its mapping.
 
     Raises:
-        DataError: the memory cannot be had; nothing is left behind.
+        DataError: there is not enough memory; nothing is left behind.
     """
     descriptor = os.memfd_create(f"megascale-{name}", os.MFD_CLOEXEC)
     try:
-        # Reserve now: a page missing later would be a bus error in the middle of a step.
+        # Reserve all pages now: one that is missing later is a bus error in the middle of a step.
         os.posix_fallocate(descriptor, 0, geometry.ring_bytes)
         return descriptor, mmap.mmap(descriptor, geometry.ring_bytes)
     except OSError as error:

@@ -1,5 +1,6 @@
-"""Tokenizers: from the bytes of a document to token ids that end with the end-of-document token,
-and back to text.
+"""Tokenizers: from the bytes of a document to token ids and back to text.
+
+The last token id of a document is the end-of-document token.
 
 Two kinds: ``bytes`` needs no file and loses nothing; ``bpe`` is a byte-level BPE in a Hugging Face
 tokenizers file.
@@ -101,9 +102,7 @@ class BpeTokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> BpeTokenizer:
-        """The tokenizer in the file at ``path``; raises DataError as the class does, or when it
-        cannot be read.
-        """
+        """The tokenizer in the file at ``path``; raises DataError if it cannot be read or used."""
         try:
             return cls(Path(path).read_bytes().decode("utf-8"), str(path))
         except (OSError, UnicodeDecodeError) as error:
@@ -119,7 +118,8 @@ class BpeTokenizer:
         library = _tokenizers()
         if vocab_size < MIN_BPE_VOCABULARY:
             raise DataError(
-                f"a byte-level BPE needs a vocabulary of at least {MIN_BPE_VOCABULARY}, not {vocab_size}"
+                f"a byte-level BPE needs a vocabulary of at least {MIN_BPE_VOCABULARY}, "
+                f"not {vocab_size}"
             )
         tokenizer = library.Tokenizer(library.models.BPE())
         tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -136,8 +136,9 @@ class BpeTokenizer:
         return cls(tokenizer.to_str(pretty=False), "trained tokenizer")
 
     def encode(self, documents: Sequence[bytes]) -> list[Tokens]:
-        """int32 [tokens + 1] each; bytes that are not UTF-8 become replacement characters. Uses all
-        cores.
+        """int32 [tokens + 1] each, on all cores.
+
+        Bytes that are not UTF-8 become replacement characters.
 
         See :class:`Tokenizer`.
         """

@@ -1,6 +1,4 @@
-"""The first stage's input: a token embedding whose rows are cut over tp, and learned positions
-where asked for.
-"""
+"""The first stage's input: token embedding split over tp by rows, and learned positions if any."""
 
 from __future__ import annotations
 
@@ -10,20 +8,20 @@ import torch
 
 from megascale_common.job.config import ModelConfig
 from megascale_trainer.batch import MicroBatch
-from megascale_trainer.parallel.groups import Group
-from megascale_trainer.parallel.tensor.sequence import reduce_scatter_sequence, sequence_part
+from megascale_trainer.model.sharding import EmbeddingSharding
 from megascale_trainer.weights import Weight, Weights
 
 
-def embed(batch: MicroBatch, weights: Weights, model: ModelConfig, tp: Group) -> torch.Tensor:
+def embed(
+    batch: MicroBatch, weights: Weights, model: ModelConfig, sharding: EmbeddingSharding
+) -> torch.Tensor:
     """Hidden states [S / tp, B, H] of a micro-batch [B, S], in the dtype of the weights."""
     table = weights["embedding.weight"]
-    local = batch.tokens.t() - tp.index * table.value.shape[0]
-    hidden = reduce_scatter_sequence(_lookup(local, table), tp)
+    local = batch.tokens.t() - sharding.index * table.value.shape[0]
+    hidden = sharding.reduce_scatter_sequence(_lookup(local, table))
     if model.positions == "learned":
-        hidden = hidden + _lookup(
-            sequence_part(batch.position.t(), tp), weights["positions.weight"]
-        )
+        position = sharding.sequence_part(batch.position.t())
+        hidden = hidden + _lookup(position, weights["positions.weight"])
     return hidden
 
 
@@ -40,8 +38,8 @@ class _Lookup(torch.autograd.Function):
     ) -> torch.Tensor:
         rows = table.shape[0]
         outside = (index < 0) | (index >= rows)
-        # Not clamped: backward adds up what lands in one row one by one, and that would be all
-        # tokens of other ranks.
+        # Not clamped to one row: backward adds what falls into one row one after the other, and
+        # that would be all tokens of other ranks.
         inside = index.remainder(rows)
         ctx.save_for_backward(inside, outside)
         ctx.main_grad = main_grad
@@ -51,7 +49,7 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:
         inside, outside = ctx.saved_tensors
         rows = gradient.masked_fill(outside[..., None], 0.0).to(ctx.main_grad.dtype)
-        # index_put sorts the indices on CUDA: the sum has one order, where atomics would give a new
-        # one each run
+        # On CUDA index_put sorts the indices, so the sum has one order; atomics would sum in
+        # another order each run.
         ctx.main_grad.index_put_((inside,), rows, accumulate=True)
         return None, None, None

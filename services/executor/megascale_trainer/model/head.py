@@ -1,6 +1,4 @@
-"""The last stage's output: final norm, vocabulary-parallel head and the weighted loss of one
-micro-batch.
-"""
+"""The last stage's output: final norm, vocabulary-parallel head, weighted loss of a micro-batch."""
 
 from __future__ import annotations
 
@@ -10,8 +8,7 @@ from megascale_common.job.config import JobConfig
 from megascale_kernels.operators import Operators
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.model.layer import normalise
-from megascale_trainer.parallel.tensor.linear import column_parallel
-from megascale_trainer.parallel.tensor.matmul import TensorParallel
+from megascale_trainer.model.sharding import HeadSharding
 from megascale_trainer.weights import Weights
 
 
@@ -20,17 +17,17 @@ def loss_sums(
     batch: MicroBatch,
     weights: Weights,
     config: JobConfig,
-    tp: TensorParallel,
+    sharding: HeadSharding,
     operators: Operators,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The objective of a micro-batch and what is reported of it, both as *sums* over tokens.
 
-    The division by the global batch's weight is left to the end of the step, when that weight is
-    known: so replicas and micro-batches of unequal weight are exact.
+    The global batch's weight is known only at the end of the step, and the division by it is left
+    to then: so replicas and micro-batches of unequal weight are exact.
 
     Args:
         hidden: [S / tp, B, H].
-        entropy_of: the cross entropy, which leaves the logits' gradient where the logits were.
+        operators: its cross entropy leaves the logits' gradient where the logits were.
 
     Returns:
         objective: scalar, differentiable: sum of loss_weight * (cross entropy + z_loss * log(Z)^2).
@@ -39,17 +36,17 @@ def loss_sums(
     vocabulary = config.model.vocab_size
     table = weights["head.weight"]
     width = table.value.shape[0]
-    first = tp.index * width
+    first = sharding.index * width
     _, normed = normalise(hidden, None, weights, "final_norm", config.model, operators)
-    logits = column_parallel(normed, table, tp).flatten(0, 1)
+    logits = sharding.column_parallel(normed, table).flatten(0, 1)
     columns = max(0, min(width, vocabulary - first))
     entropy, log_z = operators.cross_entropy(
         logits,
         batch.targets.t().flatten(),
         first,
         columns,
-        tp.group.all_reduce_max,
-        tp.group.all_reduce,
+        sharding.all_reduce_max,
+        sharding.all_reduce,
     )
     weight = batch.loss_weight.t().flatten()
     entropy_sum = (weight * entropy).sum()

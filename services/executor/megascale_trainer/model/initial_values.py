@@ -17,10 +17,9 @@ import torch
 from megascale_common.sizes.parameter_slices import ParameterSlice, ParameterTable
 
 _OUTPUTS_PER_COUNT = 4  # 64-bit outputs that one step of Philox's counter gives
-_CHUNK = (
-    1 << 17
-)  # values drawn at a time: temporaries of half a MiB stay in the cache (twice as fast as of 4 MiB)
-_BITS = 24  # of randomness in a uniform number: what float32 holds exactly
+# Values drawn at a time: temporaries of half a MiB stay in the cache (twice as fast as of 4 MiB).
+_CHUNK = 1 << 17
+_BITS = 24  # of randomness in a uniform number: float32 holds that many exactly
 
 
 def initial_values(
@@ -34,8 +33,9 @@ def initial_values(
 
 
 def normal(name: str, seed: int, start: int, stop: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Standard normal values ``start:stop`` of the endless sequence of ``(seed, name)``:
-    Box-Muller, two per output.
+    """Standard normal values ``start:stop`` of the endless sequence of ``(seed, name)``.
+
+    Box-Muller gives two values per output.
     """
     key = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:16], "little")
     first, last = start // 2, -(-stop // 2)
@@ -54,8 +54,10 @@ def normal(name: str, seed: int, start: int, stop: int) -> np.ndarray[Any, np.dt
 
 
 def fill_shard(shard: torch.Tensor, table: ParameterTable, seed: int) -> None:
-    """Write the initial values of this rank's shard into ``shard``, float32 [table.shard_elements];
-    padding is zero.
+    """Write this rank's initial values into ``shard``; padding is zero.
+
+    Args:
+        shard: float32 [table.shard_elements].
     """
     shard.zero_()
     for owned, piece, start, stop in table.overlaps():

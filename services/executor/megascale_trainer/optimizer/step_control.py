@@ -1,10 +1,8 @@
-"""What decides, on the device, how an update is applied: clip factor, scale of the gradients, and
-whether it is finite.
+"""How an update is applied, decided on the device: clip factor, gradient scale, finite or not.
 
 One all-reduce over all ranks at the end of a step carries everything that is a sum over ranks, in
-float64. Nothing
-here waits for the device: the results are tensors that the update reads, and the host looks at them
-later.
+float64. Nothing here waits for the device: the results are tensors that the update reads, and the
+host reads them later.
 """
 
 from __future__ import annotations
@@ -39,8 +37,9 @@ class StepTotals:
 
 @dataclass(frozen=True)
 class StepControl:
-    """Device scalars. ``scale`` (float32) makes clipped means of summed gradients; ``apply``
-    (float32) is 1 or 0.
+    """Device scalars: ``scale`` turns summed gradients into clipped means, ``apply`` is 1 or 0.
+
+    Both are float32.
     """
 
     norm: torch.Tensor
@@ -58,19 +57,19 @@ def local_totals(
 ) -> torch.Tensor:
     """This rank's share of the totals, float64 [6], ready to be summed over all ranks.
 
-    The loss is the same on all tp ranks, and so is what is replicated over tp: tp rank 0 alone
-    brings them.
+    The loss is the same on all tp ranks, and so are the replicated parameters: tp rank 0 alone
+    contributes them.
     """
     first = at.tp == 0
     zero = torch.zeros((), dtype=torch.float64, device=device)
     losses = torch.stack(tuple(loss_sums)).sum(dim=0) if loss_sums and first else zero.expand(3)
     shards = [shard for plan, shard in gradients if first or not plan.replicated_over]
-    # On CUDA a norm of one tensor in another dtype makes a copy of it in that dtype first: here
-    # twice its size.
+    # On CUDA the norm of a single tensor in another dtype would first copy it to that dtype, here
+    # twice its size; the norm of a list does not.
     norms = torch._foreach_norm(shards, 2, torch.float64) if shards else (zero,)
     squared_norm = torch.stack(tuple(norms)).square().sum()
-    # A NaN would hide how many ranks have one, so ranks count themselves and a broken rank adds
-    # nothing to the norm.
+    # A NaN in the sum would hide how many ranks have one: each rank counts itself, and a broken one
+    # adds nothing to the norm.
     finite = squared_norm.isfinite()
     squared_norm = torch.where(finite, squared_norm, zero)
     rest = torch.stack((squared_norm, 1.0 - finite.double(), zero + vote))
@@ -78,8 +77,9 @@ def local_totals(
 
 
 def step_control(vector: torch.Tensor, clip_norm: float) -> tuple[StepTotals, StepControl]:
-    """Clip factor min(1, clip_norm / norm) over the whole model, and the finite flag, from the
-    summed vector [6].
+    """Clip factor min(1, clip_norm / norm) over the whole model and the finite flag.
+
+    Both come from the summed vector [6].
 
     ``clip_norm`` 0 turns clipping off. An update is applied if all gradients, the loss and its
     weight are usable.

@@ -1,45 +1,26 @@
 """Communication groups of one rank, and the record of what each of them is doing.
 
-Groups come from the rank layout. Only members create a group (``use_local_synchronization``), so
-start-up costs O(n) store operations in the whole job and not O(n^2) (MegaScale section 3.5). Every
-group gets its timeout explicitly: torch does not pass the world's on. Pipeline edges are two-rank
-groups, one per directed edge and kind, so that on each of them a rank only sends or only receives:
-NCCL runs the operations of a communicator in order and without tags. With interleaving the edges
-form a ring; two stages then share two edges, one each way, and so four groups.
+Pipeline edges are two-rank groups, one per directed edge and kind, so that on each of them a rank
+only sends or only receives: NCCL runs the operations of a communicator in order and without tags.
+:mod:`megascale_trainer.process.bootstrap` creates the groups.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from megascale_common.job.rank_layout import RankLayout
 from megascale_common.node.status_page import StatusPageWriter
 from megascale_trainer import compat
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
-EdgeKind = Literal["activation", "gradient"]
-
-# Of an edge's NCCL kernel, which occupies a multiprocessor with each and spins there from its post
-# until the partner's comes: often for a whole computation. Its message takes a small part of that.
-# NCCL_MAX_CTAS overrides it.
-_EDGE_BLOCKS = 4
-
 
 class Pending:
-    """A collective under way. Neither its source may be written nor its output be used before
-    :meth:`wait`.
-    """
+    """A collective in progress: until :meth:`wait`, do not write its source or use its output."""
 
     def __init__(self, work: dist.Work, group: Group, *, cuda: bool) -> None:
         self._work, self._group, self._cuda = work, group, cuda
@@ -48,9 +29,9 @@ class Pending:
     def wait(self) -> None:
         """Have the current stream wait for the end, without the host (CPU: the caller waits)."""
         self._work.wait()
-        self._ended = (
-            not self._cuda
-        )  # gloo's reduce-scatter never says so itself: it ends in its wait
+        # gloo's reduce-scatter never reports its end: it ends in this wait. On CUDA the device has
+        # only been made to wait, and the work itself reports its end.
+        self._ended = not self._cuda
         self._group.poll()
 
     def ended(self) -> bool:
@@ -66,7 +47,7 @@ class _Mark:
         self._event.record()
 
     def ended(self) -> bool:
-        """Whether the device has come so far; never waits."""
+        """Whether the device has reached it; never waits."""
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
 
@@ -74,8 +55,8 @@ class Group:
     """Some ranks that communicate, in ascending order; a group of one does nothing.
 
     Entered and completed operations are counted on a row of the status page. On CUDA an operation
-    is only enqueued when the call returns, and a host may be thousands ahead of its device: each is
-    followed by an event, looked at on the next call and on :meth:`poll`.
+    is only enqueued when the call returns, and a host may be thousands of operations ahead of its
+    device: each is followed by an event, which the next call and :meth:`poll` query.
     """
 
     def __init__(
@@ -91,7 +72,7 @@ class Group:
         self._handle = handle
         self._status = status if handle is not None else None
         self._row = self._status.row(name) if self._status is not None else -1
-        self._under_way: deque[Pending | _Mark] = deque()
+        self._in_progress: deque[Pending | _Mark] = deque()
 
     @property
     def handle(self) -> dist.ProcessGroup | None:
@@ -100,8 +81,9 @@ class Group:
 
     @contextlib.contextmanager
     def operation(self, tensor: torch.Tensor) -> Iterator[None]:
-        """Count the body as one operation of the group, on the device of ``tensor``: it
-        communicates by other means.
+        """Count the body, which communicates by other means, as one operation of the group.
+
+        The operation is over when the device of ``tensor`` has reached its end.
         """
         self._enter()
         yield
@@ -116,8 +98,9 @@ class Group:
         self._reduce(tensor, dist.ReduceOp.MAX)
 
     def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> None:
-        """Concatenate every rank's ``source`` along dimension 0 into ``output`` (of which source
-        may be a view).
+        """Concatenate every rank's ``source`` along dimension 0 into ``output``.
+
+        ``source`` may be a view of ``output``.
         """
         if self._handle is None:
             if output.data_ptr() != source.data_ptr():
@@ -128,8 +111,9 @@ class Group:
         self._leave(source)
 
     def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor) -> None:
-        """Sum ``source`` over the ranks; this rank's part of dimension 0 lands in ``output`` (may
-        be a view of it).
+        """Sum ``source`` over the ranks; ``output`` gets this rank's part of dimension 0.
+
+        ``output`` may be a view of ``source``.
         """
         if self._handle is None:
             if output.data_ptr() != source.data_ptr():
@@ -140,8 +124,7 @@ class Group:
         self._leave(source)
 
     def start_all_gather(self, output: torch.Tensor, source: torch.Tensor) -> Pending | None:
-        """:meth:`all_gather` in place that returns at once; None where there is nothing to wait
-        for.
+        """:meth:`all_gather` in place that returns at once; None in a group of one.
 
         On CUDA it runs on the communicator's own stream, behind what the current stream holds now;
         ``source`` and ``output`` must outlive it. All ranks of a group start its operations in the
@@ -153,19 +136,16 @@ class Group:
         return self._post(compat.start_all_gather(output, source, self._handle), source)
 
     def start_reduce_scatter(self, output: torch.Tensor, source: torch.Tensor) -> Pending | None:
-        """:meth:`reduce_scatter` in place that returns at once; otherwise as
-        :meth:`start_all_gather`.
-        """
+        """:meth:`reduce_scatter` in place that returns at once, like :meth:`start_all_gather`."""
         if self._handle is None:
             return None
         self._enter()
         return self._post(compat.start_reduce_scatter(output, source, self._handle), source)
 
     def send(self, tensor: torch.Tensor) -> dist.Work:
-        """Post a send to the other rank of an edge; ``tensor`` must live until the returned work
-        was waited for.
+        """Post a send to the other rank of an edge; keep ``tensor`` until the returned work ended.
 
-        It counts as completed once posted: whether it arrived is seen on the partner's row.
+        It counts as completed once posted: whether it arrived shows on the partner's row.
         """
         self._enter()
         work = dist.isend(tensor, self._other, group=self._handle)
@@ -176,24 +156,22 @@ class Group:
     def post_receive(self, tensor: torch.Tensor) -> Receive:
         """Post a receive into ``tensor`` from the other rank of an edge, and return at once.
 
-        On CUDA the transfer begins on the communicator's stream when the current stream has done
-        all it was given so far; what it is given from now on runs beside the transfer.
+        On CUDA the transfer starts on the communicator's stream when the current stream has done
+        everything enqueued so far; what is enqueued from now on runs beside the transfer.
         """
         work = dist.irecv(tensor, self._other, group=self._handle)
         assert work is not None
         return Receive(self, work, tensor)
 
     def poll(self) -> None:
-        """Write to the status page which operations have ended on the device since the last look;
-        never waits.
-        """
+        """Report on the status page which operations the device has ended; never waits."""
         if self._status is None:
             return
-        before = len(self._under_way)
-        while self._under_way and self._under_way[0].ended():
-            self._under_way.popleft()
-        if len(self._under_way) < before:
-            self._status.complete(self._row, unfinished=len(self._under_way))
+        before = len(self._in_progress)
+        while self._in_progress and self._in_progress[0].ended():
+            self._in_progress.popleft()
+        if len(self._in_progress) < before:
+            self._status.complete(self._row, unfinished=len(self._in_progress))
 
     @property
     def _other(self) -> int:
@@ -214,16 +192,16 @@ class Group:
     def _post(self, work: dist.Work, tensor: torch.Tensor) -> Pending:
         pending = Pending(work, self, cuda=tensor.is_cuda)
         if self._status is not None:
-            self._under_way.append(pending)
+            self._in_progress.append(pending)
         return pending
 
     def _leave(self, tensor: torch.Tensor) -> None:
         if self._status is None:
             return
         if tensor.is_cuda:
-            self._under_way.append(_Mark())
+            self._in_progress.append(_Mark())
         else:
-            self._status.complete(self._row, unfinished=len(self._under_way))
+            self._status.complete(self._row, unfinished=len(self._in_progress))
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,10 +209,10 @@ class Receive:
     """A posted receive, waited for once; until then its tensor belongs to the communicator.
 
     The tensor is safe with CUDA's caching allocator without being recorded on the communicator's
-    stream. Its memory comes from the stream that is current at the post: who had it before is done
-    when the transfer begins. It stays referenced here until the wait, and whoever gets it after a
-    later release comes behind that wait, on the same stream. Post and wait must therefore meet the
-    same current stream.
+    stream. Its memory comes from the stream that is current at the post: its earlier user is done
+    when the transfer starts. It stays referenced here until the wait, and its next user after a
+    later release runs behind that wait, on the same stream. Post and wait must therefore run under
+    the same current stream.
     """
 
     _group: Group
@@ -244,9 +222,9 @@ class Receive:
     def wait(self) -> torch.Tensor:
         """The received tensor; the current stream (CPU: the caller) waits for the data.
 
-        Only now is the receive counted as entered: a rank inside an operation is taken for one that
-        is held up, and one that stands still in its own computation, with its next receive posted,
-        holds others up.
+        Only now is the receive counted as entered: hang diagnosis takes a rank inside an operation
+        for one that is held up. A rank that hangs in its own computation, with its next receive
+        posted, holds others up.
         """
         self._group._enter()
         self._work.wait()
@@ -256,8 +234,9 @@ class Receive:
 
 @dataclass(frozen=True)
 class Edges:
-    """A rank's pipeline edges: "in" from the stage before and "out" to the stage after; gradients
-    flow against them.
+    """A rank's pipeline edges: "in" from the stage before, "out" to the stage after.
+
+    Gradients flow against them.
 
     None at the ends of the pipeline, where it is not a ring.
     """
@@ -294,164 +273,3 @@ def single_process_groups() -> Groups:
     """The groups of a job of one rank; needs no process group."""
     alone = Group("world", (0,), 0, None, None)
     return Groups(alone, alone, alone, Edges(None, None, None, None))
-
-
-def create_groups(
-    layout: RankLayout,
-    rank: int,
-    store: Store,
-    device: torch.device,
-    *,
-    timeout_s: float,
-    ring: bool = False,
-    status: StatusPageWriter | None = None,
-) -> Groups:
-    """Initialise torch.distributed and create this rank's groups; every rank of the layout calls
-    it.
-
-    ``ring`` adds the pipeline edge from the last stage to the first (interleaving). The backend is
-    nccl on CUDA and gloo on a CPU. :func:`destroy_groups` undoes it.
-    """
-    if layout.world_size == 1:
-        return single_process_groups()
-    factory = _Factory(layout, rank, store, device, timeout_s, status)
-    return Groups(factory.world(), factory.axis("tp"), factory.axis("dp"), factory.edges(ring))
-
-
-def destroy_groups() -> None:
-    """Tear torch.distributed down if it was initialised."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-class _Factory:
-    def __init__(
-        self,
-        layout: RankLayout,
-        rank: int,
-        store: Store,
-        device: torch.device,
-        timeout_s: float,
-        status: StatusPageWriter | None,
-    ) -> None:
-        self._layout, self._rank, self._device, self._status = layout, rank, device, status
-        self._timeout = timedelta(seconds=timeout_s)
-        self._cuda = device.type == "cuda"
-        if self._cuda:
-            torch.cuda.set_device(device)
-            # torch warns that sends and receives of one communicator wait for each other. Ours do
-            # not: on each edge and kind a rank only sends or only receives.
-            os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
-            # gloo only makes groups of one here (see edges): it need not look the host's name up
-            # for them
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        # The world is not bound to a device: a bound one makes subgroups by splitting it, which all
-        # ranks must join.
-        dist.init_process_group(
-            "nccl" if self._cuda else "gloo",
-            store=store,
-            rank=rank,
-            world_size=layout.world_size,
-            timeout=self._timeout,
-        )
-
-    def world(self) -> Group:
-        group = Group(
-            "world",
-            tuple(range(self._layout.world_size)),
-            self._rank,
-            dist.group.WORLD,
-            self._status,
-        )
-        if self._cuda:  # an unbound NCCL world connects in its first operation: have that now
-            group.all_reduce(torch.zeros(1, device=self._device))
-        return group
-
-    def axis(self, axis: Literal["tp", "dp"]) -> Group:
-        ranks = self._layout.group_of(self._rank, (axis,))
-        return (
-            self._group(axis, ranks)
-            if len(ranks) > 1
-            else Group(axis, ranks, self._rank, None, None)
-        )
-
-    def edges(self, ring: bool) -> Edges:
-        """Edges in rounds: from even stages, from odd ones, the ring's closing one: no chain of
-        ranks waits along.
-
-        torch names a group after its ranks and *the number of groups that the rank has*, and
-        members meet under that name. A rank without a partner in a round therefore creates a group
-        of its own, to keep the numbers equal.
-        """
-        line = self._layout.group_of(self._rank, ("pp",))
-        stage, last = line.index(self._rank), len(line) - 1
-        if not last:
-            return Edges(None, None, None, None)
-        inner = range(last)
-        rounds = [{low: low + 1 for low in inner if low % 2 == parity} for parity in (0, 1)]
-        rounds = [edges for edges in [*rounds, {last: 0} if ring else {}] if edges]
-        found: dict[tuple[int, EdgeKind], Group] = {}
-        kinds: tuple[EdgeKind, ...] = ("activation", "gradient")
-        for edges in rounds:
-            mine = next((edge for edge in edges.items() if stage in edge), None)
-            for kind in kinds:
-                if mine is None:
-                    dist.new_group(
-                        [self._rank],
-                        timeout=self._timeout,
-                        backend="gloo",
-                        use_local_synchronization=True,
-                    )
-                    continue
-                low, high = mine
-                edge = self._group(
-                    f"pp{low}-{high}.{kind}", tuple(sorted((line[low], line[high]))), _EDGE_BLOCKS
-                )
-                self._exchange(edge, sends=(stage == low) == (kind == "activation"))
-                found[low, kind] = edge
-        before = last if stage == 0 else stage - 1
-        return Edges(
-            found.get((before, "activation")),
-            found.get((stage, "activation")),
-            found.get((stage, "gradient")),
-            found.get((before, "gradient")),
-        )
-
-    def _exchange(self, edge: Group, *, sends: bool) -> None:
-        """Move one value: two ranks of NCCL only connect in their first exchange, and block the
-        host over it.
-        """
-        value = torch.zeros(1, device=self._device)
-        if sends:
-            edge.send(value).wait()
-        else:
-            edge.post_receive(value).wait()
-
-    def _options(self, blocks: int) -> Any:
-        """What runs on a communicator's own stream runs beside computation, and other ranks wait
-        for it: it goes first.
-
-        Made anew for each group: torch writes the group's name and ranks into it.
-        """
-        if not self._cuda:
-            return None
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options._timeout = self._timeout
-        if blocks:
-            options.config.max_ctas = blocks
-        return options
-
-    def _group(self, name: str, ranks: tuple[int, ...], blocks: int = 0) -> Group:
-        """Create the group; its NCCL kernels have at most so many ``blocks`` (0: as many as NCCL
-        likes).
-        """
-        handle = dist.new_group(
-            list(ranks),
-            timeout=self._timeout,
-            pg_options=self._options(blocks),
-            use_local_synchronization=True,
-            device_id=self._device
-            if self._cuda
-            else None,  # NCCL connects now and not in the first step
-        )
-        return Group(name, ranks, self._rank, handle, self._status)

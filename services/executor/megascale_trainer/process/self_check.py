@@ -1,15 +1,15 @@
-"""Self-check of one device and of the path between a node's ranks, run in a process forked for it
-before an attempt.
+"""Self-check of a device and of the path between a node's ranks, before an attempt.
 
-The child runs where a worker would run: same template, same device index, same library versions. It
-multiplies matrices whose exact product is known, then all-reduces among the node's ranks a vector
-whose exact sum is known (MegaScale section 4.3, the intra-node tests). The agent reads the answer;
-see SelfCheck in :mod:`megascale_common.node.messages`.
+It runs in a process forked for it, where a worker would run: same template, same device index, same
+library versions. It multiplies matrices whose exact product is known, then all-reduces among the
+node's ranks a vector whose exact sum is known (MegaScale section 4.3, the intra-node tests). The
+agent reads the answer; see SelfCheck in :mod:`megascale_common.node.messages`.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from megascale_common.node import framing
 from megascale_common.node.messages import SelfChecked, SelfCheckResult
 
 _PERIOD = 16
@@ -29,8 +30,16 @@ _CUDA_REPEATS = 8
 _REDUCED_ELEMENTS = 1 << 16
 
 
+def run(agent: socket.socket, message: framing.Message, descriptors: list[int]) -> int:
+    """Check as ``message`` asks and send the results; returns the exit status."""
+    parameters = {key: value for key, value in message.items() if key != "kind"}
+    listen = descriptors[0] if descriptors else None
+    framing.send(agent, dict(all_reduce_check(store_listen_fd=listen, **parameters)))
+    return 0
+
+
 class CheckFailed(Exception):
-    """The device or the path answered, but wrongly."""
+    """A result of the device or of the path is wrong."""
 
 
 def all_reduce_check(
@@ -42,14 +51,13 @@ def all_reduce_check(
     timeout_s: float,
     store_listen_fd: int | None = None,
 ) -> SelfChecked:
-    """Check this rank's device, then all-reduce among the ``world_size`` ranks of the node; never
-    raises.
+    """Check this rank's device, then all-reduce among the node's ranks; never raises.
 
     Args:
         rank, world_size: position among the node's ranks that check together.
         store_port: port on 127.0.0.1 of the store through which they meet; unused with one rank.
         device_kind, device_index: ``cpu`` or ``cuda``, and the index on the host.
-        timeout_s: bound on the meeting and on the all-reduce.
+        timeout_s: bound on the rendezvous and on the all-reduce.
         store_listen_fd: the store's listening socket, on rank 0.
     """
     device = torch.device("cpu") if device_kind == "cpu" else torch.device("cuda", device_index)
@@ -69,8 +77,9 @@ def all_reduce_check(
 
 
 def check_compute(device: torch.device) -> str:
-    """Multiply integer-valued fp32 matrices whose product is exact in fp32, tf32 and bf16 inputs;
-    compare all of it.
+    """Multiply matrices whose product is known, and compare all of it; returns what was done.
+
+    Values are whole numbers in float32, whose product is exact with fp32, tf32 and bf16 inputs.
 
     Returns what was done.
 
@@ -86,15 +95,14 @@ def check_compute(device: torch.device) -> str:
         wrong = int((a @ b != expected).sum())
         if wrong:
             raise CheckFailed(
-                f"{wrong} of {size * size} elements of a known product are wrong (repeat {repeat + 1})"
+                f"{wrong} of {size * size} elements of a known product are wrong "
+                f"(repeat {repeat + 1})"
             )
     return f"{repeats} products of {size}x{size} equal the known answer"
 
 
 def _known_product(size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Two matrices that repeat every 16 rows or columns, so that their product is one 16x16 tile
-    over and over.
-    """
+    """Two matrices that repeat every 16 rows or columns: their product repeats one 16 x 16 tile."""
     inner, edge = np.arange(size), np.arange(size) % _PERIOD
     left = (edge[:, None] * 5 + inner[None, :] * 3) % 7 - 3
     right = (inner[:, None] * 2 + edge[None, :] * 3) % 5 - 2
@@ -112,9 +120,8 @@ def _meet_and_reduce(
 ) -> str:
     timeout = timedelta(seconds=timeout_s)
     if device.type == "cpu":
-        os.environ["GLOO_SOCKET_IFNAME"] = (
-            "lo"  # these ranks share a host; no name look-up is needed
-        )
+        # These ranks share a host: no look-up of its name is needed.
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     else:
         torch.cuda.set_device(device)
     store = TCPStore(
@@ -138,7 +145,7 @@ def _meet_and_reduce(
     values = pattern * (rank + 1)
     dist.all_reduce(values)
     wrong = int((values != pattern * (world_size * (world_size + 1) // 2)).sum())
-    # Rank 0 holds the store: it leaves last, or a peer's last look-up would meet a closed port.
+    # Rank 0 holds the store and must leave last: a peer's last look-up would find a closed port.
     dist.barrier()
     if wrong:
         raise CheckFailed(f"{wrong} of {_REDUCED_ELEMENTS} elements of a known sum are wrong")
@@ -150,7 +157,7 @@ def _timed(name: str, target: str, check: Callable[[], str]) -> SelfCheckResult:
     try:
         verdict, detail = "PASS", check()
     except Exception as error:
-        # Whatever the device or the library throws is the finding.
+        # Any error of the device or the library is the finding.
         verdict, detail = "FAIL", f"{type(error).__name__}: {error}"[:2000]
     return {
         "name": name,

@@ -1,6 +1,4 @@
-"""Named spans of a step in a profiler's trace; while no profile runs they are one shared object
-that does nothing.
-"""
+"""Named spans of a step in a profiler's trace; without a profile one object that does nothing."""
 
 from __future__ import annotations
 
@@ -15,14 +13,13 @@ _on = False
 
 
 def switch(on: bool) -> None:
-    """Whether spans are recorded from now on; the profiler's word."""
+    """Whether spans are recorded from now on; called by the profiler."""
     global _on
     _on = on
 
 
 def span(name: str, *numbers: int) -> AbstractContextManager[Any]:
-    """A span named ``name`` and, behind it, the numbers: ``span("forward", 3, 0)`` is "forward
-    3.0".
+    """A span of this name and, behind it, the numbers: ``span("forward", 3, 0)`` is "forward 3.0".
 
     The text is only put together while a profile runs.
     """

@@ -1,5 +1,4 @@
-"""Writes a profiler's events to a gzipped Chrome trace, beside the training: on a thread of low
-priority.
+"""Writes a profiler's events to a gzipped Chrome trace, on a thread of low priority.
 
 The profiler writes its JSON outside the interpreter's lock (measured with torch 2.13), and so does
 zlib.
@@ -32,14 +31,13 @@ class TraceWriter(threading.Thread):
     def __init__(self, command: ProfileSteps, profile: Any) -> None:
         super().__init__(name="trace-writer", daemon=True)
         self.command = command
-        self.outcome: tuple[State, str, int] = ("failed", "the writer ended without a word", 0)
+        self.outcome: tuple[State, str, int] = ("failed", "the writer ended without a result", 0)
         self._profile = profile
 
     def run(self) -> None:
         """Body of the thread."""
-        os.setpriority(
-            os.PRIO_PROCESS, threading.get_native_id(), _WRITER_NICENESS
-        )  # of this thread alone
+        # Of this thread alone: on Linux priorities belong to threads.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WRITER_NICENESS)
         try:
             size_bytes = write_trace(self._profile, Path(self.command["path"]))
             self.outcome = ("written", "", size_bytes)
@@ -50,8 +48,9 @@ class TraceWriter(threading.Thread):
 
 
 def write_trace(profile: Any, path: Path) -> int:
-    """Write what a profiler has collected to ``path`` as gzipped JSON, all of it or nothing; its
-    size in bytes.
+    """Write what a profiler has collected to ``path`` as gzipped JSON; returns its size in bytes.
+
+    All of it is written, or nothing.
 
     Raises:
         OSError: no room, or the trace cannot be written.
@@ -60,7 +59,8 @@ def write_trace(profile: Any, path: Path) -> int:
     free_bytes = shutil.disk_usage(path.parent).free
     if free_bytes < MIN_FREE_BYTES:
         raise OSError(
-            f"{path.parent} has {free_bytes} bytes left; a trace is not written below {MIN_FREE_BYTES}"
+            f"{path.parent} has {free_bytes} bytes left; "
+            f"a trace is not written below {MIN_FREE_BYTES}"
         )
     raw, packed = path.with_name(f".{path.name}.raw"), path.with_name(f".{path.name}.part")
     try:
@@ -69,9 +69,8 @@ def write_trace(profile: Any, path: Path) -> int:
         _compress(raw, packed)
         packed.replace(path)
     finally:
-        for unfinished in path.parent.glob(
-            f".{path.name}.*"
-        ):  # the profiler has a name of its own for half a file
+        # The profiler has a name of its own for an unfinished file.
+        for unfinished in path.parent.glob(f".{path.name}.*"):
             unfinished.unlink(missing_ok=True)
     return path.stat().st_size
 
@@ -82,12 +81,11 @@ def text_of(error: Exception) -> str:
 
 
 def _check_whole(raw: Path) -> None:
-    """The profiler raises nothing when its file cannot be written: it leaves none, or one that is
-    cut.
-    """
+    """Raise if a trace is absent or cut: the profiler itself raises nothing then."""
     if not raw.exists():
         raise OSError(
-            f"the profiler left no file in {raw.parent}: is the disk full? The rank's log has its words"
+            f"the profiler left no file in {raw.parent}: is the disk full? "
+            "The rank's log has its messages"
         )
     size_bytes = raw.stat().st_size
     if size_bytes > MAX_RAW_BYTES:

@@ -113,7 +113,8 @@ def _field(field: FieldDescriptor, hint: Any, default: Any, comments: dict[str, 
     message: MessageFields | None = None
     choices: tuple[Choice, ...] = ()
     if _is_map(field):
-        kind = "mapping of text to text"
+        assert field.message_type is not None
+        kind = f"mapping of text to {_SCALARS[field.message_type.fields_by_name['value'].cpp_type]}"
     elif field.message_type is not None:
         config = typing.get_args(hint)[0] if repeated else hint
         message = _message(field.message_type, config, comments)

@@ -1,5 +1,4 @@
-"""Data parallelism, plain: flat buffers whose buckets are reduce-scattered and all-gathered once
-per step.
+"""Data parallelism, plain: buckets of flat buffers, communicated one after the other.
 
 A stage's parameters lie in flat buffers in the compute dtype, beside full-size float32 gradient
 buffers into which all micro-batches accumulate. After the last backward each bucket of gradients is
@@ -67,55 +66,46 @@ class FlatBuffers:
         )
 
     def await_parameters(self, unit: str | None = None) -> None:
-        """Have the current stream (CPU: the caller) wait for the parameters of ``unit``, or of all
-        units.
+        """Have the current stream (CPU: caller) wait for the parameters of ``unit`` (None: all).
 
         A stage calls it before it uses a unit (embedding, layers.N, head). In the plain version
         they are there.
         """
 
     def enter(self, unit: str, hidden: torch.Tensor) -> torch.Tensor:
-        """The input ``hidden`` of ``unit`` on its way in: every stage passes it through here before
-        it uses the unit.
+        """Pass the input ``hidden`` of ``unit`` through, on its way in; its values never change.
 
-        Backward leaves the unit here. The values never change.
+        Every stage calls it before it uses the unit, and backward leaves the unit here.
         """
         self.await_parameters(unit)
         return hidden
 
     def zero_gradients(self) -> None:
-        """Begin a step: forget the gradients of the one before."""
+        """Start a step: gradients of the step before are set to zero."""
         for gradient in self.gradients.values():
             gradient.zero_()
 
     def reduce_gradients(self) -> None:
-        """Sum gradients over tp where ranks hold replicas, then reduce-scatter every bucket over
-        dp.
+        """Sum gradients over tp where ranks hold replicas; reduce-scatter every bucket over dp.
 
         Afterwards :meth:`gradient_shards` is this rank's part of the sums; the rest of the buffers
-        is meaningless.
+        has no meaning.
         """
         self._sum_replicas()
         for placed in self._sharded:
             self._dp.reduce_scatter(placed.own(self.gradients), placed.whole(self.gradients))
 
     def gradient_shards(self) -> list[tuple[BufferPlan, torch.Tensor]]:
-        """This rank's shard of each bucket with its buffer, in the order of ``table.shard_ranges``;
-        views.
-        """
+        """This rank's shard of each bucket with its buffer: views, in order of the shard ranges."""
         return [(placed.plan, placed.own(self.gradients)) for placed in self._sharded]
 
     def parameter_shards(self) -> list[torch.Tensor]:
-        """This rank's shard of each bucket of parameters, to be written; otherwise as
-        :meth:`gradient_shards`.
-        """
-        self.await_parameters()  # nothing is written under a gather
+        """This rank's shard of each bucket of parameters, to be written; views, same order."""
+        self.await_parameters()  # a gather in progress still writes the buffers
         return [placed.own(self.parameters) for placed in self._sharded]
 
     def publish(self, master: torch.Tensor) -> None:
-        """Round this rank's float32 shard ``master`` [shard_elements] to parameters and all-gather
-        every bucket.
-        """
+        """Round the float32 ``master`` [shard_elements] to parameters; all-gather every bucket."""
         for placed, shard in zip(self._sharded, self.parameter_shards(), strict=True):
             offset = placed.owned.shard_offset
             shard.copy_(master[offset : offset + shard.numel()])

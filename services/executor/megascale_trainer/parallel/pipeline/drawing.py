@@ -1,6 +1,4 @@
-"""A simulated pipeline schedule as text for a terminal and as an SVG picture: a row per stage, time
-to the right.
-"""
+"""A simulated pipeline schedule as text and as SVG: a row per stage, time to the right."""
 
 from __future__ import annotations
 
@@ -20,8 +18,7 @@ _TICK = 40  # between two numbers of the axis, at least
 
 
 def as_text(timeline: Timeline, width: int = 120) -> str:
-    """Lines of at most some ``width`` characters; a schedule that is longer goes on in further
-    blocks.
+    """Lines of about ``width`` characters at most; a longer schedule continues in further blocks.
 
     A forward is the number of its micro-batch, a backward has it in brackets, and with several
     chunks a letter names the chunk. A time unit is as wide as the numbers need.
@@ -46,8 +43,9 @@ def as_text(timeline: Timeline, width: int = 120) -> str:
 
 
 def as_svg(timeline: Timeline, title: str) -> str:
-    """An SVG document: a colour per chunk (forwards light, backwards dark), an axis in time units,
-    a legend.
+    """An SVG document: a colour per chunk, an axis in time units, a legend.
+
+    Forwards are light, backwards dark.
     """
     chunks, rows = _chunks(timeline), len(timeline.stages)
     unit = max(_BOX // min(span.end - span.start for row in timeline.stages for span in row), 2)
@@ -55,7 +53,10 @@ def as_svg(timeline: Timeline, title: str) -> str:
     width = max(
         _LEFT + timeline.makespan * unit + _GAP, _LEFT + (chunks + 1) * 2 * _LEGEND, 8 * len(title)
     )
-    share = f"makespan {timeline.makespan} time units, bubble {timeline.bubble_share:.1%} of the stages' time"
+    share = (
+        f"makespan {timeline.makespan} time units, "
+        f"bubble {timeline.bubble_share:.1%} of the stages' time"
+    )
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{bottom + 80}" '
         'font-family="sans-serif" font-size="11" text-anchor="middle">',
@@ -134,7 +135,10 @@ def _legend(chunks: int, top: int) -> Iterator[str]:
 
 
 def _box(left: int, top: int, width: int, fill: str, stroke: str = "none") -> str:
-    return f'<rect x="{left}" y="{top}" width="{width}" height="{_ROW}" fill="{fill}" stroke="{stroke}"/>'
+    return (
+        f'<rect x="{left}" y="{top}" width="{width}" height="{_ROW}" '
+        f'fill="{fill}" stroke="{stroke}"/>'
+    )
 
 
 def _label(left: int, top: int, text: str, anchor: str = "middle", size: int = 11) -> str:

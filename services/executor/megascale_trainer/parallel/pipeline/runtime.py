@@ -1,4 +1,4 @@
-"""Runs a rank's program of pipeline actions on real tensors and real communicators."""
+"""Runs a rank's program of pipeline actions on tensors and communicators."""
 
 from __future__ import annotations
 
@@ -56,8 +56,7 @@ class PipelineExecutor:
         }
 
     def run(self, program: Sequence[Action], batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """Execute ``program``; when it returns, gradients have been added to the weights'
-        ``main_grad``.
+        """Execute ``program``; its backwards add to the weights' ``main_grad``.
 
         A program of forwards alone runs under ``torch.no_grad()``: then nothing is kept for a
         backward.
@@ -70,6 +69,8 @@ class PipelineExecutor:
         for action in program:
             with span(action.kind.value, action.micro_batch, action.chunk):
                 self._actions[action.kind]((action.micro_batch, action.chunk))
+        # Only here are sends waited for: a wait right behind a send could close a circle with the
+        # partner's own send.
         for work, _ in self._sends:
             work.wait()
         self._sends.clear()
@@ -79,6 +80,7 @@ class PipelineExecutor:
         self._posted_inputs[place] = self._post(self._edges.activation_in)
 
     def _wait_activation(self, place: _Place) -> None:
+        # A leaf of this stage's graph: its gradient is what goes back to the stage before.
         self._inputs[place] = self._posted_inputs.pop(place).wait().requires_grad_()
 
     def _forward(self, place: _Place) -> None:
@@ -121,8 +123,9 @@ class PipelineExecutor:
     def _send(self, edge: Group | None, tensor: torch.Tensor) -> None:
         assert edge is not None, "the schedule sends where this stage has no neighbour"
         tensor = tensor.contiguous()
-        # A tensor must outlive its send. On CPU at most one per micro-batch, chunk and direction
-        # waits here.
+        # A tensor must outlive its send, or the allocator would give its memory to another one. On
+        # CUDA those whose sends have ended are released here; on CPU they stay until the end of the
+        # step, one per micro-batch, chunk and direction.
         while tensor.is_cuda and self._sends and self._sends[0][0].is_completed():
             self._sends.popleft()
         self._sends.append((edge.send(tensor), tensor))

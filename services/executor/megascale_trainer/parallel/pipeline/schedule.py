@@ -1,18 +1,19 @@
-"""1F1B and interleaved 1F1B as pure lists of actions (Narayanan et al., arXiv 2104.04473, section
-2.2).
+"""1F1B and interleaved 1F1B as pure lists of actions.
+
+Source: Narayanan et al., arXiv 2104.04473, section 2.2.
 
 A stage fills the pipeline with forwards, then runs one forward and one backward in turn, then the
 backwards that are left. With V chunks (virtual stages) per stage, groups of ``stages``
-micro-batches visit chunk 0, then chunk 1 and so on; chunk c of the last stage hands on to chunk c +
-1 of the first, so the edges of the pipeline form a ring.
+micro-batches visit chunk 0, then chunk 1 and so on; chunk c of the last stage sends to chunk c + 1
+of the first, so the edges of the pipeline form a ring.
 
 Sends are posted as soon as their data exists and waited for later: a send that waited for its
 partner would close a circle with the partner's own send. A receive is a post, after which data may
 arrive, and a wait, right before the computation that needs it. A device runs its part of a post
-only after all computation that was given to it before. Plain, a stage posts where it waits, and the
+only after all computation that was enqueued before. Plain, a stage posts where it waits, and the
 transfer is exposed. With ``overlap`` it posts one computation earlier, in warm-up, steady state and
 cool-down (MegaScale, arXiv 2402.15627, section 3.2), at the price of one more message in memory.
-Earlier still buys nothing while a transfer is not longer than a computation.
+Posting earlier still gains nothing while a transfer is not longer than a computation.
 
 Every directed edge of the ring has a communicator per kind, also where two edges join the same two
 ranks (two stages). Both ends of an edge run through the same chunks and micro-batches in the same
@@ -26,9 +27,7 @@ from dataclasses import dataclass
 
 
 class Kind(enum.Enum):
-    """What a stage does. Sends and posts return at once; a wait returns when the data of its post
-    is there.
-    """
+    """What a stage does. Sends and posts return at once; waits return with their post's data."""
 
     POST_ACTIVATION = "post_activation"
     WAIT_ACTIVATION = "wait_activation"
@@ -46,9 +45,7 @@ COMPUTATIONS = frozenset({Kind.FORWARD, Kind.BACKWARD})
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One step of a stage's program, for one micro-batch and model chunk (chunk 0: no
-    interleaving).
-    """
+    """One step of a stage's program, for one micro-batch and model chunk (0: no interleaving)."""
 
     kind: Kind
     micro_batch: int
@@ -76,16 +73,20 @@ def one_forward_one_backward(
             turns += [line.backward(number - warm_up)]
     for number in range(total - warm_up, total):
         turns += [line.backward(number)]
-    # Without a steady state the first gradient may be an echo of the very last forward. Posted
-    # before that forward, it would gain nothing, and a host that waits for its device in there (a
-    # kernel loaded at its first use, memory given back to CUDA) would wait for ever.
+    # Without a steady state the first gradient may be the answer to the very last forward. Posted
+    # before that forward, its receive would gain nothing. And a host that waits for its device
+    # during that forward (a kernel loaded at its first use, memory given back to CUDA) would wait
+    # for ever: the device would wait in a receive whose data that very forward causes.
     return _joined(turns, overlap, held=total if warm_up == total else None)
 
 
 def forward_only(
     stage: int, stages: int, micro_batches: int, chunks: int = 1, *, overlap: bool = False
 ) -> list[Action]:
-    """The forwards of ``stage`` and their messages, for evaluation; arguments and errors as above."""
+    """The forwards of ``stage`` and their messages, for evaluation.
+
+    Arguments and errors are those of :func:`one_forward_one_backward`.
+    """
     line = _Line(stage, stages, micro_batches, chunks)
     return _joined(
         [line.forward(number) for number in range(micro_batches * chunks)], overlap, held=None
@@ -100,11 +101,12 @@ def warm_up_forwards(stage: int, stages: int, micro_batches: int, chunks: int) -
 
 
 def _joined(turns: list[list[Action]], overlap: bool, held: int | None) -> list[Action]:
-    """The program of ``turns``, one computation each; ``overlap`` moves posts, but that of turn
-    ``held``, one ahead.
+    """The program of ``turns``, one computation each.
+
+    ``overlap`` moves the posts of every turn but ``held`` ahead of the computation before.
     """
     program: list[Action] = []
-    last = 0  # where the last computation stands
+    last = 0  # index of the last computation in the program
     for number, turn in enumerate(turns):
         posts = sum(action.kind in POSTS for action in turn)
         at = last if overlap and number != held else len(program)
@@ -123,13 +125,13 @@ class _Line:
     def __init__(self, stage: int, stages: int, micro_batches: int, chunks: int) -> None:
         if micro_batches < 1 or chunks < 1 or not 0 <= stage < stages:
             raise ValueError(
-                f"stage {stage} of {stages} with {chunks} chunks and {micro_batches} micro-batches: "
-                "there is nothing to schedule"
+                f"stage {stage} of {stages} with {chunks} chunks and {micro_batches} "
+                "micro-batches: there is nothing to schedule"
             )
         if chunks > 1 and (stages == 1 or micro_batches % stages):
             raise ValueError(
-                f"{chunks} chunks per stage need more than one stage, and micro-batches in multiples of the stages: "
-                f"got {stages} stages and {micro_batches} micro-batches"
+                f"{chunks} chunks per stage need more than one stage, and micro-batches in "
+                f"multiples of the stages: got {stages} stages and {micro_batches} micro-batches"
             )
         self._stage, self._stages, self._chunks = stage, stages, chunks
 
@@ -151,9 +153,7 @@ class _Line:
         return [Action(kind, micro_batch, chunk) for kind in kinds]
 
     def _place(self, number: int) -> tuple[int, int]:
-        """Micro-batch and chunk: groups of ``stages`` micro-batches go through all chunks, one
-        chunk after another.
-        """
+        """Micro-batch and chunk: groups of ``stages`` micro-batches visit chunk after chunk."""
         if self._chunks == 1:
             return number, 0
         group, inside = divmod(number, self._stages * self._chunks)

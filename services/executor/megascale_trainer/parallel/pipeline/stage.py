@@ -1,6 +1,4 @@
-"""A virtual pipeline stage: some layers, with the embedding before the model's first and the head
-after its last.
-"""
+"""A virtual pipeline stage: some layers, with the embedding before the first and the head last."""
 
 from __future__ import annotations
 
@@ -17,16 +15,15 @@ from megascale_trainer.model.embedding import embed
 from megascale_trainer.model.head import loss_sums
 from megascale_trainer.model.layer import batch_context, layer
 from megascale_trainer.parallel.data.buffers import FlatBuffers
-from megascale_trainer.parallel.tensor.matmul import TensorParallel
+from megascale_trainer.parallel.tensor.sharding import TensorParallel
 from megascale_trainer.weights import Weights, subset
 
 
 class Stage:
-    """The stage's forward; backward is autograd's, and leaves weight gradients in the weights'
-    ``main_grad``.
+    """The stage's forward; autograd's backward adds to the weights' ``main_grad``.
 
-    ``last`` says that it ends the model: its forward is followed by :meth:`loss`. Units (embedding,
-    layers, head) are entered through ``buffers``, which hold their parameters.
+    ``last``: the stage ends the model, and its forward is followed by :meth:`loss`. Units
+    (embedding, layers, head) are entered through ``buffers``, which hold their parameters.
     """
 
     def __init__(
@@ -47,13 +44,11 @@ class Stage:
         ]
 
     def forward(self, received: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
-        """Hidden states [S / tp, B, H]; ``received`` are those of the stage before (None on the
-        first stage).
-        """
+        """Hidden states [S / tp, B, H] from those of the stage before (None: first stage)."""
         model, tp = self._config.model, self._tp
         if received is None:
             self._buffers.await_parameters("embedding")
-            received = embed(batch, self._weights, model, tp.group)
+            received = embed(batch, self._weights, model, tp)
         hidden = received
         windows = {window for _, window, _ in self._layers}
         contexts = {
@@ -62,7 +57,9 @@ class Stage:
         }
         for unit, window, weights in self._layers:
             hidden = self._buffers.enter(unit, hidden)
-            run = partial(layer, context=contexts[window], weights=weights, model=model, tp=tp)
+            run = partial(
+                layer, context=contexts[window], weights=weights, model=model, sharding=tp
+            )
             if self._config.parallelism.recompute == "full":
                 hidden = checkpoint(run, hidden, use_reentrant=False, preserve_rng_state=False)
             else:
@@ -70,6 +67,6 @@ class Stage:
         return hidden
 
     def loss(self, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Objective and sums of :func:`megascale_trainer.model.head.loss_sums` (last stage only)."""
+        """Objective and sums of :func:`megascale_trainer.model.head.loss_sums`; last stage only."""
         hidden = self._buffers.enter("head", hidden)
         return loss_sums(hidden, batch, self._weights, self._config, self._tp, self._operators)

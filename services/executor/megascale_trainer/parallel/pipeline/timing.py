@@ -1,10 +1,11 @@
-"""How long a pipeline schedule takes on a clock of whole time units, without devices: for drawings
-and for tests.
+"""How long a pipeline schedule takes in whole time units, without devices.
 
-The model: a computation takes its time; a transfer begins when its send is posted, its receive is
+For drawings and tests.
+
+The model: a computation takes its time; a transfer starts when its send is posted, its receive is
 posted and the transfer before it on the same communicator has ended; posts and sends cost nothing.
-A post stands behind the computations before it, so a schedule that posts late shows the transfers
-that it exposes.
+A post is behind the computations before it, so a schedule that posts late shows the transfers that
+it exposes.
 """
 
 from __future__ import annotations
@@ -21,9 +22,7 @@ _WITH_THE_NEXT = (Kind.SEND_ACTIVATION, Kind.POST_GRADIENT, Kind.WAIT_GRADIENT)
 
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """Of the forward and the backward of one chunk and of the transfer of one message, in time
-    units.
-    """
+    """Time units of a chunk's forward, of its backward, and of the transfer of one message."""
 
     forward: int = 1
     backward: int = 2
@@ -32,7 +31,7 @@ class Durations:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A forward or backward in its time, ``end`` exclusive."""
+    """When a forward or backward runs, ``end`` exclusive."""
 
     action: Action
     start: int
@@ -79,9 +78,7 @@ def simulate(programs: Sequence[Sequence[Action]], durations: Durations) -> Time
 
 @dataclass(slots=True)
 class _Channel:
-    """A communicator: when its sends and receives were posted, when its transfers ended, how many
-    were waited for.
-    """
+    """A communicator: times of sends and of receives' posts, ends of transfers, waits so far."""
 
     sends: list[int] = field(default_factory=list)
     posts: list[int] = field(default_factory=list)
@@ -97,7 +94,7 @@ class _Clock:
         self._channels: defaultdict[tuple[int, bool], _Channel] = defaultdict(_Channel)
 
     def run(self, stage: int, action: Action) -> bool:
-        """Do ``action``; False where it waits for something that the other stages have yet to post."""
+        """Do ``action``; False where it waits for what another stage has not posted yet."""
         if action.kind in COMPUTATIONS:
             takes = (
                 self._durations.forward if action.kind is Kind.FORWARD else self._durations.backward

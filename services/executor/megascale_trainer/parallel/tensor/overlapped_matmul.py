@@ -1,7 +1,6 @@
-"""Tensor parallelism whose transfers hide under its matrix products (MegaScale section 3.2), chosen
-by the job.
+"""Tensor parallelism whose transfers hide under its GEMMs (MegaScale section 3.2).
 
-The numbers are the plain version's but for the order of sums: products are made in row chunks, and
+The numbers are the plain version's except for the order of sums: GEMMs run in row chunks, and
 partial sums of the ranks are added in float32 and rounded once.
 """
 
@@ -15,18 +14,17 @@ from megascale_common.job.config import JobConfig
 from megascale_kernels.overlap.collective_matmul import OverlappedProducts, region_bytes
 from megascale_kernels.overlap.peer_memory import open_peer_memory, why_unreachable
 from megascale_trainer.parallel.groups import Group
-from megascale_trainer.parallel.tensor.matmul import TensorParallel, plain_tensor_parallel
+from megascale_trainer.parallel.tensor.sharding import TensorParallel, plain_tensor_parallel
 
 
 def tensor_parallel(
     config: JobConfig, group: Group, dtype: torch.dtype, device: torch.device
 ) -> TensorParallel:
-    """The tp ``group`` with the products that ``parallelism.overlap.tp`` asks for; all its ranks
-    call this together.
+    """The tp ``group`` with the matmuls that ``parallelism.overlap.tp`` asks for.
 
-    Where the ranks cannot reach each other's memory the plain ones are taken, and the log says why.
-    Peer memory is taken once, for the one size that all layers and the head communicate: hidden
-    states [S, B, H] in ``dtype``.
+    All its ranks call this together. Where the ranks cannot reach each other's memory, the plain
+    matmuls are used and the log names the reason. Peer memory is allocated once, for the one size
+    that all layers and the head communicate: hidden states [S, B, H] in ``dtype``.
 
     Raises:
         RuntimeError, OSError: there is not enough memory to share.
@@ -41,40 +39,44 @@ def tensor_parallel(
         )
         return plain_tensor_parallel(group)
     model = config.model
-    whole = (
-        model.sequence_length
-        * config.training.micro_batch_size
-        * model.hidden_size
-        * dtype.itemsize
+    sequences = config.training.micro_batch_size
+    whole_bytes = model.sequence_length * sequences * model.hidden_size * dtype.itemsize
+    memory = open_peer_memory(
+        group.handle,
+        region_bytes(whole_bytes),
+        device,
+        timeout_s=config.recovery.collective_timeout_s,
     )
-    timeout_s = config.recovery.collective_timeout_s
-    memory = open_peer_memory(group.handle, region_bytes(whole), device, timeout_s=timeout_s)
-    return TensorParallel(group, _Counted(group, OverlappedProducts(memory, chunks(group.size))))
+    kernel = OverlappedProducts(memory, chunks(group.size))
+    return TensorParallel(group, OverlappedMatmuls(group, kernel))
 
 
 def chunks(size: int) -> int:
     """Into how many steps the rows of ``size - 1`` peers are cut.
 
-    Few, since a product of few rows fills a device badly; enough that the first of them arrive
-    under the product of a rank's own rows, which are 1 / ``size`` of all.
+    Few, because a GEMM of few rows fills a device badly; enough that the first of them arrive
+    under the GEMM of a rank's own rows, which are 1 / ``size`` of all.
     """
     return min(max(size // 2, 1), 3)
 
 
-class _Counted:
-    """Overlapped products that show on the group's row of the status page, one operation each."""
+class OverlappedMatmuls:
+    """The kernel's overlapped matmuls, each counted as one operation of the group.
 
-    def __init__(self, group: Group, products: OverlappedProducts) -> None:
-        self._group, self._products = group, products
+    Copies between peers bypass the communicator, so the status page would not show them otherwise.
+    """
 
-    def gather_multiply(
+    def __init__(self, group: Group, kernel: OverlappedProducts) -> None:
+        self._group, self._kernel = group, kernel
+
+    def all_gather_matmul(
         self, part: torch.Tensor, factor: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with self._group.operation(part):
-            return self._products.gather_multiply(part, factor)
+            return self._kernel.gather_multiply(part, factor)
 
-    def multiply_scatter(
+    def matmul_reduce_scatter(
         self, x: torch.Tensor, factor: torch.Tensor, meanwhile: Callable[[], None] | None = None
     ) -> torch.Tensor:
         with self._group.operation(x):
-            return self._products.multiply_scatter(x, factor, meanwhile)
+            return self._kernel.multiply_scatter(x, factor, meanwhile)

@@ -1,7 +1,7 @@
-"""Sequence parallelism outside the matrix products: what the embedding needs of it.
+"""Sequence parallelism outside the GEMMs: what the embedding needs of it.
 
-Between the products every tp rank holds its own part of the sequence (Korthikanti et al., arXiv
-2205.05198; MegaScale section 3.2); the products themselves are in
+Between the GEMMs every tp rank holds its own part of the sequence (Korthikanti et al., arXiv
+2205.05198; MegaScale section 3.2); the GEMMs themselves are in
 :mod:`megascale_trainer.parallel.tensor.matmul`.
 """
 
@@ -24,9 +24,7 @@ def gather(part: torch.Tensor, tp: Group) -> torch.Tensor:
 
 
 def reduce_scatter(partial: torch.Tensor, tp: Group) -> torch.Tensor:
-    """Partial sums [S, ...] of each rank to this rank's part [S / tp, ...] of the total; not
-    differentiable.
-    """
+    """Partial sums [S, ...] of each rank to this rank's part [S / tp, ...]; not differentiable."""
     if tp.size == 1:
         return partial
     part = partial.new_empty((partial.shape[0] // tp.size, *partial.shape[1:]))
