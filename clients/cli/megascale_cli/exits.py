@@ -9,7 +9,6 @@ import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-import grpc
 import typer
 
 from megascale_client import (
@@ -22,7 +21,7 @@ from megascale_client import (
     NotPossible,
     Unavailable,
 )
-from megascale_client.errors import of_code
+from megascale_client.errors import from_service
 
 OK = 0
 FAILED = 1
@@ -80,19 +79,8 @@ def report(error: Exception, as_json: bool) -> int | None:
     Such a command reports an error by letting it escape: one with a ``reason`` (a stable word) and,
     where it has one, a gRPC ``code``, which gives the exit status (without it: wrong usage).
     """
-    reason, code = getattr(error, "reason", None), getattr(error, "code", None)
-    if isinstance(error, MegascaleError):
-        known = error
-    elif isinstance(error, OSError):
-        where = f"{error.filename}: " if error.filename else ""
-        known = InvalidRequest(f"{where}{error.strerror or error}", reason="FILE")
-    elif not isinstance(reason, str):
-        return None
-    elif isinstance(code, grpc.StatusCode):
-        known = of_code(code, str(error), reason)
-    else:
-        known = InvalidRequest(str(error), reason=reason)
-    return fail(known, as_json).exit_code
+    known = from_service(error)
+    return None if known is None else fail(known, as_json).exit_code
 
 
 def with_client(

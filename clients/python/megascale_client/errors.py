@@ -164,10 +164,23 @@ def from_rpc(error: grpc.aio.AioRpcError) -> MegascaleError:
     if code is grpc.StatusCode.INVALID_ARGUMENT and details.problems:
         text = "; ".join(map(str, details.problems))
         return InvalidRequest(text, problems=details.problems, reason=details.reason)
-    return of_code(code, message, details.reason)
+    return _BY_CODE.get(code, ServiceFailure)(message, reason=details.reason)
 
 
-def of_code(code: grpc.StatusCode | None, message: str, reason: str = "") -> MegascaleError:
-    """The error of this tree for a gRPC code; ServiceFailure for a code that has no class."""
-    kind = ServiceFailure if code is None else _BY_CODE.get(code, ServiceFailure)
-    return kind(message, reason=reason)
+def from_service(error: Exception) -> MegascaleError | None:
+    """The error of this tree for one that a service's own code raised in this process.
+
+    Such an error has a ``reason`` and, where it has one, a gRPC ``code``; without it, as for a file
+    that cannot be read, the request is at fault. None for any other exception, which is a defect.
+    """
+    reason, code = getattr(error, "reason", None), getattr(error, "code", None)
+    if isinstance(error, MegascaleError):
+        return error
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return InvalidRequest(f"{where}{error.strerror or error}", reason="FILE")
+    if not isinstance(reason, str):
+        return None
+    if isinstance(code, grpc.StatusCode):
+        return _BY_CODE.get(code, ServiceFailure)(str(error), reason=reason)
+    return InvalidRequest(str(error), reason=reason)
