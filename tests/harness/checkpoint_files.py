@@ -15,7 +15,7 @@ from megascale_checkpoint.commit_log import CommitLog
 from megascale_checkpoint.concurrency import Cancellation
 from megascale_checkpoint.manifest import File, Manifest
 from megascale_checkpoint.persist import write_rank_file
-from megascale_checkpoint.registration import RankRegistration
+from megascale_checkpoint.registration import RegisteredRank
 from megascale_checkpoint.slots import SlotSeal
 from megascale_checkpoint.storage import FileStorage
 from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
@@ -33,10 +33,10 @@ def slot_bytes(pieces: Iterable[ShardPiece]) -> int:
 
 def registration_of(
     uri: str, rank: int, world_size: int, layout: ShardLayout, attempt: int = 1
-) -> RankRegistration:
+) -> RegisteredRank:
     """The registration of a worker."""
     info = {"tp": 1, "cp": 1, "dp": world_size, "pp": 1}
-    return RankRegistration(
+    return RegisteredRank(
         "job", attempt, rank, world_size, uri, "none:0", 2, layout, layout.digest(), info
     )
 

@@ -21,7 +21,7 @@ from megascale_checkpoint.checksums import checksum
 from megascale_checkpoint.commit_log import CommitLog, Record
 from megascale_checkpoint.concurrency import Pools, Signal, in_pool
 from megascale_checkpoint.manifest import File, Manifest
-from megascale_checkpoint.registration import RankRegistration
+from megascale_checkpoint.registration import RegisteredRank
 from megascale_checkpoint.restore_decision import RestoreDecision, SealedStep, decide
 from megascale_checkpoint.storage import Storage, join, open_storage
 from megascale_common.service import logs
@@ -60,9 +60,7 @@ class Committer:
         registration: returns what a worker of this node registered for a job's newest attempt.
     """
 
-    def __init__(
-        self, pools: Pools, registration: Callable[[str], RankRegistration | None]
-    ) -> None:
+    def __init__(self, pools: Pools, registration: Callable[[str], RegisteredRank | None]) -> None:
         self.changed = Signal()
         self._pools, self._registration = pools, registration
         self._attempts: dict[str, _Attempt] = {}

@@ -15,7 +15,7 @@ from megascale.v1 import link_pb2
 from megascale_checkpoint.committer_client import CommitterClient
 from megascale_checkpoint.concurrency import Pools, Signal, in_pool
 from megascale_checkpoint.rank_snapshots import Owner, RankSnapshots
-from megascale_checkpoint.registration import RankRegistration
+from megascale_checkpoint.registration import RegisteredRank
 from megascale_checkpoint.staging import LEAST_SLOTS, StagingFolder
 from megascale_common.service import logs
 from megascale_common.service.errors import LimitError, RequestError
@@ -153,7 +153,7 @@ class Jobs:
         """Every job, by name."""
         return [self._jobs[name] for name in sorted(self._jobs)]
 
-    def registration(self, name: str) -> RankRegistration | None:
+    def registration(self, name: str) -> RegisteredRank | None:
         """What a worker of the job's newest attempt registered on this node, if there is one."""
         job = self._jobs.get(name)
         if job is None:
@@ -165,7 +165,7 @@ class Jobs:
         """Progress of every job, by name."""
         return [self._jobs[name].progress() for name in sorted(self._jobs)]
 
-    async def register(self, registration: RankRegistration, owner: Owner) -> RankSnapshots:
+    async def register(self, registration: RegisteredRank, owner: Owner) -> RankSnapshots:
         """The snapshots of a rank, owned by the worker's connection ``owner`` from now on.
 
         Slots that are sealed in the same layout are kept, so the rank can restore from them.
@@ -220,7 +220,7 @@ class Jobs:
                     await self._free(job, rank)
 
     async def _keep(
-        self, job: JobCheckpoints, snapshots: RankSnapshots, registration: RankRegistration
+        self, job: JobCheckpoints, snapshots: RankSnapshots, registration: RegisteredRank
     ) -> bool:
         """Whether the rank's slots can be used as they are; if not, they are freed."""
         if snapshots.fits(registration):
@@ -245,7 +245,7 @@ class Jobs:
             await in_pool(self._pools.memory, self._staging.free, snapshots.memories)
 
     @staticmethod
-    def _log_loss_bound(registration: RankRegistration, slots: int) -> None:
+    def _log_loss_bound(registration: RegisteredRank, slots: int) -> None:
         bound = "none: a snapshot is taken while the one before is persisted"
         if slots == LEAST_SLOTS:
             bound = (

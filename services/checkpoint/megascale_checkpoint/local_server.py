@@ -15,7 +15,7 @@ from typing import Any
 
 from megascale_checkpoint.jobs import Jobs
 from megascale_checkpoint.rank_snapshots import RankSnapshots
-from megascale_checkpoint.registration import RankRegistration, field, parse
+from megascale_checkpoint.registration import RegisteredRank, field, parse
 from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.node import framing
 from megascale_common.node.framing import Message
@@ -89,7 +89,7 @@ class _WorkerConnection:
 
     def __init__(self, sock: socket.socket, jobs: Jobs) -> None:
         self._sock, self._jobs = sock, jobs
-        self._registration: RankRegistration | None = None
+        self._registration: RegisteredRank | None = None
         self._snapshots: RankSnapshots | None = None
         self._held: set[int] = set()
         self._task: asyncio.Task[Any] | None = None

@@ -15,7 +15,7 @@ import xxhash
 from megascale.v1 import checkpoint_pb2
 from megascale_checkpoint import manifest
 from megascale_checkpoint.concurrency import Cancellation
-from megascale_checkpoint.registration import RankRegistration
+from megascale_checkpoint.registration import RegisteredRank
 from megascale_checkpoint.shard_file import Origin, encode_header, file_chunks, primary
 from megascale_checkpoint.slots import SlotSeal
 from megascale_checkpoint.storage import Storage, open_storage
@@ -46,7 +46,7 @@ class Prepared:
 
 
 def persist(
-    registration: RankRegistration, seal: SlotSeal, image: memoryview, cancelled: Cancellation
+    registration: RegisteredRank, seal: SlotSeal, image: memoryview, cancelled: Cancellation
 ) -> Prepared:
     """:func:`write_rank_file` with retries while the storage may be failing over; same errors."""
     # Each try writes a new temporary file. A failed fsync is never repeated on the same descriptor:
@@ -69,7 +69,7 @@ def persist(
 
 
 def write_rank_file(
-    registration: RankRegistration, seal: SlotSeal, image: memoryview, cancelled: Cancellation
+    registration: RegisteredRank, seal: SlotSeal, image: memoryview, cancelled: Cancellation
 ) -> Prepared:
     """Write the primary pieces of a sealed slot under the job's uri, straight from the slot.
 

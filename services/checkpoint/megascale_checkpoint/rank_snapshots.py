@@ -20,7 +20,7 @@ from megascale_checkpoint import persist, restore
 from megascale_checkpoint.checksums import piece_checksums, verify_image
 from megascale_checkpoint.committer_client import CommitterClient
 from megascale_checkpoint.concurrency import Cancellation, Pools, Signal, in_pool
-from megascale_checkpoint.registration import RankRegistration
+from megascale_checkpoint.registration import RegisteredRank
 from megascale_checkpoint.slots import Slot, SlotPhase, SlotSeal, SlotTable
 from megascale_checkpoint.staging import SlotMemory, StagingFolder
 from megascale_common.job.restore import RestorePlan, RestoreSource
@@ -76,7 +76,7 @@ class RankSnapshots:
 
     def __init__(
         self,
-        registration: RankRegistration,
+        registration: RegisteredRank,
         memories: list[SlotMemory],
         listener: ProgressListener,
         pools: Pools,
@@ -100,7 +100,7 @@ class RankSnapshots:
     @classmethod
     async def create(
         cls,
-        registration: RankRegistration,
+        registration: RegisteredRank,
         listener: ProgressListener,
         staging: StagingFolder,
         pools: Pools,
@@ -113,7 +113,7 @@ class RankSnapshots:
         memories = await in_pool(pools.memory, staging.allocate, job, rank, size_bytes, count)
         return cls(registration, memories, listener, pools, committer)
 
-    def fits(self, registration: RankRegistration) -> bool:
+    def fits(self, registration: RegisteredRank) -> bool:
         """Whether the slots can be used for this registration as they are."""
         enough = registration.slots in (0, len(self.memories))
         return enough and self.registration.digest == registration.digest
@@ -135,7 +135,7 @@ class RankSnapshots:
                 )
             self.table.release(index)
 
-    def take_over(self, registration: RankRegistration, owner: Owner) -> None:
+    def take_over(self, registration: RegisteredRank, owner: Owner) -> None:
         """Make a worker's connection the owner, in place of an older one."""
         self.registration, self.owner = registration, owner
 
@@ -274,7 +274,7 @@ class RankSnapshots:
         await asyncio.gather(*tasks, *self._seals, *self._restores, return_exceptions=True)
 
     async def _seal(
-        self, registration: RankRegistration, index: int, step: int, small_state: dict[str, Any]
+        self, registration: RegisteredRank, index: int, step: int, small_state: dict[str, Any]
     ) -> None:
         memory = self.memories[index]
         try:
@@ -300,7 +300,7 @@ class RankSnapshots:
         slot = self.table.find(*key, self.registration.digest)
         return slot is not None and slot.pending
 
-    def _is_current(self, registration: RankRegistration) -> bool:
+    def _is_current(self, registration: RegisteredRank) -> bool:
         return registration.attempt >= self.registration.attempt
 
     def _remember(self, key: tuple[int, int], why: str) -> None:

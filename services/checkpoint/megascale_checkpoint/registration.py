@@ -32,7 +32,7 @@ def field(message: Mapping[str, Any], name: str, kind: type[T]) -> T:
 
 
 @dataclass(frozen=True, slots=True)
-class RankRegistration:
+class RegisteredRank:
     """One rank of one attempt.
 
     Attributes:
@@ -56,7 +56,7 @@ class RankRegistration:
     layout_info: dict[str, int]
 
 
-def parse(message: Mapping[str, Any]) -> RankRegistration:
+def parse(message: Mapping[str, Any]) -> RegisteredRank:
     """The registration in a Register message of megascale_common.node.messages.
 
     Raises:
@@ -69,7 +69,7 @@ def parse(message: Mapping[str, Any]) -> RankRegistration:
             "run trainer and daemon from one build"
         )
     layout = _layout(field(message, "layout", dict))
-    registration = RankRegistration(
+    registration = RegisteredRank(
         job=field(message, "job", str),
         attempt=field(message, "attempt", int),
         rank=field(message, "rank", int),
@@ -92,7 +92,7 @@ def _layout(values: dict[str, Any]) -> ShardLayout:
         raise RequestError(f"register.layout is not a layout: {error}") from error
 
 
-def _check(given: RankRegistration) -> None:
+def _check(given: RegisteredRank) -> None:
     if not is_dns_label(given.job):
         raise RequestError(f"register.job {given.job!r} is not a DNS-1123 label")
     if given.attempt < 1:
