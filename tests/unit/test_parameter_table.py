@@ -1,6 +1,4 @@
-"""The parameter table: over all ranks every value of every logical parameter is held exactly once
-as primary.
-"""
+"""The parameter table: over all ranks every value of a parameter is primary exactly once."""
 
 from __future__ import annotations
 
@@ -18,8 +16,8 @@ from megascale_common.sizes import parameter_table as table_module
 from megascale_common.sizes.block import (
     Extent,
     Kept,
-    Operator,
     LogicalParameter,
+    Operator,
     Tensor,
     layer_unit,
 )
