@@ -18,7 +18,7 @@ from megascale_kernels.adamw import AdamWKernel, AdamWUpdate, adamw
 from megascale_kernels.attention import attention_mask
 from megascale_kernels.cross_entropy import CrossEntropy, cross_entropy
 from megascale_kernels.documents import documents_of
-from megascale_trainer.compat import accumulate_product
+from megascale_trainer.compat import accumulate_matmul
 from megascale_trainer.weights import Weight
 
 Tensors = Sequence[torch.Tensor]
@@ -422,7 +422,7 @@ def weight_gradient(shape: Shape) -> Case:
         torch.compiler.reset()
         return torch.compile(plain, dynamic=False)
 
-    loads = {REFERENCE: lambda: plain, "compile": compiled, "fused": lambda: accumulate_product}
+    loads = {REFERENCE: lambda: plain, "compile": compiled, "fused": lambda: accumulate_matmul}
     ways = {name: partial(way, load) for name, load in loads.items()}
     moved, flops = (
         d_y.nbytes + x.nbytes + 8 * rows * shape.hidden,

@@ -47,7 +47,7 @@ def data_job(
     seed: int = 1234,
     document_attention: bool = True,
 ) -> JobConfig:
-    """A job that differs from others only in what the data path looks at."""
+    """A job that differs from others only in what the data path reads."""
     return JobConfig(
         name="data-test",
         model=ModelConfig(

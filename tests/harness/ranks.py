@@ -1,5 +1,4 @@
-"""Ranks of a job as real processes, cheaply: forks of one single-threaded template process that
-imported torch once.
+"""Ranks of a job as processes, cheaply: forks of a template that imported torch once.
 
 ``RankPool.run`` starts one process per rank, calls a function of an importable module in each, and
 returns what they return. Importing torch in eight fresh processes on two cores takes seconds;
@@ -35,9 +34,8 @@ from tests.harness.waiting import STANDSTILL_S, ProgressWatch, Standstill
 from megascale_common.node.process import arm_parent_death, child_environment
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-_GRACE_S = (
-    3.0  # after one rank failed, how long its peers may take to notice before they are killed
-)
+# After one rank failed, how long its peers may take to detect it before they are killed.
+_GRACE_S = 3.0
 
 
 class RankFailed(AssertionError):
@@ -45,8 +43,9 @@ class RankFailed(AssertionError):
 
 
 class RankPool:
-    """A template process. Use as a context manager; leaving it ends the template and whatever still
-    runs.
+    """A template process, to be used as a context manager.
+
+    Leaving it ends the template and whatever still runs.
 
     ``resident``: ranks stay between runs of one world size, for devices whose start is slow.
     """
@@ -63,8 +62,9 @@ class RankPool:
         limit_s: float = STANDSTILL_S,
         **arguments: Any,
     ) -> list[Any]:
-        """Call ``module:function`` as ``function(rank, world_size, folder, **arguments)`` in
-        ``world_size`` processes.
+        """Call ``module:function`` in ``world_size`` processes and return what each returns.
+
+        The call is ``function(rank, world_size, folder, **arguments)``.
 
         Arguments and results travel as JSON. ``folder`` must be fresh: rendezvous files and results
         go there. Ranks that use no CPU time for ``limit_s`` stand still and are killed.
@@ -161,8 +161,9 @@ class World:
         os.close(answers)
 
     def run(self, request: dict[str, Any]) -> dict[str, str]:
-        """Have all ranks do ``request``; returns those that failed and how, after which the world
-        is to be ended.
+        """Have all ranks carry out ``request``; returns those that failed and how.
+
+        After a failure the world must be ended.
         """
         line = (json.dumps(request) + "\n").encode()
         for pipe in self._requests:
@@ -213,8 +214,9 @@ class World:
 
 
 def _live(rank: int, template: int, requests: int, answers: int) -> None:
-    """The life of a rank; never returns. ``os._exit`` spares the interpreter's teardown: seconds
-    after torch.
+    """The life of a rank; never returns.
+
+    ``os._exit`` avoids the interpreter's teardown: seconds after torch.
     """
     arm_parent_death(expected_parent_pid=template)
     with os.fdopen(requests) as lines:
@@ -225,7 +227,7 @@ def _live(rank: int, template: int, requests: int, answers: int) -> None:
 
 
 def _do(request: dict[str, Any], rank: int) -> bool:
-    """Call the program; whether it returned. Its result, or its traceback, is in the folder then."""
+    """Call the program; whether it returned. Its result, or its traceback, is in the folder."""
     folder = Path(request["folder"])
     try:
         module, function = request["program"].split(":")
@@ -244,7 +246,7 @@ def _do(request: dict[str, Any], rank: int) -> bool:
 
 
 def _leave_groups() -> None:
-    """Nothing of a run is left to the next one but the device's context and the allocator's cache."""
+    """Leave nothing of a run to the next but the device's context and the allocator's cache."""
     import torch.distributed as dist
 
     gc.collect()
@@ -253,9 +255,7 @@ def _leave_groups() -> None:
 
 
 def _serve(request: dict[str, Any], worlds: dict[int, World]) -> dict[str, str]:
-    """Have ``request`` done by the ranks that there are, or by new ones; returns the ranks that
-    failed and how.
-    """
+    """Carry out ``request`` with existing or new ranks; returns those that failed and how."""
     importlib.import_module(request["program"].split(":")[0])
     size = request["world_size"]
     world = worlds.pop(size, None) or World(size)

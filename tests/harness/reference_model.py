@@ -1,5 +1,6 @@
-"""The decoder written down once more, in float64 with ordinary autograd: what the trainer is
-compared with.
+"""The decoder written down a second time, in float64 with ordinary autograd.
+
+The trainer is compared with it.
 
 It shares no code with the trainer: whole logical parameters by name, loops over heads' groups,
 dense masks. Only the storage order of output projections, [in, out], is taken over.
@@ -20,9 +21,7 @@ Arrays = Mapping[str, np.ndarray[Any, Any]]
 
 
 class ReferenceModel:
-    """Parameters by logical name, float64, from flattened values; ``losses`` are sums like the
-    trainer's.
-    """
+    """Parameters by logical name, float64, from flattened values; losses are sums."""
 
     def __init__(self, config: JobConfig, flat: Arrays) -> None:
         self._config = config

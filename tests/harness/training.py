@@ -1,6 +1,4 @@
-"""Small training runs for tests: a tiny model, synthetic packed batches, and the program that one
-rank runs.
-"""
+"""Small training runs for tests: a tiny model, synthetic batches, and programs of a rank."""
 
 from __future__ import annotations
 
@@ -33,8 +31,7 @@ def tiny_job(
     parallelism: dict[str, Any] | None = None,
     **sections: dict[str, Any],
 ) -> dict[str, Any]:
-    """Plain values of a job of some 0.2 M parameters; arguments override fields of the sections of
-    that name.
+    """Plain values of a job of some 0.2 M parameters; arguments override fields of sections.
 
     Nothing is fused, on GPUs either, unless it is asked for.
     """
@@ -66,8 +63,9 @@ def hiding(*axes: str) -> dict[str, Any]:
 
 
 def sample(config: JobConfig, index: int) -> dict[str, np.ndarray[Any, Any]]:
-    """Sample ``index`` of an endless synthetic corpus: packed documents of random length, weights
-    in {0, 0.5, 1}.
+    """Sample ``index`` of an endless synthetic corpus.
+
+    It holds packed documents of random length, with weights in {0, 0.5, 1}.
 
     Tokens follow a noisy arithmetic rule, so that a model can learn them.
     """
@@ -92,9 +90,7 @@ def sample(config: JobConfig, index: int) -> dict[str, np.ndarray[Any, Any]]:
 def micro_batches(
     config: JobConfig, step: int, dp_rank: int, device: torch.device = CPU
 ) -> list[MicroBatch]:
-    """The micro-batches of one replica: the global batch's samples in order, cut over replicas in
-    blocks.
-    """
+    """The micro-batches of one replica: the global batch's samples in order, cut into blocks."""
     training, size = config.training, config.training.micro_batch_size
     per_replica = training.global_batch_size // config.parallelism.dp
     first = step * training.global_batch_size + dp_rank * per_replica
@@ -109,8 +105,9 @@ def micro_batches(
 def train(
     rank: int, world_size: int, folder: Path, *, job: dict[str, Any], steps: int
 ) -> dict[str, Any]:
-    """Program of one rank: train ``steps`` steps; returns the records and leaves initial and final
-    values in files.
+    """Program of one rank: train ``steps`` steps and return the records.
+
+    Initial and final values are left in files.
     """
     trainer = start(from_accepted(job), rank, world_size, folder)
     _save(folder / f"initial-{rank}.npz", pieces_of(trainer))
@@ -124,8 +121,7 @@ def train(
 def train_each(
     rank: int, world_size: int, folder: Path, *, jobs: list[dict[str, Any]], steps: int
 ) -> list[list[dict[str, Any]]]:
-    """Program of one rank: :func:`train` of jobs of one layout through the same groups; the records
-    of each.
+    """Program of one rank: :func:`train` of jobs of one layout, through the same groups.
 
     Values of job n are left in the folder ``n``.
     """
@@ -147,8 +143,9 @@ def train_each(
 def train_and_resume(
     rank: int, world_size: int, folder: Path, *, job: dict[str, Any]
 ) -> dict[str, Any]:
-    """Program of one rank: six steps, and again from a slot written after the third, in a trainer
-    of its own.
+    """Program of one rank: six steps, and the last three again from a slot of the third.
+
+    The repetition runs in a trainer of its own.
     """
     config = from_accepted(job)
     assert config.layout.world_size == world_size
@@ -175,10 +172,9 @@ def train_in_several_ways(
     """Program of one rank: jobs of one layout, one after another through the same groups.
 
     Each takes a step, evaluates, has replica 0 bring a NaN to its second step, and takes two more.
-    Returns of each job
-    what was found, exact to the last bit: records, evaluation and the digest of the final states.
-    ``lag_cycles`` (CUDA) hold the device back before each step, so that the host is far ahead and
-    nothing but events orders the streams.
+    Returns of each job what was found, exact to the last bit: records, evaluation and the digest of
+    the final states. ``lag_cycles`` (CUDA) hold the device back before each step, so that the host
+    is far ahead and nothing but events orders the streams.
     """
     assert from_accepted(jobs[0]).layout.world_size == world_size
     groups = _groups(from_accepted(jobs[0]), rank, folder)
@@ -208,9 +204,7 @@ def train_in_several_ways(
 def train_with_a_broken_replica(
     rank: int, world_size: int, folder: Path, *, job: dict[str, Any]
 ) -> dict[str, Any]:
-    """Program of one rank: three steps; in the second, replica 1 has a NaN in its batch and rank r
-    votes r.
-    """
+    """Program of one rank: three steps, with a NaN in replica 1's second batch; rank r votes r."""
     config = from_accepted(job)
     trainer = start(config, rank, world_size, folder)
     dp_rank = config.layout.coordinates(rank).dp
@@ -234,9 +228,7 @@ def train_with_a_broken_replica(
 def status_rows(
     rank: int, world_size: int, folder: Path, *, job: dict[str, Any]
 ) -> dict[str, tuple[int, int]]:
-    """Program of one rank: one step; returns what each row of its status page entered and completed
-    in it.
-    """
+    """Program of one rank: one step; returns what each row of its page entered and completed."""
     config = from_accepted(job)
     assert config.layout.world_size == world_size
     path = folder / f"status-{rank}"
@@ -259,8 +251,9 @@ def status_rows(
 def posted_receive_rows(
     rank: int, world_size: int, folder: Path, *, job: dict[str, Any]
 ) -> dict[str, Any]:
-    """Program of one rank: stage 0 sends one activation, stage 1 posts its receive and waits; its
-    row in between.
+    """Program of one rank: stage 0 sends one activation, stage 1 posts its receive and waits.
+
+    Returns stage 1's row before, in between and after.
     """
     path = folder / f"status-{rank}"
     groups = _groups(from_accepted(job), rank, folder, StatusPageWriter(path, rank=rank, attempt=1))
@@ -283,8 +276,9 @@ def posted_receive_rows(
 def page_of_a_busy_device(
     rank: int, world_size: int, folder: Path, *, job: dict[str, Any]
 ) -> dict[str, Any]:
-    """Program of one rank (CUDA): two sums over dp, the device long busy before the second; the row
-    then and after.
+    """Program of one rank (CUDA): two sums over dp, the device long busy before the second.
+
+    Returns the row then and after.
     """
     path = folder / f"status-{rank}"
     groups = _groups(from_accepted(job), rank, folder, StatusPageWriter(path, rank=rank, attempt=1))
@@ -309,9 +303,7 @@ def page_of_a_busy_device(
 
 
 def stall(rank: int, world_size: int, folder: Path, *, job: dict[str, Any]) -> dict[str, Any]:
-    """Program of one rank: the last rank stalls before its first step; the others report how long
-    they waited.
-    """
+    """Program of one rank: the last stalls before its first step; the others report their wait."""
     config = from_accepted(job)
     groups = _groups(config, rank, folder, timeout_s=2.0)
     trainer = Trainer(config, rank, groups, device_of(rank))
@@ -330,9 +322,10 @@ def stall(rank: int, world_size: int, folder: Path, *, job: dict[str, Any]) -> d
 def step_without_sync(
     rank: int, world_size: int, folder: Path, *, jobs: list[dict[str, Any]]
 ) -> int:
-    """Program of one rank (CUDA): of each job of one layout a warm step, then one in which it is an
-    error that the host waits for the device. That error ends the rank, with the place in its
-    traceback. Returns the number of jobs.
+    """Program of one rank (CUDA): of each job a step in which a host sync is an error.
+
+    A warm step goes before it. The jobs are of one layout. The error ends the rank, with the place
+    in its traceback. Returns the number of jobs.
     """
     groups = _groups(from_accepted(jobs[0]), rank, folder)
     for job in jobs:
@@ -355,9 +348,7 @@ def step_without_sync(
 def snapshot_beside_a_step(
     rank: int, world_size: int, folder: Path, *, job: dict[str, Any]
 ) -> dict[str, Any]:
-    """Program of one rank (CUDA): a slow copy of the states on a side stream while the next step
-    runs.
-    """
+    """Program of one rank (CUDA): a slow copy of the states beside the next step."""
     trainer = start(from_accepted(job), rank, world_size, folder)
     step(trainer, rank).read()
     before = trainer.states()["master"].clone()
@@ -443,8 +434,7 @@ def pieces_of(trainer: Trainer) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def assemble(folder: Path, kind: str, world_size: int) -> dict[str, np.ndarray[Any, Any]]:
-    """Whole flattened logical parameters from the files that :func:`train` left; every value
-    exactly once.
+    """Whole flattened parameters from the files that :func:`train` left; every value exactly once.
 
     Raises:
         AssertionError: pieces overlap or leave a gap.
@@ -467,9 +457,7 @@ def assemble(folder: Path, kind: str, world_size: int) -> dict[str, np.ndarray[A
 
 
 def evaluate(rank: int, world_size: int, folder: Path, *, job: dict[str, Any]) -> dict[str, Any]:
-    """Program of one rank: two evaluations and steps in turn; the evaluated batches are those of
-    steps 1 and 2.
-    """
+    """Program of one rank: evaluations and steps in turn, of the batches of steps 1 and 2."""
     trainer = start(from_accepted(job), rank, world_size, folder)
     dp_rank = trainer.config.layout.coordinates(rank).dp
     batches = [

@@ -1,4 +1,4 @@
-"""An optimizer from outside: the one of docs/how-to/add-an-optimizer.md, installed and trained with."""
+"""An optimizer from outside: that of docs/how-to/add-an-optimizer.md, installed and trained."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_it_trains_and_goes_on_from_its_checkpoint_bit_for_bit(site: Path, tmp_p
     trainer = _trainer(MOMENTUM)
     assert list(trainer.states()) == ["master", "momentum"]
     losses = [step(trainer, 0).read().loss for _ in range(KEPT_STEP)]
-    # What the daemon is told is all that it knows of the states.
+    # What the daemon gets by registration is all that it has of the states.
     layout = layout_from_dict(trainer.shard_layout().to_dict())
     image = torch.zeros(layout.slot_bytes, dtype=torch.uint8)
     trainer.state_copy_to(image)
@@ -112,7 +112,7 @@ def test_checkpoints_of_another_optimizer_are_refused_by_the_missing_state(
         restore.fill(uri, 1, 0, wanted, memoryview(bytearray(wanted.slot_bytes)))
 
 
-def test_what_is_wrong_with_a_name_is_said_with_field_and_remedy(site: Path) -> None:
+def test_a_wrong_name_is_refused_with_field_and_remedy(site: Path) -> None:
     _install_the_pages(site)
     states = "class Three:\n    state_names = ('momentum', 'master')\n"
     _install(
@@ -132,7 +132,7 @@ def test_what_is_wrong_with_a_name_is_said_with_field_and_remedy(site: Path) -> 
     for name, message in problems.items():
         with pytest.raises(ValueError, match=message):
             _trainer({"name": name})
-    with pytest.raises(ValueError, match="optimizer.options: .*nesterov.* are unknown"):
+    with pytest.raises(ValueError, match=r"optimizer\.options: .*nesterov.* are unknown"):
         _trainer({"name": "momentum", "options": {"nesterov": 1.0}})
 
 

@@ -1,6 +1,4 @@
-"""The loader as a real process: shared rings, resume, and every way in which it or its readers can
-go away.
-"""
+"""The loader as a process: shared rings, resume, and every way in which a side can end."""
 
 from __future__ import annotations
 
@@ -61,9 +59,7 @@ class Loader:
         return LoaderClient(self.socket_path, self.job, ring, TIMEOUT_S)
 
     def rings(self) -> int:
-        """How many rings the loader holds, counted from outside: the memfds that it maps or has
-        open.
-        """
+        """How many rings the loader holds: memfds that it maps or has open, seen from outside."""
         process = Path(f"/proc/{self.process.pid}")
         maps = (process / "maps").read_text().splitlines()
         inodes = {int(line.split()[4]) for line in maps if RING in line}
@@ -79,9 +75,7 @@ StartLoader = Callable[[JobConfig], Loader]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[StartLoader]:
-    """Starts loaders; ends them, and checks that each one ended within its bound and took its
-    socket away.
-    """
+    """Starts loaders; ends them, and checks that each ended in time and removed its socket."""
     running: list[Loader] = []
 
     def begin(job: JobConfig) -> Loader:
@@ -147,9 +141,7 @@ def assert_same(left: list[MicroBatchArrays], right: list[MicroBatchArrays]) -> 
 def test_all_readers_of_a_rank_get_the_same_packed_batches(
     start: StartLoader, job: JobConfig
 ) -> None:
-    """Two ranks, two readers each, far more steps than the ring has slots, readers at their own
-    pace.
-    """
+    """Two ranks of two readers, far more steps than slots, each reader at its own pace."""
     loader = start(job)
     steps = 12
 
@@ -179,7 +171,7 @@ def test_all_readers_of_a_rank_get_the_same_packed_batches(
 
 
 def test_a_reader_is_never_overtaken_by_the_loader(start: StartLoader, job: JobConfig) -> None:
-    """The loader runs ahead only as far as the ring is deep: the slow reader still finds its steps."""
+    """The loader runs ahead only as far as the ring is deep: slow readers still find steps."""
     loader = start(job)
     with loader.client(0, 0, readers=2) as fast, loader.client(0, 1, readers=2) as slow:
         ahead = [fast.next_step() for _ in range(3)]
@@ -298,7 +290,7 @@ def test_readers_that_disagree_are_refused(start: StartLoader, job: JobConfig) -
     ],
     ids=["release first", "no kind", "other version", "wrong types", "not JSON"],
 )
-def test_a_peer_that_talks_nonsense_is_told_and_the_others_are_served(
+def test_a_peer_that_sends_nonsense_is_refused_and_the_others_are_served(
     start: StartLoader, job: JobConfig, data: bytes
 ) -> None:
     loader = start(job)
@@ -373,7 +365,10 @@ def test_an_idle_loader_sleeps(start: StartLoader, job: JobConfig) -> None:
 
 
 def test_the_loader_imports_neither_torch_nor_services(job: JobConfig) -> None:
-    program = f"import sys, {LOADER}; print([m for m in ('torch', 'grpc', 'google.protobuf', 'asyncio') if m in sys.modules])"
+    program = (
+        f"import sys, {LOADER}; absent = ('torch', 'grpc', 'google.protobuf', 'asyncio'); "
+        "print([module for module in absent if module in sys.modules])"
+    )
     result = subprocess.run(
         [sys.executable, "-c", program], check=True, capture_output=True, text=True
     )
@@ -421,7 +416,8 @@ def test_the_loader_dies_with_its_parent_and_leaves_no_memory(
     program = (
         "import subprocess, sys, time\n"
         "from megascale_common.node.process import child_environment\n"
-        f"command = [sys.executable, '-m', '{LOADER}', '--socket', sys.argv[1], '--config', sys.argv[2]]\n"
+        "arguments = ['--socket', sys.argv[1], '--config', sys.argv[2]]\n"
+        f"command = [sys.executable, '-m', '{LOADER}', *arguments]\n"
         "print(subprocess.Popen(command, env=child_environment()).pid, flush=True)\n"
         "time.sleep(60)\n"
     )

@@ -1,6 +1,4 @@
-"""Traces of real ranks: the steps named and no others, the same losses as without, and failures
-that end nothing.
-"""
+"""Traces of ranks: the named steps and no others, unchanged losses, failures that end nothing."""
 
 from __future__ import annotations
 
@@ -84,7 +82,7 @@ def test_every_rank_traces_the_steps_named_and_trains_as_without(
     assert left == []
 
 
-def test_what_comes_too_late_or_in_between_is_skipped_and_said(
+def test_what_arrives_too_late_or_in_between_is_skipped_with_a_reason(
     pool: RankPool, tmp_path: Path
 ) -> None:
     commands = {
@@ -110,7 +108,7 @@ def test_one_profile_at_a_time(pool: RankPool, tmp_path: Path) -> None:
     assert answers["first"] == ("written", "")
     assert (
         answers["second"][0] == "failed"
-        and "before is still being recorded" in answers["second"][1]
+        and "previous profile is still being recorded" in answers["second"][1]
     )
 
 
@@ -121,7 +119,7 @@ def test_one_profile_at_a_time(pool: RankPool, tmp_path: Path) -> None:
         ({}, {"file_limit_bytes": 100_000}, "is the disk full?"),
     ],
 )
-def test_a_trace_that_cannot_be_written_is_told_and_training_goes_on(
+def test_a_trace_that_cannot_be_written_is_reported_and_training_goes_on(
     pool: RankPool, tmp_path: Path, more: dict[str, Any], options: dict[str, Any], said: str
 ) -> None:
     (found,) = profiled(pool, tmp_path / "run", {"1": command("lost", 2, 3, **more)}, **options)

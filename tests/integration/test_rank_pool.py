@@ -1,6 +1,4 @@
-"""Ranks that stay between runs: they are the same processes, and one that fails leaves nothing to
-the next run.
-"""
+"""Ranks that stay between runs: the same processes, and a failed one leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ def pool() -> Iterator[RankPool]:
 
 
 def meet(rank: int, world_size: int, folder: Path) -> tuple[int, float]:
-    """Program of one rank: its process, and the sum of all ranks; leaves the process group to
-    whoever cleans up.
-    """
+    """Program of one rank: its process, and the sum of all ranks; the group is left over."""
     dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=world_size)
     total = torch.tensor(1.0 + rank)
     dist.all_reduce(total)

@@ -1,6 +1,4 @@
-"""A run goes on in another layout: parameters, optimizer states and data position move: 12 pairs of
-layouts.
-"""
+"""A run continues in another layout: parameters, states and data position; 12 pairs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The trainer's side of a snapshot against a real daemon: what is sealed, what is skipped, and what
-a loss costs.
-"""
+"""The trainer's side of a snapshot against a daemon: sealed, skipped, and what a loss costs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Every layout trains as one process does: 20 losses within a stated tolerance, initial weights bit
-for bit.
-"""
+"""Every layout trains as one process does: losses within a tolerance, initial weights exactly."""
 
 from __future__ import annotations
 
@@ -24,9 +22,9 @@ LOSS_TOLERANCE = 5e-6
 
 TRAIN = "tests.harness.training:train"
 
-# Overlapped products are made in row chunks: another order of sums inside the library, hence a
-# tolerance and not bits Larger micro-batches where many ranks talk in every layer: fewer, and the
-# grouping of samples is compared as well.
+# Overlapped GEMMs run in row chunks: another order of sums inside the library, hence a tolerance
+# and not bits. Larger micro-batches where many ranks communicate in every layer: fewer of them, and
+# the grouping of samples is compared as well.
 LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
     "one, full recompute": ({"recompute": "full"}, 4),
     "one, selective recompute": ({"recompute": "selective"}, 4),
@@ -177,9 +175,7 @@ def test_posting_receives_ahead_changes_no_bit(
 
 
 def test_a_posted_receive_is_entered_when_it_is_waited_for(pool: RankPool, tmp_path: Path) -> None:
-    """A stage that stands still in its own computation must not seem to wait for others (hang
-    diagnosis).
-    """
+    """A stage that hangs in its own computation must not seem to wait for others."""
     job = tiny_job(parallelism={"pp": 2, **hiding("pp")})
     rows = pool.run("tests.harness.training:posted_receive_rows", 2, tmp_path, job=job)[1]
     (entered, completed), connected = rows["posted"], rows["before"]

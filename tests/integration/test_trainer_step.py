@@ -1,6 +1,4 @@
-"""One process: the trainer against an independent float64 model, its skipping, its snapshots, its
-determinism.
-"""
+"""One process: the trainer against a float64 model, its skipping, snapshots and determinism."""
 
 from __future__ import annotations
 
@@ -65,7 +63,7 @@ def _run(trainer: Trainer, first: int, last: int) -> list[StepRecord]:
 def test_attention_by_documents_trains_as_under_a_matrix(
     document_attention: bool, recompute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On CUDA it is a kernel that takes them; here a stand-in, in layers with and without a window."""
+    """On CUDA a kernel takes documents; here a stand-in, in layers with and without a window."""
     job = tiny_job(
         model={"layers": 2, "layer_windows": [7, 0], "kv_heads": 2},
         parallelism={"recompute": recompute},

@@ -1,6 +1,4 @@
-"""The indexed dataset format: bytes as Megatron's tools write and read them, and refusal of damaged
-files by name.
-"""
+"""The indexed dataset format: bytes as Megatron's tools use them, damaged files refused by name."""
 
 from __future__ import annotations
 
@@ -21,9 +19,7 @@ from megascale_trainer.data.indexed_writer import IndexedWriter
 
 
 def index_by_hand(code: int, itemsize: int, lengths: list[int], boundaries: list[int]) -> bytes:
-    """An ``.idx`` written field by field from the format's description, sharing no code with the
-    product.
-    """
+    """An ``.idx`` written field by field from the format's description, without product code."""
     data = b"MMIDIDX\x00\x00" + struct.pack("<Q", 1) + struct.pack("<B", code)
     data += struct.pack("<Q", len(lengths)) + struct.pack("<Q", len(boundaries))
     data += b"".join(struct.pack("<i", length) for length in lengths)

@@ -1,6 +1,4 @@
-"""Blend and packing: what every sample holds, and that it depends on nothing but its number and the
-data.
-"""
+"""Blend and packing: what every sample holds, and that only its number and the data decide it."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ EXPECTED_ORDER = [0, 3, 4, 2, 7, 5, 9, 1, 8, 6]  # seed 7, source 0, epoch 0, te
 
 @dataclass
 class InMemory:
-    """A corpus whose tokens name their document and place: document * 1000 + place (+ a base for
-    each corpus).
-    """
+    """A corpus whose tokens name document and place: document * 1000 + place (+ a base)."""
 
     lengths: list[int]
     base: int = 0
@@ -125,7 +121,7 @@ def test_targets_weights_and_positions_follow_from_the_tokens(
     rows=st.integers(1, 4),
     number=st.integers(0, 99),
 )
-def test_a_micro_batch_knows_its_packed_documents_cut_where_a_sequence_ends(
+def test_a_micro_batch_holds_its_packed_documents_cut_where_a_sequence_ends(
     lengths: list[int], sequence_length: int, rows: int, number: int
 ) -> None:
     stream = stream_of([InMemory(lengths)], sequence_length=sequence_length)
@@ -163,9 +159,7 @@ def test_the_order_of_documents_changes_with_epoch_seed_and_source() -> None:
 
 
 def test_the_order_of_documents_is_the_one_of_earlier_releases() -> None:
-    """A run resumed under another release or numpy must meet the same data: these values may never
-    change.
-    """
+    """A run resumed under another release or numpy must get the same data: never change these."""
     stream = stream_of([InMemory([4] * 10)], sequence_length=4)
     assert [
         int(stream.sample(number)["tokens"][0]) // 1000 for number in range(10)

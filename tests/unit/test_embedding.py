@@ -1,6 +1,4 @@
-"""The embedding of one tp rank: its own rows, zeros for the others' tokens, and gradients that do
-not pile up.
-"""
+"""The embedding of one tp rank: its own rows, zeros elsewhere, gradients that do not pile up."""
 
 from __future__ import annotations
 

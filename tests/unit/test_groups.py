@@ -59,7 +59,7 @@ def test_each_operation_is_counted_when_the_device_has_done_it(
     assert row() == (5, 0)
     device.reached = 2
     group.poll()
-    assert row() == (5, 2), "the others are still under way"
+    assert row() == (5, 2), "the others are still in progress"
     device.reached = 4
     with group.operation(on_cuda):
         pass
@@ -73,9 +73,7 @@ def test_each_operation_is_counted_when_the_device_has_done_it(
 def test_a_rank_that_fails_leaves_on_the_page_what_its_device_was_doing(
     lost: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host looked away: what has ended since is struck off, unless the device does not answer
-    any more.
-    """
+    """Operations that have ended since the last poll leave the page, unless the device is lost."""
     device = _Device()
     monkeypatch.setattr(groups.torch.cuda, "Event", device.event)
     page = StatusPageWriter(tmp_path / "page", rank=0, attempt=1)

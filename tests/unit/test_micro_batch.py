@@ -1,6 +1,4 @@
-"""The batch contract: arrays become tensors of the agreed types, and what is missing or misshapen
-is named.
-"""
+"""The batch contract: arrays become tensors of the agreed types; wrong ones are named."""
 
 from __future__ import annotations
 
@@ -58,7 +56,7 @@ def test_documents_are_counted_where_they_start() -> None:
     assert documents.offsets.dtype == torch.int32
 
 
-def test_a_refilled_micro_batch_keeps_its_memory_and_knows_the_new_documents() -> None:
+def test_a_refilled_micro_batch_keeps_its_memory_and_holds_the_new_documents() -> None:
     old = MicroBatch.from_numpy({**_arrays(), "document_start": np.array([[0, 1, 2], [0, 1, 2]])})
     other = _arrays()
     other["tokens"] += 10

@@ -1,10 +1,4 @@
-"""Overlapped data parallelism in one process: when buckets of gradients leave, and what is in them
-then.
-
-A group that writes down what it is given stands in for the communicator. What a plain run hands
-over after all backwards is what an overlapped run must hand over during the last one. What the
-group gathers arrives as late as it may: in the wait for it.
-"""
+"""Overlapped data parallelism in one process: when buckets of gradients leave, and with what."""
 
 from __future__ import annotations
 
@@ -46,11 +40,7 @@ class _LateGather:
 
 
 class _Recorder(Group):
-    """A group of one that keeps a copy of each bucket it is given to reduce, as it is at that
-    moment.
-
-    ``started`` and ``waited`` are sizes of gathers; ``note`` is called with each bucket to reduce.
-    """
+    """A group of one that copies each bucket it is given to reduce, as it is at that moment."""
 
     def __init__(self, note: Callable[[torch.Tensor], None] = lambda source: None) -> None:
         super().__init__("dp", (0,), 0, None, None)
@@ -182,13 +172,13 @@ def test_a_bucket_leaves_before_the_backward_of_earlier_layers(
 
     recorder = _Recorder(lambda source: note("reduce", source))
     buffers = OverlappedBuffers(table, torch.float32, CPU, ALONE, recorder, micro_batches=2)
-    accumulate = compat.accumulate_product
+    accumulate = compat.accumulate_matmul
 
     def accumulate_and_note(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
         accumulate(total, left, right)
         note("gradient", total)
 
-    monkeypatch.setattr(compat, "accumulate_product", accumulate_and_note)
+    monkeypatch.setattr(compat, "accumulate_matmul", accumulate_and_note)
     _backward_passes(config, table, buffers)
     units = ["head", "layers.2", "layers.1", "layers.0"]
     expected = [f"gradient sharded {unit}" for unit in units]

@@ -1,6 +1,4 @@
-"""The parameter table: over all ranks every value of every logical parameter is held exactly once
-as primary.
-"""
+"""The parameter table: over all ranks every value of a parameter is primary exactly once."""
 
 from __future__ import annotations
 

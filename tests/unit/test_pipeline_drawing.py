@@ -51,9 +51,12 @@ def test_schedules_as_text() -> None:
 
 
 @given(
-    rounds=st.integers(1, 6), chunks=st.integers(1, 3), forward=st.integers(1, 3), backward=st.integers(1, 4),
+    rounds=st.integers(1, 6),
+    chunks=st.integers(1, 3),
+    forward=st.integers(1, 3),
+    backward=st.integers(1, 4),
     width=st.integers(1, 200),
-)  # fmt: skip
+)
 def test_blocks_are_parts_of_one_drawing(
     rounds: int, chunks: int, forward: int, backward: int, width: int
 ) -> None:
@@ -102,7 +105,7 @@ def test_a_picture_shows_every_computation_once_in_its_place() -> None:
     assert any(text and f"bubble {timeline.bubble_share:.1%}" in text for text in texts)
 
 
-def test_the_command_draws_and_says_how_large_the_bubble_is(tmp_path: Path) -> None:
+def test_the_command_draws_and_prints_how_large_the_bubble_is(tmp_path: Path) -> None:
     picture = tmp_path / "schedule.svg"
     drawn = _draw("--stages", "3", "--micro-batches", "3", "--svg", str(picture))
     assert drawn.exit_code == 0

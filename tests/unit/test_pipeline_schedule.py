@@ -1,5 +1,6 @@
-"""1F1B, plain and interleaved, is valid on in-order, untagged, unbuffered communicators and keeps
-its memory bound.
+"""1F1B, plain and interleaved, is valid on in-order, untagged, unbuffered communicators.
+
+It keeps its memory bound.
 
 The proof runs all stages' programs against models of such communicators: every directed edge of the
 ring has one per kind, on it the k-th send meets the k-th receive, and data moves only when both are
@@ -56,11 +57,7 @@ def _programs(
 
 
 def _edge(stage: int, kind: Kind, stages: int) -> Edge:
-    """The communicator of an action: the stage that the directed ring edge leaves, and whether it
-    is for activations.
-
-    Two stages have two edges between them, 0 to 1 and 1 to 0; each has its own communicators.
-    """
+    """The communicator of an action: the stage that the edge leaves; whether for activations."""
     from_here = kind in (Kind.SEND_ACTIVATION, Kind.POST_GRADIENT, Kind.WAIT_GRADIENT)
     return (stage if from_here else (stage - 1) % stages), kind in _ACTIVATIONS
 
@@ -77,8 +74,8 @@ class _Model:
 
     Args:
         one_queue: a device has a single queue: an operation at its head waits there for the one
-            before it on its communicator, and those behind it for that. What was launched, a
-            receive that spins for its partner say, holds nobody up.
+            before it on its communicator, and those behind it for that. What was launched, such as
+            a receive that spins for its partner, blocks no other.
         device_waits: computations (stage and place in its program) that begin once everything
             posted by their stage has ended.
     """
@@ -93,14 +90,11 @@ class _Model:
         self._sent: dict[Edge, list[tuple[int, int]]] = defaultdict(list)
         self._posted: dict[Edge, list[tuple[int, int]]] = defaultdict(list)
         self._waited: dict[Edge, int] = defaultdict(int)
-        self._last: list[dict[tuple[Edge, bool], int]] = [
-            {} for _ in programs
-        ]  # of each stage, sends and receives
+        # of each stage, sends and receives
+        self._last: list[dict[tuple[Edge, bool], int]] = [{} for _ in programs]
 
     def run(self) -> list[tuple[int, Action]]:
-        """The order in which actions pass; fails on deadlock, on what nobody takes and on crossed
-        messages.
-        """
+        """The order in which actions pass; fails on deadlock, lost messages and crossed ones."""
         at = [0] * len(self._programs)
         order: list[tuple[int, Action]] = []
         moved = True
@@ -142,9 +136,7 @@ class _Model:
         return True
 
     def _ended(self, edge: Edge) -> int:
-        """How many transfers of a communicator have both ends posted, and so end without anybody's
-        help.
-        """
+        """How many transfers of a communicator have both ends posted, and so end by themselves."""
         sent, posted = self._sent[edge], self._posted[edge]
         number = min(len(sent), len(posted))
         assert sent[:number] == posted[:number], "crossed messages"
@@ -193,9 +185,7 @@ def test_one_hardware_queue_per_device_is_enough(
 def test_a_stage_may_wait_for_its_device_in_any_one_computation(
     shape: Shape, overlap: bool, generator: Generator, data: st.DataObject | None
 ) -> None:
-    """As when memory is given back to CUDA: what is in flight then never needs what the stage has
-    yet to post.
-    """
+    """As when memory is given back to CUDA: transfers in flight need nothing it has yet to post."""
     programs = _programs(shape, overlap, generator)
     places = [
         (stage, at)
@@ -252,7 +242,7 @@ def test_overlap_moves_posts_and_nothing_else(shape: Shape, generator: Generator
 @example(shape=(2, 8, 2))
 @example(shape=(4, 16, 2))
 def test_memory_bound(shape: Shape) -> None:
-    """Of activations, the same with overlap; of receive buffers, from post to backward, one more."""
+    """Activations have the same bound with overlap; receive buffers, post to backward, one more."""
     stages, micro_batches, chunks = shape
     for stage in range(stages):
         peaks = []
@@ -297,9 +287,7 @@ def test_evaluation_runs_all_forwards_and_nothing_else(shape: Shape, overlap: bo
 
 @given(shape=shapes, overlap=st.booleans())
 def test_interleaving_shrinks_the_bubble(shape: Shape, overlap: bool) -> None:
-    """With a chunk's forward and backward one time unit each, a stage idles 2 (pp - 1) units
-    whatever v is.
-    """
+    """With a chunk's forward and backward one unit each, a stage idles 2 (pp - 1) units."""
     stages, micro_batches, chunks = shape
     timeline = simulate(_programs(shape, overlap), Durations(forward=1, backward=1))
     assert timeline.makespan == 2 * micro_batches * chunks + 2 * (stages - 1)
@@ -319,9 +307,10 @@ times = st.builds(
 @example(shape=(2, 8, 2), durations=Durations(4, 8, 1))
 @example(shape=(4, 16, 2), durations=Durations(4, 8, 1))
 def test_overlap_is_faster(shape: Shape, durations: Durations) -> None:
-    """While a transfer is not longer than a computation. Two stages of plain 1F1B take turns in any
-    case: a micro-batch is on its way there and back all the time, and only an even number of them
-    leaves something to gain.
+    """It is while a transfer is not longer than a computation.
+
+    Two stages of plain 1F1B take turns in any case: a micro-batch is on its way there and back all
+    the time, and only an even number of them leaves something to gain.
     """
     stages, micro_batches, _ = shape
     direct, ahead = (
@@ -344,7 +333,7 @@ def test_nothing_is_gained_by_posting_further_ahead(shape: Shape, durations: Dur
 def test_interleaved_and_overlapped_only_filling_and_draining_expose_transfers(
     shape: Shape, durations: Durations
 ) -> None:
-    """As many as lie on the way through the model and back, however many micro-batches there are."""
+    """As many as lie on the way through the model and back, for any number of micro-batches."""
     stages, micro_batches, chunks = shape
     timeline = simulate(_programs(shape, overlap=True), durations)
     computing = (micro_batches * chunks + stages - 1) * (durations.forward + durations.backward)
@@ -369,7 +358,9 @@ def test_the_model_sees_a_deadlock_and_crossed_messages() -> None:
 
 
 def test_the_harder_models_see_more() -> None:
-    """Two posts ahead block a single queue; a post ahead of what its message echoes holds up a
+    """Posts too early are caught.
+
+    Two posts ahead block a single queue; a post ahead of what its message answers holds up a
     waiting host.
     """
     at_once = [

@@ -1,6 +1,4 @@
-"""The split of a profiler's trace: every millisecond belongs to one kind, and hidden communication
-is found.
-"""
+"""The split of a profiler's trace: every millisecond has one kind, and overlap is found."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ def event(
     }
 
 
-def test_a_step_is_told_exclusively_and_as_busy_time() -> None:
+def test_a_step_is_split_into_exclusive_and_busy_time() -> None:
     found = split(
         [
             event(GEMM, 1000, 400),

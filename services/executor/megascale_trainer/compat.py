@@ -49,7 +49,7 @@ def start_reduce_scatter(
     return work
 
 
-def accumulate_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+def accumulate_matmul(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """total += left @ right: ``total`` float32 [m, n], factors [m, k] and [k, n] of one dtype.
 
     On CUDA the GEMM itself sums in float32; a CPU has no such GEMM and widens bf16 factors first.

@@ -224,6 +224,7 @@ class Snapshotter:
                 pending.done.synchronize()
             elif not pending.done.query():  # type: ignore[no-untyped-call]
                 return
+        # From here on the slot belongs to the daemon: the next update may overwrite the states.
         self._pending = None
         message = Seal(
             kind="seal",

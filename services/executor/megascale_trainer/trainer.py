@@ -90,6 +90,8 @@ class StepResult:
         packed = torch.stack(values)
         self._event: torch.cuda.Event | None = None
         if packed.is_cuda:
+            # Into pinned memory, behind the step on its stream: a later read waits for this event
+            # and for nothing else.
             self._values = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
             self._values.copy_(packed, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -201,6 +203,7 @@ class Trainer:
                 self._copied.wait()
                 self._copied = None
             gradients = self._buffers.gradient_shards()
+            # The one all-reduce of a step: loss, gradient norm, broken ranks and votes.
             vector = local_totals(loss_sums, gradients, self._table.at, vote, self._device)
             self._groups.world.all_reduce(vector)
             totals, control = step_control(vector, self.config.optimizer.clip_norm)
@@ -210,6 +213,7 @@ class Trainer:
                 self._optimizer.update(
                     shards, self._buffers.parameter_shards(), control, rate, self.step + 1
                 )
+            # Overlapped buffers return at once: the next forward waits for each unit on entry.
             self._buffers.gather_parameters()
         self.step += 1
         samples = self.step * self.config.training.global_batch_size

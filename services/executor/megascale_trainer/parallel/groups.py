@@ -167,6 +167,7 @@ class Group:
         """Report on the status page which operations the device has ended; never waits."""
         if self._status is None:
             return
+        # A communicator runs its operations in order: the first that has not ended hides no other.
         before = len(self._in_progress)
         while self._in_progress and self._in_progress[0].ended():
             self._in_progress.popleft()
@@ -186,7 +187,7 @@ class Group:
 
     def _enter(self) -> None:
         if self._status is not None:
-            self.poll()
+            self.poll()  # ended ones leave the page before the next one is entered
             self._status.enter(self._row)
 
     def _post(self, work: dist.Work, tensor: torch.Tensor) -> Pending:
@@ -198,6 +199,7 @@ class Group:
     def _leave(self, tensor: torch.Tensor) -> None:
         if self._status is None:
             return
+        # On CUDA the call only enqueued it; the mark behind it shows when the device is done.
         if tensor.is_cuda:
             self._in_progress.append(_Mark())
         else:

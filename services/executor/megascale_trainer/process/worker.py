@@ -119,6 +119,7 @@ class _Worker:
             self._snapshots = self._register(trainer)
         done = self._restore(trainer)
         loop = self._step_loop(trainer)
+        # From here on garbage is only collected at chosen steps (see step_loop).
         gc.collect()
         gc.freeze()
         gc.disable()

@@ -113,6 +113,7 @@ class FlatBuffers:
 
     def gather_parameters(self) -> None:
         """All-gather every bucket of parameters from the ranks' shards, in the order of forward."""
+        # In place: the rank's own shard is a view of the bucket that it is gathered into.
         for placed in self._in_forward_order:
             self._dp.all_gather(placed.whole(self.parameters), placed.own(self.parameters))
 

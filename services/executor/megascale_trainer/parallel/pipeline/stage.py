@@ -50,12 +50,15 @@ class Stage:
             self._buffers.await_parameters("embedding")
             received = embed(batch, self._weights, model, tp)
         hidden = received
+        # Masks and rotary tables are made once per micro-batch and window, not once per layer.
         windows = {window for _, window, _ in self._layers}
         contexts = {
             window: batch_context(batch, self._config, window, self._operators)
             for window in windows
         }
         for unit, window, weights in self._layers:
+            # Outside the checkpoint: recomputation must not wait for parameters again or count the
+            # unit's backward twice.
             hidden = self._buffers.enter(unit, hidden)
             run = partial(
                 layer, context=contexts[window], weights=weights, model=model, sharding=tp

@@ -68,8 +68,9 @@ class _Column(torch.autograd.Function):
         matmuls: SequenceMatmuls = ctx.matmuls
 
         def accumulate() -> None:
-            compat.accumulate_product(ctx.main_grad, d_y.flatten(0, 1).t(), x.flatten(0, 1))
+            compat.accumulate_matmul(ctx.main_grad, d_y.flatten(0, 1).t(), x.flatten(0, 1))
 
+        # The weight gradient does not need the scattered result: the last rows travel under it.
         return matmuls.matmul_reduce_scatter(d_y, weight, accumulate), None, None, None
 
 
@@ -99,7 +100,7 @@ class _RowInput(torch.autograd.Function):
     def backward(ctx: Any, d_x: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         [x] = ctx.saved_tensors
         d_y, ctx.gradient.gathered = ctx.gradient.gathered, None
-        compat.accumulate_product(ctx.main_grad, x.flatten(0, 1).t(), d_y.flatten(0, 1))
+        compat.accumulate_matmul(ctx.main_grad, x.flatten(0, 1).t(), d_y.flatten(0, 1))
         return d_x, None, None
 
 
@@ -120,5 +121,6 @@ class _Row(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_part: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         matmuls: SequenceMatmuls = ctx.matmuls
+        # The weight needs the gathered gradient too: _RowInput's backward runs next and takes it.
         d_x, ctx.gradient.gathered = matmuls.all_gather_matmul(d_part, ctx.factor)
         return d_x, None, None, None
