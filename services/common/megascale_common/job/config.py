@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megascale_common.job import reading, validation
-from megascale_common.job.names import DEFAULT_OPTIMIZER
 from megascale_common.job.problems import JobError, JobProblem
 from megascale_common.job.rank_layout import RankLayout
 
@@ -138,7 +137,7 @@ class OptimizerConfig:
     are numbers for an optimizer of an installed package.
     """
 
-    name: str = DEFAULT_OPTIMIZER
+    name: str = "adamw"
     options: Mapping[str, float] = field(default_factory=dict)
     learning_rate: float = 3e-4
     beta1: float = 0.9

@@ -1,10 +1,9 @@
-"""Names: the DNS-1123 rule for jobs, tenants, nodes and clusters, and names with a meaning. Pure."""
+"""The rule for names of jobs, tenants, nodes and clusters: they are DNS-1123 labels. Pure."""
 
 from __future__ import annotations
 
 import re
 
-DEFAULT_OPTIMIZER = "adamw"  # the one that megascale_trainer.optimizer brings
 _DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 

@@ -11,7 +11,7 @@ import posixpath
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megascale_common.job.names import DEFAULT_OPTIMIZER, is_dns_label
+from megascale_common.job.names import is_dns_label
 from megascale_common.job.problems import JobProblem
 
 if TYPE_CHECKING:  # config calls what stands here
@@ -291,7 +291,7 @@ def _optimizer(config: JobConfig) -> Iterator[JobProblem]:
 
 def _optimizer_options(optimizer: OptimizerConfig) -> Iterator[JobProblem]:
     field, options = "optimizer.options", optimizer.options
-    if options and optimizer.name == DEFAULT_OPTIMIZER:
+    if options and optimizer.name == type(optimizer)().name:
         yield JobProblem(
             field,
             f"{optimizer.name} takes none",
