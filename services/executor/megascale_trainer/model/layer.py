@@ -118,7 +118,7 @@ def normalise(
     operators: Operators,
     added: Sequence[Weight] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x`` + its biases ``added`` + ``residual`` (None: nothing), and its norm ``name``."""
+    """``x`` + its biases ``added`` + ``residual`` (None: ``x`` alone), and its norm ``name``."""
     weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
     return operators.norm(x, residual, weight, bias, model.norm, model.norm_epsilon, added)
 
