@@ -8,7 +8,7 @@ try:
     job = load_job(sys.argv[1])
     with Client.from_run_folder() as client:  # $MEGASCALE_RUN_FOLDER, else ./runs/current
         client.submit(job)
-        for update in client.watch(job.name):  # survives a restart of the driver, ends with the job
+        for update in client.watch(job.name):  # until the job ends, across restarts of the driver
             if update.HasField("step"):
                 print(f"step {update.step.step}: loss {update.step.loss:.4f}")
             elif update.HasField("event"):

@@ -176,14 +176,14 @@ def _assemble(reader: _Reader, parameter: Parameter, wanted: ShardPiece) -> resh
         reshard.check_coverage(item.piece for item in stored)
     except CoverageError as error:
         raise RequestError(
-            f"{where}: {error}; resume with the model that wrote it, or in a new folder"
+            f"{where}: {error}; resume with the model and optimizer that wrote it, or in a new folder"
         ) from error
     have = stored[0].piece
     if (have.global_shape, have.dtype) != (wanted.global_shape, wanted.dtype):
         raise RequestError(
             f"{where} is {have.dtype} {have.global_shape} there and "
             f"{wanted.dtype} {wanted.global_shape} here; "
-            "resume with the model that wrote it, or in a new folder"
+            "resume with the model and optimizer that wrote it, or in a new folder"
         )
     whole = np.empty(wanted.global_shape, reshard.NUMPY_DTYPES[wanted.dtype])
     for item in stored:

@@ -215,9 +215,9 @@ class _Worker:
         if consumed != expected:
             raise RestoreRefused(
                 "OTHER",
-                f"the checkpoint of step {plan.step} has consumed {consumed} samples, training.global_batch_size = "
-                f"{self._config.training.global_batch_size} would make it {expected}: keep the batch size of the job "
-                "that wrote it",
+                f"the checkpoint of step {plan.step} has consumed {consumed} samples, "
+                f"training.global_batch_size = {self._config.training.global_batch_size} would "
+                f"make it {expected}: keep the batch size of the job that wrote it",
                 "",
             )
         trainer.finish_load(plan.step)
