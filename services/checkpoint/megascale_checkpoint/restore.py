@@ -176,7 +176,8 @@ def _assemble(reader: _Reader, parameter: Parameter, wanted: ShardPiece) -> resh
         reshard.check_coverage(item.piece for item in stored)
     except CoverageError as error:
         raise RequestError(
-            f"{where}: {error}; resume with the model and optimizer that wrote it, or in a new folder"
+            f"{where}: {error}; "
+            "resume with the model and optimizer that wrote it, or in a new folder"
         ) from error
     have = stored[0].piece
     if (have.global_shape, have.dtype) != (wanted.global_shape, wanted.dtype):
