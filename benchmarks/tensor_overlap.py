@@ -28,8 +28,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megascale_kernels.overlap.collective_matmul import OverlappedProducts, region_bytes
+from megascale_kernels.overlap.collective_matmul import OverlappedProducts
 from megascale_kernels.overlap.peer_memory import PeerMemory, open_peer_memory, why_unreachable
+from megascale_kernels.overlap.row_transfers import region_bytes
 from megascale_trainer.parallel.groups import Group
 from megascale_trainer.parallel.tensor.matmul import PlainProducts
 from megascale_trainer.parallel.tensor.sequence import gather, reduce_scatter

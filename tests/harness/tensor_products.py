@@ -20,8 +20,9 @@ from torch._C._distributed_c10d import FileStore
 from megascale_common.job.config import from_dict
 from megascale_common.job.rank_layout import RankLayout
 from megascale_kernels.overlap import peer_memory
-from megascale_kernels.overlap.collective_matmul import OverlappedProducts, region_bytes
+from megascale_kernels.overlap.collective_matmul import OverlappedProducts
 from megascale_kernels.overlap.peer_memory import PeerMemory, open_peer_memory, why_unreachable
+from megascale_kernels.overlap.row_transfers import region_bytes
 from megascale_trainer.parallel.groups import Group, create_groups, destroy_groups
 from megascale_trainer.parallel.tensor.matmul import PlainProducts, Products
 from megascale_trainer.parallel.tensor.overlapped_matmul import tensor_parallel

@@ -12,8 +12,9 @@ from collections.abc import Callable
 import torch
 
 from megascale_common.job.config import JobConfig
-from megascale_kernels.overlap.collective_matmul import OverlappedProducts, region_bytes
+from megascale_kernels.overlap.collective_matmul import OverlappedProducts
 from megascale_kernels.overlap.peer_memory import open_peer_memory, why_unreachable
+from megascale_kernels.overlap.row_transfers import region_bytes
 from megascale_trainer.parallel.groups import Group
 from megascale_trainer.parallel.tensor.matmul import TensorParallel, plain_tensor_parallel
 
