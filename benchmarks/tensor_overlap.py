@@ -28,8 +28,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megascale_kernels.overlap.collective_matmul import OverlappedProducts, region_bytes
+from megascale_kernels.overlap.collective_matmul import CollectiveMatmuls
 from megascale_kernels.overlap.peer_memory import PeerMemory, open_peer_memory, why_unreachable
+from megascale_kernels.overlap.row_transfers import region_bytes
 from megascale_trainer.parallel.groups import Group
 from megascale_trainer.parallel.tensor.matmul import PlainMatmuls
 from megascale_trainer.parallel.tensor.sequence import gather, reduce_scatter
@@ -100,7 +101,7 @@ def _measure(
     # one memory for all of them: each has ended on all ranks before the next is measured
     plain, overlapped = (
         PlainMatmuls(tp),
-        {number: OverlappedProducts(memory, number) for number in CHUNKS},
+        {number: CollectiveMatmuls(memory, number) for number in CHUNKS},
     )
     gathering: dict[str, Run] = {
         "product": lambda: torch.matmul(whole, into),
@@ -108,14 +109,14 @@ def _measure(
         "pull": lambda: _copy_all(memory, part, whole, pull=True),
         "push": lambda: _copy_all(memory, part, whole, pull=False),
         "sequential": lambda: plain.all_gather_matmul(part, into),
-        **{str(n): lambda n=n: overlapped[n].gather_multiply(part, into) for n in CHUNKS},
+        **{str(n): lambda n=n: overlapped[n].all_gather_matmul(part, into) for n in CHUNKS},
     }
     scattering: dict[str, Run] = {
         **gathering,
         "product": lambda: torch.matmul(wide, out_of),
         "collective": lambda: reduce_scatter(whole, tp),
         "sequential": lambda: plain.matmul_reduce_scatter(wide, out_of),
-        **{str(n): lambda n=n: overlapped[n].multiply_scatter(wide, out_of) for n in CHUNKS},
+        **{str(n): lambda n=n: overlapped[n].matmul_reduce_scatter(wide, out_of) for n in CHUNKS},
     }
     tokens = sequence * sizes[2]
     shapes = (

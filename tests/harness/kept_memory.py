@@ -16,7 +16,7 @@ from megascale_common.job.config import JobConfig, from_accepted
 from megascale_common.sizes.memory import rank_memory
 from megascale_common.sizes.parameter_table import parameter_table
 from megascale_kernels.operators import Operators
-from megascale_kernels.overlap.collective_matmul import OverlappedProducts
+from megascale_kernels.overlap.collective_matmul import CollectiveMatmuls
 from megascale_trainer.parallel.data.buffers import FlatBuffers
 from megascale_trainer.parallel.groups import Group, single_process_groups
 from megascale_trainer.parallel.pipeline.stage import Stage
@@ -100,4 +100,4 @@ def _tensor_parallel(config: JobConfig, device: torch.device) -> TensorParallel:
     if not config.parallelism.overlap.tp:
         return plain_tensor_parallel(group)
     memory = OwnMemory(size, rank_memory(config, 0).peer_memory_bytes, device)
-    return TensorParallel(group, OverlappedMatmuls(group, OverlappedProducts(memory, chunks(size))))
+    return TensorParallel(group, OverlappedMatmuls(group, CollectiveMatmuls(memory, chunks(size))))

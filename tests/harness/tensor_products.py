@@ -18,8 +18,9 @@ from torch._C._distributed_c10d import FileStore
 from megascale_common.job.config import from_accepted
 from megascale_common.job.rank_layout import RankLayout
 from megascale_kernels.overlap import peer_memory
-from megascale_kernels.overlap.collective_matmul import OverlappedProducts, region_bytes
+from megascale_kernels.overlap.collective_matmul import CollectiveMatmuls
 from megascale_kernels.overlap.peer_memory import PeerMemory, open_peer_memory, why_unreachable
+from megascale_kernels.overlap.row_transfers import region_bytes
 from megascale_trainer.parallel.groups import Group
 from megascale_trainer.parallel.tensor.matmul import PlainMatmuls, SequenceMatmuls
 from megascale_trainer.parallel.tensor.overlapped_matmul import OverlappedMatmuls, tensor_parallel
@@ -60,7 +61,7 @@ def compare(
     for number in chunks:
         memory = _open(tp, region_bytes(part_bytes * world_size), device)
         for delay in (delay_s, 0.0):
-            kernel = OverlappedProducts(Delayed(memory, own, delay), number)
+            kernel = CollectiveMatmuls(Delayed(memory, own, delay), number)
             products = OverlappedMatmuls(tp, kernel)
             found = [operation(products) for operation in program]
             memory.barrier()  # the next object starts with the first slot again
@@ -98,10 +99,10 @@ def sum_is_wide(rank: int, world_size: int, folder: Path) -> float:
     A running sum in bf16 would stay 256.
     """
     tp, device = tp_group(rank, world_size, folder), device_of(rank)
-    products = OverlappedProducts(_open(tp, region_bytes(2 * world_size * 64), device), 1)
+    products = CollectiveMatmuls(_open(tp, region_bytes(2 * world_size * 64), device), 1)
     x = torch.zeros(world_size, 1, 8, dtype=torch.bfloat16, device=device)
     x[..., 0] = 1.0 if rank else 256.0
-    total = products.multiply_scatter(x, torch.eye(8, dtype=torch.bfloat16, device=device))[
+    total = products.matmul_reduce_scatter(x, torch.eye(8, dtype=torch.bfloat16, device=device))[
         0, 0, 0
     ].item()
     destroy_groups()
@@ -111,10 +112,10 @@ def sum_is_wide(rank: int, world_size: int, folder: Path) -> float:
 def too_much(rank: int, world_size: int, folder: Path) -> str:
     """Program of one rank: an operation that its slot cannot hold; returns the refusal."""
     tp, device = tp_group(rank, world_size, folder), device_of(rank)
-    products = OverlappedProducts(_open(tp, region_bytes(1024), device), 1)
+    products = CollectiveMatmuls(_open(tp, region_bytes(1024), device), 1)
     error = ""
     try:
-        products.gather_multiply(
+        products.all_gather_matmul(
             torch.zeros(65, 1, 4, device=device), torch.zeros(4, 4, device=device)
         )
     except RuntimeError as refusal:

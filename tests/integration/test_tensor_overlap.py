@@ -38,6 +38,16 @@ def test_results_are_the_plain_ones(
         assert set(wrong.values()) == {0}, wrong
 
 
+@pytest.mark.parametrize(("size", "chunks"), [(2, [1, 2, 5]), (3, [1, 4]), (4, [1, 2, 3])])
+def test_gemms_in_fp8_are_the_plain_ones(
+    size: int, chunks: list[int], pool: RankPool, tmp_path: Path
+) -> None:
+    arguments = {"chunks": chunks, "operations": 24, "part_rows": 20, "delay_s": 1e-3}
+    for wrong in pool.run("tests.harness.fp8_gemms:compare", size, tmp_path, **arguments):
+        assert len(wrong) == 2 * len(chunks)
+        assert set(wrong.values()) == {0}, wrong
+
+
 def test_memory_is_shared(pool: RankPool, tmp_path: Path) -> None:
     for rank, result in enumerate(pool.run(f"{PROGRAMS}:memory_is_shared", 3, tmp_path)):
         assert result["reason"] == ""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,8 +19,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megascale_kernels.overlap import collective_matmul as products_module
-from megascale_kernels.overlap.collective_matmul import OverlappedProducts, region_bytes
+from megascale_kernels.gemm import Gemm
+from megascale_kernels.overlap import row_transfers
+from megascale_kernels.overlap.collective_matmul import CollectiveMatmuls
+from megascale_kernels.overlap.fp8_matmul import Fp8Gemms, OverlappedFp8Gemms
+from megascale_kernels.overlap.row_transfers import region_bytes
+from megascale_kernels.quantize import Per, quantize, transpose
 
 MAIN, SIDE = 0, 1
 Clock = dict[tuple[int, int], int]  # newest known note of each (rank, stream)
@@ -178,26 +182,59 @@ def _join(*clocks: Clock) -> Clock:
 def _run(
     size: int, chunks: int, monkeypatch: pytest.MonkeyPatch, notes_type: type[_Notes] = _Notes
 ) -> list[_Notes]:
-    """What each rank notes of the same ten operations."""
-    kinds = random.Random(size).choices((False, True), k=7)
-    kinds += [True, True, False, False, True]  # each after each, and each after itself
+    """What each rank notes of the same operations."""
+    dice = random.Random(size)
+    names = dice.choices(list(_OPERATIONS), k=7)
+    names += [name for name in _OPERATIONS for _ in range(2)]  # each after itself, and more
     regions = [torch.zeros(region_bytes(4 * 6 * size * 8), dtype=torch.uint8) for _ in range(size)]
     ranks = []
     for rank in range(size):
         notes = notes_type(rank, regions)
-        monkeypatch.setattr(products_module, "SideStream", lambda device, side=notes: side)
+        monkeypatch.setattr(row_transfers, "SideStream", lambda device, side=notes: side)
         with torch.no_grad(), notes:
-            products = OverlappedProducts(notes, chunks)
-            weight = torch.ones(8, 8)
-            for gathers in kinds:
-                x = torch.ones(6 if gathers else 6 * size, 1, 8)
-                if gathers:
-                    product, gathered = products.gather_multiply(x, weight)
-                    torch.mm(gathered.flatten(0, 1).t(), product.flatten(0, 1))
-                else:
-                    products.multiply_scatter(x, weight, partial(torch.sum, x)).add_(1.0)
+            products = CollectiveMatmuls(notes, chunks)
+            gemms = OverlappedFp8Gemms(products.transfers, Gemm())
+            for name in names:
+                _OPERATIONS[name](products, gemms, size)
         ranks.append(notes)
     return ranks
+
+
+def _gather(products: CollectiveMatmuls, gemms: Fp8Gemms, size: int) -> None:
+    product, gathered = products.all_gather_matmul(torch.ones(6, 1, 8), torch.ones(8, 8))
+    torch.mm(gathered.flatten(0, 1).t(), product.flatten(0, 1))
+
+
+def _scatter(products: CollectiveMatmuls, gemms: Fp8Gemms, size: int) -> None:
+    x = torch.ones(6 * size, 1, 8)
+    products.matmul_reduce_scatter(x, torch.ones(8, 8), partial(torch.sum, x)).add_(1.0)
+
+
+def _fp8_gather(
+    products: CollectiveMatmuls, gemms: Fp8Gemms, size: int, per: Per = "tensor"
+) -> None:
+    weight = quantize(torch.ones(8, 8)).over_columns()
+    product, gathered = gemms.all_gather_matmul(quantize(torch.ones(6, 8), per=per), weight)
+    torch.mm(transpose(gathered).over_rows().data.float(), product.float())
+
+
+def _fp8_scatter(products: CollectiveMatmuls, gemms: Fp8Gemms, size: int) -> None:
+    x, weight = (quantize(torch.ones(rows, 8)).over_columns() for rows in (6 * size, 8))
+    gemms.matmul_reduce_scatter(x, weight, partial(torch.sum, x.data.float())).add_(1.0)
+
+
+def _fp8_largest(products: CollectiveMatmuls, gemms: Fp8Gemms, size: int) -> None:
+    gemms.largest(torch.ones(1)).add_(1.0)
+
+
+_OPERATIONS: Mapping[str, Callable[[CollectiveMatmuls, Fp8Gemms, int], None]] = {
+    "gather": _gather,
+    "scatter": _scatter,
+    "fp8 gather": _fp8_gather,
+    "fp8 gather by rows": partial(_fp8_gather, per="row"),
+    "fp8 scatter": _fp8_scatter,
+    "fp8 largest": _fp8_largest,
+}
 
 
 @pytest.mark.parametrize(("size", "chunks"), [(2, 1), (2, 3), (3, 1), (4, 2)])
@@ -232,5 +269,5 @@ def test_the_detector_sees_a_missing_order(
 def test_the_detector_sees_a_slot_that_is_used_again_too_early(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(products_module, "_SLOTS", 1)
+    monkeypatch.setattr(row_transfers, "_SLOTS", 1)
     assert _races(_run(2, 1, monkeypatch))

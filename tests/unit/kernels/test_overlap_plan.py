@@ -55,7 +55,22 @@ def test_as_many_steps_of_like_size_as_asked_for(
     assert wanted <= len(steps) <= wanted + leaps
     if not leaps:
         lengths = [step.stop - step.start for step in steps]
-        assert max(lengths) - min(lengths) <= (rows if chunks < size - 1 else 1)
+        assert max(lengths) - min(lengths) < (rows + 1 if chunks < size - 1 else 2 * unit(lengths))
+
+
+def unit(lengths: list[int]) -> int:
+    """At multiples of what chunks with these lengths are cut."""
+    return next(unit for unit in (128, 16, 1) if unit * len(lengths) <= sum(lengths))
+
+
+@given(st.data(), st.integers(2, 9), st.integers(1, 64), CHUNKS)
+def test_parts_of_many_rows_are_cut_at_multiples(
+    data: st.DataObject, size: int, rows: int, chunks: int
+) -> None:
+    index, rows = data.draw(st.integers(0, size - 1)), 16 * rows
+    steps = gather_plan(index, size, rows, chunks)
+    multiple = 16 if chunks * 16 <= (size - 1) * rows else 1
+    assert all(step.start % multiple == step.stop % multiple == 0 for step in steps)
 
 
 def test_an_example() -> None:

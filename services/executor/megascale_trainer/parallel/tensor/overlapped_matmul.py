@@ -11,10 +11,14 @@ from collections.abc import Callable
 import torch
 
 from megascale_common.job.config import JobConfig
-from megascale_kernels.overlap.collective_matmul import OverlappedProducts, region_bytes
+from megascale_kernels.overlap.collective_matmul import CollectiveMatmuls
 from megascale_kernels.overlap.peer_memory import open_peer_memory, why_unreachable
+from megascale_kernels.overlap.row_transfers import region_bytes
 from megascale_trainer.parallel.groups import Group
 from megascale_trainer.parallel.tensor.sharding import TensorParallel, plain_tensor_parallel
+
+# benchmarks/results/2026-11-22-fp8-overlap-2x-and-4xh200.md
+_ONE_STEP_UP_TO = 4
 
 
 def tensor_parallel(
@@ -47,17 +51,18 @@ def tensor_parallel(
         device,
         timeout_s=config.recovery.collective_timeout_s,
     )
-    kernel = OverlappedProducts(memory, chunks(group.size))
+    kernel = CollectiveMatmuls(memory, chunks(group.size))
     return TensorParallel(group, OverlappedMatmuls(group, kernel))
 
 
 def chunks(size: int) -> int:
     """Into how many steps the rows of ``size - 1`` peers are cut.
 
-    Few, because a GEMM of few rows fills a device badly; enough that the first of them arrive
-    under the GEMM of a rank's own rows, which are 1 / ``size`` of all.
+    Few, because a GEMM of few rows fills a device badly. One is the fastest on 2 and on 4 H200s:
+    two steps cost a layer 1.5 to 3 % on 4 (30B and 7B, bf16). Above that nothing is measured; three
+    let the first peers' rows arrive under the GEMM of a rank's own, which are 1 / ``size`` of all.
     """
-    return min(max(size // 2, 1), 3)
+    return 1 if size <= _ONE_STEP_UP_TO else 3
 
 
 class OverlappedMatmuls:
@@ -66,17 +71,17 @@ class OverlappedMatmuls:
     Copies between peers bypass the communicator, so the status page would not show them otherwise.
     """
 
-    def __init__(self, group: Group, kernel: OverlappedProducts) -> None:
+    def __init__(self, group: Group, kernel: CollectiveMatmuls) -> None:
         self._group, self._kernel = group, kernel
 
     def all_gather_matmul(
         self, part: torch.Tensor, factor: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with self._group.operation(part):
-            return self._kernel.gather_multiply(part, factor)
+            return self._kernel.all_gather_matmul(part, factor)
 
     def matmul_reduce_scatter(
         self, x: torch.Tensor, factor: torch.Tensor, meanwhile: Callable[[], None] | None = None
     ) -> torch.Tensor:
         with self._group.operation(x):
-            return self._kernel.multiply_scatter(x, factor, meanwhile)
+            return self._kernel.matmul_reduce_scatter(x, factor, meanwhile)
