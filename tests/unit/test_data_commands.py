@@ -1,4 +1,4 @@
-"""`megascale data`: what a person does with it, and what they are told when it goes wrong."""
+"""`megascale data`: what a person does with it, and the messages when it goes wrong."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_each_operation_is_counted_when_the_device_has_done_it(
     assert row() == (5, 0)
     device.reached = 2
     group.poll()
-    assert row() == (5, 2), "the others are still under way"
+    assert row() == (5, 2), "the others are still in progress"
     device.reached = 4
     with group.operation(on_cuda):
         pass

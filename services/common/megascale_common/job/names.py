@@ -1,4 +1,4 @@
-"""Names: the DNS-1123 rule for jobs, tenants, nodes and clusters, and names with a meaning. Pure."""
+"""The DNS-1123 rule for names of jobs, tenants, nodes and clusters; names with a meaning. Pure."""
 
 from __future__ import annotations
 
