@@ -4,13 +4,15 @@
 #   INSTALL=0            use PYTHON as it is, install nothing (hosts without network)
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
-# CUDA builds of torch bring their own; a CPU build has none, and the kernels' tests run it as an interpreter.
+# CUDA builds of torch bring their own. A CPU build has none; there the kernels' tests use Triton's
+# interpreter.
 TRITON ?= triton==3.9.0
 INSTALL ?= 1
 VENV ?= .venv
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
-# Many tests wait for a timeout of the product, so three processes keep two cores busy: one for each lane (tests/conftest.py).
+# Many tests wait for a timeout of the services, so three processes keep two cores busy: one for
+# each lane (tests/conftest.py).
 TEST_PROCESSES ?= 3
 
 ROOTS := proto services/common services/driver services/executor services/checkpoint kernels clients/python clients/cli
@@ -19,7 +21,7 @@ PAGES := $(basename $(notdir $(wildcard docs/generate_*.py)))
 empty :=
 space := $(empty) $(empty)
 export PYTHONPATH := $(subst $(space),:,$(addprefix $(CURDIR)/,$(ROOTS)))$(if $(PYTHONPATH),:$(PYTHONPATH))
-# A slow reverse look-up would stall a rendezvous for five seconds; workers run one thread each.
+# A slow reverse look-up would delay a rendezvous by five seconds; workers run one thread each.
 export RES_OPTIONS := timeout:1 attempts:1
 export OMP_NUM_THREADS := 1
 
@@ -73,19 +75,19 @@ format: $(READY) ## format the code
 proto: $(VENV)-proto/.ready ## generate the Python code of the protos
 	$(VENV)-proto/bin/python proto/generate.py
 
-proto-check: $(VENV)-proto/.ready ## is the generated code fresh?
+proto-check: $(VENV)-proto/.ready ## check that the generated code is up to date
 	$(VENV)-proto/bin/python proto/generate.py --check
 
 docs: $(READY) ## write the generated parts of docs/*.md
 	@for page in $(PAGES); do $(PY) -m docs.$$page || exit 1; done
 
-docs-check: $(READY) ## are the generated parts of docs/*.md fresh?
+docs-check: $(READY) ## check that the generated parts of docs/*.md are up to date
 	@for page in $(PAGES); do $(PY) -m docs.$$page --check || exit 1; done
 
 dashboard: $(READY) ## write deploy/grafana/megascale.json from the metrics in the code
 	$(PY) -m deploy.grafana.generate
 
-dashboard-check: $(READY) ## is deploy/grafana/megascale.json fresh?
+dashboard-check: $(READY) ## check that deploy/grafana/megascale.json is up to date
 	$(PY) -m deploy.grafana.generate --check
 
 bench: $(READY) ## run the benchmarks that need no special hardware
@@ -95,7 +97,7 @@ clean: ## remove environments, caches and runs
 	rm -rf $(VENV) $(VENV)-proto .tools runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Debian splits venv off; get it where we may, else say what to do.
+# Debian has venv in a package of its own: install it as root, else print what to do.
 define make_venv
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { \
 	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get update -qq && apt-get install -y -qq python3-venv; \
@@ -120,8 +122,9 @@ $(VENV)-proto/.ready:
 	$(VENV)-proto/bin/python -m pip install --quiet --disable-pip-version-check grpcio-tools==1.66.2 mypy-protobuf==3.7.0 'setuptools<81'
 	@touch $@
 
-# Where they are not installed and apt-get is there, the package is unpacked, not installed: that needs no root and
-# starts no service. apt checks the package's signature; its lists are our own, so that they are never too old.
+# If they are missing and apt-get exists, the package is unpacked, not installed: that needs no root
+# and starts no service. apt checks the package's signature; its lists are our own, so that they are
+# never too old.
 APT := apt-get -qq -o APT::Sandbox::User=root -o Dir::State=$(TOOLS)/apt -o Dir::State::status=/var/lib/dpkg/status -o Dir::Cache=$(TOOLS)/apt
 system-tools:
 	@if command -v promtool >/dev/null && command -v prometheus >/dev/null; then exit 0; fi; \

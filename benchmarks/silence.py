@@ -81,8 +81,8 @@ class SilentProcessGroup(dist.ProcessGroup):
 def create_silent_group(world_size: int) -> SilentProcessGroup:
     """A silent group of all ranks, to stand in for any group of them; collective.
 
-    torch.distributed must be initialised; :func:`megascale_trainer.process.bootstrap.destroy_groups`
-    destroys this group too.
+    torch.distributed must be initialised;
+    :func:`megascale_trainer.process.bootstrap.destroy_groups` destroys this group too.
     """
     if not hasattr(dist.Backend, _BACKEND.upper()):
         dist.Backend.register_backend(_BACKEND, _create, devices=["cpu", "cuda"])

@@ -1,7 +1,7 @@
-"""The examples of the API page: what the scripts of clients/grpcurl really send.
+"""The examples of the API page: the requests that the scripts of clients/grpcurl send.
 
 Each script runs with a program in place of grpcurl that records its arguments, so no cluster is
-needed, and the page shows the very request that tests/integration/test_grpcurl.py sends to one.
+needed, and the page shows the same request that tests/integration/test_grpcurl.py sends to one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FOLDERS = {
     "ExecutorService": "executor",
     "CheckpointService": "checkpoint",
 }
-# What stands on the page for each argument that a script requires.
+# The value on the page for each argument that a script requires.
 _SAMPLES = {
     "JOB": "demo",
     "NAME": "demo",
@@ -79,7 +79,7 @@ def _recorded(script: Path, arguments: list[str]) -> tuple[str, str]:
             "MEGASCALE_TOKEN": "none",
         }
         environment = {"PATH": os.environ["PATH"], **settings}
-        # The status says nothing here: link/connect.sh expects to be refused.
+        # The exit status means nothing here: link/connect.sh expects to be refused.
         subprocess.run([script, *arguments], env=environment, capture_output=True, check=False)
         sent = record.read_text()
     data, _, rest = sent.partition("\n-d\n")[2].partition(f"\n{_ADDRESS}\n")

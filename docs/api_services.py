@@ -24,7 +24,7 @@ _ERROR = re.compile(r"([A-Z_, ]+?)(?: \(([A-Z_]+)\))?: (.+)")
 
 @dataclass(frozen=True, slots=True)
 class Error:
-    """One way in which a call fails; ``reason`` is empty where it carries no ErrorInfo."""
+    """One way in which a call fails; ``reason`` is empty if it carries no ErrorInfo."""
 
     codes: tuple[str, ...]
     reason: str

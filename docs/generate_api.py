@@ -16,7 +16,7 @@ from docs.api_examples import FOLDERS, example
 from docs.api_services import FILES, Call, Error, Service, field_comments, services
 
 PAGE = pages.DOCS / "api.md"
-# The shell variable that holds the address of a service, as the head of the page sets it.
+# The shell variable with the address of a service, as set at the top of the page.
 _ADDRESSES = {"driver": "$DRIVER", "link": "$DRIVER", "executor": "$EXECUTOR"}
 _SCALARS = {
     getattr(FieldDescriptor, name): name.removeprefix("TYPE_").lower()

@@ -1,4 +1,4 @@
-"""Draw the rooms and who imports whom in docs/architecture.md, from the imports in the source.
+"""Draw the rooms and their imports in docs/architecture.md, from the source.
 
 python -m docs.generate_rooms [--check]
 """
@@ -27,7 +27,7 @@ def text() -> str:
 def _with_arrows(
     package: str, graph: Mapping[str, set[str]], rooms: imports.Graph
 ) -> imports.Graph:
-    """The packages among the rooms, and the single modules that a package is tied to."""
+    """The packages among the rooms, and single modules with an arrow from or to a package."""
     inner = {room for room in rooms if _is_package(package, room, graph)}
     tied = {room for room, targets in rooms.items() if targets & inner}
     tied |= {target for room in inner for target in rooms[room]}
@@ -51,7 +51,7 @@ def _is_package(package: str, room: str, graph: Mapping[str, set[str]]) -> bool:
 
 
 def _id(room: str) -> str:
-    """A name for the picture's source: some plain words, such as ``end``, are mermaid's own."""
+    """A name in the picture's source: some words, such as ``end``, are reserved in mermaid."""
     return f"room_{room.replace('.', '_')}"
 
 

@@ -1,4 +1,4 @@
-"""Who imports whom: the modules of this repository and their imports, read from the source.
+"""The modules of this repository and what they import, read from the source.
 
 A room is a package of pyproject.toml's list, a package inside one, or a single module beside such
 packages. Generated code counts as one room, ``megascale.v1``.
@@ -39,8 +39,8 @@ def modules() -> dict[str, Path]:
 def imported(path: Path) -> set[str]:
     """Full names that a module imports when it runs, anywhere in its source.
 
-    ``from a import b`` counts as ``a.b``, for b may be a module. What only a type checker imports
-    (``if TYPE_CHECKING:``) does not count, as in import-linter's settings.
+    ``from a import b`` counts as ``a.b``, as b may be a module. Imports for type checkers only
+    (``if TYPE_CHECKING:``) do not count, as in import-linter's settings.
     """
     found = set()
     waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
@@ -95,7 +95,7 @@ def cycles(graph: Mapping[str, set[str]]) -> list[set[str]]:
 
 
 def reachable(room: str, graph: Mapping[str, set[str]]) -> set[str]:
-    """All that ``room`` imports, directly or through others."""
+    """Every room that ``room`` imports, directly or through others."""
     found: set[str] = set()
     waiting = [room]
     while waiting:
@@ -139,7 +139,7 @@ def upward(graph: Graph) -> list[str]:
 
 
 def _number(module: str, rank: Mapping[str, int]) -> float:
-    """Number of the layer that a module belongs to, 0 the highest; not a number: it has none."""
+    """Number of the layer that a module belongs to, 0 the highest; NaN if it has none."""
     numbers = (n for room, n in rank.items() if f"{module}.".startswith(f"{room}."))
     return next(numbers, float("nan"))
 
@@ -153,7 +153,7 @@ def _module(target: str, known: Iterable[str]) -> str:
 
 
 def _child(parent: str, module: str) -> str | None:
-    """The room directly inside ``parent`` that ``module`` is or lies in."""
+    """The room directly inside ``parent`` that is or contains ``module``; None if there is none."""
     if not parent:
         return CONTRACT if module == CONTRACT else module.partition(".")[0]
     inside = module.removeprefix(f"{parent}.")

@@ -1,4 +1,4 @@
-"""What the generators share: the part of a page that is written from the code."""
+"""The generated part of a page: read, written or compared. All generators share this module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ END = "<!-- End of the generated part. -->"
 def run(page: Path, text: Callable[[], str], arguments: Sequence[str] | None = None) -> int:
     """The main function of a generator: write ``text()`` between the markers of ``page``.
 
-    With --check it only compares. Returns the exit status: 1 when --check finds a stale page.
+    With --check it only compares. Returns the exit status: 1 if --check finds a stale page.
     """
     parser = argparse.ArgumentParser(description=f"Write the generated part of {page.name}.")
     parser.add_argument(

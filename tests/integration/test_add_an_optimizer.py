@@ -68,7 +68,7 @@ def test_it_trains_and_goes_on_from_its_checkpoint_bit_for_bit(site: Path, tmp_p
     trainer = _trainer(MOMENTUM)
     assert list(trainer.states()) == ["master", "momentum"]
     losses = [step(trainer, 0).read().loss for _ in range(KEPT_STEP)]
-    # What the daemon gets by registration is all that it has of the states.
+    # The daemon has no other source for the states than this message.
     layout = layout_from_dict(trainer.shard_layout().to_dict())
     image = torch.zeros(layout.slot_bytes, dtype=torch.uint8)
     trainer.state_copy_to(image)

@@ -18,7 +18,7 @@ from megascale_common.service.errors import RequestError, ServiceError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PARTIES = {"client", "operator", "node agent", "driver", "checkpoint daemon"}
-# Who calls, by the package whose code does.
+# The caller, by the package whose code calls.
 CALLERS = {
     "megascale_driver": "driver",
     "megascale_executor": "node agent",
@@ -26,7 +26,7 @@ CALLERS = {
 }
 SERVICES = services()
 CALLS = [(service, call) for service in SERVICES for call in service.calls]
-# What these raise ends on a command line or inside a process, never in the answer to a call.
+# Errors of these end on a command line or inside a process, never in the response to a call.
 INNER = (
     "/platform/",
     "/commands",
@@ -61,8 +61,10 @@ KINDS = kinds()
 
 
 def reasons(node: ast.AST) -> Iterator[tuple[ast.AST | str, str]]:
-    """(reason, class name or "") of an error in a node: a call of a class of the tree, a refusal of
-    the core (``refuse(REASON)``, ``refusal = REASON``), or its table (REASON: (class, message)).
+    """(reason, class name or "") of each error in a node.
+
+    A node is a call of a class of the tree, a refusal of the driver's core (``refuse(REASON)``,
+    ``refusal = REASON``), or a table of refusals (REASON: (class, message)).
     """
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in KINDS:
         given = next((word.value for word in node.keywords if word.arg == "reason"), None)
@@ -76,24 +78,23 @@ def reasons(node: ast.AST) -> Iterator[tuple[ast.AST | str, str]]:
             yield node.args[0], ""
         elif node.func.attr == "of_code":
             yield node.args[1], ""
-    elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
-        if node.targets[0].attr == "refusal":
-            choice = node.value
-            values = [choice.body, choice.orelse] if isinstance(choice, ast.IfExp) else [choice]
-            yield from ((value, "") for value in values)
+    elif (
+        isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Attribute)
+        and node.targets[0].attr == "refusal"
+    ):
+        choice = node.value
+        values = [choice.body, choice.orelse] if isinstance(choice, ast.IfExp) else [choice]
+        yield from ((value, "") for value in values)
     elif isinstance(node, ast.Dict):
         for key, value in zip(node.keys, node.values, strict=True):
-            if (
-                key is not None
-                and isinstance(value, ast.Tuple)
-                and isinstance(value.elts[0], ast.Name)
-            ):
-                if value.elts[0].id in KINDS:
-                    yield key, value.elts[0].id
+            kind = value.elts[0] if isinstance(value, ast.Tuple) else None
+            if key is not None and isinstance(kind, ast.Name) and kind.id in KINDS:
+                yield key, kind.id
 
 
 def raised() -> dict[str, set[str]]:
-    """Every reason of an ErrorInfo that the services' calls end with, with its codes."""
+    """Every reason of an ErrorInfo in the services' responses, with its codes."""
     found: dict[str, set[str]] = defaultdict(set)
     for path, tree in MODULES.items():
         answers = path.as_posix().endswith(ANSWERS)
@@ -107,13 +108,13 @@ def raised() -> dict[str, set[str]]:
     return found
 
 
-# Sent to workers over the node's own socket, or caught where a newer checkpoint is passed over.
+# Sent to workers over the node's own socket, or caught where a damaged checkpoint is skipped.
 LOCAL = {"LIMIT", "MISSING_FILE"}
 RAISED = {reason: codes for reason, codes in raised().items() if reason not in LOCAL}
 
 
-def named() -> dict[str, set[str]]:
-    """Every reason that the protos name, with its codes."""
+def listed() -> dict[str, set[str]]:
+    """Every reason that the protos list, with its codes."""
     found: dict[str, set[str]] = defaultdict(set)
     for service in SERVICES:
         for comment in (service.comment, *(call.comment for call in service.calls)):
@@ -123,22 +124,22 @@ def named() -> dict[str, set[str]]:
     return found
 
 
-def test_the_protos_name_every_reason_that_handlers_raise_and_no_other() -> None:
-    # Those of exceptions that are not of the tree, and of a call without a token, are everybody's.
+def test_the_protos_list_every_reason_that_handlers_raise_and_no_other() -> None:
+    # Every call may end with these: exceptions that are not of the tree, and a missing token.
     general = {"BAD_JOB_SPEC", "FORBIDDEN", "STORAGE_UNAVAILABLE", "INTERNAL", "NO_TOKEN"}
-    assert set(named()) - general == set(RAISED) - general
-    assert general <= set(named())
+    assert set(listed()) - general == set(RAISED) - general
+    assert general <= set(listed())
 
 
 @pytest.mark.parametrize("reason", sorted(RAISED))
-def test_a_reason_is_named_with_the_code_that_it_is_raised_with(reason: str) -> None:
+def test_a_reason_is_listed_with_the_code_that_it_is_raised_with(reason: str) -> None:
     codes = RAISED[reason]
-    assert codes <= named()[reason]
-    if codes and reason != "REFUSED_BY_NODE":  # which keeps the code of the node
-        assert codes == named()[reason]
+    assert codes <= listed()[reason]
+    if codes and reason != "REFUSED_BY_NODE":  # it has the code of the node's error
+        assert codes == listed()[reason]
 
 
-def test_the_tree_of_errors_is_drawn_as_it_is() -> None:
+def test_the_drawing_of_the_errors_agrees_with_the_classes() -> None:
     drawing = (errors.__doc__ or "").partition("    ServiceError")[2]
     drawn = re.findall(r"(?:├──|└──) (\w+) +(?:([A-Z_]+), )?([A-Z_]+):", drawing)
     assert {name for name, _, _ in drawn} == set(KINDS) - {"ServiceError"}
@@ -150,7 +151,7 @@ def test_the_tree_of_errors_is_drawn_as_it_is() -> None:
 
 
 @each_call
-def test_a_call_says_what_it_does_and_who_calls_it(service: Service, call: Call) -> None:
+def test_a_call_has_a_description_and_its_callers(service: Service, call: Call) -> None:
     assert call.comment.text.endswith(".")
     assert call.comment.callers and set(call.comment.callers) <= PARTIES
     assert all(error.when.endswith(".") for error in call.comment.errors)
@@ -159,7 +160,7 @@ def test_a_call_says_what_it_does_and_who_calls_it(service: Service, call: Call)
             is_call = isinstance(node, ast.Attribute) and node.attr == call.name
             if is_call and isinstance(node.value, ast.Name) and node.value.id == "stub":
                 package = next(part for part in path.parts if part in CALLERS)
-                # A platform starts clusters, from the outside.
+                # A platform starts clusters from outside, as a client.
                 party = "client" if "platform" in path.parts else CALLERS[package]
                 assert party in call.comment.callers, path
 
@@ -177,7 +178,7 @@ def test_every_message_field_and_value_has_a_comment() -> None:
     comments = field_comments()
     for file in FILES:
         for message in file.DESCRIPTOR.message_types_by_name.values():
-            # Requests and responses stand beside the comment of their call.
+            # The comment of the call describes its request and response.
             assert comments[message.name] or message.name.endswith(("Request", "Response"))
             for field in message.fields:
                 assert comments[f"{message.name}.{field.name}"].endswith("."), field.full_name
@@ -195,7 +196,7 @@ def test_a_malformed_error_is_refused() -> None:
         parse("// Errors:\n// - it is gone.")
 
 
-def test_a_generated_page_is_fresh_or_says_what_to_do(
+def test_a_stale_page_is_reported_with_the_command_that_refreshes_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert pages.run(generate_api.PAGE, generate_api.text, ["--check"]) == 0

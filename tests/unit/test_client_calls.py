@@ -69,7 +69,7 @@ async def test_refused_fields_become_problems(driver: ScriptedDriver) -> None:
     assert [(p.field, p.problem) for p in caught.value.problems] == fields
 
 
-async def test_a_refused_field_of_another_call_is_no_refused_job(driver: ScriptedDriver) -> None:
+async def test_a_refused_field_of_another_call_is_not_a_refused_job(driver: ScriptedDriver) -> None:
     fields = [("rank", "9 is not one of the job's 8 ranks")]
     driver.errors = [of_code(grpc.StatusCode.INVALID_ARGUMENT, "INVALID", "bad", fields=fields)]
     async with AsyncClient(driver.address, TOKEN) as client:
@@ -97,7 +97,7 @@ async def test_a_mutation_is_repeated_with_the_same_request_id(driver: ScriptedD
     assert fourth not in ("", first)
 
 
-async def test_a_standby_names_the_leader_and_the_call_goes_there(driver: ScriptedDriver) -> None:
+async def test_a_call_goes_to_the_leader_that_a_standby_reports(driver: ScriptedDriver) -> None:
     leader = await start_driver()
     hint = {"leader": leader.address}
     driver.errors = [of_code(grpc.StatusCode.UNAVAILABLE, "NOT_LEADER", "standby", metadata=hint)]
@@ -107,7 +107,9 @@ async def test_a_standby_names_the_leader_and_the_call_goes_there(driver: Script
     await leader.server.stop(0)
 
 
-async def test_two_standbys_that_name_each_other_end_in_unavailable(driver: ScriptedDriver) -> None:
+async def test_standbys_that_report_each_other_as_leader_end_in_unavailable(
+    driver: ScriptedDriver,
+) -> None:
     hint = {"leader": driver.address}
     driver.errors = [
         of_code(grpc.StatusCode.UNAVAILABLE, "NOT_LEADER", "standby", metadata=hint)
@@ -128,23 +130,17 @@ def self_signed(folder: Path) -> Tls:
     """Key and certificate of a driver on 127.0.0.1."""
     key, certificate = folder / "key.pem", folder / "certificate.pem"
     command = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:prime256v1",
-        "-nodes",
+        *("openssl", "req", "-x509", "-nodes", "-days", "1"),
+        *("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"),
+        *("-subj", "/CN=driver", "-addext", "subjectAltName=IP:127.0.0.1"),
     ]
-    command += ["-days", "1", "-subj", "/CN=driver", "-addext", "subjectAltName=IP:127.0.0.1"]
     subprocess.run(
         [*command, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True
     )
     return Tls(key, certificate)
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl for its certificate")
 async def test_a_driver_with_tls_is_reached_by_its_certificate_only(tmp_path: Path) -> None:
     tls = self_signed(tmp_path)
     server = RpcServer(TOKEN, tls=tls)

@@ -1,4 +1,4 @@
-"""The synchronous client: the methods of the asynchronous one, on a thread that always ends."""
+"""The synchronous client: the methods of the asynchronous one, run by a thread that always ends."""
 
 from __future__ import annotations
 
@@ -92,19 +92,20 @@ def test_the_exported_names_are_frozen() -> None:
 
 
 @pytest.mark.parametrize("name", ["__init__", *sorted(METHODS - {"from_run_folder"})])
-def test_a_method_takes_and_gives_the_same_in_both_clients(name: str) -> None:
+def test_a_method_takes_and_returns_the_same_in_both_clients(name: str) -> None:
     ours, theirs = getattr(Client, name), getattr(AsyncClient, name)
     assert list(inspect.signature(ours).parameters.values()) == list(
         inspect.signature(theirs).parameters.values()
     )
-    gives, given = typing.get_type_hints(ours)["return"], typing.get_type_hints(theirs)["return"]
-    if typing.get_origin(given) is AsyncIterator:
-        assert (typing.get_origin(gives), typing.get_args(gives)) == (
-            Iterator,
-            typing.get_args(given),
-        )
+    returned, expected = (
+        typing.get_type_hints(ours)["return"],
+        typing.get_type_hints(theirs)["return"],
+    )
+    if typing.get_origin(expected) is AsyncIterator:
+        assert typing.get_origin(returned) is Iterator
+        assert typing.get_args(returned) == typing.get_args(expected)
     else:
-        assert gives == given
+        assert returned == expected
 
 
 async def test_calls_and_iterators_return_the_drivers_answers(driver: ScriptedDriver) -> None:
@@ -112,9 +113,8 @@ async def test_calls_and_iterators_return_the_drivers_answers(driver: ScriptedDr
     driver.verdicts = {"matrix_product": types_pb2.CHECK_VERDICT_FAIL}
 
     def use(client: Client) -> None:
-        assert (
-            client.submit(job_pb2.JobSpec(name="a")).spec.name == client.get("a").spec.name == "a"
-        )
+        assert client.submit(job_pb2.JobSpec(name="a")).spec.name == "a"
+        assert client.get("a").spec.name == "a"
         assert [node.name for node in client.nodes()] == ["n0", "n1", "n2"]
         assert [update.step.step for update in client.watch("a")] == [1, 2, 3]
         assert list(client.logs("a", rank=0, lines=2)) == ["line 0", "line 1"]
@@ -181,7 +181,7 @@ async def test_closing_ends_a_call_of_another_thread_and_leaves_no_thread(
     lines = client.logs("x", rank=0, lines=1, follow=True)
     assert await asyncio.to_thread(next, lines) == "line 0"
     waiting = asyncio.create_task(asyncio.to_thread(next, lines, None))
-    await asyncio.sleep(0.2)  # until it waits for a line that never comes
+    await asyncio.sleep(0.2)  # so that it waits for a line that never comes
     await asyncio.to_thread(client.close)
     with pytest.raises(RuntimeError, match="closed while"):
         await waiting
@@ -239,12 +239,11 @@ async def test_ctrl_c_ends_the_stream_and_leaves_the_client_usable(driver: Scrip
     def finish() -> tuple[Any, Any]:
         assert process.stdout is not None
         assert process.stdout.readline() == b"line 0\n"
-        time.sleep(0.2)  # until it waits for the next line
+        time.sleep(0.2)  # so that it waits for the next line
         os.kill(process.pid, signal.SIGINT)
         return process.communicate(timeout=CALL_TIMEOUT_S)
 
-    # The client is never closed, and one iterator is open when the interpreter ends: it must not
-    # hang.
+    # The client is never closed, and one iterator is open at exit: the interpreter must not hang.
     output, errors = await asyncio.to_thread(finish)
     assert (output, errors, process.returncode) == (b"interrupted x\n", b"", 0)
     await until(lambda: driver.open_streams == 0)

@@ -1,4 +1,4 @@
-"""`megascale data`: what a person does with it, and what is reported when it goes wrong."""
+"""`megascale data`: what a person does with it, and the messages when it goes wrong."""
 
 from __future__ import annotations
 

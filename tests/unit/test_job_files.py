@@ -1,6 +1,4 @@
-"""A job for people: fields with true comments and defaults, files that `init` writes, and what
-`plan` works out.
-"""
+"""A job for people: comments and defaults of fields, files of `init`, and figures of `plan`."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ from megascale_driver.commands.init import PRESETS, job_template
 from megascale_driver.commands.plan import plan_job
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-# Defaults that a comment tells in words.
+# Fields whose comment has the default in words.
 WORDS = {"ffn_size", "kv_heads", "stage_layers", "slots"}
 
 
@@ -45,20 +43,20 @@ FIELDS = dict(fields(job_fields()))
 
 
 @pytest.mark.parametrize("where", FIELDS)
-def test_a_field_has_a_comment_that_tells_its_true_default(where: str) -> None:
+def test_a_field_has_a_comment_with_its_true_default(where: str) -> None:
     field = FIELDS[where]
     assert field.comment.endswith(".")
-    told = re.search(r"[Dd]efault (\S+?)[.;,]?(?:\s|$)", field.comment)
+    stated = re.search(r"[Dd]efault (\S+?)[.;,]?(?:\s|$)", field.comment)
     if field.default is REQUIRED:
         assert "Required." in field.comment or field.message is not None
-        assert told is None
-    elif told is not None and field.name not in WORDS:
-        assert yaml.safe_load(told[1]) == field.default or float(told[1]) == field.default
+        assert stated is None
+    elif stated is not None and field.name not in WORDS:
+        assert yaml.safe_load(stated[1]) == field.default or float(stated[1]) == field.default
     elif field.message is None and field.name not in WORDS:
-        assert field.default in ("", {}, (), 0)  # nothing, which needs no words
+        assert field.default in ("", {}, (), 0)  # empty, which needs no comment
 
 
-def test_comments_are_found_where_they_stand() -> None:
+def test_comments_are_found_by_message_and_field() -> None:
     text = """
     // A thing.
     message Thing {
@@ -74,7 +72,7 @@ def test_comments_are_found_where_they_stand() -> None:
     // Colours.
     enum Colour {
       COLOUR_UNSPECIFIED = 0;
-      // Like blood.
+      // As a stop sign.
       COLOUR_RED = 1;
     }
     """
@@ -85,7 +83,7 @@ def test_comments_are_found_where_they_stand() -> None:
         "Thing.other": "Inside.",
         "Colour": "Colours.",
         "Colour.COLOUR_UNSPECIFIED": "",
-        "Colour.COLOUR_RED": "Like blood.",
+        "Colour.COLOUR_RED": "As a stop sign.",
     }
 
 
@@ -103,36 +101,38 @@ def test_what_init_writes_is_acceptable_and_shows_every_field_at_its_default(
     config = job_spec.from_proto(load_job(tmp_path / "job.yaml"))
     assert job_validation.validate(config) == []
     for where in FIELDS:
-        if not where.startswith(
-            "trainer.evaluation.sources."
-        ):  # no item there: its fields stand in the comment
+        # The list of evaluation.sources is empty: a comment shows the fields of its items.
+        if not where.startswith("trainer.evaluation.sources."):
             assert re.search(rf"^ *(- |#)?{where.rpartition('.')[2]}:", text, re.M), where
-    # With every default line taken at its word, the job is the same.
+    # With every default uncommented the job is the same.
     (tmp_path / "all.yaml").write_text(re.sub(r"^( *)#(\w+: )", r"\1\2", text, flags=re.M))
     assert len(re.findall(r"^ *#\w+: ", text, re.M)) > 30
     assert job_spec.from_proto(load_job(tmp_path / "all.yaml")) == config
 
 
 @pytest.mark.parametrize("name", ["no", "123", "true", "null", "1e5"])
-def test_a_name_that_yaml_would_take_for_something_else_stays_a_name(name: str) -> None:
+def test_a_name_that_yaml_would_read_as_another_type_stays_a_name(name: str) -> None:
     assert parse_job(yaml.safe_load(job_template("tiny", name))).name == name
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_size_in_a_presets_summary_is_what_plan_finds(preset: str) -> None:
     text = job_template(preset, "x")
-    told = re.search(r"A job: ([\d.]+) (million|billion) parameters on (\d+)", text)
-    assert told is not None
+    stated = re.search(r"A job: ([\d.]+) (million|billion) parameters on (\d+)", text)
+    assert stated is not None
     plan = plan_job(
         parse_job(yaml.safe_load(text.replace("prefix: corpus", "prefix: /corpus"))), 8, 0
     )
-    digits = len(told[1].partition(".")[2])
-    assert f"{plan['parameters'] / {'million': 1e6, 'billion': 1e9}[told[2]]:.{digits}f}" == told[1]
-    assert plan["world_size"] == int(told[3])
+    digits = len(stated[1].partition(".")[2])
+    assert (
+        f"{plan['parameters'] / {'million': 1e6, 'billion': 1e9}[stated[2]]:.{digits}f}"
+        == stated[1]
+    )
+    assert plan["world_size"] == int(stated[3])
 
 
 def spec(**changes: Any) -> Any:
-    """A job of 12 ranks that is easy to reckon with."""
+    """A job of 12 ranks whose figures can be computed by hand."""
     trainer: dict[str, Any] = {
         "model": {
             "layers": 4,
@@ -157,11 +157,11 @@ def spec(**changes: Any) -> Any:
     return parse_job({"name": "a", "trainer": trainer, "recovery": {"spare_nodes": 1}})
 
 
-def test_the_plan_of_a_job_that_can_be_reckoned_by_hand() -> None:
+def test_the_plan_agrees_with_figures_computed_by_hand() -> None:
     plan = plan_job(spec(), 5, 0)
     assert plan["refused"] == []
-    # Per layer: attention 4 h h, feed-forward 2 h 4h, one norm (the parallel block); outside: both
-    # tables, a norm.
+    # Per layer: attention 4 h h, feed-forward 2 h 4h, one norm (the parallel block). Outside the
+    # layers: both tables and a norm.
     assert plan["parameters"] == 4 * (4 * 64 + 8 * 64 + 8) + 2 * 80 + 8
     assert plan["parameters_outside_layers"] == 168
     assert plan["checkpoint_bytes"] == plan["parameters"] * 12
@@ -170,9 +170,8 @@ def test_the_plan_of_a_job_that_can_be_reckoned_by_hand() -> None:
         4,
         3840,
     )
-    assert plan["pipeline_bubble"] == pytest.approx(
-        1 / 5
-    )  # 4 micro-batches and one more slot of time
+    # (pp - 1) / (micro-batches + pp - 1)
+    assert plan["pipeline_bubble"] == pytest.approx(1 / 5)
     # Five devices hold two tensor-parallel groups: four ranks.
     assert (plan["world_size"], plan["nodes"], plan["spare_nodes"], plan["nodes_wanted"]) == (
         12,
@@ -198,7 +197,7 @@ def test_the_plan_of_a_job_that_can_be_reckoned_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "devices_per_node", "memory_bytes", "field", "said"),
+    ("changes", "devices_per_node", "memory_bytes", "field", "message"),
     [
         ({}, 1, 0, "parallelism.tp", "does not fit on a node of 1"),
         ({}, 8, 1000, "parallelism", "GiB, the device has"),
@@ -213,12 +212,12 @@ def test_the_plan_of_a_job_that_can_be_reckoned_by_hand() -> None:
         ),
     ],
 )
-def test_what_is_refused_is_said_with_field_and_remedy(
-    changes: dict[str, Any], devices_per_node: int, memory_bytes: int, field: str, said: str
+def test_what_is_refused_has_its_field_and_remedy(
+    changes: dict[str, Any], devices_per_node: int, memory_bytes: int, field: str, message: str
 ) -> None:
     problems = plan_job(spec(**changes), devices_per_node, memory_bytes)["refused"]
     found = next(problem for problem in problems if problem["field"] == field)
-    assert said in found["problem"]
+    assert message in found["problem"]
     assert found["remedy"]
 
 

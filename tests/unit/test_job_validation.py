@@ -31,7 +31,7 @@ GOOD: dict[str, Any] = {
 }
 
 
-# What version 0.1.0.dev0 kept in etcd before jobs were read by one function.
+# A job as version 0.1.0.dev0 stored it in etcd.
 STORED_BY_0_1 = (
     '{"checkpoint":{"interval_steps":10,"load_uri":"","slots":0,"uri":"/checkpoints/demo"},'
     '"data":{"document_attention":true,"seed":1234,"sources":[{"prefix":"/data/corpus","wei'
@@ -172,9 +172,9 @@ def test_a_bad_job_is_refused_by_field_with_a_remedy(
     field: str, changes: dict[str, Any], remedy: str
 ) -> None:
     problems = refusals(values_of(**changes))
-    named = [problem for problem in problems if problem.field == field]
-    assert named, [str(problem) for problem in problems]
-    assert any(remedy in problem.remedy for problem in named), [problem.remedy for problem in named]
+    found = [problem for problem in problems if problem.field == field]
+    assert found, [str(problem) for problem in problems]
+    assert any(remedy in problem.remedy for problem in found), [problem.remedy for problem in found]
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_a_good_job_has_no_problem(changes: dict[str, Any]) -> None:
     assert refusals(values_of(**changes)) == ()
 
 
-def test_every_problem_is_named_at_once() -> None:
+def test_every_problem_is_reported_at_once() -> None:
     bad = values_of(name="?", parallelism__cp=2, data__sources=[], optimizer__beta1=2.0)
     assert [p.field for p in refusals(bad)] == [
         "name",
@@ -204,7 +204,7 @@ def test_every_problem_is_named_at_once() -> None:
     ]
 
 
-def test_every_field_that_cannot_be_read_is_named_at_once() -> None:
+def test_every_field_that_cannot_be_read_is_reported_at_once() -> None:
     values: dict[str, Any] = {
         "name": 7,
         "modle": {},
@@ -235,7 +235,7 @@ def test_a_job_file_and_a_stored_job_are_read_to_the_same_tree() -> None:
     assert job_config.from_mapping(file) == job_config.from_mapping(stored)
 
 
-def test_what_was_accepted_once_is_read_whatever_is_refused_now() -> None:
+def test_a_job_that_was_accepted_is_read_even_if_it_would_be_refused_now() -> None:
     text = job_config.to_json(job(parallelism__cp=2))
     assert job_config.from_json(text).parallelism.cp == 2
     for broken in ("{", '{"name": "demo"}', "[]"):
@@ -261,7 +261,7 @@ def test_the_wire_form_of_a_config_is_read_back_equal() -> None:
     assert config.optimizer.options == {"momentum": 0.9, "nesterov": 1.0}
 
 
-def test_an_option_that_is_no_number_is_named() -> None:
+def test_an_option_that_is_no_number_is_reported_with_its_field() -> None:
     with pytest.raises(JobError, match=r"optimizer\.options\.momentum: expected a number; got 'a'"):
         job(optimizer={"name": "momentum", "options": {"momentum": "a"}})
 
@@ -276,7 +276,7 @@ def test_an_option_that_is_no_number_is_named() -> None:
     labels=st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3),
     weights=st.lists(st.floats(0, 10), max_size=3),
 )
-def test_any_config_survives_the_wire(
+def test_any_config_is_the_same_after_the_wire(
     positions: str,
     precision: str,
     decay: str,
@@ -332,7 +332,7 @@ def test_an_explicit_zero_is_not_the_default() -> None:
         (lambda spec: spec.trainer.training.ClearField("steps"), "training.steps"),
     ],
 )
-def test_a_missing_field_is_named(change: Any, field: str) -> None:
+def test_a_missing_field_is_reported(change: Any, field: str) -> None:
     spec = job_spec.to_proto(job())
     change(spec)
     with pytest.raises(JobError) as caught:
@@ -341,10 +341,10 @@ def test_a_missing_field_is_named(change: Any, field: str) -> None:
     assert problem.field == field and problem.problem == "missing" and problem.remedy
 
 
-def test_an_unknown_enum_value_is_named_with_the_known_ones() -> None:
+def test_an_unknown_enum_value_is_reported_with_the_known_ones() -> None:
     spec = job_spec.to_proto(job())
     spec.trainer.training.precision = 99  # type: ignore[assignment]
-    with pytest.raises(JobError, match=r"precision.*99.*fp32, bf16"):
+    with pytest.raises(JobError, match=r"precision.*99.*bf16, fp32"):
         job_spec.from_proto(spec)
 
 

@@ -1,4 +1,4 @@
-"""docs/operations.md tells of exactly the events, metrics and checks that the code has."""
+"""docs/operations.md lists exactly the events, metrics and checks that the code has."""
 
 from __future__ import annotations
 

@@ -65,9 +65,8 @@ def test_blocks_are_parts_of_one_drawing(
     blocks = [block.splitlines() for block in as_text(timeline, width).split("\n\n")]
     for stage, line in enumerate(whole.splitlines()[1:]):
         parts = [lines[1 + stage].removeprefix(f"stage {stage}") for lines in blocks]
-        assert "".join(parts).replace(" ", "") == line.removeprefix(f"stage {stage}").replace(
-            " ", ""
-        )
+        joined = line.removeprefix(f"stage {stage}").replace(" ", "")
+        assert "".join(parts).replace(" ", "") == joined
         assert line.count("[") == line.count("]") == 3 * rounds * chunks
 
 
@@ -105,7 +104,7 @@ def test_a_picture_shows_every_computation_once_in_its_place() -> None:
     assert any(text and f"bubble {timeline.bubble_share:.1%}" in text for text in texts)
 
 
-def test_the_command_draws_and_prints_how_large_the_bubble_is(tmp_path: Path) -> None:
+def test_the_command_draws_and_prints_the_size_of_the_bubble(tmp_path: Path) -> None:
     picture = tmp_path / "schedule.svg"
     drawn = _draw("--stages", "3", "--micro-batches", "3", "--svg", str(picture))
     assert drawn.exit_code == 0
@@ -116,15 +115,8 @@ def test_the_command_draws_and_prints_how_large_the_bubble_is(tmp_path: Path) ->
 
 def test_overlap_hides_transfers_and_json_has_the_timeline() -> None:
     shape = (
-        "--stages",
-        "2",
-        "--micro-batches",
-        "8",
-        "--virtual-stages",
-        "2",
-        "--transfer",
-        "1",
-        "--json",
+        *("--stages", "2", "--micro-batches", "8", "--virtual-stages", "2"),
+        *("--transfer", "1", "--json"),
     )
     found = [json.loads(_draw(*shape, *more).output) for more in ((), ("--overlap",))]
     assert found[1]["makespan"] == 57 < found[0]["makespan"]

@@ -1,12 +1,11 @@
-"""1F1B, plain and interleaved, is valid on in-order, untagged, unbuffered communicators.
+"""1F1B, plain and interleaved, does not deadlock, delivers in order and keeps its memory bound.
 
-It keeps its memory bound.
-
-The proof runs all stages' programs against models of such communicators: every directed edge of the
-ring has one per kind, on it the k-th send meets the k-th receive, and data moves only when both are
-posted. A wait blocks its stage. In the harder models more does: where all operations of a device
-pass through one queue, an operation also blocks it until the one before it on its communicator has
-ended; and a computation may make its stage wait for its whole device.
+Communicators are in-order, untagged and unbuffered. All stages' programs run against a model of
+them: every directed edge of the ring has one communicator per kind; on it the k-th send pairs with
+the k-th receive, and data moves only when both are posted. A wait blocks its stage. In the harder
+models more blocks: if all operations of a device pass through one queue, an operation also blocks
+the queue until the one before it on its communicator has ended; and a computation may make its
+stage wait for its whole device.
 """
 
 from __future__ import annotations
@@ -57,13 +56,16 @@ def _programs(
 
 
 def _edge(stage: int, kind: Kind, stages: int) -> Edge:
-    """The communicator of an action: the stage that the edge leaves; whether for activations."""
+    """The communicator of an action: (stage where its ring edge starts, is it for activations).
+
+    Two stages have two edges between them, 0 to 1 and 1 to 0; each has its own communicators.
+    """
     from_here = kind in (Kind.SEND_ACTIVATION, Kind.POST_GRADIENT, Kind.WAIT_GRADIENT)
     return (stage if from_here else (stage - 1) % stages), kind in _ACTIVATIONS
 
 
 def _message(stage: int, action: Action, stages: int) -> tuple[int, int]:
-    """What travels: the micro-batch, and the virtual stage whose forward the edge follows."""
+    """What a transfer carries: micro-batch and virtual stage whose forward the edge follows."""
     virtual = action.chunk * stages + stage
     before = action.kind in (Kind.POST_ACTIVATION, Kind.WAIT_ACTIVATION, Kind.SEND_GRADIENT)
     return action.micro_batch, virtual - 1 if before else virtual
@@ -73,10 +75,10 @@ class _Model:
     """Communicators and the stages on them.
 
     Args:
-        one_queue: a device has a single queue: an operation at its head waits there for the one
-            before it on its communicator, and those behind it for that. What was launched, such as
-            a receive that spins for its partner, blocks no other.
-        device_waits: computations (stage and place in its program) that begin once everything
+        one_queue: a device has a single queue. The operation at its head waits for the one before
+            it on its communicator, and those behind it wait too. An operation that was launched,
+            such as a receive that polls for its partner, blocks nothing.
+        device_waits: computations (stage and index in its program) that start once everything
             posted by their stage has ended.
     """
 
@@ -90,11 +92,15 @@ class _Model:
         self._sent: dict[Edge, list[tuple[int, int]]] = defaultdict(list)
         self._posted: dict[Edge, list[tuple[int, int]]] = defaultdict(list)
         self._waited: dict[Edge, int] = defaultdict(int)
-        # of each stage, sends and receives
+        # For each stage: how many sends and receives it has posted on each communicator.
         self._last: list[dict[tuple[Edge, bool], int]] = [{} for _ in programs]
 
     def run(self) -> list[tuple[int, Action]]:
-        """The order in which actions pass; fails on deadlock, lost messages and crossed ones."""
+        """The order in which actions pass.
+
+        Raises:
+            AssertionError: a deadlock, a send without its receive, or crossed messages.
+        """
         at = [0] * len(self._programs)
         order: list[tuple[int, Action]] = []
         moved = True
@@ -124,7 +130,7 @@ class _Model:
                 return False
             mine = self._posted[edge][self._waited[edge]]
             assert mine == _message(stage, action, stages), (
-                "waits for something else than it posted"
+                "the wait is for another message than the post"
             )
             self._waited[edge] += 1
             return True
@@ -136,7 +142,7 @@ class _Model:
         return True
 
     def _ended(self, edge: Edge) -> int:
-        """How many transfers of a communicator have both ends posted, and so end by themselves."""
+        """Number of transfers of a communicator with both ends posted, which end by themselves."""
         sent, posted = self._sent[edge], self._posted[edge]
         number = min(len(sent), len(posted))
         assert sent[:number] == posted[:number], "crossed messages"
@@ -185,7 +191,7 @@ def test_one_hardware_queue_per_device_is_enough(
 def test_a_stage_may_wait_for_its_device_in_any_one_computation(
     shape: Shape, overlap: bool, generator: Generator, data: st.DataObject | None
 ) -> None:
-    """As when memory is given back to CUDA: transfers in flight need nothing it has yet to post."""
+    """As when memory is returned to CUDA: no transfer in flight needs a later post of the stage."""
     programs = _programs(shape, overlap, generator)
     places = [
         (stage, at)
@@ -202,7 +208,7 @@ def test_a_stage_may_wait_for_its_device_in_any_one_computation(
 def test_all_stages_may_wait_for_their_devices_in_their_first_computations(
     shape: Shape, overlap: bool, generator: Generator
 ) -> None:
-    """CUDA loads a kernel at its first use, and may wait for the device over it."""
+    """CUDA loads a kernel at its first use, and may wait for the device then."""
     programs = _programs(shape, overlap, generator)
     first = {
         (stage, next(at for at, action in enumerate(program) if action.kind is kind))
@@ -228,13 +234,7 @@ def test_overlap_moves_posts_and_nothing_else(shape: Shape, generator: Generator
             flying = passed = 0
             for action in program:
                 flying += (action.kind in _POSTS) - (action.kind in _WAITS)
-                passed = (
-                    passed + 1
-                    if action.kind in _COMPUTATIONS and flying
-                    else passed
-                    if flying
-                    else 0
-                )
+                passed = passed + (action.kind in _COMPUTATIONS) if flying else 0
                 assert flying <= 1 and passed <= most
 
 
@@ -242,7 +242,7 @@ def test_overlap_moves_posts_and_nothing_else(shape: Shape, generator: Generator
 @example(shape=(2, 8, 2))
 @example(shape=(4, 16, 2))
 def test_memory_bound(shape: Shape) -> None:
-    """Activations have the same bound with overlap; receive buffers, post to backward, one more."""
+    """Activations: the same with overlap. Receive buffers (post to backward): at most one more."""
     stages, micro_batches, chunks = shape
     for stage in range(stages):
         peaks = []
@@ -287,7 +287,7 @@ def test_evaluation_runs_all_forwards_and_nothing_else(shape: Shape, overlap: bo
 
 @given(shape=shapes, overlap=st.booleans())
 def test_interleaving_shrinks_the_bubble(shape: Shape, overlap: bool) -> None:
-    """With a chunk's forward and backward one unit each, a stage idles 2 (pp - 1) units."""
+    """If a chunk's forward and backward take one unit each, a stage idles 2 (pp - 1), for any v."""
     stages, micro_batches, chunks = shape
     timeline = simulate(_programs(shape, overlap), Durations(forward=1, backward=1))
     assert timeline.makespan == 2 * micro_batches * chunks + 2 * (stages - 1)
@@ -307,10 +307,10 @@ times = st.builds(
 @example(shape=(2, 8, 2), durations=Durations(4, 8, 1))
 @example(shape=(4, 16, 2), durations=Durations(4, 8, 1))
 def test_overlap_is_faster(shape: Shape, durations: Durations) -> None:
-    """It is while a transfer is not longer than a computation.
+    """If a transfer is not longer than a computation.
 
-    Two stages of plain 1F1B take turns in any case: a micro-batch is on its way there and back all
-    the time, and only an even number of them leaves something to gain.
+    Two stages of plain 1F1B take turns in any case, because a micro-batch is always in transit
+    between them; there overlap gains only with an even number of micro-batches.
     """
     stages, micro_batches, _ = shape
     direct, ahead = (
@@ -333,14 +333,14 @@ def test_nothing_is_gained_by_posting_further_ahead(shape: Shape, durations: Dur
 def test_interleaved_and_overlapped_only_filling_and_draining_expose_transfers(
     shape: Shape, durations: Durations
 ) -> None:
-    """As many as lie on the way through the model and back, for any number of micro-batches."""
+    """As many as a path through the model and back has, for any number of micro-batches."""
     stages, micro_batches, chunks = shape
     timeline = simulate(_programs(shape, overlap=True), durations)
     computing = (micro_batches * chunks + stages - 1) * (durations.forward + durations.backward)
     assert timeline.makespan == computing + 2 * (stages * chunks - 1) * durations.transfer
 
 
-def test_the_model_sees_a_deadlock_and_crossed_messages() -> None:
+def test_the_model_detects_a_deadlock_and_crossed_messages() -> None:
     programs = _programs((2, 2, 1), overlap=False)
     wait = next(n for n, action in enumerate(programs[0]) if action.kind is Kind.WAIT_GRADIENT)
     programs[0][:0] = [programs[0].pop(wait - 1), programs[0].pop(wait - 1)]
@@ -357,12 +357,8 @@ def test_the_model_sees_a_deadlock_and_crossed_messages() -> None:
             _Model(programs).run()
 
 
-def test_the_harder_models_see_more() -> None:
-    """Posts too early are caught.
-
-    Two posts ahead block a single queue; a post ahead of what its message answers holds up a
-    waiting host.
-    """
+def test_the_harder_models_detect_more() -> None:
+    """Two posts ahead block a single queue; an early post of an answer blocks a waiting host."""
     at_once = [
         sorted(program, key=lambda action: action.kind not in _POSTS)
         for program in _programs((3, 2, 1), True)

@@ -1,6 +1,6 @@
-"""Commands about a job file, without a cluster: init writes one, plan says what it needs.
+"""Commands about a job file, without a cluster: init writes one, plan computes what it needs.
 
-The formulas and the fields are the services'; the CLI finds them by name
+The formulas and the fields are the services'; the CLI loads them by name
 (:mod:`megascale_cli.plugins`).
 """
 
@@ -28,9 +28,9 @@ def init(
         Literal["tiny", "1b", "7b"], typer.Option(help="tiny runs on a laptop's CPU.")
     ] = "tiny",
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="Where to; - is stdout.")
+        Path, typer.Option("--output", "-o", metavar="FILE", help="File to write; - is stdout.")
     ] = Path("job.yaml"),
-    name: Annotated[str, typer.Option(help="Name of the job; default: the file's.")] = "",
+    name: Annotated[str, typer.Option(help="Name of the job; default: that of the file.")] = "",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -72,14 +72,15 @@ def plan(
     device_memory_gib: Annotated[
         float,
         typer.Option(
-            min=0, help="Memory of one device in GiB, to refuse what cannot fit; 0: do not."
+            min=0,
+            help="Memory of one device in GiB; a job that needs more is refused; 0: no check.",
         ),
     ] = 0,
     as_json: Json = False,
 ) -> None:
-    """Say what a job needs, and what would be refused and why; no cluster is asked.
+    """Show what a job needs, and what would be refused and why; no cluster is needed.
 
-    Parameters, memory of a rank, FLOPs per token, batch arithmetic, nodes. The status is 2 if the
+    Parameters, memory of a rank, FLOPs per token, batch sizes, nodes. The exit status is 2 if the
     job is refused.
 
     Example: [bold]megascale plan job.yaml --devices-per-node 8 --device-memory-gib 80[/bold]
@@ -104,17 +105,19 @@ def plan(
 
 
 def _lines(facts: dict[str, Any]) -> list[str]:
-    """The plan for people, as rich markup; only what the plan holds."""
+    """The lines of a plan as rich markup; a line whose figures the plan lacks is left out."""
     lines = [f"[bold]{escape(facts['name'] or 'a job without a name')}[/bold]"]
     if "parameters" in facts:
         lines += [
             f"model        {_count(facts['parameters'])} parameters "
             f"({_count(facts['parameters_outside_layers'])} outside the layers)",
             f"compute      {facts['flops_per_token_causal']:.3e} FLOPs a token (full attention: "
-            f"{facts['flops_per_token_full']:.3e}); the run: {facts['flops_of_the_run_causal']:.3e} "
-            f"over {_count(facts['tokens_of_the_run'])} tokens",
-            f"batch        {facts['tokens_per_step']:,} tokens a step; each replica runs {facts['micro_batches']} "
-            f"micro-batches; pipeline bubble {facts['pipeline_bubble']:.1%}",
+            f"{facts['flops_per_token_full']:.3e}); "
+            f"the run: {facts['flops_of_the_run_causal']:.3e} over "
+            f"{_count(facts['tokens_of_the_run'])} tokens",
+            f"batch        {facts['tokens_per_step']:,} tokens a step; each replica runs "
+            f"{facts['micro_batches']} micro-batches; "
+            f"pipeline bubble {facts['pipeline_bubble']:.1%}",
         ]
     if "nodes" in facts:
         lines.append(
@@ -122,17 +125,7 @@ def _lines(facts: dict[str, Any]) -> list[str]:
             f"{_plural(facts['devices_per_node'], 'device')}, and {facts['spare_nodes']} spare"
         )
     for stage, need in enumerate(facts.get("memory_of_a_rank", ())):
-        title = "memory" if stage == 0 else ""
-        peers = (
-            f", peer memory {size_text(need['peer_memory_bytes'])}"
-            if need["peer_memory_bytes"]
-            else ""
-        )
-        lines.append(
-            f"{title:<12} {size_text(need['total_bytes'])} on a rank of pipeline stage {stage}: parameters "
-            f"{size_text(need['parameters_bytes'])}, gradients {size_text(need['gradients_bytes'])}, optimizer "
-            f"{size_text(need['optimizer_bytes'])}, activations about {size_text(need['activations_bytes'])}{peers}"
-        )
+        lines.append(f"{'' if stage else 'memory':<12} {_memory(stage, need)}")
     if "checkpoint_bytes" in facts:
         staging = facts.get("staging_bytes_of_a_rank", 0)
         in_memory = (
@@ -140,6 +133,16 @@ def _lines(facts: dict[str, Any]) -> list[str]:
         )
         lines.append(f"checkpoint   {size_text(facts['checkpoint_bytes'])}{in_memory}")
     return lines
+
+
+def _memory(stage: int, need: dict[str, int]) -> str:
+    size = {name.removesuffix("_bytes"): size_text(value) for name, value in need.items()}
+    peers = f", peer memory {size['peer_memory']}" if need["peer_memory_bytes"] else ""
+    return (
+        f"{size['total']} on a rank of pipeline stage {stage}: parameters {size['parameters']}, "
+        f"gradients {size['gradients']}, optimizer {size['optimizer']}, "
+        f"activations about {size['activations']}{peers}"
+    )
 
 
 def _plural(number: int, thing: str) -> str:
@@ -154,6 +157,6 @@ def _count(number: int) -> str:
 
 
 def _name(output: Path, preset: str) -> str:
-    """A job's name from the file's, as far as it goes: a DNS-1123 label."""
+    """A job's name made from the file's: a DNS-1123 label, or the preset if nothing is left."""
     stem = re.sub(r"[^a-z0-9]+", "-", output.stem.lower()).strip("-")[:63].strip("-")
     return stem or preset

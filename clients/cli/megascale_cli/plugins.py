@@ -1,8 +1,8 @@
 """Commands that installed packages add through the entry-point group ``megascale.commands``.
 
 Nothing is imported before such a command is called: listing commands reads package metadata only,
-and the CLI itself needs no service and no torch. The error of a command that cannot be loaded names
-what to install. How to add one: docs/how-to/add-a-cli-command.md.
+and the CLI itself needs no service and no torch. The error of a command that cannot be loaded gives
+the package to install. How to add one: docs/how-to/add-a-cli-command.md.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ FUNCTIONS = {
     "plan": Plugin("", "megascale_driver.commands.plan:plan_job"),
 }
 
-# The plug-in gets the rest of the command line unparsed, --help included.
+# The added command gets the rest of the command line unparsed, --help included.
 _FORWARD = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 

@@ -42,7 +42,7 @@ class DriverService(NodeMethods, WatchMethods, driver_pb2_grpc.DriverServiceServ
     ) -> driver_pb2.SubmitJobResponse:
         """Validate the specification; unless ``validate_only``, store the job."""
         self._require_state()
-        config = _judged(request)
+        config = _checked_spec(request)
         if request.validate_only:
             return driver_pb2.SubmitJobResponse(job=driver_pb2.Job(spec=job_spec.to_proto(config)))
         key = request_key(request, request.request_id)
@@ -128,8 +128,8 @@ class DriverService(NodeMethods, WatchMethods, driver_pb2_grpc.DriverServiceServ
         )
 
 
-def _judged(request: driver_pb2.SubmitJobRequest) -> JobConfig:
-    """The job's configuration, if it is valid."""
+def _checked_spec(request: driver_pb2.SubmitJobRequest) -> JobConfig:
+    """The configuration of the requested job; raises for one that is not valid."""
     if not request.HasField("spec"):
         raise invalid("spec", "missing; a job needs a specification")
     if request.spec.ByteSize() > MAX_SPEC_BYTES:

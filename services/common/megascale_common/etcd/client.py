@@ -139,7 +139,8 @@ class EtcdClient:
     ) -> TxnResult:
         """All of `success` if every compare holds, else all of `failure`, atomically.
 
-        A key may be put or deleted once per transaction. Raises InvalidEtcdRequest for a bad request.
+        A key may be put or deleted once per transaction.
+        Raises InvalidEtcdRequest for a bad request.
         """
         request = self.keys.txn_request(compare, success, failure)
 

@@ -61,7 +61,7 @@ class TlsConfig:
     def credentials(self) -> grpc.ChannelCredentials:
         """The files as gRPC takes them.
 
-        Raises InvalidEtcdRequest if only half of the pair is given, OSError if a file cannot be read.
+        Raises InvalidEtcdRequest if one of the pair is missing, OSError if a file cannot be read.
         """
         if (self.certificate_path is None) != (self.key_path is None):
             raise InvalidEtcdRequest(

@@ -1,9 +1,9 @@
-"""What a training job is: one frozen tree of dataclasses that every process of the system reads.
+"""A training job: one frozen tree of dataclasses that every process of the system reads.
 
-A job travels one road: a job file (YAML) or ``megascale.v1.JobSpec`` (protobuf) becomes plain values,
-:func:`from_mapping` checks them and builds the tree, and every room reads the tree. The driver
-stores it as JSON, and the agent hands it to the trainer, which never imports protobuf, as JSON
-(:func:`to_json`, :func:`from_json`). A field that is absent takes the default that stands here.
+There is one way to it: a job file (YAML) or ``megascale.v1.JobSpec`` (protobuf) becomes plain
+values, :func:`from_mapping` checks them and builds the tree, and all code reads the tree. The
+driver stores it as JSON (:func:`to_json`, :func:`from_json`), and the agent passes its plain values
+to the trainer, which never imports protobuf. A field that is absent takes its default from here.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from megascale_common.job import reading, validation
 from megascale_common.job.problems import JobError, JobProblem
 from megascale_common.job.rank_layout import RankLayout
 
+# The choices stand in the order of the proto's enums, so that all messages list them alike.
 Block = Literal["parallel", "serial"]
 Mlp = Literal["gelu", "swiglu"]
 Norm = Literal["layernorm", "rmsnorm"]
 Positions = Literal["rope", "learned"]
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["bf16", "fp32"]
 Recompute = Literal["none", "selective", "full"]
-Kernels = Literal["auto", "torch", "triton"]
+Kernels = Literal["torch", "triton", "auto"]
 Decay = Literal["constant", "linear", "cosine"]
 TokenizerKind = Literal["bytes", "bpe"]
 
@@ -79,9 +80,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OverlapConfig:
-    """Which dimensions hide their communication under computation; the numbers are those of the
-    plain version.
-    """
+    """Which dimensions overlap their communication with computation; the losses stay the same."""
 
     tp: bool = False
     pp: bool = False
@@ -115,8 +114,9 @@ class ParallelismConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingConfig:
-    """Length, batch and numbers of a run. ``bucket_mib`` bounds a gradient bucket (whole layers, at
-    least one).
+    """Length, batch, precision and kernels of a run.
+
+    ``bucket_mib`` bounds a gradient bucket in MiB; a bucket holds whole layers, at least one.
     """
 
     steps: int
@@ -149,7 +149,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig:
-    """Learning rate: linear warm-up, then ``decay`` to ``min_ratio`` of the peak at the last step."""
+    """Learning rate: linear warm-up, then ``decay`` to ``min_ratio`` of the peak at the last."""
 
     warmup_steps: int = 0
     decay: Decay = "cosine"
@@ -165,7 +165,7 @@ class LossConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataSource:
-    """One tokenised corpus: the path prefix of a ``.bin``/``.idx`` pair and its share of the blend."""
+    """One tokenised corpus: path prefix of a ``.bin``/``.idx`` pair, and its share of the blend."""
 
     prefix: str
     weight: float = 1.0
@@ -173,7 +173,7 @@ class DataSource:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerConfig:
-    """How the sources were tokenised. ``path`` and ``sha256`` name the tokenizer file (kind bpe)."""
+    """How the sources were tokenised; ``path`` and ``sha256`` are of the tokenizer file (bpe)."""
 
     kind: TokenizerKind = "bytes"
     path: str = ""
@@ -182,8 +182,9 @@ class TokenizerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """Sources and how documents are packed into sequences. ``document_attention`` keeps attention
-    inside a document.
+    """Sources, and how documents are packed into sequences.
+
+    ``document_attention`` limits attention to the tokens of the same document.
     """
 
     sources: tuple[DataSource, ...] = ()
@@ -194,8 +195,9 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationConfig:
-    """Loss on held-out data after every ``interval_steps`` steps and the last; 0 or no sources:
-    none.
+    """Loss on held-out data, after every ``interval_steps`` steps and after the last step.
+
+    There is none if ``interval_steps`` is 0 or ``sources`` is empty.
     """
 
     sources: tuple[DataSource, ...] = ()
@@ -205,19 +207,18 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TelemetryConfig:
-    """Records for other tools; TensorBoard event files land in the attempt's run folder on rank 0's
-    node.
-    """
+    """Records for other tools: TensorBoard event files in the attempt's folder on rank 0's node."""
 
     tensorboard: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    """Where checkpoints go. ``uri`` empty: none; ``interval_steps`` 0: none; ``slots`` 0: the
-    daemon chooses.
+    """Where and how often checkpoints are written.
 
-    ``load_uri`` names another job's checkpoints to start from while this job has none of its own.
+    There are none if ``uri`` is empty or ``interval_steps`` is 0. ``slots`` is the number of
+    staging slots; at 0 the daemon chooses it. ``load_uri`` is the folder of another job's
+    checkpoints, from which this job starts while it has none of its own.
     """
 
     uri: str = ""
@@ -228,9 +229,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecoveryConfig:
-    """Budgets of automatic recovery; ``spare_nodes`` is how many spares the job wants named beside
-    it.
-    """
+    """Limits of automatic recovery; ``spare_nodes`` is the number of spares placed with the job."""
 
     max_restarts: int = 20
     max_restarts_without_progress: int = 3
@@ -278,12 +277,12 @@ class JobConfig:
 
 
 def from_mapping(values: Any) -> JobConfig:
-    """The job in plain values, as YAML, JSON or the protobuf front end give them, checked throughout.
+    """The job in plain values, as YAML, JSON or the protobuf front end give them, fully checked.
 
     A job file nests the trainer's sections under ``trainer``; they may also stand at the root.
 
     Raises:
-        JobError: names every problem by field: unknown or missing fields, wrong types, and values
+        JobError: lists every problem by field: unknown or missing fields, wrong types, and values
             that cannot run (:mod:`megascale_common.job.validation`).
     """
     config = from_accepted(values)
@@ -293,12 +292,12 @@ def from_mapping(values: Any) -> JobConfig:
 
 
 def from_accepted(values: Any) -> JobConfig:
-    """:func:`from_mapping` of a job that was checked when it was submitted: only its types are read.
+    """The job in plain values that were checked when it was submitted: only types are checked now.
 
-    A job that an earlier version accepted goes on, whatever this one would refuse.
+    So a job that an earlier version accepted continues, even if this version would refuse it.
 
     Raises:
-        JobError: fields that this version cannot read; names each.
+        JobError: fields that this version cannot read; lists each.
     """
     config, problems = reading.read(JobConfig, _flat(values))
     if config is None:
@@ -310,17 +309,17 @@ def from_json(text: str | bytes) -> JobConfig:
     """The job that :func:`to_json` wrote.
 
     Raises:
-        JobError: not JSON, or fields that this version cannot read; names each.
+        JobError: not JSON, or fields that this version cannot read; lists each.
     """
     try:
         values = json.loads(text)
     except ValueError as error:
-        raise JobError([JobProblem("job", f"not JSON: {error}", "submit the job anew")]) from error
+        raise JobError([JobProblem("job", f"not JSON: {error}", "submit the job again")]) from error
     return from_accepted(values)
 
 
 def to_mapping(config: JobConfig) -> dict[str, Any]:
-    """Plain values of ``config``, the trainer's sections at the root; :func:`from_mapping` reads them."""
+    """Plain values of ``config``, for :func:`from_mapping`; the trainer's sections at the root."""
     return dataclasses.asdict(config)
 
 
@@ -330,7 +329,7 @@ def to_json(config: JobConfig) -> str:
 
 
 def _flat(values: Any) -> Any:
-    """``values`` with what stands under ``trainer`` at the root."""
+    """``values`` with the sections under ``trainer`` moved to the root."""
     if not isinstance(values, Mapping) or "model" in values:
         return values
     workload = values.get("trainer")

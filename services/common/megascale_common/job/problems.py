@@ -1,4 +1,4 @@
-"""What is wrong with a job: each problem with its field and its remedy, and the error that carries them."""
+"""What is wrong with a job: problems with field and remedy, and the error that carries them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class JobProblem:
-    """``field`` is the dotted path in the job; ``remedy`` says what would be right."""
+    """``field`` is the dotted path in the job; ``remedy`` is what to do."""
 
     field: str
     problem: str
@@ -25,8 +25,8 @@ class JobProblem:
 class JobError(ValueError):
     """A job that is refused, with every problem that was found.
 
-    ``config`` is the job where its fields could be read and only their values are refused, else
-    None: enough to compute what such a job would need.
+    ``config`` is the job if its fields could be read and only their values are refused, else None;
+    `megascale plan` computes from it what such a job would need.
     """
 
     def __init__(self, problems: Iterable[JobProblem], config: JobConfig | None = None) -> None:

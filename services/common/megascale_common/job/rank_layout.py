@@ -1,5 +1,4 @@
-"""The rank layout: which coordinate of the parallel grid each global rank holds, and which ranks
-form each group.
+"""The rank layout: coordinates of each global rank in the parallel grid, and the groups of ranks.
 
 One pure module for trainer, driver, checkpoint daemon and tests. Axes are named and ordered
 innermost first: ``tp`` (tensor), ``cp`` (context), ``dp`` (data), ``pp`` (pipeline); expert
@@ -80,9 +79,7 @@ class RankLayout:
         return number
 
     def group_of(self, rank: int, axes: Iterable[Axis]) -> tuple[int, ...]:
-        """Ranks that share all coordinates with ``rank`` except those on ``axes``, in ascending
-        order.
-        """
+        """Ranks, ascending, whose coordinates equal those of ``rank`` on all but ``axes``."""
         free = set(axes)
         mine = self.coordinates(rank)
         members, stride = [0], 1
@@ -93,9 +90,7 @@ class RankLayout:
         return tuple(members)
 
     def groups(self, axes: Iterable[Axis]) -> list[tuple[int, ...]]:
-        """All groups along ``axes``, ordered by their first rank; together they hold every rank
-        once.
-        """
+        """All groups along ``axes``, ordered by first rank; every rank is in exactly one."""
         wanted = tuple(axes)
         seen: set[int] = set()
         found: list[tuple[int, ...]] = []

@@ -1,7 +1,9 @@
 """Plain values to a tree of dataclasses, by the types of their fields; every problem in one pass.
 
 :mod:`megascale_common.job.config` is the tree. Values come from YAML, JSON or protobuf: a list is a
-tuple, a whole number may stand for a float, None is a field that is not set.
+tuple, a whole number may stand for a float, None is a field that is not set. The client's reader of
+job files (``megascale_client/spec.py``) reports the same mistakes in the same words: change both
+together.
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ from megascale_common.job.problems import JobProblem
 
 T = TypeVar("T")
 _SHOWN_CHARS = 60
-# YAML 1.1 reads 3e-4 (no point) as text; everybody who writes it means the number.
+# YAML 1.1 reads 3e-4 (no point) as text; whoever writes it means the number.
 _EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 
 
 def read(cls: type[T], values: Any) -> tuple[T | None, list[JobProblem]]:
     """An instance of the dataclass ``cls`` from ``values``, and what is wrong with them.
 
-    The instance is None where a field is unknown, missing or of the wrong type.
+    The instance is None if a field is unknown, missing or of the wrong type.
     """
     problems: list[JobProblem] = []
     built = _tree(cls, values, "", problems)
@@ -34,7 +36,7 @@ def read(cls: type[T], values: Any) -> tuple[T | None, list[JobProblem]]:
 def _tree(cls: type[Any], values: Any, path: str, problems: list[JobProblem]) -> Any:
     known = {field.name: field for field in dataclasses.fields(cls)}
     if not isinstance(values, Mapping):
-        _add(problems, path or "job", f"expected a mapping; got {_shown(values)}", _names(known))
+        _report(problems, path or "job", f"expected a mapping; got {_shown(values)}", _names(known))
         return None
     hints = typing.get_type_hints(cls)
     before = len(problems)
@@ -42,14 +44,14 @@ def _tree(cls: type[Any], values: Any, path: str, problems: list[JobProblem]) ->
     for key, value in values.items():
         where = f"{path}.{key}" if path else str(key)
         if key not in known:
-            _add(problems, where, "unknown field", _suggestion(str(key), known))
+            _report(problems, where, "unknown field", _suggestion(str(key), known))
         elif value is not None:
             built[key] = _value(hints[key], value, where, problems)
     for name, field in known.items():
         no_default = field.default is field.default_factory is dataclasses.MISSING
         if no_default and name not in built:
             where = f"{path}.{name}" if path else name
-            _add(problems, where, "missing", "set it: this field has no default")
+            _report(problems, where, "missing", "set it: this field has no default")
     return cls(**built) if len(problems) == before else None
 
 
@@ -60,17 +62,19 @@ def _value(hint: Any, value: Any, where: str, problems: list[JobProblem]) -> Any
     if origin is Literal:
         if value not in arguments:
             problem = f"{_shown(value)} is not one of {', '.join(map(str, arguments))}"
-            _add(problems, where, problem, _suggestion(str(value), arguments))
+            _report(problems, where, problem, _suggestion(_short(value), arguments))
         return value
     if origin is tuple:
         if not isinstance(value, (list, tuple)):
-            _add(problems, where, f"expected a list; got {_shown(value)}", "write it as [a, b]")
+            _report(problems, where, f"expected a list; got {_shown(value)}", "write it as [a, b]")
             return ()
         item = arguments[0]
         return tuple(_value(item, v, f"{where}[{i}]", problems) for i, v in enumerate(value))
     if origin is not None and issubclass(origin, Mapping):
         if not isinstance(value, Mapping):
-            _add(problems, where, f"expected a mapping; got {_shown(value)}", "write it as {a: b}")
+            _report(
+                problems, where, f"expected a mapping; got {_shown(value)}", "write it as {a: b}"
+            )
             return {}
         if arguments[1] is str:
             return {str(key): str(item) for key, item in value.items()}
@@ -85,25 +89,24 @@ def _scalar(hint: Any, value: Any, where: str, problems: list[JobProblem]) -> An
     if hint is float:
         number = _float(value)
         if number is None:
-            _add(problems, where, f"expected a number; got {_shown(value)}", "give a number")
+            problem = f"expected a number; got {_shown(value)}"
+            _report(problems, where, problem, "write it as 0.5 or 3e-4")
         return number
     if hint is int:
         number = int(value) if isinstance(value, float) and value.is_integer() else value
         if isinstance(number, bool) or not isinstance(number, int):
-            _add(
-                problems, where, f"expected a whole number; got {_shown(value)}", "give a whole one"
-            )
+            problem = f"expected a whole number; got {_shown(value)}"
+            _report(problems, where, problem, "write it as 4")
         return number
     if hint is bool:
         if not isinstance(value, bool):
-            _add(
-                problems, where, f"expected true or false; got {_shown(value)}", "give one of them"
-            )
+            problem = f"expected true or false; got {_shown(value)}"
+            _report(problems, where, problem, "write it without quotes")
         return value
-    if hint is not str:  # refuse rather than guess
+    if hint is not str:
         raise TypeError(f"{where}: the tree has a field of type {hint}, which has no reader")
     if not isinstance(value, str):
-        _add(problems, where, f"expected text; got {_shown(value)}", "put it in quotes")
+        _report(problems, where, f"expected text; got {_shown(value)}", "put it in quotes")
     return value
 
 
@@ -116,7 +119,7 @@ def _float(value: Any) -> float | None:
         return None
 
 
-def _add(problems: list[JobProblem], where: str, problem: str, remedy: str) -> None:
+def _report(problems: list[JobProblem], where: str, problem: str, remedy: str) -> None:
     problems.append(JobProblem(where, problem, remedy))
 
 
@@ -124,6 +127,11 @@ def _suggestion(word: str, known: Iterable[Any]) -> str:
     names = [str(name) for name in known]
     close = difflib.get_close_matches(word, names, n=1)
     return f"did you mean {close[0]!r}?" if close else _names(names)
+
+
+def _short(value: Any) -> str:
+    """The short name that was meant by an enum value such as PRECISION_BF16."""
+    return str(value).lower().rsplit("_", 1)[-1]
 
 
 def _names(known: Iterable[str]) -> str:

@@ -1,7 +1,7 @@
 """What all ranks of an attempt restore: decided once, by the committer, and carried unchanged.
 
-The driver keeps it in etcd, the agent hands it to the workers as JSON, the checkpoint daemon writes
-it into the commit log. The protobuf form is in :mod:`megascale_common.job.wire.restore`.
+The driver keeps it in etcd, the agent passes it to the workers as JSON, the checkpoint daemon
+writes it to the commit log. The protobuf form is in :mod:`megascale_common.job.wire.restore`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class RestoreSource(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RestorePlan:
-    """``step`` as attempt ``written_by_attempt`` wrote it; 0 where another job did.
+    """``step`` as attempt ``written_by_attempt`` wrote it; attempt 0 if another job wrote it.
 
-    ``manifest_uri`` names the manifest of a step on storage; a step in memory may have none.
+    ``manifest_uri`` is the manifest of a step on storage; a step in memory may have none.
     """
 
     source: RestoreSource = RestoreSource.NONE

@@ -1,7 +1,6 @@
-"""Judges a job before anything runs: every problem at once, each with its field and what to do
-about it.
+"""Checks a job before anything runs: every problem at once, each with its field and its remedy.
 
-Pure and shared: the driver refuses a bad job by it, the CLI explains one without a cluster.
+Pure and shared: the driver refuses a bad job with it, the CLI explains one without a cluster.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 from megascale_common.job.names import is_dns_label
 from megascale_common.job.problems import JobProblem
 
-if TYPE_CHECKING:  # config calls what stands here
+if TYPE_CHECKING:  # config imports this module
     from megascale_common.job.config import DataSource, JobConfig, OptimizerConfig
 
 _MAX_LABELS = 64
@@ -22,8 +21,8 @@ _MAX_TEXT = 1024
 _MAX_PATH = 4096  # the kernel's own limit
 _MAX_SOURCES = 1024
 _MAX_OPTIONS, _MAX_OPTION_NAME = 64, 63
-# Far above what anybody trains, and far below what would exhaust the memory of whoever computes
-# with it.
+# Far above what is trained today, and far below what would exhaust the memory of the driver or the
+# CLI when they compute with it.
 _LIMITS = {
     "model.layers": 4096,
     "model.hidden_size": 2**20,
@@ -53,7 +52,7 @@ _SHA256_DIGITS = 64
 def validate(config: JobConfig) -> list[JobProblem]:
     """All problems of ``config``, in the order of the spec; empty when it can run."""
     problems = [*_identity(config), *_sizes(config), *_limits(config)]
-    if not problems:  # relations between sizes mean nothing while one of them is out of all range
+    if not problems:  # relations between sizes mean nothing while one of them is out of range
         problems += [*_model(config), *_parallelism(config), *_batch(config)]
     return [
         *problems,
@@ -129,8 +128,10 @@ def _sizes(config: JobConfig) -> Iterator[JobProblem]:
     ):
         yield JobProblem(
             "model.layer_windows",
-            f"{len(model.layer_windows)} windows for {model.layers} layers, the least {min(model.layer_windows)}",
-            "give one width in tokens per layer, 0 for none; or leave the list out and set model.window",
+            f"{len(model.layer_windows)} windows for {model.layers} layers, the smallest is "
+            f"{min(model.layer_windows)}",
+            "give one width in tokens per layer, 0 for none; or leave the list out and set "
+            "model.window",
         )
 
 
@@ -154,15 +155,17 @@ def _limits(config: JobConfig) -> Iterator[JobProblem]:
 def _model(config: JobConfig) -> Iterator[JobProblem]:
     model = config.model
     if model.hidden_size % model.heads:
+        multiple = model.hidden_size // model.heads * model.heads or model.heads
         yield JobProblem(
             "model.hidden_size",
             f"{model.hidden_size} is not a multiple of model.heads = {model.heads}",
-            f"use {model.hidden_size // model.heads * model.heads or model.heads} or another multiple",
+            f"use {multiple} or another multiple",
         )
     elif model.positions == "rope" and model.head_size % 2:
         yield JobProblem(
             "model.heads",
-            f"the head size {model.hidden_size}/{model.heads} = {model.head_size} is odd, rope turns pairs",
+            f"the head size {model.hidden_size}/{model.heads} = {model.head_size} is odd; "
+            "rope rotates pairs",
             "choose heads so that hidden_size/heads is even, or positions: learned",
         )
     if model.heads % model.key_value_heads:
@@ -203,7 +206,7 @@ def _parallelism(config: JobConfig) -> Iterator[JobProblem]:
     if parallel.virtual_stages > 1 and parallel.pp == 1:
         yield JobProblem(
             "parallelism.virtual_stages",
-            f"{parallel.virtual_stages} at pp = 1: nothing to interleave",
+            f"{parallel.virtual_stages} at pp = 1: there is nothing to interleave",
             "use 1",
         )
     stages, virtual_stages = parallel.stage_layers, parallel.pp * parallel.virtual_stages
@@ -228,19 +231,21 @@ def _parallelism(config: JobConfig) -> Iterator[JobProblem]:
 
 
 def _batch(config: JobConfig) -> Iterator[JobProblem]:
+    global_batch_size = config.training.global_batch_size
     unit = config.training.micro_batch_size * config.parallelism.dp
-    if config.training.global_batch_size % unit:
+    if global_batch_size % unit:
         yield JobProblem(
             "training.global_batch_size",
-            f"{config.training.global_batch_size} is not a multiple of micro_batch_size * dp = {unit}",
-            f"use {-(-config.training.global_batch_size // unit) * unit}",
+            f"{global_batch_size} is not a multiple of micro_batch_size * dp = {unit}",
+            f"use {-(-global_batch_size // unit) * unit}",
         )
     elif config.parallelism.virtual_stages > 1 and config.micro_batches % config.parallelism.pp:
         unit *= config.parallelism.pp
         yield JobProblem(
             "training.global_batch_size",
-            f"makes {config.micro_batches} micro-batches per replica; interleaving wants a multiple of pp",
-            f"use {-(-config.training.global_batch_size // unit) * unit}, or parallelism.virtual_stages: 1",
+            f"gives {config.micro_batches} micro-batches per replica; interleaving requires a "
+            "multiple of pp",
+            f"use {-(-global_batch_size // unit) * unit}, or parallelism.virtual_stages: 1",
         )
 
 
@@ -294,8 +299,8 @@ def _optimizer_options(optimizer: OptimizerConfig) -> Iterator[JobProblem]:
     if options and optimizer.name == type(optimizer)().name:
         yield JobProblem(
             field,
-            f"{optimizer.name} takes none",
-            "set the fields beside it, or name the optimizer that takes them in optimizer.name",
+            f"{optimizer.name} takes no options",
+            "set the other fields of optimizer, or set optimizer.name to one that takes options",
         )
     if len(options) > _MAX_OPTIONS:
         yield JobProblem(field, f"{len(options)} options", f"use at most {_MAX_OPTIONS}")
@@ -303,7 +308,7 @@ def _optimizer_options(optimizer: OptimizerConfig) -> Iterator[JobProblem]:
         if not name.isidentifier() or len(name) > _MAX_OPTION_NAME:
             yield JobProblem(
                 field,
-                f"{name[:_MAX_OPTION_NAME]!r} is not a name",
+                f"{name[:_MAX_OPTION_NAME]!r} is not an option's name",
                 f"use letters, digits and '_', at most {_MAX_OPTION_NAME} characters",
             )
         elif not math.isfinite(value):
@@ -334,14 +339,14 @@ def _data(config: JobConfig) -> Iterator[JobProblem]:
         yield JobProblem(
             "data.sources",
             "no source given",
-            "name at least one .bin/.idx prefix (`megascale data tokenize` makes one)",
+            "give at least one .bin/.idx prefix (`megascale data tokenize` makes one)",
         )
     yield from _sources("data.sources", data.sources)
     tokenizer = data.tokenizer
     if len(tokenizer.path) > _MAX_PATH:
         yield JobProblem("data.tokenizer.path", "too long", f"use at most {_MAX_PATH} characters")
     if tokenizer.kind == "bpe" and not tokenizer.path:
-        yield JobProblem("data.tokenizer.path", "missing for kind bpe", "name the tokenizer file")
+        yield JobProblem("data.tokenizer.path", "missing for kind bpe", "give the tokenizer file")
     digits = tokenizer.sha256.lower()
     if digits and (len(digits) != _SHA256_DIGITS or set(digits) - set("0123456789abcdef")):
         yield JobProblem(
@@ -383,7 +388,7 @@ def _evaluation(config: JobConfig) -> Iterator[JobProblem]:
         yield JobProblem(
             "evaluation.sources",
             "no source given although evaluation.interval_steps is set",
-            "name at least one held-out .bin/.idx prefix, or use interval 0",
+            "give at least one held-out .bin/.idx prefix, or use interval 0",
         )
     if evaluation.batches < 1:
         yield JobProblem(
@@ -403,7 +408,7 @@ def _checkpoint(config: JobConfig) -> Iterator[JobProblem]:
         yield JobProblem(
             "checkpoint.uri",
             "empty although checkpoint.interval_steps is set",
-            "name a folder, or use interval 0",
+            "give a folder, or use interval 0",
         )
     yield from _storage("checkpoint.uri", checkpoint.uri)
     yield from _storage("checkpoint.load_uri", checkpoint.load_uri)
@@ -411,13 +416,13 @@ def _checkpoint(config: JobConfig) -> Iterator[JobProblem]:
         yield JobProblem(
             "checkpoint.uri",
             "empty although checkpoint.load_uri is set",
-            "name a folder of this job's own",
+            "give a folder of this job's own",
         )
     elif checkpoint.load_uri and _folder(checkpoint.load_uri) == _folder(checkpoint.uri):
         yield JobProblem(
             "checkpoint.load_uri",
             "is checkpoint.uri itself",
-            "name another job's folder; a job resumes from its own without load_uri",
+            "give another job's folder; a job resumes from its own without load_uri",
         )
     if checkpoint.slots not in (0, 2, 3, 4):
         yield JobProblem(

@@ -1,4 +1,4 @@
-"""Errors of the services: one tree, which is also the table to the wire.
+"""Errors of the services: one tree, which also maps each error to its form on the wire.
 
 The class gives the gRPC code, ``reason`` (of google.rpc.ErrorInfo) is stable for programs, and the
 message is for people: the fact, the field, the remedy. A service raises these, and
@@ -15,7 +15,7 @@ message is for people: the fact, the field, the remedy. A service raises these, 
     │   ├── SupersededError        SUPERSEDED: a later attempt was opened
     │   ├── StaleStateError        STALE_STATE: a desired state of an ended term
     │   └── UnusableError          UNUSABLE: no checkpoint of the job can be restored
-    ├── PreemptedError             ABORTED, PREEMPTED: it gave way to something else
+    ├── PreemptedError             ABORTED, PREEMPTED: something of higher priority goes first
     ├── LimitError                 RESOURCE_EXHAUSTED, LIMIT: no room, or a bound is reached
     ├── UnauthenticatedError       UNAUTHENTICATED, NO_TOKEN: no valid cluster token
     ├── ForbiddenError             PERMISSION_DENIED, FORBIDDEN: no right to it
@@ -33,7 +33,7 @@ message is for people: the fact, the field, the remedy. A service raises these, 
     ├── TemplateError              TEMPLATE: the template process failed
     └── DeviceQueryError           DEVICE_QUERY: the devices cannot be listed
 
-A class without a code of its own has its parent's; the reason is what it carries if none is given.
+A class without a code of its own has its parent's; the reason shown is the class's default.
 Errors of other rooms on the wire (:func:`on_the_wire`): a JobError is INVALID_ARGUMENT with reason
 BAD_JOB_SPEC and its fields, a PermissionError is PERMISSION_DENIED, another OSError UNAVAILABLE.
 """
@@ -91,7 +91,7 @@ class ServiceError(Exception):
 
 
 class RequestError(ServiceError):
-    """An argument is refused; ``fields`` names which, where one is at fault."""
+    """An argument is refused; ``fields`` lists the refused ones, if single fields are."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
     default_reason = "BAD_REQUEST"
@@ -104,7 +104,7 @@ class OptionError(RequestError):
 
 
 class AssignmentError(RequestError):
-    """The driver assigns what this node cannot do."""
+    """The driver's assignment does not fit this node."""
 
     default_reason = "BAD_ASSIGNMENT"
 
@@ -138,7 +138,7 @@ class StateError(ServiceError):
 
 
 class SupersededError(StateError):
-    """A later attempt of the job was opened: whatever this one does no longer counts."""
+    """A later attempt of the job was opened: nothing that this one does counts any more."""
 
     default_reason = "SUPERSEDED"
 
@@ -150,13 +150,13 @@ class StaleStateError(StateError):
 
 
 class UnusableError(StateError):
-    """No checkpoint of the job can be restored, and it must not start over unasked."""
+    """No checkpoint of the job can be restored, and it must not start over by itself."""
 
     default_reason = "UNUSABLE"
 
 
 class PreemptedError(ServiceError):
-    """The call gave way to something that goes first."""
+    """The call was ended for something of higher priority."""
 
     code = grpc.StatusCode.ABORTED
     default_reason = "PREEMPTED"
@@ -177,7 +177,7 @@ class UnauthenticatedError(ServiceError):
 
 
 class ForbiddenError(ServiceError):
-    """The caller, or the service's own user, has no right to it."""
+    """The caller, or the user that the service runs as, lacks the permission."""
 
     code = grpc.StatusCode.PERMISSION_DENIED
     default_reason = "FORBIDDEN"
@@ -191,7 +191,7 @@ class UnavailableError(ServiceError):
 
 
 class NotLeaderError(UnavailableError):
-    """This driver does not lead, or no longer."""
+    """This driver is not the leader, or no longer."""
 
     default_reason = "NOT_LEADER"
 
@@ -258,7 +258,7 @@ class ClusterError(ServiceError):
 
 
 class TemplateError(ServiceError):
-    """The template process ended, or does not do what it was asked to."""
+    """The template process ended, or did not carry out a request."""
 
     default_reason = "TEMPLATE"
 
@@ -277,7 +277,7 @@ def of_code(
     fields: Sequence[tuple[str, str]] = (),
     metadata: Mapping[str, str] | None = None,
 ) -> ServiceError:
-    """An error that another service put on the wire, as the class of its code."""
+    """The error that another service put on the wire, in the class of its gRPC code."""
     kind = next((k for k in ServiceError.__subclasses__() if k.code is code), ServiceError)
     return kind(message, reason=reason, fields=fields, metadata=metadata)
 
@@ -288,7 +288,7 @@ def invalid(field: str, problem: str) -> RequestError:
 
 
 def on_the_wire(error: Exception) -> ServiceError:
-    """The error of the tree for ``error``; a defect is INTERNAL and says nothing of the inside."""
+    """The error of the tree for ``error``; a defect is INTERNAL and shows no details."""
     if isinstance(error, ServiceError):
         return error
     if isinstance(error, JobError):

@@ -1,7 +1,7 @@
-"""Decorators for the methods of a gRPC service: what they raise reaches the wire in one style.
+"""Decorators for the methods of a gRPC service: all errors reach the wire in one style.
 
-:mod:`megascale_common.service.errors` has the table; an exception that is not in it is INTERNAL on the
-wire, and its traceback is in the service's log.
+:mod:`megascale_common.service.errors` has the table. An exception that is not in it is INTERNAL on
+the wire, and its traceback is in the service's log.
 """
 
 from __future__ import annotations

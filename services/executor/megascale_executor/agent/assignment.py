@@ -20,7 +20,7 @@ from megascale_executor.agent.folders import AttemptFolder
 
 @dataclass(frozen=True, slots=True)
 class Sockets:
-    """Where the workers of this node reach the node's services."""
+    """The unix sockets at which workers reach the services of their node."""
 
     loader: Path
     checkpoint: Path
@@ -32,7 +32,7 @@ def check_assignment(
     """Refuse an assignment that contradicts itself or this node.
 
     Raises:
-        AssignmentError: names what does not fit.
+        AssignmentError: its message has what does not fit.
     """
     ranks, indices = list(assignment.ranks), list(assignment.devices)
     world_size = config.layout.world_size
@@ -41,11 +41,11 @@ def check_assignment(
             f"{len(ranks)} ranks on {len(indices)} devices: each rank needs one device"
         )
     if len(set(ranks)) != len(ranks) or len(set(indices)) != len(indices):
-        raise AssignmentError(f"ranks {ranks} on devices {indices}: each may be named once only")
+        raise AssignmentError(f"ranks {ranks} on devices {indices}: each may be listed once only")
     unknown = sorted(set(indices) - set(devices))
     if unknown:
         raise AssignmentError(
-            f"devices {unknown} are not of node {node}, which owns {sorted(devices)}"
+            f"devices {unknown} are not of node {node}, which has {sorted(devices)}"
         )
     if len(assignment.rank_nodes) != world_size:
         raise AssignmentError(
@@ -59,7 +59,7 @@ def check_assignment(
 
 
 def readers_of(ranks: Sequence[int], layout: RankLayout) -> dict[int, tuple[int, int]]:
-    """For each rank of the node (reader, readers): its index among those with its dp coordinate."""
+    """(reader, readers) of each rank: its index among the node's ranks of its dp coordinate."""
     by_dp: dict[int, list[int]] = {}
     for rank in ranks:
         by_dp.setdefault(layout.coordinates(rank).dp, []).append(rank)
@@ -86,7 +86,7 @@ def worker_assignments(
     ranks = list(assignment.ranks)
     readers = readers_of(ranks, config.layout)
     values = job_config.to_mapping(config)
-    told: list[tuple[Assignment, Path]] = []
+    messages: list[tuple[Assignment, Path]] = []
     for local_rank, (rank, device) in enumerate(zip(ranks, assignment.devices, strict=True)):
         reader, count = readers[rank]
         message: Assignment = {
@@ -113,5 +113,5 @@ def worker_assignments(
             "reports": rank == 0,
             "run_folder": str(folder.path),
         }
-        told.append((message, folder.log(rank)))
-    return told
+        messages.append((message, folder.log(rank)))
+    return messages

@@ -1,10 +1,9 @@
-"""Every field of a job with its comment, type, choices and default, for people: read from where
-each fact stands.
+"""Every field of a job with its comment, type, choices and default, for people.
 
-Names, types and order come from the descriptor of ``megascale.v1.JobSpec``, comments from job.proto
-(generated code keeps none), defaults from :mod:`megascale_common.job.config`. The page
-docs/job-spec.md and `megascale init` are written from this, so neither can say something else than
-the code does.
+Each fact is read from its source: names, types and order from the descriptor of
+``megascale.v1.JobSpec``, comments from job.proto (generated code keeps none), defaults from
+:mod:`megascale_common.job.config`. The page docs/job-spec.md and what `megascale init` writes are
+made from this, so both agree with the code.
 """
 
 from __future__ import annotations
@@ -45,8 +44,9 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One field. ``default`` is REQUIRED where there is none; ``message`` is what a nested field
-    consists of.
+    """One field.
+
+    ``default`` is REQUIRED if there is none; ``message`` holds the fields of a nested one.
     """
 
     name: str
@@ -76,8 +76,9 @@ def job_fields() -> MessageFields:
 
 
 def proto_comments(text: str) -> dict[str, str]:
-    """Comments of a proto file by ``Message``, ``Message.field``, ``Enum`` and ``Enum.VALUE``, each
-    on one line.
+    """Comments of a proto file, each on one line.
+
+    Keys are ``Message``, ``Message.field``, ``Enum`` and ``Enum.VALUE``.
     """
     found: dict[str, str] = {}
     pending: list[str] = []
@@ -100,9 +101,8 @@ def _message(descriptor: Descriptor, config: type[Any], comments: dict[str, str]
     defaults = {field.name: _default(field) for field in dataclasses.fields(config)}
     fields = []
     for field in descriptor.fields:
-        hint = hints.get(
-            field.name, config
-        )  # `trainer` is spread over the root of the configuration
+        # The sections of `trainer` are at the root of the configuration.
+        hint = hints.get(field.name, config)
         default = defaults.get(field.name, REQUIRED)
         fields.append(_field(field, hint, default, comments))
     return MessageFields(descriptor.name, comments[descriptor.name], tuple(fields))

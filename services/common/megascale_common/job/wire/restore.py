@@ -17,7 +17,7 @@ def from_proto(plan: link_pb2.RestorePlan) -> RestorePlan:
     """The plan in ``plan``; a source that is not set is NONE.
 
     Raises:
-        ValueError: a source that this version does not know.
+        ValueError: the source is not one of this version's.
     """
     source = RestoreSource.NONE
     if plan.source:

@@ -1,9 +1,8 @@
-"""The wire form of a job, ``megascale.v1.JobSpec``, to the tree of
-:mod:`megascale_common.job.config` and back.
+"""The wire form of a job, ``megascale.v1.JobSpec``, to the tree of ``job.config`` and back.
 
-Both are walked by their descriptors, so a field that is added to both needs nothing here. Enum
-values are their short names in lower case (PRECISION_BF16 is ``bf16``). What is not set on the wire
-takes the default of the tree.
+Both are read by their descriptors, so a field that is added to both needs no code here. Enum
+values are their short names in lower case (PRECISION_BF16 is ``bf16``). A field that is not set on
+the wire takes the default of the tree (:mod:`megascale_common.job.config`).
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from megascale_common.job.config import JobConfig
 
 
 def from_proto(spec: job_pb2.JobSpec) -> JobConfig:
-    """The job in ``spec``, checked throughout.
+    """The job in ``spec``, fully checked.
 
     Raises:
-        JobError: names every problem by field (:func:`megascale_common.job.config.from_mapping`).
+        JobError: lists every problem by field (:func:`megascale_common.job.config.from_mapping`).
     """
     return job_config.from_mapping(to_mapping(spec))
 
@@ -39,8 +38,8 @@ def from_accepted_proto(spec: job_pb2.JobSpec) -> JobConfig:
 
 def to_mapping(message: Message) -> dict[str, Any]:
     """What is set in ``message`` as plain values, an enum by its short name."""
-    # ListFields leaves out what is not set, and zeros of fields without presence: both mean the
-    # default. So does an enum's UNSPECIFIED.
+    # ListFields leaves out fields that are not set, and zeros of fields without presence: both mean
+    # the default. So does an enum's UNSPECIFIED.
     return {
         field.name: _value(field, value)
         for field, value in message.ListFields()
@@ -73,7 +72,7 @@ def _value(field: FieldDescriptor, value: Any) -> Any:
 
 
 def _strip(enum: EnumDescriptor, name: str) -> str:
-    # Every value starts with the first value's name less UNSPECIFIED (buf lint holds that).
+    # Every value starts with the first value's name less UNSPECIFIED (buf lint checks that).
     prefix = enum.values_by_number[0].name.removesuffix("UNSPECIFIED")
     return name.removeprefix(prefix).lower()
 
