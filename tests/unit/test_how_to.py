@@ -1,4 +1,4 @@
-"""docs/how-to/ agrees with the source."""
+"""docs/how-to/ and the ten questions of docs/architecture.md agree with the source."""
 
 from __future__ import annotations
 
@@ -28,6 +28,10 @@ def rows(text: str) -> list[list[str]]:
             break
         found.append([cell.strip() for cell in line.strip("|").split(" | ")])
     return found
+
+
+def section(page: Path, heading: str) -> str:
+    return page.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
 
 
 def files(text: str) -> list[str]:
@@ -106,6 +110,20 @@ def test_the_index_names_every_page_with_its_number_of_files() -> None:
     for name in ("add-a-job-field.md", "add-an-event.md", "add-an-rpc.md", "add-a-fused-kernel.md"):
         (cells,) = (each for each in index if f"({name})" in each[0])
         assert int(cells[1].partition(":")[0]) == len(rows((HOW_TO / name).read_text()))
+
+
+def test_ten_questions_are_answered_in_at_most_two_folders_each() -> None:
+    table = rows(section(REPOSITORY / "docs" / "architecture.md", "Ten questions"))
+    assert len(table) == 10
+    for question, where, answer in table:
+        found = files(where)
+        assert found and len({Path(path).parent for path in found}) <= 2, question
+        source = "\n".join((REPOSITORY / path).read_text() for path in found)
+        names = re.findall(r"`(\w+)`", answer)
+        assert names, question
+        for name in names:
+            defined = rf"(?:def|class) {name}\b|^{name} = "
+            assert re.search(defined, source, re.MULTILINE), f"{question} {name}"
 
 
 @pytest.mark.parametrize(
