@@ -16,7 +16,7 @@ PYTEST_ARGS ?=
 TEST_PROCESSES ?= 3
 
 ROOTS := proto services/common services/driver services/executor services/checkpoint kernels clients/python clients/cli
-# Every generator of a part of docs/*.md, such as docs.generate_api.
+# Every generator of a part of a page or module, such as docs.generate_api.
 PAGES := $(basename $(notdir $(wildcard docs/generate_*.py)))
 empty :=
 space := $(empty) $(empty)
@@ -78,10 +78,10 @@ proto: $(VENV)-proto/.ready ## generate the Python code of the protos
 proto-check: $(VENV)-proto/.ready ## check that the generated code is up to date
 	$(VENV)-proto/bin/python proto/generate.py --check
 
-docs: $(READY) ## write the generated parts of docs/*.md
+docs: $(READY) ## write the generated parts of pages, and of the synchronous client
 	@for page in $(PAGES); do $(PY) -m docs.$$page || exit 1; done
 
-docs-check: $(READY) ## check that the generated parts of docs/*.md are up to date
+docs-check: $(READY) ## check that these generated parts are up to date
 	@for page in $(PAGES); do $(PY) -m docs.$$page --check || exit 1; done
 
 dashboard: $(READY) ## write deploy/grafana/megascale.json from the metrics in the code

@@ -53,17 +53,34 @@ class Example:
     request: str
 
 
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A script of clients/grpcurl: its arguments as its usage line names them, and its purpose."""
+
+    path: Path
+    arguments: str
+    purpose: str
+
+
+def script(service: str, call: str) -> Script:
+    """The script of one call."""
+    name = re.sub(r"(?<!^)(?=[A-Z])", "_", call).lower()
+    path = SCRIPTS / FOLDERS[service] / f"{name}.sh"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    usage = (re.match(r'usage \d+ "\$#" "([^"]*)"', line) for line in lines)
+    arguments = next((found[1] for found in usage if found), "")
+    comment = itertools.takewhile(lambda line: line.startswith("# "), lines[1:])
+    return Script(path, arguments, " ".join(line[2:] for line in comment))
+
+
 def example(service: str, call: str) -> Example:
     """The example of one call."""
-    name = re.sub(r"(?<!^)(?=[A-Z])", "_", call).lower()
-    script = SCRIPTS / FOLDERS[service] / f"{name}.sh"
-    text = script.read_text(encoding="utf-8")
-    usage = re.search(r'usage \d+ "\$#" "([^"[]*)', text)
-    samples = [_SAMPLES[word] for word in (usage[1].split() if usage else ())]
-    comment = itertools.takewhile(lambda line: line.startswith("# "), text.splitlines()[1:])
-    method, request = _recorded(script, samples)
-    command = shlex.join([str(script.relative_to(REPOSITORY)), *samples])
-    return Example(command, " ".join(line[2:] for line in comment), method, request)
+    found = script(service, call)
+    # What stands in brackets is optional.
+    samples = [_SAMPLES[word] for word in found.arguments.partition("[")[0].split()]
+    method, request = _recorded(found.path, samples)
+    command = shlex.join([str(found.path.relative_to(REPOSITORY)), *samples])
+    return Example(command, found.purpose, method, request)
 
 
 def _recorded(script: Path, arguments: list[str]) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""The generated part of a page: read, written or compared. All generators share this module."""
+"""What the generators share: the part of a page, or of a module, that is written from the code."""
 
 from __future__ import annotations
 
@@ -11,9 +11,15 @@ DOCS = Path(__file__).resolve().parent
 REPOSITORY = DOCS.parent
 BEGIN = "<!-- Begin of the generated part: change its source, then run `make docs`. -->"
 END = "<!-- End of the generated part. -->"
+MARKERS = (BEGIN, END)
 
 
-def run(page: Path, text: Callable[[], str], arguments: Sequence[str] | None = None) -> int:
+def run(
+    page: Path,
+    text: Callable[[], str],
+    arguments: Sequence[str] | None = None,
+    markers: tuple[str, str] = MARKERS,
+) -> int:
     """The main function of a generator: write ``text()`` between the markers of ``page``.
 
     With --check it only compares. Returns the exit status: 1 if --check finds a stale page.
@@ -24,7 +30,7 @@ def run(page: Path, text: Callable[[], str], arguments: Sequence[str] | None = N
     )
     check = parser.parse_args(arguments).check
     old = page.read_text(encoding="utf-8")
-    fresh = merged(old, text())
+    fresh = merged(old, text(), markers)
     if not check:
         page.write_text(fresh, encoding="utf-8")
     elif old != fresh:
@@ -33,17 +39,18 @@ def run(page: Path, text: Callable[[], str], arguments: Sequence[str] | None = N
     return 0
 
 
-def merged(page: str, text: str) -> str:
+def merged(page: str, text: str, markers: tuple[str, str] = MARKERS) -> str:
     """``page`` with ``text`` between its markers.
 
     Raises:
         ValueError: a marker is missing.
     """
-    head, begin, rest = page.partition(BEGIN)
-    _, end, tail = rest.partition(END)
+    first, last = markers
+    head, begin, rest = page.partition(first)
+    _, end, tail = rest.partition(last)
     if not begin or not end:
-        raise ValueError(f"the page has no {END if begin else BEGIN}")
-    return f"{head}{BEGIN}\n\n{text.strip()}\n\n{END}{tail}"
+        raise ValueError(f"the page has no {last if begin else first}")
+    return "{}{}\n\n{}\n\n{}{}".format(head, first, text.strip("\n"), last, tail)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:

@@ -5,10 +5,11 @@
         for update in client.watch("example"):
             ...
 
-It has no logic of its own: each call runs on an :class:`AsyncClient` in a private event-loop
-thread. So it works where the caller's own thread runs a loop (a notebook) and from several threads
-at once, and Ctrl-C stops the call in progress. An iterator that is left early (``break``,
-``close()``, Ctrl-C) ends its stream at the driver.
+Its methods are generated from those of the asynchronous client and have no logic of their own: each
+call runs on an :class:`AsyncClient` in a private event-loop thread. So it works where the caller's
+own thread runs a loop (a notebook) and from several threads at once, and Ctrl-C stops the call in
+progress. An iterator that is left early (``break``, ``close()``, Ctrl-C) ends its stream at the
+driver.
 """
 
 from __future__ import annotations
@@ -84,6 +85,8 @@ class Client:
         Calls in progress in other threads raise RuntimeError.
         """
         self._loop.stop()
+
+    # Begin of the generated part: change AsyncClient, then run `make docs`.
 
     def submit(self, spec: job_pb2.JobSpec, *, validate_only: bool = False) -> driver_pb2.Job:
         """See :meth:`AsyncClient.submit`."""
@@ -188,6 +191,8 @@ class Client:
     def cluster_info(self) -> driver_pb2.GetClusterInfoResponse:
         """See :meth:`AsyncClient.cluster_info`."""
         return self._loop.run(self._client.cluster_info())
+
+    # End of the generated part.
 
 
 class _LoopThread:
