@@ -41,6 +41,7 @@ LANES = {
         "integration/test_resharded_resume.py",
         "integration/test_stalled_peer.py",
         "integration/test_tensor_overlap.py",
+        "integration/test_fp8_benchmarks.py",
         "integration/test_trainer_equality.py",
         "integration/test_trainer_step.py",
     ),
