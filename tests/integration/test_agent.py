@@ -18,7 +18,7 @@ from tests.harness.agent_process import TOKEN, AgentProcess, start_agent
 from tests.harness.corpus import random_documents, write_corpus
 from tests.harness.processes import living_processes_of_group, until_gone
 from tests.harness.recording_driver import RecordingDriver, whole_on_one_node
-from tests.harness.waiting import CALL_TIMEOUT_S
+from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
 from megascale.v1 import (
     checkpoint_pb2,
@@ -236,9 +236,9 @@ async def test_idle_kills_workers_and_a_newer_attempt_supersedes(
         lambda: driver.beats[-1].desired_version == version and driver.beats[-1].attempt == 0
     )
     assert driver.beats[-1].phase == link_pb2.ATTEMPT_PHASE_IDLE
-    roles = json.loads((agent.node_folder / "pids.json").read_text())
-    assert sorted(roles) == ["agent", "checkpoint", "template"]
-    assert sorted(agent.group()) == sorted(roles.values())
+    roles = ["agent", "checkpoint", "template"]
+    await eventually(lambda: sorted(pids_of(agent)) == roles, "the processes of an idle node")
+    assert sorted(agent.group()) == sorted(pids_of(agent).values())
 
 
 async def test_template_death_fails_the_attempt_and_the_next_one_works(
@@ -246,8 +246,7 @@ async def test_template_death_fails_the_attempt_and_the_next_one_works(
 ) -> None:
     await driver.until_joined()
     running = await run_attempt(driver, assignment(tmp_path), link_pb2.ATTEMPT_PHASE_RUNNING)
-    pids = json.loads((agent.node_folder / "pids.json").read_text())
-    os.kill(pids["template"], signal.SIGKILL)
+    os.kill(await pid_of(agent, "template"), signal.SIGKILL)
     await driver.until_phase(link_pb2.ATTEMPT_PHASE_FAILED)
     driver.want(IDLE)
     await driver.until_phase(link_pb2.ATTEMPT_PHASE_IDLE)
@@ -261,8 +260,7 @@ async def test_a_loader_that_ends_fails_the_attempt_though_no_worker_waits_for_i
     """The scripted workers never ask for data, as real ones before their first step."""
     await driver.until_joined()
     running = await run_attempt(driver, assignment(tmp_path), link_pb2.ATTEMPT_PHASE_RUNNING)
-    pids = json.loads((agent.node_folder / "pids.json").read_text())
-    os.kill(pids["loader"], signal.SIGKILL)
+    os.kill(await pid_of(agent, "loader"), signal.SIGKILL)
     failed = await driver.until_phase(link_pb2.ATTEMPT_PHASE_FAILED)
     assert "the data loader" in failed.failure and "killed by signal 9" in failed.failure
     assert {worker.error_kind for worker in failed.workers} <= {"", "STOPPED"}
@@ -276,20 +274,25 @@ async def test_a_dead_daemon_is_replaced_while_training_goes_on(
 ) -> None:
     await driver.until_joined()
     await run_attempt(driver, assignment(tmp_path), link_pb2.ATTEMPT_PHASE_RUNNING)
-    pids = json.loads((agent.node_folder / "pids.json").read_text())
-    os.kill(pids["checkpoint"], signal.SIGKILL)
+    killed = await pid_of(agent, "checkpoint")
+    os.kill(killed, signal.SIGKILL)
     await driver.until(
-        lambda: len(driver.hellos) >= 2 or _checkpoint_pid(agent) not in (None, pids["checkpoint"])
+        lambda: len(driver.hellos) >= 2 or pids_of(agent).get("checkpoint", killed) != killed
     )
     seen = len(driver.steps)
     await driver.until(lambda: len(driver.steps) > seen + 3)
     assert driver.beats[-1].phase == link_pb2.ATTEMPT_PHASE_RUNNING
 
 
-def _checkpoint_pid(agent: AgentProcess) -> int | None:
-    pid = json.loads((agent.node_folder / "pids.json").read_text()).get("checkpoint")
-    assert pid is None or isinstance(pid, int)
-    return pid
+def pids_of(agent: AgentProcess) -> dict[str, int]:
+    """The node's processes by role, as of the agent's last look."""
+    pids: dict[str, int] = json.loads((agent.node_folder / "pids.json").read_text())
+    return pids
+
+
+async def pid_of(agent: AgentProcess, role: str) -> int:
+    """The process of a role, once the agent has written it down."""
+    return int(await eventually(lambda: pids_of(agent).get(role), f"the pid of the {role}"))
 
 
 async def test_driver_restart_keeps_workers_and_step_records(

@@ -13,7 +13,7 @@ from tests.harness.checkpoint_node import TOKEN, DaemonProcess
 from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc
-from megascale_common.node.messages import RestorePlanMessage
+from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.service.channel import open_channel
 from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 from megascale_trainer.snapshot import RankRegistration, Snapshotter
@@ -95,12 +95,7 @@ async def test_a_state_that_was_in_memory_alone_is_taken_again(
     await open_attempt(daemon, uri, 2, sealed_step=20)
     again, restored = snapshotter(daemon, state, attempt=2, uri=uri), State()
     again._state = restored
-    plan: RestorePlanMessage = {
-        "source": "memory",
-        "step": 20,
-        "written_by_attempt": 1,
-        "manifest_uri": "",
-    }
+    plan = RestorePlan(RestoreSource.MEMORY, 20, written_by_attempt=1)
     small_state = await asyncio.to_thread(again.restore, plan)
     assert small_state == {"skipped_updates": 1} and set(restored.values.tolist()) == {20.0}
     assert await asyncio.to_thread(again.reserve_or_wait, 20, CALL_TIMEOUT_S) == 0
