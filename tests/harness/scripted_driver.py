@@ -6,12 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc
-import grpc.aio
-
 from megascale.v1 import driver_pb2, driver_pb2_grpc, job_pb2, types_pb2
-from megascale_common.service.errors import ServiceError, abort, of_code
+from megascale_common.service.errors import ServiceError
 from megascale_common.service.server import RpcServer
+from megascale_common.service.status import abort, of_code
 
 TOKEN = "token-of-the-tests"
 POLL_INTERVAL_S = 0.01
@@ -138,7 +136,7 @@ class ScriptedDriver(driver_pb2_grpc.DriverServiceServicer):
     async def _break(self, index: int, context: Any) -> None:
         if index == self.break_after:
             self.break_after = None
-            await abort(context, of_code(grpc.StatusCode.UNAVAILABLE, "GOING", "the driver stops"))
+            await abort(context, of_code("UNAVAILABLE", "GOING", "the driver stops"))
 
     async def _hang(self) -> None:
         """Keep a stream open until its client has gone."""

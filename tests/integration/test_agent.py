@@ -263,6 +263,8 @@ async def test_a_loader_that_ends_fails_the_attempt_though_no_worker_waits_for_i
     os.kill(await pid_of(agent, "loader"), signal.SIGKILL)
     failed = await driver.until_phase(link_pb2.ATTEMPT_PHASE_FAILED)
     assert "the data loader" in failed.failure and "killed by signal 9" in failed.failure
+    log = (agent.node_folder / "agent.log").read_text()
+    assert "fork_posix" not in log, "gRPC's fork handlers run in the agent's children"
     assert {worker.error_kind for worker in failed.workers} <= {"", "STOPPED"}
     driver.want(IDLE)
     await driver.until_phase(link_pb2.ATTEMPT_PHASE_IDLE)

@@ -104,7 +104,7 @@ def raised() -> dict[str, set[str]]:
             for reason, kind in reasons(node):
                 word = reason.value if isinstance(reason, ast.Constant) else reason
                 if isinstance(word, str) and word:
-                    found[word] |= {KINDS[kind].code.name} if kind else set()
+                    found[word] |= {KINDS[kind].code} if kind else set()
     return found
 
 
@@ -146,8 +146,8 @@ def test_the_drawing_of_the_errors_agrees_with_the_classes() -> None:
     for name, code, reason in drawn:
         kind = KINDS[name]
         assert kind.default_reason == reason, name
-        own = kind.code is not kind.__mro__[1].code  # type: ignore[attr-defined]
-        assert (code == kind.code.name) if own else not code, name
+        own = kind.code != kind.__mro__[1].code  # type: ignore[attr-defined]
+        assert (code == kind.code) if own else not code, name
 
 
 @each_call

@@ -25,8 +25,8 @@ from megascale_client import (
     ServiceFailure,
     Unavailable,
 )
-from megascale_common.service.errors import of_code
 from megascale_common.service.server import RpcServer, Tls
+from megascale_common.service.status import of_code
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ async def driver() -> AsyncIterator[ScriptedDriver]:
 async def test_a_status_becomes_its_error_with_reason_and_message(
     driver: ScriptedDriver, code: grpc.StatusCode, kind: type[MegascaleError]
 ) -> None:
-    driver.errors = [of_code(code, "SOME_REASON", "a sentence")]
+    driver.errors = [of_code(code.name, "SOME_REASON", "a sentence")]
     async with AsyncClient(driver.address, TOKEN) as client:
         with pytest.raises(kind, match="a sentence") as caught:
             await client.get("x")
@@ -60,9 +60,7 @@ async def test_a_status_becomes_its_error_with_reason_and_message(
 
 async def test_refused_fields_become_problems(driver: ScriptedDriver) -> None:
     fields = [("trainer.model.heads", "not a multiple of tp"), ("name", "empty")]
-    driver.errors = [
-        of_code(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_JOB", "bad job", fields=fields)
-    ]
+    driver.errors = [of_code("INVALID_ARGUMENT", "INVALID_JOB", "bad job", fields=fields)]
     async with AsyncClient(driver.address, TOKEN) as client:
         with pytest.raises(InvalidJob) as caught:
             await client.submit(job_pb2.JobSpec())
@@ -71,7 +69,7 @@ async def test_refused_fields_become_problems(driver: ScriptedDriver) -> None:
 
 async def test_a_refused_field_of_another_call_is_not_a_refused_job(driver: ScriptedDriver) -> None:
     fields = [("rank", "9 is not one of the job's 8 ranks")]
-    driver.errors = [of_code(grpc.StatusCode.INVALID_ARGUMENT, "INVALID", "bad", fields=fields)]
+    driver.errors = [of_code("INVALID_ARGUMENT", "INVALID", "bad", fields=fields)]
     async with AsyncClient(driver.address, TOKEN) as client:
         with pytest.raises(InvalidRequest, match="rank: 9 is not one") as caught:
             await anext(client.logs("x", rank=9))
@@ -88,7 +86,7 @@ async def test_a_wrong_token_is_not_allowed(driver: ScriptedDriver) -> None:
 
 
 async def test_a_mutation_is_repeated_with_the_same_request_id(driver: ScriptedDriver) -> None:
-    driver.errors = [of_code(grpc.StatusCode.UNAVAILABLE, "", "not yet")] * 2
+    driver.errors = [of_code("UNAVAILABLE", "", "not yet")] * 2
     async with AsyncClient(driver.address, TOKEN, retry_for_s=5) as client:
         await client.submit(job_pb2.JobSpec(name="one"))
         await client.submit(job_pb2.JobSpec(name="two"))
@@ -100,7 +98,7 @@ async def test_a_mutation_is_repeated_with_the_same_request_id(driver: ScriptedD
 async def test_a_call_goes_to_the_leader_that_a_standby_reports(driver: ScriptedDriver) -> None:
     leader = await start_driver()
     hint = {"leader": leader.address}
-    driver.errors = [of_code(grpc.StatusCode.UNAVAILABLE, "NOT_LEADER", "standby", metadata=hint)]
+    driver.errors = [of_code("UNAVAILABLE", "NOT_LEADER", "standby", metadata=hint)]
     async with AsyncClient(driver.address, TOKEN, retry_for_s=5) as client:
         assert (await client.get("x")).spec.name == "x"
         assert (len(driver.requests), len(leader.requests)) == (1, 1)
@@ -111,9 +109,7 @@ async def test_standbys_that_report_each_other_as_leader_end_in_unavailable(
     driver: ScriptedDriver,
 ) -> None:
     hint = {"leader": driver.address}
-    driver.errors = [
-        of_code(grpc.StatusCode.UNAVAILABLE, "NOT_LEADER", "standby", metadata=hint)
-    ] * 1000
+    driver.errors = [of_code("UNAVAILABLE", "NOT_LEADER", "standby", metadata=hint)] * 1000
     async with AsyncClient(driver.address, TOKEN, retry_for_s=0.3) as client:
         with pytest.raises(Unavailable, match="standby"):
             await client.get("x")
@@ -203,7 +199,7 @@ async def test_updates_that_a_new_driver_repeats_are_yielded_once(driver: Script
 
 
 async def test_a_watch_of_no_job_is_not_found(driver: ScriptedDriver) -> None:
-    driver.errors = [of_code(grpc.StatusCode.NOT_FOUND, "JOB_NOT_FOUND", "no job x")]
+    driver.errors = [of_code("NOT_FOUND", "JOB_NOT_FOUND", "no job x")]
     async with AsyncClient(driver.address, TOKEN) as client:
         with pytest.raises(NotFound):
             async for _ in client.watch("x"):

@@ -14,7 +14,6 @@ import typing
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, TypeVar
 
-import grpc
 import pytest
 from tests.harness.scripted_driver import TOKEN, ScriptedDriver, start_driver
 from tests.harness.waiting import CALL_TIMEOUT_S
@@ -22,7 +21,7 @@ from tests.harness.waiting import CALL_TIMEOUT_S
 import megascale_client
 from megascale.v1 import job_pb2, types_pb2
 from megascale_client import AsyncClient, Client, InvalidRequest, NotFound
-from megascale_common.service.errors import of_code
+from megascale_common.service.status import of_code
 
 Result = TypeVar("Result")
 
@@ -140,8 +139,8 @@ async def test_an_error_of_the_tree_is_raised(driver: ScriptedDriver) -> None:
             next(client.watch_events("nonsense"))
 
     driver.errors = [
-        of_code(grpc.StatusCode.NOT_FOUND, "JOB_NOT_FOUND", "no job x"),
-        of_code(grpc.StatusCode.INVALID_ARGUMENT, "", "subject"),
+        of_code("NOT_FOUND", "JOB_NOT_FOUND", "no job x"),
+        of_code("INVALID_ARGUMENT", "", "subject"),
     ]
     await in_thread(driver, use)
 

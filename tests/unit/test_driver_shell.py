@@ -21,7 +21,7 @@ from megascale_common.etcd.connection import EtcdMembers
 from megascale_common.etcd.errors import EtcdUnavailable
 from megascale_common.etcd.server import free_port
 from megascale_common.job.restore import RestorePlan, RestoreSource
-from megascale_common.service import errors as rpc_errors
+from megascale_common.service import status
 from megascale_common.service.clock import SystemClock, VirtualClock
 from megascale_common.service.errors import CodecError, ExpiredError
 from megascale_driver import wire
@@ -193,24 +193,26 @@ async def test_a_token_that_is_no_longer_in_the_ring_is_refused() -> None:
 
 
 def test_an_error_carries_its_reason_metadata_and_fields() -> None:
-    error = rpc_errors.of_code(
-        grpc.StatusCode.INVALID_ARGUMENT,
+    error = status.of_code(
+        "INVALID_ARGUMENT",
         "BAD",
         "no",
         metadata={"leader": "h:1"},
         fields=[("a.b", "is wrong")],
     )
-    trailing = grpc.aio.Metadata(("grpc-status-details-bin", error.to_status().SerializeToString()))
+    trailing = grpc.aio.Metadata(
+        ("grpc-status-details-bin", status.to_status(error).SerializeToString())
+    )
     received = grpc.aio.AioRpcError(
         grpc.StatusCode.INVALID_ARGUMENT, grpc.aio.Metadata(), trailing, "no"
     )
-    again = rpc_errors.read(received)
+    again = status.read(received)
     assert (again.code, again.reason, again.message) == (error.code, "BAD", "no")
     assert (again.metadata, again.fields) == ({"leader": "h:1"}, (("a.b", "is wrong"),))
     bare = grpc.aio.AioRpcError(
         grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "gone"
     )
-    assert rpc_errors.read(bare).reason == "UNKNOWN"
+    assert status.read(bare).reason == "UNKNOWN"
 
 
 def test_clocks_never_run_backwards() -> None:

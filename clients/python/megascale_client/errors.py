@@ -170,7 +170,7 @@ def from_rpc(error: grpc.aio.AioRpcError) -> MegascaleError:
 def from_service(error: Exception) -> MegascaleError | None:
     """The error of this tree for one that a service's own code raised in this process.
 
-    Such an error has a ``reason`` and may have a gRPC ``code``; without one, as for a file that
+    Such an error has a ``reason`` and may have a gRPC ``code`` by name; without one, as for a file that
     cannot be read, it is an InvalidRequest. None for any other exception, which is a defect.
     """
     reason, code = getattr(error, "reason", None), getattr(error, "code", None)
@@ -181,6 +181,7 @@ def from_service(error: Exception) -> MegascaleError | None:
         return InvalidRequest(f"{where}{error.strerror or error}", reason="FILE")
     if not isinstance(reason, str):
         return None
-    if isinstance(code, grpc.StatusCode):
-        return _BY_CODE.get(code, ServiceFailure)(str(error), reason=reason)
+    if isinstance(code, str):
+        kind = next((k for c, k in _BY_CODE.items() if c.name == code), ServiceFailure)
+        return kind(str(error), reason=reason)
     return InvalidRequest(str(error), reason=reason)

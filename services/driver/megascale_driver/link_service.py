@@ -21,8 +21,8 @@ from megascale_common.service.errors import (
     RequestError,
     ServiceError,
     StateError,
-    abort,
 )
+from megascale_common.service.status import abort
 from megascale_driver import wire
 from megascale_driver.core.events import NodeHello, NodeReport, StreamReset
 from megascale_driver.engine import Engine

@@ -15,7 +15,7 @@ import grpc
 from google.protobuf.message import Message
 
 from megascale.v1 import driver_pb2, types_pb2
-from megascale_common.service import errors
+from megascale_common.service import status
 from megascale_common.service.errors import (
     ExistsError,
     ExpiredError,
@@ -124,10 +124,10 @@ def expired(error: ExpiredError) -> ExpiredError:
 
 def from_node(node: str, error: grpc.aio.AioRpcError) -> ServiceError:
     """The error of a call to a node's agent or daemon, as the driver's own caller gets it."""
-    refusal = errors.read(error)
+    refusal = status.read(error)
     if isinstance(refusal, (NotFoundError, RequestError, StateError, PreemptedError)):
         text = f"node {node}: {refusal}"
-        return errors.of_code(
+        return status.of_code(
             refusal.code, "REFUSED_BY_NODE", text, fields=refusal.fields, metadata=refusal.metadata
         )
     return UnavailableError(

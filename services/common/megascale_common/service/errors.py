@@ -4,6 +4,8 @@ The class gives the gRPC code, ``reason`` (of google.rpc.ErrorInfo) is stable fo
 message is for people: the fact, the field, the remedy. A service raises these, and
 :mod:`megascale_common.service.handlers` puts them on the wire.
 
+This module does not import grpc: the agent imports it before it sets what gRPC reads at its import.
+
     ServiceError                   INTERNAL, INTERNAL: something failed in the service
     ├── RequestError               INVALID_ARGUMENT, BAD_REQUEST: an argument is refused
     │   ├── OptionError            BAD_OPTION: an option on a service's command line
@@ -41,23 +43,15 @@ BAD_JOB_SPEC and its fields, a PermissionError is PERMISSION_DENIED, another OSE
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NoReturn
-
-import grpc
-import grpc.aio
-from google.protobuf import any_pb2
-from google.rpc import code_pb2, error_details_pb2, status_pb2
-from grpc_status import rpc_status
+from typing import ClassVar
 
 from megascale_common.job.problems import JobError
-
-DOMAIN = "megascale.v1"
 
 
 class ServiceError(Exception):
     """The root. ``fields`` are (path, description) pairs; ``metadata`` goes into the ErrorInfo."""
 
-    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+    code: ClassVar[str] = "INTERNAL"
     default_reason: ClassVar[str] = "INTERNAL"
 
     def __init__(
@@ -74,26 +68,11 @@ class ServiceError(Exception):
         self.fields = tuple(fields)
         self.metadata = dict(metadata or {})
 
-    def to_status(self) -> status_pb2.Status:
-        """The google.rpc.Status of this error."""
-        info = error_details_pb2.ErrorInfo(
-            reason=self.reason, domain=DOMAIN, metadata=self.metadata
-        )
-        details = [_packed(info)]
-        if self.fields:
-            violations = [
-                error_details_pb2.BadRequest.FieldViolation(field=field, description=description)
-                for field, description in self.fields
-            ]
-            details.append(_packed(error_details_pb2.BadRequest(field_violations=violations)))
-        number = code_pb2.Code.Value(self.code.name)
-        return status_pb2.Status(code=number, message=self.message, details=details)
-
 
 class RequestError(ServiceError):
     """An argument is refused; ``fields`` lists the refused ones, if single fields are."""
 
-    code = grpc.StatusCode.INVALID_ARGUMENT
+    code = "INVALID_ARGUMENT"
     default_reason = "BAD_REQUEST"
 
 
@@ -112,28 +91,28 @@ class AssignmentError(RequestError):
 class ExpiredError(ServiceError):
     """A resume or page token names a position that is no longer held."""
 
-    code = grpc.StatusCode.OUT_OF_RANGE
+    code = "OUT_OF_RANGE"
     default_reason = "TOKEN_EXPIRED"
 
 
 class NotFoundError(ServiceError):
     """There is no such thing."""
 
-    code = grpc.StatusCode.NOT_FOUND
+    code = "NOT_FOUND"
     default_reason = "NOT_FOUND"
 
 
 class ExistsError(ServiceError):
     """The name is taken."""
 
-    code = grpc.StatusCode.ALREADY_EXISTS
+    code = "ALREADY_EXISTS"
     default_reason = "EXISTS"
 
 
 class StateError(ServiceError):
     """The thing exists, but is in no state for this."""
 
-    code = grpc.StatusCode.FAILED_PRECONDITION
+    code = "FAILED_PRECONDITION"
     default_reason = "WRONG_STATE"
 
 
@@ -158,35 +137,35 @@ class UnusableError(StateError):
 class PreemptedError(ServiceError):
     """The call was ended for something of higher priority."""
 
-    code = grpc.StatusCode.ABORTED
+    code = "ABORTED"
     default_reason = "PREEMPTED"
 
 
 class LimitError(ServiceError):
     """There is no room, or a bound is reached."""
 
-    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    code = "RESOURCE_EXHAUSTED"
     default_reason = "LIMIT"
 
 
 class UnauthenticatedError(ServiceError):
     """The call carries no valid cluster token."""
 
-    code = grpc.StatusCode.UNAUTHENTICATED
+    code = "UNAUTHENTICATED"
     default_reason = "NO_TOKEN"
 
 
 class ForbiddenError(ServiceError):
     """The caller, or the user that the service runs as, lacks the permission."""
 
-    code = grpc.StatusCode.PERMISSION_DENIED
+    code = "PERMISSION_DENIED"
     default_reason = "FORBIDDEN"
 
 
 class UnavailableError(ServiceError):
     """It cannot be done now; the same call may succeed later."""
 
-    code = grpc.StatusCode.UNAVAILABLE
+    code = "UNAVAILABLE"
     default_reason = "UNAVAILABLE"
 
 
@@ -211,14 +190,14 @@ class LinkError(UnavailableError):
 class TimedOutError(ServiceError):
     """The other side took longer than the call allows."""
 
-    code = grpc.StatusCode.DEADLINE_EXCEEDED
+    code = "DEADLINE_EXCEEDED"
     default_reason = "TIMED_OUT"
 
 
 class DataLossError(ServiceError):
     """What was stored cannot be read."""
 
-    code = grpc.StatusCode.DATA_LOSS
+    code = "DATA_LOSS"
     default_reason = "DATA_LOSS"
 
 
@@ -269,19 +248,6 @@ class DeviceQueryError(ServiceError):
     default_reason = "DEVICE_QUERY"
 
 
-def of_code(
-    code: grpc.StatusCode,
-    reason: str,
-    message: str,
-    *,
-    fields: Sequence[tuple[str, str]] = (),
-    metadata: Mapping[str, str] | None = None,
-) -> ServiceError:
-    """The error that another service put on the wire, in the class of its gRPC code."""
-    kind = next((k for k in ServiceError.__subclasses__() if k.code is code), ServiceError)
-    return kind(message, reason=reason, fields=fields, metadata=metadata)
-
-
 def invalid(field: str, problem: str) -> RequestError:
     """The refusal of one field of a request."""
     return RequestError(f"{field}: {problem}", fields=[(field, problem)])
@@ -299,34 +265,3 @@ def on_the_wire(error: Exception) -> ServiceError:
     if isinstance(error, OSError):
         return UnavailableError(str(error), reason="STORAGE_UNAVAILABLE")
     return ServiceError("internal error; see the service's log")
-
-
-async def abort(context: grpc.aio.ServicerContext[Any, Any], error: ServiceError) -> NoReturn:
-    """End the call with ``error`` and its details."""
-    status = rpc_status.to_status(error.to_status())
-    await context.abort(status.code, status.details, status.trailing_metadata)
-
-
-def read(error: grpc.aio.AioRpcError) -> ServiceError:
-    """The error that a server put on the wire; reason UNKNOWN when it carried no details."""
-    metadata: dict[str, str] = {}
-    fields: list[tuple[str, str]] = []
-    reason = "UNKNOWN"
-    for key, value in error.trailing_metadata() or ():
-        if key != "grpc-status-details-bin" or not isinstance(value, bytes):
-            continue
-        for item in status_pb2.Status.FromString(value).details:
-            info = error_details_pb2.ErrorInfo()
-            bad = error_details_pb2.BadRequest()
-            if item.Unpack(info):
-                reason, metadata = info.reason, dict(info.metadata)
-            elif item.Unpack(bad):
-                fields = [(v.field, v.description) for v in bad.field_violations]
-    message = error.details() or ""
-    return of_code(error.code(), reason, message, metadata=metadata, fields=fields)
-
-
-def _packed(message: Any) -> any_pb2.Any:
-    packed = any_pb2.Any()
-    packed.Pack(message)
-    return packed

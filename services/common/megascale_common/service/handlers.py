@@ -15,7 +15,8 @@ import grpc.aio
 
 from megascale_common.job.problems import JobError
 from megascale_common.service import logs
-from megascale_common.service.errors import ServiceError, abort, on_the_wire
+from megascale_common.service.errors import ServiceError, on_the_wire
+from megascale_common.service.status import abort
 
 Answer = TypeVar("Answer")
 Context = grpc.aio.ServicerContext[Any, Any]

@@ -20,7 +20,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from megascale_common.service.channel import MAX_MESSAGE_BYTES
-from megascale_common.service.errors import UnauthenticatedError, abort
+from megascale_common.service.errors import UnauthenticatedError
+from megascale_common.service.status import abort
 from megascale_common.service.token import HEADER, bearer, check_token
 
 # Both sides agree on pings: without these options a client's keepalive ends in GOAWAY
