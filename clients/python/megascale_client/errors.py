@@ -170,8 +170,9 @@ def from_rpc(error: grpc.aio.AioRpcError) -> MegascaleError:
 def from_service(error: Exception) -> MegascaleError | None:
     """The error of this tree for one that a service's own code raised in this process.
 
-    Such an error has a ``reason`` and may have a gRPC ``code`` by name; without one, as for a file that
-    cannot be read, it is an InvalidRequest. None for any other exception, which is a defect.
+    Such an error has a ``reason`` and may have the name of a gRPC code as ``code``; without one, as
+    for a file that cannot be read, it is an InvalidRequest. None for any other exception, which is
+    a defect.
     """
     reason, code = getattr(error, "reason", None), getattr(error, "code", None)
     if isinstance(error, MegascaleError):
