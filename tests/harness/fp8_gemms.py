@@ -16,7 +16,7 @@ from megascale_kernels.overlap.fp8_matmul import Fp8Gemms, OverlappedFp8Gemms, P
 from megascale_kernels.overlap.peer_memory import open_peer_memory
 from megascale_kernels.overlap.row_transfers import RowTransfers, region_bytes
 from megascale_kernels.quantize import E4M3, E5M2, Operand
-from megascale_trainer.parallel.groups import destroy_groups
+from megascale_trainer.process.bootstrap import destroy_groups
 
 _WIDTHS = (16, 32, 64)
 Operation = Callable[[Fp8Gemms], Sequence[torch.Tensor]]
