@@ -73,7 +73,7 @@ SETTLE = 0.6  # of a turn, before the part that is timed
 Row = dict[str, Any]
 
 
-class Bench:
+class OverlapBench:
     """What one rank measures with, in a tensor-parallel group of ``tp`` ranks."""
 
     def __init__(self, tp: Group, options: argparse.Namespace, gemm: Gemm) -> None:
@@ -170,7 +170,7 @@ class _Cut(RowTransfers):
 class Ways:
     """How a layer of one shape can communicate, by name: objects with its two operators."""
 
-    def __init__(self, bench: Bench, layer: Layer) -> None:
+    def __init__(self, bench: OverlapBench, layer: Layer) -> None:
         assert bench.tp.handle is not None
         whole_bytes = 2 * layer.tokens * layer.hidden
         memory = open_peer_memory(
@@ -196,7 +196,7 @@ class Ways:
                 self.fp8[f"{name}, {number}"] = OverlappedFp8Gemms(products.transfers, gemm)
 
 
-def check(bench: Bench, layer: Layer, t: Tensors, ways: Ways) -> Iterator[Row]:
+def check(bench: OverlapBench, layer: Layer, t: Tensors, ways: Ways) -> Iterator[Row]:
     """How far overlapped results are from the exposed way's, which sums in another order."""
     for name, recipe in FORMATS.items():
         if recipe is None or name not in bench.options.formats:
@@ -217,7 +217,7 @@ def check(bench: Bench, layer: Layer, t: Tensors, ways: Ways) -> Iterator[Row]:
             yield {"format": name, "way": way, "error": bench.slowest(worst)[0]}
 
 
-def layers(bench: Bench, layer: Layer, t: Tensors, ways: Ways) -> Iterator[Row]:
+def layers(bench: OverlapBench, layer: Layer, t: Tensors, ways: Ways) -> Iterator[Row]:
     """A whole layer forward and backward, attention included, in every way."""
     others = surroundings(t, 16 if bench.options.quick else 128)
     runs: dict[str, Run] = {"surroundings": others}
@@ -228,7 +228,7 @@ def layers(bench: Bench, layer: Layer, t: Tensors, ways: Ways) -> Iterator[Row]:
     yield from _rows(bench, runs, host=True)
 
 
-def operators(bench: Bench, layer: Layer, t: Tensors, ways: Ways) -> Iterator[Row]:
+def operators(bench: OverlapBench, layer: Layer, t: Tensors, ways: Ways) -> Iterator[Row]:
     """Each operator by itself, its operands cast before."""
     for operator in (GATHER_IN, SCATTER_OUT, GATHER_OUT, SCATTER_IN):
         runs: dict[str, Run] = {}
@@ -248,7 +248,7 @@ def _made(name: str, t: Tensors, ways: Ways, gemm: Gemm) -> tuple[Any, dict[str,
     return Fp8Layer(t, recipe, gemm), ways.fp8
 
 
-def transfers(bench: Bench, layer: Layer, t: Tensors, ways: Ways) -> Iterator[Row]:
+def transfers(bench: OverlapBench, layer: Layer, t: Tensors, ways: Ways) -> Iterator[Row]:
     """Transfers alone, and what gathered FP8 operands cost besides."""
     moved = ways.transfers
     bytes_of_x = torch.zeros_like(t.x, dtype=torch.uint8)
@@ -270,7 +270,7 @@ def transfers(bench: Bench, layer: Layer, t: Tensors, ways: Ways) -> Iterator[Ro
         yield {"transfer": name, **_figures([turn["ms"] for turn in turns])}
 
 
-def _rows(bench: Bench, runs: Mapping[str, Run], *, host: bool) -> Iterator[Row]:
+def _rows(bench: OverlapBench, runs: Mapping[str, Run], *, host: bool) -> Iterator[Row]:
     """A row for each run, with its exposed communication over the same format's "none"."""
     rounds = bench.in_turn(runs)
     for name, turns in rounds.items():
@@ -319,7 +319,7 @@ def main(arguments: Sequence[str]) -> int:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if cuda else "gloo")
     gemm = Gemm(timed=cuda, duration_s=options.choose_s)
-    benches = {tp: Bench(_group(tp), options, gemm) for tp in options.tp}
+    benches = {tp: OverlapBench(_group(tp), options, gemm) for tp in options.tp}
     end = time.monotonic() + options.budget_s
     gc.disable()  # as the trainer does
     rows: list[Row] = []
@@ -346,8 +346,8 @@ def _program(options: argparse.Namespace) -> Iterator[tuple[str, int, str]]:
                 yield section, tp, model
 
 
-def _measured(bench: Bench, section: str, tp: int, model: str) -> Iterator[Row]:
-    measures: dict[str, Callable[[Bench, Layer, Tensors, Ways], Iterator[Row]]] = {
+def _measured(bench: OverlapBench, section: str, tp: int, model: str) -> Iterator[Row]:
+    measures: dict[str, Callable[[OverlapBench, Layer, Tensors, Ways], Iterator[Row]]] = {
         "check": check,
         "layers": layers,
         "operators": operators,

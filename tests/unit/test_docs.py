@@ -17,6 +17,8 @@ PAGES = sorted(
         *REPOSITORY.glob("*.md"),
         *(REPOSITORY / "docs").rglob("*.md"),
         REPOSITORY / "clients" / "grpcurl" / "README.md",
+        REPOSITORY / "deploy" / "README.md",
+        *(REPOSITORY / "benchmarks").glob("**/README.md"),
     ]
 )
 PROSE = [page for page in PAGES if page.name != "CHANGELOG.md"]
