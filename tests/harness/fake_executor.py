@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 from google.protobuf.timestamp_pb2 import Timestamp
+from tests.harness.waiting import eventually
 
 from megascale.v1 import (
     checkpoint_pb2,
@@ -168,6 +169,12 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
             checkpoint_endpoint=self._endpoint,
         )
 
+    async def until_usable(self) -> None:
+        """Wait until the driver may give this node work: it is alive with its hello, but only its
+        first report shows that it is idle.
+        """
+        await eventually(lambda: bool(self.acks), f"a heartbeat of {self.node} is acknowledged")
+
     def heartbeat(self) -> link_pb2.Heartbeat:
         self._seq += 1
         return link_pb2.Heartbeat(
@@ -293,7 +300,11 @@ async def _main(options: argparse.Namespace) -> None:
         return str(options.driver_file.read_text()).strip()
 
     token = options.token_file.read_text().strip()
-    async with FakeExecutor(options.node, token, find, steps=options.steps, step_s=options.step_s):
+    executor = FakeExecutor(options.node, token, find, steps=options.steps, step_s=options.step_s)
+    async with executor:
+        await executor.until_usable()
+        if options.usable_file is not None:
+            options.usable_file.touch()
         await asyncio.Event().wait()
 
 
@@ -303,6 +314,7 @@ if __name__ == "__main__":
     parser.add_argument("--node", required=True)
     parser.add_argument("--driver-file", required=True, type=Path)
     parser.add_argument("--token-file", required=True, type=Path)
+    parser.add_argument("--usable-file", type=Path, help="made once the driver may use the node")
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--step-s", type=float, default=0.02)
     asyncio.run(_main(parser.parse_args()))

@@ -55,7 +55,8 @@ async def executors(
             )
             for i in range(1, count + 1)
         ]
-        await driver.until_nodes(count)
+        for node in nodes:
+            await node.until_usable()
         yield nodes
 
 
@@ -63,8 +64,13 @@ async def executors(
 async def joined(driver: DriverProcess, name: str) -> AsyncIterator[FakeExecutor]:
     """One executor whose heartbeats the driver acknowledges."""
     async with FakeExecutor(name, driver.token, driver.address) as node:
-        await eventually(lambda: bool(node.acks), f"{name} is acknowledged")
+        await node.until_usable()
         yield node
+
+
+def usable_file(driver: DriverProcess, node: str) -> Path:
+    """What an executor in a process of its own makes once the driver may use it."""
+    return driver.address_file.with_name(f"{node}.usable")
 
 
 @contextlib.contextmanager
@@ -72,13 +78,8 @@ def executor_process(
     driver: DriverProcess, name: str, *arguments: str
 ) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "tests.harness.fake_executor", "--node", name]
-    command += [
-        "--driver-file",
-        str(driver.address_file),
-        "--token-file",
-        str(driver.token_file),
-        *arguments,
-    ]
+    command += ["--driver-file", str(driver.address_file), "--token-file", str(driver.token_file)]
+    command += ["--usable-file", str(usable_file(driver, name)), *arguments]
     process = subprocess.Popen(command, env=child_environment(), cwd=here())
     try:
         yield process
@@ -180,7 +181,7 @@ async def test_a_killed_node_is_dead_at_once_and_the_spare_takes_over(
 ) -> None:
     async with executors(driver, 2) as nodes:
         with executor_process(driver, "a0") as process:
-            await driver.until_nodes(3)
+            await eventually(usable_file(driver, "a0").exists, "a0 may get work", driver.log)
             await driver.submit(small_job("demo", recovery__spare_nodes=1))
             await driver.until_job("demo", runs(1))
             assert list((await driver.job("demo")).nodes) == ["a0", "n1"]
