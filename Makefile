@@ -48,7 +48,7 @@ help: ## show these verbs
 demo: $(READY) ## run the main job: train, lose a node, recover, compare with the undisturbed twin
 	$(PY) -m megascale_cli demo $(DEMO_ARGS)
 
-test: $(READY) $(KERNELS_READY) ## run the tests (about 9 minutes on 2 idle cores, 15 on busy ones)
+test: $(READY) $(KERNELS_READY) ## run the tests (6 to 9 minutes on 2 idle cores, 11 to 15 on busy ones)
 	$(PY) -m pytest -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-slow: $(READY) $(KERNELS_READY) ## run the tests that `make test` leaves out: benchmarks, one sabotage, further kernels
