@@ -55,6 +55,7 @@ async def executors(
             )
             for i in range(1, count + 1)
         ]
+        await driver.until_nodes(count)
         for node in nodes:
             await node.until_usable()
         yield nodes

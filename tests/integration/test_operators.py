@@ -93,6 +93,7 @@ async def executors(
             )
             for name in names
         ]
+        await driver.until_nodes(len(names))
         for node in nodes:
             await node.until_usable()
         yield nodes
