@@ -4,20 +4,24 @@
 #   INSTALL=0            use PYTHON as it is, install nothing (hosts without network)
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
-# CUDA builds of torch bring their own; a CPU build has none, and the kernels' tests run it as an interpreter.
+# CUDA builds of torch bring their own. A CPU build has none; there the kernels' tests use Triton's
+# interpreter.
 TRITON ?= triton==3.9.0
 INSTALL ?= 1
 VENV ?= .venv
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
-# Many tests wait for a timeout of the product, so three processes keep two cores busy: one for each lane (tests/conftest.py).
+# Many tests wait for a timeout of the services, so three processes keep two cores busy: one for
+# each lane (tests/conftest.py).
 TEST_PROCESSES ?= 3
 
 ROOTS := proto services/common services/driver services/executor services/checkpoint kernels clients/python clients/cli
+# Every generator of a part of a page or module, such as docs.generate_api.
+PAGES := $(basename $(notdir $(wildcard docs/generate_*.py)))
 empty :=
 space := $(empty) $(empty)
 export PYTHONPATH := $(subst $(space),:,$(addprefix $(CURDIR)/,$(ROOTS)))$(if $(PYTHONPATH),:$(PYTHONPATH))
-# A slow reverse look-up would stall a rendezvous for five seconds; workers run one thread each.
+# A slow reverse look-up would delay a rendezvous by five seconds; workers run one thread each.
 export RES_OPTIONS := timeout:1 attempts:1
 export OMP_NUM_THREADS := 1
 
@@ -32,17 +36,19 @@ KERNELS_READY := $(VENV)/.triton
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 endif
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check
+# promtool and prometheus, unpacked from the system's package
+TOOLS := $(CURDIR)/.tools/prometheus
 
-.PHONY: help demo test test-slow test-gpu check proto proto-check docs docs-check format bench clean
+.PHONY: help demo test test-slow test-gpu test-system system-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
 .DEFAULT_GOAL := help
 
 help: ## show these verbs
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
 demo: $(READY) ## run the main job: train, lose a node, recover, compare with the undisturbed twin
 	$(PY) -m megascale_cli demo $(DEMO_ARGS)
 
-test: $(READY) $(KERNELS_READY) ## run the tests (about 9 minutes on 2 idle cores, 15 on busy ones)
+test: $(READY) $(KERNELS_READY) ## run the tests (6 to 9 minutes on 2 idle cores, 11 to 15 on busy ones)
 	$(PY) -m pytest -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-slow: $(READY) $(KERNELS_READY) ## run the tests that `make test` leaves out: benchmarks, one sabotage, further kernels
@@ -51,10 +57,14 @@ test-slow: $(READY) $(KERNELS_READY) ## run the tests that `make test` leaves ou
 test-gpu: $(READY) ## run the tests that need CUDA devices
 	$(PY) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
-check: $(READY) proto-check docs-check ## style, types, layers, wire contract
+test-system system-tools: export PATH := $(PATH):$(TOOLS)/usr/bin
+test-system: $(READY) system-tools ## run the tests of deploy/ that need promtool, a Prometheus or systemd-analyze
+	$(PY) -m pytest -m system -rs tests/system $(PYTEST_ARGS)
+
+check: $(READY) proto-check docs-check dashboard-check ## style, types, layers, wire contract
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy $(wildcard services/*/megascale_*) $(wildcard kernels/megascale_*) $(wildcard clients/*/megascale_*) proto/generate.py docs/generate_job_spec.py
+	$(PY) -m mypy $(wildcard services/*/megascale_*) $(wildcard kernels/megascale_*) $(wildcard clients/*/megascale_*) proto/generate.py $(wildcard docs/*.py) $(wildcard deploy/*/*.py)
 	lint-imports
 	cd proto && buf lint
 
@@ -65,23 +75,29 @@ format: $(READY) ## format the code
 proto: $(VENV)-proto/.ready ## generate the Python code of the protos
 	$(VENV)-proto/bin/python proto/generate.py
 
-proto-check: $(VENV)-proto/.ready ## is the generated code fresh?
+proto-check: $(VENV)-proto/.ready ## check that the generated code is up to date
 	$(VENV)-proto/bin/python proto/generate.py --check
 
-docs: $(READY) ## write docs/job-spec.md from the protos and the defaults
-	$(PY) docs/generate_job_spec.py
+docs: $(READY) ## write the generated parts of pages, and of the synchronous client
+	@for page in $(PAGES); do $(PY) -m docs.$$page || exit 1; done
 
-docs-check: $(READY) ## is docs/job-spec.md fresh?
-	$(PY) docs/generate_job_spec.py --check
+docs-check: $(READY) ## check that these generated parts are up to date
+	@for page in $(PAGES); do $(PY) -m docs.$$page --check || exit 1; done
+
+dashboard: $(READY) ## write deploy/grafana/megascale.json from the metrics in the code
+	$(PY) -m deploy.grafana.generate
+
+dashboard-check: $(READY) ## check that deploy/grafana/megascale.json is up to date
+	$(PY) -m deploy.grafana.generate --check
 
 bench: $(READY) ## run the benchmarks that need no special hardware
 	$(PY) benchmarks/throughput.py --device cpu --tp 2 --pp 2 --dp 2
 
 clean: ## remove environments, caches and runs
-	rm -rf $(VENV) $(VENV)-proto runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-proto .tools runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Debian splits venv off; get it where we may, else say what to do.
+# Debian has venv in a package of its own: install it as root, else print what to do.
 define make_venv
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { \
 	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get update -qq && apt-get install -y -qq python3-venv; \
@@ -105,3 +121,17 @@ $(VENV)-proto/.ready:
 	$(call make_venv,$(VENV)-proto)
 	$(VENV)-proto/bin/python -m pip install --quiet --disable-pip-version-check grpcio-tools==1.66.2 mypy-protobuf==3.7.0 'setuptools<81'
 	@touch $@
+
+# If they are missing and apt-get exists, the package is unpacked, not installed: that needs no root
+# and starts no service. apt checks the package's signature; its lists are our own, so that they are
+# never too old.
+APT := apt-get -qq -o APT::Sandbox::User=root -o Dir::State=$(TOOLS)/apt -o Dir::State::status=/var/lib/dpkg/status -o Dir::Cache=$(TOOLS)/apt
+system-tools:
+	@if command -v promtool >/dev/null && command -v prometheus >/dev/null; then exit 0; fi; \
+	if [ $(INSTALL) = 1 ] && command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null; then \
+	  echo "fetching promtool and prometheus into $(TOOLS)"; \
+	  mkdir -p $(TOOLS)/apt/lists/partial $(TOOLS)/apt/archives/partial && cd $(TOOLS) \
+	  && $(APT) update && $(APT) download prometheus && { $(APT) download promtool 2>/dev/null || :; } \
+	  && for package in *.deb; do dpkg-deb -x "$$package" . || exit 1; done; rm -rf ./*.deb apt; \
+	fi; \
+	command -v promtool >/dev/null || echo "no promtool: install your system's package; its tests are skipped" >&2

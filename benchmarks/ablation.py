@@ -1,10 +1,12 @@
-"""Table 3 of MegaScale on this machine: what each step from a plain trainer to the full one brings.
+"""Table 3 of MegaScale on this machine: the gain of each step from a plain trainer to the full one.
 
-    python benchmarks/ablation.py --preset 7b --tp 2 --pp 2 --vpp 2 --steps 5 --budget-s 540 --results ablation.jsonl
+    python benchmarks/ablation.py --preset 7b --tp 2 --pp 2 --vpp 2 --steps 5 \\
+        --budget-s 540 --results ablation.jsonl
     python benchmarks/ablation.py --preset tiny --tp 2 --pp 2 --device cpu --rounds 2
 
-Rows are measured in turn, so that each has a partner in time in every other. Gains are in tokens per second: two of
-the rows change the mathematics (the block) or the batch. Rows that the layout has no use for are left out.
+Rows are measured in turn, so that each has a partner in time in every other. Gains are in tokens
+per second, because two of the rows change the mathematics (the block) or the batch. Rows that have
+no effect in the layout are left out.
 """
 
 from __future__ import annotations
@@ -15,16 +17,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds only what lies beside it
+# A script finds only the modules in its own folder.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import command, options, report
 from benchmarks.options import Entry
-from benchmarks.presets import PRESETS, Refused, Run
+from benchmarks.presets import PRESETS, ConfigurationRefused, Run
 
 _PLAIN = ("--block", "serial", "--kernels", "torch", "--overlap", "none")
 _OVERLAP_ROWS = {"tp": "TP", "pp": "PP", "dp": "DP"}
 _LARGER_BATCH = "+ larger batch"
-# MFU points that the paper's Table 3 gives a row (175B, 256 GPUs; its larger batch is three times as large, with LAMB).
+# MFU points that the paper's Table 3 gives a row (175B, 256 GPUs; its larger batch is three times
+# as large, with LAMB).
 _PAPER_POINTS = {
     "+ parallel block": "+4.6",
     "+ kernels": "+1.7",
@@ -54,13 +58,15 @@ def ladder(run: Run, ranks: int, batch_factor: int) -> list[dict[str, Any]]:
 
 
 def _own_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--batch-factor", type=int, default=3, help="of the last row's batch; 1: no such row")
+    parser.add_argument(
+        "--batch-factor", type=int, default=3, help="of the last row's batch; 1: no such row"
+    )
 
 
 def _entries(machine: argparse.Namespace, rest: Sequence[str]) -> list[Entry]:
     asked = options.entry_of(rest)
     if len(asked.variants) > 1:
-        raise Refused("an ablation has rows of its own: leave --against out")
+        raise ConfigurationRefused("an ablation has rows of its own: omit --against")
     ranks = command.ranks(machine, [asked])
     return [options.entry_of([*rest, *_PLAIN], ladder(asked.run, ranks, machine.batch_factor))]
 

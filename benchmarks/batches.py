@@ -1,13 +1,13 @@
-"""What the trainer is fed in a benchmark: random tokens, or samples of a corpus in the order of a real run."""
+"""Micro-batches of a benchmark: random tokens, or samples of a corpus in the order of training."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from megascale_common.job_config import JobConfig
-from megascale_executor.trainer.batch import MicroBatch
-from megascale_executor.trainer.data.packing import Arrays, SampleStream, sample_numbers
+from megascale_common.job.config import JobConfig
+from megascale_trainer.batch import MicroBatch
+from megascale_trainer.data.packing import Arrays, SampleStream, sample_numbers
 
 _DOCUMENT_TOKENS = 512  # mean length of random documents
 
@@ -26,7 +26,10 @@ class Batches:
         self._random = [] if self._stream else self._random_step()
 
     def step(self, number: int) -> list[MicroBatch]:
-        """The micro-batches of the step after ``number`` completed ones, on the device; never waits for it."""
+        """The micro-batches of the step after ``number`` completed ones, on the device.
+
+        It never waits for the device.
+        """
         if self._stream is None:
             return self._random
         first = number * self._config.training.global_batch_size
@@ -34,13 +37,20 @@ class Batches:
         return [self._to_device(_stack(samples)) for samples in rows]
 
     def _random_step(self) -> list[MicroBatch]:
-        rows = [[_random_sample(self._config, number) for number in row] for row in self._numbers(0)]
+        rows = [
+            [_random_sample(self._config, number) for number in row] for row in self._numbers(0)
+        ]
         return [self._to_device(_stack(samples)) for samples in rows]
 
     def _numbers(self, first: int) -> list[list[int]]:
-        """The samples of this replica, by micro-batch, in the step at sample ``first``: the same whatever dp is."""
+        """The samples of this replica, by micro-batch, in the step that starts at sample ``first``.
+
+        The step has the same samples for any dp.
+        """
         config, size = self._config, self._config.training.micro_batch_size
-        found = sample_numbers(first, config.micro_batches, size, config.parallelism.dp, self._dp_rank)
+        found = sample_numbers(
+            first, config.micro_batches, size, config.parallelism.dp, self._dp_rank
+        )
         return [[int(number) for number in row] for row in found]
 
     def _to_device(self, arrays: Arrays) -> MicroBatch:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from benchmarks import launch, options
 from benchmarks.options import Entry
-from benchmarks.presets import Refused
+from benchmarks.presets import ConfigurationRefused
 
 EntriesOf = Callable[[argparse.Namespace, Sequence[str]], list[Entry]]
 
@@ -25,38 +25,53 @@ def main(
     entries_of: EntriesOf,
     text: Callable[[dict[str, Any]], str],
 ) -> int:
-    """Measure what the command line says and print each result as it comes; returns the exit status.
+    """Measure what the command line names; returns the exit status.
+
+    Each result goes to stderr as it comes; the last line of stdout is one JSON object with all of
+    them. Exit status: 0, 1 if a measurement failed, 2 for a command line that cannot run here.
 
     Args:
         own_options: adds the script's own options.
-        entries_of: the measurements, from the script's own and the machine's options and the rest of the command line.
+        entries_of: the measurements, from the script's own and the machine's options and the rest
+            of the command line.
         text: a result for people.
     """
     devices = torch.cuda.device_count()  # by NVML: a CUDA context would not survive the fork
     machine, rest = _split(arguments, description, own_options, devices)
     try:
         entries = entries_of(machine, rest)
-        plan = launch.Plan(
+        plan = launch.LaunchPlan(
             entries=entries,
             cuda=machine.device == "cuda",
             ranks=ranks(machine, entries),
             folder=machine.folder,
-            report=lambda line: print(json.dumps(line) if machine.json else text(line), flush=True),
+            report=lambda line: print(
+                json.dumps(line) if machine.json else text(line), file=sys.stderr, flush=True
+            ),
             budget_s=machine.budget_s,
             limit_s=machine.limit_s,
         )
-        return launch.run(plan, machine.folder / machine.results if machine.results else None)
-    except (Refused, OSError) as problem:
+        results = machine.folder / machine.results if machine.results else None
+        status, lines = launch.run(plan, results)
+    except (ConfigurationRefused, OSError) as problem:
         print(f"{Path(sys.argv[0]).name}: {problem}", file=sys.stderr)
         return 2
+    if lines is not None:
+        print(json.dumps({"results": lines}), flush=True)
+    return status
 
 
 def _split(
-    arguments: Sequence[str], description: str, own_options: Callable[[argparse.ArgumentParser], None], devices: int
+    arguments: Sequence[str],
+    description: str,
+    own_options: Callable[[argparse.ArgumentParser], None],
+    devices: int,
 ) -> tuple[argparse.Namespace, Sequence[str]]:
-    """The options that say where to run, and the rest, which describes measurements."""
+    """The options of the machine, and the rest, which describes measurements."""
     whole = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     options.add_configuration(whole)
     options.add_measurement(whole)
@@ -69,7 +84,10 @@ def _split(
 
 
 def ranks(machine: argparse.Namespace, entries: Sequence[Entry]) -> int:
-    """As asked, as torchrun started, all devices where the layouts leave it open, or else what they need."""
+    """How many ranks: as given, as torchrun started, all devices, or what the layouts need.
+
+    All devices if a layout leaves dp open.
+    """
     if machine.ranks or "WORLD_SIZE" in os.environ:
         return int(machine.ranks or os.environ["WORLD_SIZE"])
     runs = [variant.run for entry in entries for variant in entry.variants]

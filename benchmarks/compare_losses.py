@@ -1,8 +1,9 @@
-"""Do two runs lie on each other? Compares loss curves that `throughput.py --losses` wrote, step by step.
+"""Compares loss curves that `throughput.py --losses` wrote, step by step.
 
     python benchmarks/compare_losses.py plain.jsonl overlapped.jsonl other.jsonl --tolerance 0.02
 
-Prints one JSON object for each file after the first; exits with 1 if any is out of tolerance or of another length.
+Prints one JSON object with the comparison of each further file with the first. Exit status: 0, 1 if
+one is out of tolerance or of another length, 2 if a file cannot be read.
 """
 
 from __future__ import annotations
@@ -17,15 +18,23 @@ from typing import Any
 
 
 def read_losses(path: Path) -> list[float]:
-    """The losses of a file of JSON lines with ``step`` and ``loss``, in the order of the steps."""
+    """The losses of a file of JSON lines with ``step`` and ``loss``, in the order of the steps.
+
+    Raises:
+        OSError, ValueError: the file cannot be read, or is not such a file.
+    """
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [line["loss"] for line in sorted(lines, key=lambda line: line["step"])]
+    try:
+        return [line["loss"] for line in sorted(lines, key=lambda line: line["step"])]
+    except (KeyError, TypeError) as problem:
+        raise ValueError(f"{path}: lines have a step and a loss, {problem} is missing") from problem
 
 
 def compare(reference: Sequence[float], other: Sequence[float], tolerance: float) -> dict[str, Any]:
-    """Largest and mean absolute difference, and the first step (from 1) whose difference is above ``tolerance``.
+    """Largest and mean absolute difference, and the first step above ``tolerance`` (from 1).
 
-    A NaN on one side alone is an infinite difference; curves of unequal length are compared as far as both go.
+    A NaN on one side alone is an infinite difference; curves of unequal length are compared up to
+    the end of the shorter one.
     """
     differences = [_difference(a, b) for a, b in zip(reference, other, strict=False)]
     above = [step for step, difference in enumerate(differences, start=1) if difference > tolerance]
@@ -43,18 +52,26 @@ def compare(reference: Sequence[float], other: Sequence[float], tolerance: float
 def main(arguments: Sequence[str]) -> int:
     """Compare every further file with the first; returns the exit status."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("reference", type=Path)
     parser.add_argument("others", type=Path, nargs="+")
     parser.add_argument("--tolerance", type=float, default=0.0, help="absolute; 0: every bit")
     options = parser.parse_args(arguments)
-    reference, good = read_losses(options.reference), True
-    for path in options.others:
-        found = compare(reference, read_losses(path), options.tolerance)
-        good &= found["same_length"] and found["first_step_above_tolerance"] is None
-        print(json.dumps({"file": str(path), **found}))
-    return 0 if good else 1
+    try:
+        reference = read_losses(options.reference)
+        found = [
+            {"file": str(path), **compare(reference, read_losses(path), options.tolerance)}
+            for path in options.others
+        ]
+    except (OSError, ValueError) as problem:
+        print(f"compare_losses.py: {problem}", file=sys.stderr)
+        return 2
+    print(json.dumps({"comparisons": found}))
+    same = [one["same_length"] and one["first_step_above_tolerance"] is None for one in found]
+    return 0 if all(same) else 1
 
 
 def _difference(one: float, other: float) -> float:

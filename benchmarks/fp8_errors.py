@@ -1,4 +1,4 @@
-"""How far products in FP8 are off float64, by recipe; and one linear layer as autograd runs it."""
+"""Errors of GEMMs in FP8 against float64, by recipe; and one linear layer under autograd."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Numbers:
-    """How operands are quantised and products summed."""
+    """How operands are quantised, and how GEMMs sum."""
 
     per: plain.Per = "tensor"
     gradients: torch.dtype = E4M3
@@ -52,8 +52,9 @@ NUMBERS: Mapping[str, Numbers | None] = {
 def data(kind: str, tokens: int, into: int, out: int, device: torch.device) -> Linear:
     """Random operands.
 
-    "outliers": a few channels of x, and a few tokens and channels of dy, are 50 times as large. "tokens": gradients of
-    tokens are as far apart as exp of normal numbers of deviation TOKEN_SPREAD: most of them far below the largest.
+    "outliers": a few channels of x, and a few tokens and channels of dy, are 50 times as large.
+    "tokens": gradients of tokens are scaled by exp of normal numbers of deviation TOKEN_SPREAD:
+    most of them are far below the largest.
     """
     x, w, dy = (
         random(device, tokens, into),
@@ -70,7 +71,10 @@ def data(kind: str, tokens: int, into: int, out: int, device: torch.device) -> L
 
 
 def errors(linear: Linear, gemm: Gemm) -> Iterator[dict[str, Any]]:
-    """Relative Frobenius errors of y, dx and dw by recipe, and of dx token by token: median, and of the worst tenth."""
+    """Relative Frobenius errors of y, dx and dw by recipe.
+
+    Of dx also token by token: the median, and what the worst tenth exceeds.
+    """
     x, w, dy = (tensor.double() for tensor in (linear.x, linear.w, linear.dy))
     exact = {"y": x @ w.t(), "dx": dy @ w, "dw": dy.t() @ x}
     del x, w, dy
@@ -79,7 +83,12 @@ def errors(linear: Linear, gemm: Gemm) -> Iterator[dict[str, Any]]:
         by_token = (found["dx"].double() - exact["dx"]).norm(dim=1) / exact["dx"].norm(dim=1)
         median, worst = by_token.quantile(by_token.new_tensor([0.5, 0.9])).tolist()
         frobenius = {key: _error(found[key], exact[key]) for key in exact}
-        yield {"recipe": name, **frobenius, "dx by token": median, "dx by token, worst tenth": worst}
+        yield {
+            "recipe": name,
+            **frobenius,
+            "dx by token": median,
+            "dx by token, worst tenth": worst,
+        }
 
 
 def _error(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -87,7 +96,7 @@ def _error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def _results(linear: Linear) -> dict[str, torch.Tensor]:
-    """Where products are written, poisoned; the weight's gradient, which is added to, is zero."""
+    """Where GEMMs write, poisoned; the weight's gradient, which they add to, is zero."""
     found = {
         "y": linear.dy.new_empty(linear.dy.shape),
         "dx": linear.x.new_empty(linear.x.shape),
@@ -108,7 +117,10 @@ def _bf16(linear: Linear) -> dict[str, torch.Tensor]:
 
 def _fp8(linear: Linear, numbers: Numbers, gemm: Gemm) -> dict[str, torch.Tensor]:
     found = _results(linear)
-    x, dy = (_operand(one, dtype, numbers) for one, dtype in ((linear.x, E4M3), (linear.dy, numbers.gradients)))
+    x, dy = (
+        _operand(one, dtype, numbers)
+        for one, dtype in ((linear.x, E4M3), (linear.dy, numbers.gradients))
+    )
     w = _operand(linear.w, E4M3, Numbers(power_of_two=numbers.power_of_two))
     multiply, fast = gemm.multiply, numbers.fast
     multiply(x.over_columns(), w.over_columns(), found["y"], fast=fast)
@@ -124,11 +136,16 @@ def _operand(x: torch.Tensor, dtype: torch.dtype, numbers: Numbers) -> Operand:
 
 
 class Fp8Linear(torch.autograd.Function):
-    """A whole linear layer in FP8, tensor by tensor under current scaling; a prototype for its time."""
+    """A linear layer in FP8 with current scaling of tensors: a prototype, to measure its time."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, anchor: torch.Tensor, weight: Operand, main_grad: torch.Tensor, gemm: Gemm
+        ctx: Any,
+        x: torch.Tensor,
+        anchor: torch.Tensor,
+        weight: Operand,
+        main_grad: torch.Tensor,
+        gemm: Gemm,
     ) -> torch.Tensor:
         operand = casts.quantize(x, amax=casts.amax(x))
         y = x.new_empty(x.shape[0], weight.data.shape[0])
@@ -150,7 +167,9 @@ class Bf16Linear(torch.autograd.Function):
     """The same in bf16, as torch computes it."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, main_grad: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, main_grad: torch.Tensor
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.main_grad = main_grad
         return x @ weight.t()

@@ -1,9 +1,10 @@
-"""The linear layers of a parallel block in FP8 and in bf16: shapes, what each recipe runs, and how far it is off.
+"""The linear layers of a parallel block in FP8 and in bf16: shapes, and what each recipe runs.
 
-A recipe is a way to run one layer's products on one tensor-parallel rank, with all that makes their operands: the norm
-before the input projection and the activation before the output projection, and the casts of both gradients. Rows that
-a rank casts before a gather are its own; the transposed copy is made of what was gathered. :func:`surroundings` is what
-a layer computes besides, the same for every recipe; transfers between ranks are nowhere.
+A recipe is a way to run one layer's GEMMs on one tensor-parallel rank, with all that makes their
+operands: the norm before the input projection and the activation before the output projection, and
+the casts of both gradients. Rows that a rank casts before a gather are its own; the transposed copy
+is made of what was gathered. :func:`surroundings` is what a layer computes besides, the same for
+every recipe; transfers between ranks are left out.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from megascale_kernels.fused import quantize as casts
 from megascale_kernels.fused.activation import write_activation, write_gradients
 from megascale_kernels.fused.activation_operand import activation_operand, activation_with_amax
 from megascale_kernels.fused.norm import norm
-from megascale_kernels.fused.norm_operand import norm_bound, norm_operand
+from megascale_kernels.fused.norm_operand import NormCast, Normed, norm_bound, norm_operand
 from megascale_kernels.fused.rotary import read_heads, write_head_gradients
 from megascale_kernels.gemm import Gemm, multiply_by_torch
 from megascale_kernels.quantize import E4M3, E5M2, Factor, Operand, scale_of
@@ -31,7 +32,10 @@ Run = Callable[[], object]
 
 @dataclass(frozen=True)
 class Layer:
-    """One rank's share of a parallel block: ``tokens`` of a micro-batch, widths of the whole cut by ``tp``."""
+    """One rank's share of a parallel block.
+
+    ``tokens`` are those of a micro-batch; widths are the whole model's, divided by ``tp``.
+    """
 
     name: str
     hidden: int
@@ -51,11 +55,11 @@ class Layer:
 
     @property
     def flops(self) -> int:
-        """Of all six products."""
+        """Of all six GEMMs."""
         return 6 * self.tokens * self.hidden * (self.width_in + self.width_out)
 
-    def products(self) -> Mapping[str, tuple[int, int, int]]:
-        """(rows, columns, depth) of each product."""
+    def gemms(self) -> Mapping[str, tuple[int, int, int]]:
+        """(rows, columns, depth) of each GEMM."""
         tokens, hidden, into, out = self.tokens, self.hidden, self.width_in, self.width_out
         return {
             "in, forward": (tokens, into, hidden),
@@ -85,7 +89,7 @@ def random(device: torch.device, *shape: int, scale: float = 1.0) -> torch.Tenso
 
 
 class Tensors:
-    """What a layer's products read and write, random; gradients of weights are float32 and added to."""
+    """What a layer's GEMMs read and write, random; weights' gradients are float32 sums."""
 
     def __init__(self, layer: Layer, device: torch.device) -> None:
         tokens, hidden, into, out = layer.tokens, layer.hidden, layer.width_in, layer.width_out
@@ -100,12 +104,20 @@ class Tensors:
             random(device, hidden, out, scale=0.02),
         )
         self.bias = random(device, 4 * hidden // layer.tp, scale=0.1)
-        self.d_part, self.d_gathered = (random(device, rows, hidden, scale=1e-3) for rows in (own, tokens))
-        self.projected, self.d_inputs = random(device, tokens, into), random(device, tokens, into, scale=1e-3)
+        self.d_part, self.d_gathered = (
+            random(device, rows, hidden, scale=1e-3) for rows in (own, tokens)
+        )
+        self.projected, self.d_inputs = (
+            random(device, tokens, into),
+            random(device, tokens, into, scale=1e-3),
+        )
         self.joined = random(device, tokens, out)
         self.beside = torch.empty_like(self.attended)
         self.y = torch.empty(tokens, hidden, dtype=torch.bfloat16, device=device)
-        self.main_in, self.main_out = torch.zeros(into, hidden, device=device), torch.zeros(out, hidden, device=device)
+        self.main_in, self.main_out = (
+            torch.zeros(into, hidden, device=device),
+            torch.zeros(out, hidden, device=device),
+        )
 
     @property
     def ffn(self) -> torch.Tensor:
@@ -114,11 +126,14 @@ class Tensors:
 
 
 def bf16_layer(t: Tensors, gemm: Gemm | None) -> Run:
-    """The six products in bf16 by torch (``gemm`` None) or by measured choice, with the bf16 norm and activation."""
+    """The six GEMMs in bf16, with the bf16 norm and activation.
+
+    ``gemm`` None: by torch; else by its measured choice.
+    """
     multiply = multiply_by_torch if gemm is None else gemm.multiply
 
     def run() -> None:
-        norm_operand(t.x, t.residual, t.vector, t.norm_weight, t.vector, "layernorm", EPSILON, "amax")
+        _norm_operand(t, NormCast("amax"))
         multiply(Factor(t.gathered), Factor(t.weight_in), t.projected)
         plain_activation(t)
         multiply(Factor(t.joined), Factor(t.weight_out), t.y)
@@ -132,14 +147,16 @@ def bf16_layer(t: Tensors, gemm: Gemm | None) -> Run:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Where scales come from, which format gradients have, and how products sum.
+    """Where scales come from, which format gradients have, and how GEMMs sum.
 
     - ``separate``: current scaling of tensors, each amax by a pass of its own;
     - ``fused``: the same, amax of norm and activation found by the kernels that make them;
-    - ``bound``: the same, but the norm's result leaves its kernel in FP8 under the bound of its scale;
+    - ``bound``: the same, but the norm's result leaves its kernel in FP8 under the bound of its
+      scale;
     - ``rows``: norm and activation leave their kernels in FP8 with one scale for each row.
 
-    ``by_row``: gradients are cast by row. ``known``: their amax costs nothing, as if their makers had found it.
+    ``by_row``: gradients are cast by row. ``known``: their amax costs nothing, as if the kernels
+    that make them had found it.
     """
 
     scaling: str
@@ -163,8 +180,10 @@ RECIPES = {
 
 
 def fp8_layer(t: Tensors, recipe: Recipe, gemm: Gemm) -> tuple[Run, Run]:
-    """(the products and all casts, the casts alone) of a layer by ``recipe``; weights are cast before."""
-    weight_in, weight_out = (_cast_weight(weight, recipe) for weight in (t.weight_in, t.weight_out.t().contiguous()))
+    """A layer by ``recipe``: (GEMMs and all casts, the casts alone); weights are cast before."""
+    weight_in, weight_out = (
+        _cast_weight(weight, recipe) for weight in (t.weight_in, t.weight_out.t().contiguous())
+    )
     x_gathered, d_gathered = (
         plain.quantize(one, dtype, per="row" if by_row else "tensor", power_of_two=True)
         for one, dtype, by_row in (
@@ -186,18 +205,30 @@ def fp8_layer(t: Tensors, recipe: Recipe, gemm: Gemm) -> tuple[Run, Run]:
         kept["dy"] = casts.transpose(d_gathered)
         kept["d_inputs"] = cast(t.d_inputs, recipe, known[1], transposed=True)
 
-    def products() -> None:
+    def gemms() -> None:
         multiply, fast = gemm.multiply, recipe.fast
         multiply(kept["x"].over_columns(), weight_in.over_columns(), t.projected, fast=fast)
         multiply(kept["joined"].over_columns(), weight_out.over_rows(), t.y, fast=fast)
         multiply(kept["dy"].over_columns(), weight_out.over_columns(), t.joined, fast=fast)
-        multiply(kept["joined"].over_rows(), kept["dy"].over_rows(), t.main_out, accumulate=True, fast=fast)
+        multiply(
+            kept["joined"].over_rows(),
+            kept["dy"].over_rows(),
+            t.main_out,
+            accumulate=True,
+            fast=fast,
+        )
         multiply(kept["d_inputs"].over_columns(), weight_in.over_rows(), t.y, fast=fast)
-        multiply(kept["d_inputs"].over_rows(), kept["x"].over_rows(), t.main_in, accumulate=True, fast=fast)
+        multiply(
+            kept["d_inputs"].over_rows(),
+            kept["x"].over_rows(),
+            t.main_in,
+            accumulate=True,
+            fast=fast,
+        )
 
     def both() -> None:
         all_casts()
-        products()
+        gemms()
 
     def all_casts() -> None:
         forward_casts()
@@ -207,17 +238,26 @@ def fp8_layer(t: Tensors, recipe: Recipe, gemm: Gemm) -> tuple[Run, Run]:
 
 
 def surroundings(t: Tensors, head_size: int) -> Run:
-    """What a layer's forward and backward compute on a rank besides: rotary, attention, activation, norm, biases."""
+    """What a layer computes on a rank besides its GEMMs, forward and backward.
+
+    Rotary embedding, attention, activation, norm and biases.
+    """
     device, sequence, width = t.x.device, t.layer.sequence, t.attended.shape[1]
     batch = t.layer.tokens // sequence
     number = width // head_size
     heads, mask = Heads(number, number, head_size), attention_mask(sequence)
-    table = rotary_table(torch.arange(sequence, device=device).expand(batch, -1), head_size, 10_000.0)
-    columns, gradients = (one.view(sequence, batch, -1) for one in (t.projected, t.d_inputs.clone()))
+    table = rotary_table(
+        torch.arange(sequence, device=device).expand(batch, -1), head_size, 10_000.0
+    )
+    columns, gradients = (
+        one.view(sequence, batch, -1) for one in (t.projected, t.d_inputs.clone())
+    )
     bias, sums = random(device, t.layer.width_in), torch.zeros(t.layer.width_in, device=device)
     q, k, v = (one.requires_grad_() for one in read_heads(columns, bias, heads, table))
     d_attended = random(device, batch, number, sequence, head_size, scale=1e-3)
-    norm_weights = [_Weight(one.clone().requires_grad_()) for one in (t.norm_weight, t.vector, t.vector)]
+    norm_weights = [
+        _Weight(one.clone().requires_grad_()) for one in (t.norm_weight, t.vector, t.vector)
+    ]
     rows = t.x.clone().requires_grad_(), t.residual.clone().requires_grad_()
     normed = norm(*rows, *norm_weights[:2], "layernorm", EPSILON, norm_weights[2:])
     d_normed = torch.randn_like(t.x), torch.randn_like(t.x)
@@ -234,7 +274,7 @@ def surroundings(t: Tensors, head_size: int) -> Run:
 
 
 class _Weight:
-    """As much of a weight as the fused norm asks for."""
+    """As much of a weight as the fused norm uses."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self.value, self.main_grad = value, torch.zeros(value.shape, device=value.device)
@@ -245,21 +285,28 @@ class _Weight:
 
 def norm_cast(t: Tensors, recipe: Recipe, bound: torch.Tensor) -> Operand:
     """The norm of this rank's rows in FP8."""
-    arguments = (t.x, t.residual, t.vector, t.norm_weight, t.vector, "layernorm", EPSILON)
     if recipe.scaling in ("bound", "rows"):
-        form = "given" if recipe.scaling == "bound" else "rows"
-        found = norm_operand(*arguments, form, scale=bound if form == "given" else None)
+        given = NormCast("given", scale=bound) if recipe.scaling == "bound" else NormCast("rows")
+        found = _norm_operand(t, given)
         assert found.operand is not None
         return found.operand
-    found = norm_operand(*arguments, "amax")
+    found = _norm_operand(t, NormCast("amax"))
     assert found.normed is not None
     amax = found.amax if recipe.scaling == "fused" else casts.amax(found.normed)
     assert amax is not None
     return casts.quantize(found.normed, amax=amax, transposed=False)
 
 
+def _norm_operand(t: Tensors, cast: NormCast) -> Normed:
+    vectors = t.vector, t.norm_weight, t.vector
+    return norm_operand(t.x, t.residual, *vectors, "layernorm", EPSILON, cast)
+
+
 def activation_cast(t: Tensors, recipe: Recipe) -> Operand:
-    """The output projection's input in FP8, with its transposed copy; attention's heads are brought into rows first."""
+    """The output projection's input in FP8, with its transposed copy.
+
+    The attention's heads are copied into rows first.
+    """
     if recipe.scaling == "separate":
         plain_activation(t)
         return casts.quantize(t.joined, amax=casts.amax(t.joined))
@@ -271,13 +318,15 @@ def activation_cast(t: Tensors, recipe: Recipe) -> Operand:
 
 
 def plain_activation(t: Tensors) -> None:
-    """The output projection's input in bf16, as the fused core makes it."""
+    """The output projection's input in bf16, as fused.block_inner makes it."""
     others = t.attended.shape[1]
     write_activation(t.joined[:, others:], t.ffn, t.bias, "gelu")
     t.joined[:, :others].copy_(t.attended)
 
 
-def cast(x: torch.Tensor, recipe: Recipe, amax: torch.Tensor | None = None, *, transposed: bool) -> Operand:
+def cast(
+    x: torch.Tensor, recipe: Recipe, amax: torch.Tensor | None = None, *, transposed: bool
+) -> Operand:
     """A gradient in FP8; ``amax`` None: it is found first."""
     if recipe.by_row:
         return casts.quantize_rows(x, recipe.gradients, transposed=transposed)

@@ -1,12 +1,14 @@
-"""Starts the ranks of a benchmark and takes them through its measurements, whatever happens to some of them.
+"""Starts the ranks of a benchmark and runs its measurements on them, also past one that fails.
 
-Started as one process, it forks the ranks; under torchrun every process is one. The ranks of a *session* share their
-start-up over all measurements of the same environment. A measurement that fails (out of memory, a rank that hangs)
-ends the session, because a rank that failed leaves its peers inside collectives: the failure is written down, and a
-new session goes on with the next one. Under torchrun that takes ``--max-restarts``.
+Started as one process, it forks the ranks; under torchrun every process is one. The ranks of a
+*session* share their start-up over all measurements of the same environment. A measurement that
+fails (out of memory, a rank that hangs) ends the session, because a rank that failed leaves its
+peers inside collectives: the failure is recorded, and a new session continues with the next one.
+Under torchrun that takes ``--max-restarts``.
 
-Nothing outlasts ``budget_s``: ranks start no round that would not end in time, and what still runs then is killed.
-Under torchrun, whose processes are not ours to kill, only the former holds, and a restart begins a new budget.
+Nothing runs longer than ``budget_s``: ranks start no round that would not end in time, and what
+still runs then is killed. Under torchrun, which owns the processes, only the former holds, and a
+restart starts a new budget.
 """
 
 from __future__ import annotations
@@ -30,16 +32,16 @@ from typing import Any
 import torch
 from benchmarks.measure import measure
 from benchmarks.options import Entry
-from benchmarks.presets import Refused
+from benchmarks.presets import ConfigurationRefused
 from benchmarks.session import Session
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from megascale_common.process import arm_parent_death
+from megascale_common.node.process import arm_parent_death
 
 _STORE_TIMEOUT_S = 120.0
 _POLL_S = 0.02
-_GRACE_S = 2.0  # after one rank failed, how long its peers may take to write down their own failure
+_GRACE_S = 2.0  # after one rank failed, how long its peers may take to record their own failure
 _CUBLAS_WORKSPACE = ":4096:8"
 _TIME_IS_UP = "the time is up (--budget-s)"
 
@@ -47,8 +49,8 @@ Report = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """What is to be measured, on what, and within what time. ``report`` prints a line as it comes."""
+class LaunchPlan:
+    """What to measure, on what, and in which time; ``report`` prints a line as it comes."""
 
     entries: Sequence[Entry]
     cuda: bool
@@ -60,13 +62,19 @@ class Plan:
 
 
 class Journal:
-    """The lines of all measurements so far, in a file that every rank may add to. A line has its entry's number."""
+    """The lines of all measurements so far, in a file that every rank may append to.
+
+    A line has the number of its entry.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def add(self, number: int, line: dict[str, Any]) -> bool:
-        """Append the line of an entry that has none; whether it had none. Ranks that fail together all try."""
+        """Append the line of an entry, unless it has one; returns whether it had none.
+
+        Of ranks that fail together the first one records why.
+        """
         with self.path.open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             if number in self.done():
@@ -76,26 +84,34 @@ class Journal:
 
     def lines(self) -> list[dict[str, Any]]:
         """All lines."""
-        return [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
+        return (
+            [json.loads(line) for line in self.path.read_text().splitlines()]
+            if self.path.exists()
+            else []
+        )
 
     def touch(self) -> None:
-        """Something has been done, though not yet a whole measurement."""
+        """Record progress inside a measurement."""
         self.path.touch()
 
     def touched(self) -> int:
-        """Changes whenever something has been done."""
+        """A number that changes with any progress."""
         return self.path.stat().st_mtime_ns if self.path.exists() else 0
 
     def done(self) -> set[int]:
-        """The entries that have a line: they were measured, failed or were left out."""
+        """The entries that have a line: measured, failed or skipped."""
         return {line["entry"] for line in self.lines()}
 
 
-def run(plan: Plan, results: Path | None) -> int:
-    """Measure everything; returns the exit status: 0 if nothing failed.
+def run(plan: LaunchPlan, results: Path | None) -> tuple[int, list[dict[str, Any]] | None]:
+    """Measure everything.
 
     Args:
         results: the file of the lines; overwritten. None: they are only reported.
+
+    Returns:
+        The exit status, 0 if nothing failed; and all lines, or None on other ranks of torchrun than
+        the first.
     """
     plan.folder.mkdir(parents=True, exist_ok=True)
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -108,7 +124,8 @@ def run(plan: Plan, results: Path | None) -> int:
         for number in itertools.count():
             todo = [index for index in range(len(plan.entries)) if index not in journal.done()]
             if not todo:
-                return int(any("failed" in line for line in journal.lines()))
+                lines = journal.lines()
+                return int(any("failed" in line for line in lines)), lines
             if deadline and time.time() > deadline:
                 for index in todo:
                     _note(plan, journal, index, {"skipped": _TIME_IS_UP})
@@ -119,14 +136,16 @@ def run(plan: Plan, results: Path | None) -> int:
     raise AssertionError("unreachable")
 
 
-def _alike(plan: Plan, todo: Sequence[int]) -> list[int]:
-    """The first of ``todo`` and those after it that want the same environment."""
+def _alike(plan: LaunchPlan, todo: Sequence[int]) -> list[int]:
+    """The first of ``todo`` and those right after it with the same environment."""
     wanted = plan.entries[todo[0]].environment
     return list(itertools.takewhile(lambda index: plan.entries[index].environment == wanted, todo))
 
 
-def _fork_session(plan: Plan, journal: Journal, todo: Sequence[int], store: Path, deadline: float) -> None:
-    """One process per rank for ``todo``; when this returns, all have ended and at least one entry has its line."""
+def _fork_session(
+    plan: LaunchPlan, journal: Journal, todo: Sequence[int], store: Path, deadline: float
+) -> None:
+    """Run ``todo`` in one process per rank until all end; at least one entry has its line then."""
     sys.stdout.flush()
     parent = os.getpid()
     running: dict[int, int] = {}
@@ -145,9 +164,10 @@ def _fork_session(plan: Plan, journal: Journal, todo: Sequence[int], store: Path
 
 
 def _wait(running: dict[int, int], journal: Journal, limit_s: float, end: float) -> str:
-    """Until all ranks have ended; kills the rest when one fails, nothing is done in time, or at ``end``; says why.
+    """Wait until all ranks have ended; returns what went wrong, or "".
 
-    ``end``: time.time() at which the whole budget is used up; 0: never.
+    It kills the rest when one fails, when there is no progress for ``limit_s``, and at ``end``
+    (time.time() of the end of the budget; 0: never).
     """
     problem, touched, deadline = "", journal.touched(), time.monotonic() + limit_s
     while running:
@@ -162,7 +182,9 @@ def _wait(running: dict[int, int], journal: Journal, limit_s: float, end: float)
             touched, deadline = now, time.monotonic() + limit_s
         out_of_budget = bool(end) and time.time() > end
         if deadline < float("inf") and (out_of_budget or time.monotonic() > deadline):
-            problem = problem or (_TIME_IS_UP if out_of_budget else f"did nothing within {limit_s:.0f} s")
+            problem = problem or (
+                _TIME_IS_UP if out_of_budget else f"did nothing within {limit_s:.0f} s"
+            )
             for child in running:
                 os.kill(child, signal.SIGKILL)
             deadline = float("inf")
@@ -170,8 +192,10 @@ def _wait(running: dict[int, int], journal: Journal, limit_s: float, end: float)
     return problem
 
 
-def _forked_rank(plan: Plan, journal: Journal, todo: Sequence[int], rank: int, path: Path, deadline: float) -> int:
-    """The life of a forked rank; returns its exit status and never raises."""
+def _forked_rank(
+    plan: LaunchPlan, journal: Journal, todo: Sequence[int], rank: int, path: Path, deadline: float
+) -> int:
+    """What a forked rank runs; returns its exit status and never raises."""
     store = FileStore(str(path), plan.ranks)
     store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
     status = _rank(plan, journal, todo, rank, rank, store, deadline)
@@ -180,37 +204,51 @@ def _forked_rank(plan: Plan, journal: Journal, todo: Sequence[int], rank: int, p
     return status
 
 
-def _torchrun(plan: Plan, results: Path) -> int:
-    """This process is one rank of torchrun, which starts all of them again when one fails."""
+def _torchrun(plan: LaunchPlan, results: Path) -> tuple[int, list[dict[str, Any]] | None]:
+    """:func:`run` as one rank of torchrun, which starts all of them again when one fails."""
     environments = {entry.environment for entry in plan.entries}
     if environments != {()}:
-        raise Refused("--environment needs processes of our own: start without torchrun")
+        raise ConfigurationRefused(
+            "--environment needs processes of our own: start without torchrun"
+        )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     agents_store, rank, world_size = next(rendezvous("env://"))
-    store = PrefixStore(attempt, agents_store)  # torchrun keeps its store, with all that an attempt left in it
+    # torchrun keeps its store, with all keys of earlier attempts: each attempt has a prefix.
+    store = PrefixStore(attempt, agents_store)
     journal = Journal(results)
     if rank == 0:
         if attempt == "0":
             results.unlink(missing_ok=True)
-        store.set("todo", json.dumps([i for i in range(len(plan.entries)) if i not in journal.done()]))
+        store.set(
+            "todo", json.dumps([i for i in range(len(plan.entries)) if i not in journal.done()])
+        )
     todo = json.loads(store.get("todo"))
     if world_size != plan.ranks:
-        raise Refused(f"torchrun started {world_size} ranks, the measurements want {plan.ranks}")
+        raise ConfigurationRefused(
+            f"torchrun started {world_size} ranks, the measurements need {plan.ranks}"
+        )
     deadline = time.time() + plan.budget_s if plan.budget_s else 0.0
-    return _rank(plan, journal, todo, rank, int(os.environ["LOCAL_RANK"]), store, deadline)
+    status = _rank(plan, journal, todo, rank, int(os.environ["LOCAL_RANK"]), store, deadline)
+    return status, None if rank else journal.lines()
 
 
 def _rank(
-    plan: Plan, journal: Journal, todo: Sequence[int], rank: int, local: int, store: Store, deadline: float
+    plan: LaunchPlan,
+    journal: Journal,
+    todo: Sequence[int],
+    rank: int,
+    local: int,
+    store: Store,
+    deadline: float,
 ) -> int:
-    """Measure ``todo`` in order; the failing rank writes down why, rank 0 everything else."""
+    """Measure ``todo`` in order; a rank that fails records why, rank 0 everything else."""
     number = todo[0] if todo else 0
     try:
         for session, number in _session(plan, journal, todo, rank, local, store, deadline):
             line = _line(session, plan.entries[number], plan.folder)
             if rank == 0:
                 _note(plan, journal, number, line)
-            session.meet()  # nobody begins the next one before this one is written down
+            session.meet()  # no rank starts the next one before this one is recorded
         return 0
     except BaseException as error:
         traceback.print_exc()
@@ -219,12 +257,19 @@ def _rank(
 
 
 def _session(
-    plan: Plan, journal: Journal, todo: Sequence[int], rank: int, local: int, store: Store, deadline: float
+    plan: LaunchPlan,
+    journal: Journal,
+    todo: Sequence[int],
+    rank: int,
+    local: int,
+    store: Store,
+    deadline: float,
 ) -> Iterator[tuple[Session, int]]:
     entries = [plan.entries[number] for number in todo]
     os.environ.update(entries[0].environment if entries else ())
     if any(variant.run.deterministic for entry in entries for variant in entry.variants):
-        # read once, when the device is first used: too late for a trainer that comes after a fast one
+        # cuBLAS reads it once, when the device is first used: too late for a deterministic trainer
+        # that comes after a fast one.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _CUBLAS_WORKSPACE)
     device = torch.device("cuda", local) if plan.cuda else torch.device("cpu")
     if plan.cuda:
@@ -241,15 +286,14 @@ def _line(session: Session, entry: Entry, folder: Path) -> dict[str, Any]:
         return {"name": entry.name, "skipped": _TIME_IS_UP}
     try:
         return measure(session, entry, folder)
-    except Refused as refusal:  # every rank comes to the same judgement, before it starts anything
+    except ConfigurationRefused as refusal:  # on every rank alike, and before it starts anything
         return {"name": entry.name, "failed": str(refusal)}
 
 
-def _note(plan: Plan, journal: Journal, number: int, line: dict[str, Any]) -> None:
+def _note(plan: LaunchPlan, journal: Journal, number: int, line: dict[str, Any]) -> None:
     line = {"name": plan.entries[number].name, **line}
     if journal.add(number, line):
         plan.report(line)
-        sys.stdout.flush()
 
 
 def _reason(error: BaseException) -> str:

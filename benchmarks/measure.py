@@ -1,6 +1,6 @@
-"""One measurement from its entry: variants in turn, communication left out, repeats, losses, a profile; as a result.
+"""One measurement: variants in turn, exposed communication, repeats, losses and a profile.
 
-A result is plain values, the same on every rank but for the profile, which rank 0 takes.
+A result is plain values, the same on every rank except for the profile, which rank 0 records.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from benchmarks.presets import Run, sizes
 from benchmarks.session import Leg, Session
 from benchmarks.step_profile import profile_steps
 
-from megascale_common import flops
+from megascale_common.sizes import flops
 
 _Legs = dict[str, list[Leg]]
-# What would end after the budget is not begun: the ranks are killed then, and what an entry has found so far with them.
+# What would end after the budget is not started: at its end the ranks are killed, and the results
+# of the entry in progress are lost.
 _MARGIN = 1.25  # of what the longest round so far took
 _PROFILE_S = 60.0  # for two steps, and for collecting and writing their trace
 
 
 def measure(session: Session, entry: Entry, folder: Path) -> dict[str, Any]:
-    """Do what ``entry`` says; ends early, after a whole round, when the session's time is up.
+    """Run ``entry``; ends early, after a whole round, when the session's time is up.
 
     Raises:
-        Refused: a configuration cannot run; before anything has been started.
+        ConfigurationRefused: a configuration cannot run; raised before anything has started.
     """
     for variant in entry.variants:
         session.config(variant.run)
@@ -45,7 +46,9 @@ def measure(session: Session, entry: Entry, folder: Path) -> dict[str, Any]:
         result["variants"] = _compared(session, entry, legs)
     if entry.exposed:
         result["exposed"] = {
-            dimension: _exposure(session, entry.run, legs[last], legs[_without(dimension)], dimension)
+            dimension: _exposure(
+                session, entry.run, legs[last], legs[_without(dimension)], dimension
+            )
             for dimension in entry.exposed
         }
     if entry.losses and session.rank == 0:
@@ -106,7 +109,10 @@ def _without(dimension: str) -> str:
 
 
 def _rounds(session: Session, entry: Entry) -> _Legs:
-    """Every variant, and the last without communication, in turn: a slow drift of the machine meets all alike."""
+    """Every variant, and the last without communication, in turn.
+
+    So a slow drift of the machine affects all alike.
+    """
     turns: list[tuple[str, Run, tuple[str, ...]]] = [(v.label, v.run, ()) for v in entry.variants]
     turns += [(_without(name), _plain(entry.run, name), (name,)) for name in entry.exposed]
     legs: _Legs = {label: [] for label, _, _ in turns}
@@ -116,14 +122,14 @@ def _rounds(session: Session, entry: Entry) -> _Legs:
             break
         begin = time.monotonic()
         for label, run, without in turns:
-            # a curve that is compared with others has all steps, whatever was measured before
+            # A curve that is compared with others has all steps, whatever was measured before.
             legs[label].append(session.leg(run, without, whole=bool(entry.losses)))
         longest_s = max(longest_s, time.monotonic() - begin)
     return legs
 
 
 def _plain(run: Run, dimension: str) -> Run:
-    """``run`` with nothing to hide in ``dimension``: what cutting a GEMM costs counts as exposed communication."""
+    """``run`` without overlap in ``dimension``: the cost of cutting a GEMM counts as exposed."""
     kept = tuple(axis for axis in run.overlap if dimension not in ("all", axis))
     return run if kept == run.overlap else _replaced(run, kept)
 
@@ -133,7 +139,7 @@ def _replaced(run: Run, overlap: tuple[str, ...]) -> Run:
 
 
 def _compared(session: Session, entry: Entry, legs: _Legs) -> list[dict[str, Any]]:
-    """The variants in order, each with its gain in tokens per second over the first and over the one before."""
+    """The variants in order, with gains in tokens per second over the first and the one before."""
     rows: list[dict[str, Any]] = []
     speeds: list[list[float]] = []
     for variant in entry.variants:
@@ -148,30 +154,40 @@ def _compared(session: Session, entry: Entry, legs: _Legs) -> list[dict[str, Any
     return rows
 
 
-def _exposure(session: Session, run: Run, legs: list[Leg], without: list[Leg], dimension: str) -> dict[str, Any]:
-    """Exposed communication, with what stands in the way of reading it as such."""
+def _exposure(
+    session: Session, run: Run, legs: list[Leg], without: list[Leg], dimension: str
+) -> dict[str, Any]:
+    """Exposed communication, and what limits its meaning: stand-in copies and the ideal bubble."""
     whole = [statistics.median(leg.times_s) for leg in legs]
     silent = [statistics.median(leg.times_s) for leg in without]
     config = session.config(run)
     found: dict[str, Any] = timing.exposed(whole, silent)
-    found["step_time_s"], found["step_time_without_s"] = statistics.median(whole), statistics.median(silent)
-    # Still in the silent step, and so missing in the exposed share: copies that stand in for collectives.
+    found["step_time_s"], found["step_time_without_s"] = (
+        statistics.median(whole),
+        statistics.median(silent),
+    )
+    # Still part of the silent step, and so missing in the exposed share: copies that stand in for
+    # collectives.
     copies_s = without[0].copied_bytes / session.copy_bytes_per_s()
     found["stand_in_copies_share"] = copies_s / found["step_time_s"]
     if config.parallelism.pp > 1 and dimension in ("all", "pp"):
-        # Missing in the silent step, and so counted as exposed: waiting for another stage's computation.
+        # Missing in the silent step, and so counted as exposed: waiting for another stage's
+        # computation.
         parallel = config.parallelism
         bubble = timing.ideal_bubble(parallel.pp, parallel.virtual_stages, config.micro_batches)
-        found["of_which_ideal_bubble"] = bubble * found["step_time_without_s"] / found["step_time_s"]
+        found["of_which_ideal_bubble"] = (
+            bubble * found["step_time_without_s"] / found["step_time_s"]
+        )
     return found
 
 
 def _repeats(session: Session, entry: Entry) -> dict[str, Any]:
-    """Runs from the same initial values: do they give the same losses, and how far apart are their times?"""
+    """Runs from the same initial values: whether losses are equal, and how far times differ."""
     legs: list[Leg] = []
     longest_s = 0.0
     for _ in range(entry.repeats):
-        if len(legs) > 1 and session.out_of_time(_MARGIN * longest_s):  # one run alone would equal itself
+        # At least two: one run would always equal itself.
+        if len(legs) > 1 and session.out_of_time(_MARGIN * longest_s):
             break
         begin = time.monotonic()
         session.forget(entry.run)
@@ -189,7 +205,9 @@ def _repeats(session: Session, entry: Entry) -> dict[str, Any]:
 
 
 def _loss_lines(losses: list[float]) -> str:
-    return "".join(json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in enumerate(losses, start=1))
+    return "".join(
+        json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in enumerate(losses, start=1)
+    )
 
 
 def _device_name(device: torch.device) -> str:

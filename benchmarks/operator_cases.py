@@ -1,6 +1,7 @@
-"""The operators that are measured: what each computes in plain torch, how else, and what it costs at least.
+"""The operators that are measured: the ways to compute each, and what it costs at least.
 
-An operator is a function here that yields its :class:`Case` for a shape of training. ``CASES`` lists them by name.
+An operator is a function here that returns its :class:`Case` for a shape of training. ``CASES``
+lists them by name.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from megascale_executor.trainer.compat import accumulate_product
-from megascale_executor.trainer.model.weights import Weight
 from megascale_kernels.adamw import AdamWKernel, AdamWUpdate, adamw
 from megascale_kernels.attention import attention_mask
 from megascale_kernels.cross_entropy import CrossEntropy, cross_entropy
 from megascale_kernels.documents import documents_of
+from megascale_trainer.compat import accumulate_matmul
+from megascale_trainer.weights import Weight
 
 Tensors = Sequence[torch.Tensor]
 Operation = Callable[[], Tensors]
-Way = Callable[[torch.dtype], Mapping[str, Operation]]
+Way = Callable[[torch.dtype], Mapping[str, Operation]]  # passes by name, on fresh inputs
 Function = Callable[..., tuple[torch.Tensor, ...]]
 REFERENCE = "eager"  # the way that is also run in float64
 EPSILON = 1e-5
@@ -31,7 +32,10 @@ DOCUMENT_TOKENS = 512  # mean length of packed documents
 
 @dataclass(frozen=True)
 class Shape:
-    """What one tp rank computes for a micro-batch of ``tokens`` in sequences of ``sequence``; widths of the whole."""
+    """A model's sizes, of which one tp rank computes its share for a micro-batch.
+
+    ``tokens`` of the micro-batch, in sequences of ``sequence``; widths are the whole model's.
+    """
 
     hidden: int
     heads: int
@@ -42,10 +46,16 @@ class Shape:
     device: torch.device
     dtype: torch.dtype
 
-    def random(self, *shape: int, seed: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def random(
+        self, *shape: int, seed: int, scale: float = 1.0, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         """Normal numbers of the device's own generator."""
         generator = torch.Generator(self.device).manual_seed(seed)
-        return torch.randn(shape, generator=generator, device=self.device).mul_(scale).to(dtype or self.dtype)
+        return (
+            torch.randn(shape, generator=generator, device=self.device)
+            .mul_(scale)
+            .to(dtype or self.dtype)
+        )
 
 
 @dataclass(frozen=True)
@@ -58,7 +68,13 @@ class Cost:
 
 @dataclass(frozen=True)
 class Case:
-    """``ways`` lay out fresh inputs of a dtype and give each of ``passes`` ready to run; the last one computes all."""
+    """An operator at a shape.
+
+    Args:
+        shape: in words.
+        passes: what each costs at least; the last one computes everything.
+        ways: each makes fresh inputs of a dtype and returns all passes, ready to run.
+    """
 
     shape: str
     passes: Mapping[str, Cost]
@@ -68,9 +84,10 @@ class Case:
 def differentiable(
     plain: Function, inputs: Tensors, vectors: Tensors, others: Mapping[str, Callable[[], Function]]
 ) -> dict[str, Way]:
-    """Ways of a function of ``inputs`` and parameter ``vectors``: ``plain``, that compiled, and ``others``.
+    """Ways of a function of ``inputs`` and parameter ``vectors``.
 
-    The others take each vector as a :class:`Weight`, add its gradient to ``main_grad``, and are imported when called.
+    ``plain``, the same compiled, and ``others``, which take each vector as a :class:`Weight`, add
+    its gradient to ``main_grad``, and are imported when called.
     """
 
     def compiled() -> Function:
@@ -81,7 +98,9 @@ def differentiable(
         REFERENCE: lambda dtype: _passes(plain, inputs, vectors, dtype, weights=False),
         "compile": lambda dtype: _passes(compiled(), inputs, vectors, dtype, weights=False),
         **{
-            name: partial(lambda load, dtype: _passes(load(), inputs, vectors, dtype, weights=True), load)
+            name: partial(
+                lambda load, dtype: _passes(load(), inputs, vectors, dtype, weights=True), load
+            )
             for name, load in others.items()
         },
     }
@@ -101,7 +120,8 @@ def _passes(
 
     generator = torch.Generator(leaves[0].device).manual_seed(0)
     d_outputs = [
-        torch.randn(out.shape, generator=generator, device=out.device).bfloat16().to(out.dtype) for out in forward()
+        torch.randn(out.shape, generator=generator, device=out.device).bfloat16().to(out.dtype)
+        for out in forward()
     ]
 
     def both() -> Tensors:
@@ -114,7 +134,10 @@ def _passes(
 
 def _costs(forward: int, backward: int, flops: int = 0, backward_flops: int = 0) -> dict[str, Cost]:
     """Costs of both passes from bytes and FLOP of each."""
-    return {"forward": Cost(forward, flops), "forward + backward": Cost(forward + backward, flops + backward_flops)}
+    return {
+        "forward": Cost(forward, flops),
+        "forward + backward": Cost(forward + backward, flops + backward_flops),
+    }
 
 
 def norm(shape: Shape, kind: Literal["layernorm", "rmsnorm"]) -> Case:
@@ -123,7 +146,9 @@ def norm(shape: Shape, kind: Literal["layernorm", "rmsnorm"]) -> Case:
     inputs = [shape.random(rows, width, seed=seed) for seed in (1, 2)]
     vectors = [1.0 + shape.random(width, seed=3, scale=0.1), shape.random(width, seed=4)]
 
-    def plain(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> tuple[Any, ...]:
+    def plain(
+        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: Any = None
+    ) -> tuple[Any, ...]:
         stream = x + residual
         if kind == "layernorm":
             return stream, F.layer_norm(stream, (width,), weight, bias, EPSILON)
@@ -132,9 +157,13 @@ def norm(shape: Shape, kind: Literal["layernorm", "rmsnorm"]) -> Case:
     def fused() -> Function:
         from megascale_kernels.fused import norm as module
 
-        return lambda x, residual, weight, bias=None: module.norm(x, residual, weight, bias, kind, EPSILON)
+        return lambda x, residual, weight, bias=None: module.norm(
+            x, residual, weight, bias, kind, EPSILON
+        )
 
-    ways = differentiable(plain, inputs, vectors if kind == "layernorm" else vectors[:1], {"fused": fused})
+    ways = differentiable(
+        plain, inputs, vectors if kind == "layernorm" else vectors[:1], {"fused": fused}
+    )
     size = inputs[0].nbytes
     return Case(f"{rows} x {width}", _costs(4 * size, 4 * size), ways)
 
@@ -162,8 +191,8 @@ def activation(shape: Shape, kind: Literal["gelu", "swiglu"]) -> Case:
     return Case(f"{shape.tokens} x {width}", _costs(size + out, 2 * size + out), ways)
 
 
-def core(shape: Shape, part: Literal["heads", "all"]) -> Case:
-    """From the input GEMM to the output GEMM: the split into rotated ``heads``, or ``all``: attention and GELU too."""
+def block_inner(shape: Shape, part: Literal["heads", "all"]) -> Case:
+    """What lies between a block's GEMMs: the split into rotated ``heads``, or ``all`` of it."""
     size, heads = shape.hidden // shape.heads, shape.heads // shape.tp
     ffn = 4 * shape.hidden // shape.tp if part == "all" else 0
     width, batch = 3 * heads * size, shape.tokens // shape.sequence
@@ -176,7 +205,9 @@ def core(shape: Shape, part: Literal["heads", "all"]) -> Case:
 
     def turned(x: torch.Tensor) -> torch.Tensor:
         first, second = x.chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(
+            x.dtype
+        )
 
     def plain(x: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, ...]:
         columns, rest = (x + bias).split((width, ffn), dim=-1)
@@ -184,7 +215,9 @@ def core(shape: Shape, part: Literal["heads", "all"]) -> Case:
         q, k, v = (t.permute(1, 2, 0, 3).contiguous() for t in (turned(q), turned(k), v))
         if part == "heads":
             return q, k, v
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3).flatten(2)
+        attended = (
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3).flatten(2)
+        )
         return (torch.cat((attended, F.gelu(rest, approximate="tanh")), dim=-1),)
 
     def fused() -> Function:
@@ -193,7 +226,7 @@ def core(shape: Shape, part: Literal["heads", "all"]) -> Case:
         split, table = module.Heads(heads, heads, size), module.RotaryTable(cos, sin)
         if part == "heads":
             return module.fused_heads(split, table)
-        return module.fused_core(split, table, shape.sequence)
+        return module.fused_block_inner(split, table, shape.sequence)
 
     read = inputs[0].nbytes
     ways = differentiable(plain, inputs, vectors, {"fused": fused})
@@ -207,7 +240,11 @@ def core(shape: Shape, part: Literal["heads", "all"]) -> Case:
 
 def attention(shape: Shape) -> Case:
     """Dense causal attention, by each backend that is available."""
-    size, heads, batch = shape.hidden // shape.heads, shape.heads // shape.tp, shape.tokens // shape.sequence
+    size, heads, batch = (
+        shape.hidden // shape.heads,
+        shape.heads // shape.tp,
+        shape.tokens // shape.sequence,
+    )
     inputs = [shape.random(batch, heads, shape.sequence, size, seed=seed) for seed in (1, 2, 3)]
 
     def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor]:
@@ -221,19 +258,35 @@ def attention(shape: Shape) -> Case:
     names = ("cudnn", "flash", "flash_attn_2", "flash_attn_3", "flash_attn_4")
     ways = differentiable(plain, inputs, [], {name: partial(backend, name) for name in names})
     flops, one = _causal_flops(shape), inputs[0].nbytes
-    return Case(f"{batch} x {heads} x {shape.sequence} x {size}", _costs(4 * one, 8 * one, flops, 5 * flops // 2), ways)
+    return Case(
+        f"{batch} x {heads} x {shape.sequence} x {size}",
+        _costs(4 * one, 8 * one, flops, 5 * flops // 2),
+        ways,
+    )
 
 
 def documents(shape: Shape) -> Case:
-    """Causal attention inside packed documents: under a dense mask, and by the bounds of the documents.
+    """Causal attention inside packed documents: under a dense mask, and by the documents' bounds.
 
-    q, k and v lie by position, as the fused core writes them for such a mask.
+    q, k and v lie by position, as fused.block_inner writes them for such a mask.
     """
-    size, heads, batch = shape.hidden // shape.heads, shape.heads // shape.tp, shape.tokens // shape.sequence
-    inputs = [shape.random(batch, shape.sequence, heads, size, seed=seed).transpose(1, 2) for seed in (1, 2, 3)]
-    begins = torch.rand(batch, shape.sequence, generator=torch.Generator().manual_seed(4)) < 1 / DOCUMENT_TOKENS
+    size, heads, batch = (
+        shape.hidden // shape.heads,
+        shape.heads // shape.tp,
+        shape.tokens // shape.sequence,
+    )
+    inputs = [
+        shape.random(batch, shape.sequence, heads, size, seed=seed).transpose(1, 2)
+        for seed in (1, 2, 3)
+    ]
+    begins = (
+        torch.rand(batch, shape.sequence, generator=torch.Generator().manual_seed(4))
+        < 1 / DOCUMENT_TOKENS
+    )
     found = documents_of(torch.where(begins, torch.arange(shape.sequence), 0).cummax(1).values)
-    mask = attention_mask(shape.sequence, documents=found.map(lambda offsets: offsets.to(shape.device)))
+    mask = attention_mask(
+        shape.sequence, documents=found.map(lambda offsets: offsets.to(shape.device))
+    )
     dense = mask.dense
 
     def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor]:
@@ -247,7 +300,9 @@ def documents(shape: Shape) -> Case:
     flops, one = int((found.bounds.diff().double() ** 2).sum()) * 2 * heads * size, inputs[0].nbytes
     costs = _costs(4 * one, 8 * one, flops, 5 * flops // 2)
     ways = differentiable(plain, inputs, [], {"varlen": varlen})
-    return Case(f"{batch} x {heads} x {shape.sequence} x {size}, {found.number} documents", costs, ways)
+    return Case(
+        f"{batch} x {heads} x {shape.sequence} x {size}, {found.number} documents", costs, ways
+    )
 
 
 def _causal_flops(shape: Shape) -> int:
@@ -284,7 +339,7 @@ def loss(shape: Shape) -> Case:
 
 
 def update(shape: Shape) -> Case:
-    """AdamW of one layer's parameters over tp and 8 replicas, from the summed gradient to the rounded parameters."""
+    """AdamW of one layer's parameters over tp and 8 replicas."""
     size = 12 * shape.hidden**2 // shape.tp // 8
     numbers = AdamWUpdate(3e-4, 0.9, 0.95, 1e-8, 0.1, 7)
     wide = [shape.random(size, seed=seed, dtype=torch.float32) for seed in (1, 2, 3, 4)]
@@ -295,16 +350,22 @@ def update(shape: Shape) -> Case:
     def way(load: Callable[[], AdamWKernel], dtype: torch.dtype) -> dict[str, Operation]:
         exact = dtype == torch.float64
         kernel, states = load(), torch.stack(wide[:3]).to(dtype if exact else torch.float32)
-        gradient, parameters = wide[3].to(states.dtype, copy=True), torch.empty(size, dtype=dtype, device=shape.device)
+        gradient, parameters = (
+            wide[3].to(states.dtype, copy=True),
+            torch.empty(size, dtype=dtype, device=shape.device),
+        )
 
         def run() -> Tensors:
             kernel(states, gradient, parameters, scale, apply, numbers)
-            return states.unbind()  # not the parameters, whose rounding would hide all else
+            return states.unbind()  # not the parameters: their rounding would hide any error
 
         return {"update": run}
 
     def of_torch(
-        states: torch.Tensor, gradient: torch.Tensor, parameters: torch.Tensor, *rest: torch.Tensor | AdamWUpdate
+        states: torch.Tensor,
+        gradient: torch.Tensor,
+        parameters: torch.Tensor,
+        *rest: torch.Tensor | AdamWUpdate,
     ) -> None:
         master, mean, square = ([row] for row in states)
         torch._fused_adamw_(
@@ -328,7 +389,12 @@ def update(shape: Shape) -> Case:
         torch.compiler.reset()
         return torch.compile(adamw, dynamic=False)
 
-    loads = {REFERENCE: lambda: adamw, "compile": compiled, "torch_fused": lambda: of_torch, "fused": fused}
+    loads = {
+        REFERENCE: lambda: adamw,
+        "compile": compiled,
+        "torch_fused": lambda: of_torch,
+        "fused": fused,
+    }
     ways = {name: partial(way, load) for name, load in loads.items()}
     return Case(f"{size}", {"update": Cost(size * (7 * 4 + shape.dtype.itemsize))}, ways)
 
@@ -356,9 +422,12 @@ def weight_gradient(shape: Shape) -> Case:
         torch.compiler.reset()
         return torch.compile(plain, dynamic=False)
 
-    loads = {REFERENCE: lambda: plain, "compile": compiled, "fused": lambda: accumulate_product}
+    loads = {REFERENCE: lambda: plain, "compile": compiled, "fused": lambda: accumulate_matmul}
     ways = {name: partial(way, load) for name, load in loads.items()}
-    moved, flops = d_y.nbytes + x.nbytes + 8 * rows * shape.hidden, 2 * rows * shape.hidden * shape.tokens
+    moved, flops = (
+        d_y.nbytes + x.nbytes + 8 * rows * shape.hidden,
+        2 * rows * shape.hidden * shape.tokens,
+    )
     return Case(f"{rows} x {shape.hidden} x {shape.tokens}", {"backward": Cost(moved, flops)}, ways)
 
 
@@ -367,8 +436,8 @@ CASES: Mapping[str, Callable[[Shape], Case]] = {
     "rmsnorm": partial(norm, kind="rmsnorm"),
     "gelu": partial(activation, kind="gelu"),
     "swiglu": partial(activation, kind="swiglu"),
-    "heads": partial(core, part="heads"),
-    "core": partial(core, part="all"),
+    "heads": partial(block_inner, part="heads"),
+    "block_inner": partial(block_inner, part="all"),
     "attention": attention,
     "documents": documents,
     "cross_entropy": loss,

@@ -1,4 +1,7 @@
-"""The fused core and the attention backends as functions of tensors and weights; imported where they are measured."""
+"""The fused operators that need Triton, and attention backends, as functions of tensors.
+
+Imported where they are measured, and not before.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,10 @@ from typing import Any
 
 import torch
 
-from megascale_executor.trainer.model.weights import Weight
 from megascale_kernels.attention import BACKENDS, AttentionMask, attention, attention_mask
-from megascale_kernels.fused import core, rotary
+from megascale_kernels.fused import block_inner, rotary
 from megascale_kernels.rotary import Heads, RotaryTable
+from megascale_trainer.weights import Weight
 
 Function = Callable[..., tuple[torch.Tensor, ...]]
 
@@ -25,10 +28,10 @@ def fused_heads(heads: Heads, table: RotaryTable) -> Function:
     return run
 
 
-def fused_core(heads: Heads, table: RotaryTable, sequence: int) -> Function:
+def fused_block_inner(heads: Heads, table: RotaryTable, sequence: int) -> Function:
     """Attention and GELU between two merged GEMMs."""
     mask = attention_mask(sequence)
-    return lambda x, bias: (core.core(x, bias, heads, "gelu", table, mask),)
+    return lambda x, bias: (block_inner.block_inner(x, bias, heads, "gelu", table, mask),)
 
 
 def backend(name: str, mask: AttentionMask) -> Function:
@@ -44,7 +47,9 @@ def backend(name: str, mask: AttentionMask) -> Function:
 
 class _Heads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor, main_grad: torch.Tensor, *split: Any) -> Any:
+    def forward(
+        ctx: Any, x: torch.Tensor, bias: torch.Tensor, main_grad: torch.Tensor, *split: Any
+    ) -> Any:
         ctx.shape, ctx.main_grad, ctx.split = x.shape, main_grad, split
         return rotary.read_heads(x, bias, *split)
 

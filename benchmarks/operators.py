@@ -1,12 +1,16 @@
-"""Fused operators beside plain and compiled torch: error against float64, time, and the least time that is possible.
+"""Fused operators beside plain and compiled torch: error against float64, time, and its floor.
 
-    python benchmarks/operators.py --quick                          # a dry run at tiny shapes, on a CPU too
+    python benchmarks/operators.py --quick                  # a dry run at tiny shapes, on a CPU too
     python benchmarks/operators.py --only cross_entropy,adamw --hidden 4096 --tp 1,2
-    python benchmarks/operators.py --json --budget-s 540 > operators.jsonl
+    python benchmarks/operators.py --budget-s 540 > operators.json
 
-The floor of a pass is the larger of its bytes over the device's copy bandwidth and its FLOP over the device's rate in a
-large GEMM, both measured here. Times are the device's own: cold caches, no waiting for the host. Errors are those of
-all results, gradients included, over the size of the exact result: root mean square, and largest over largest.
+The floor of a pass is the larger of its bytes over the device's copy bandwidth and its FLOP over
+the device's rate in a large GEMM, both measured here. Times are the device's own: cold caches, no
+waiting for the host. Errors are those of all results, gradients included, over the size of the
+exact result: root mean square, and largest over largest.
+
+Rows go to stderr as they are measured; the last line of stdout is one JSON object with all of them.
+Exit status: 0, 1 if a way failed that should work here.
 """
 
 from __future__ import annotations
@@ -23,7 +27,8 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds only what lies beside it
+# A script finds only the modules in its own folder.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 
@@ -49,7 +54,10 @@ WAYS = (
 
 @dataclass(frozen=True)
 class Row:
-    """One way's figures of one pass. ``problem`` says why it has none; ``failed`` that this should not be."""
+    """One way's figures of one pass.
+
+    ``problem`` is why it has none; ``failed``: it should have some here.
+    """
 
     operator: str
     shape: str
@@ -66,7 +74,7 @@ class Row:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure what the command line says; 1 if a way failed that should work here."""
+    """Measure what the command line names; 1 if a way failed that should work here."""
     options = _parser().parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -81,14 +89,12 @@ def main(arguments: Sequence[str]) -> int:
         "gemm_tflop_per_s": round(limits[1] / 1e12, 3),
         "repeats": repeats,
     }
-    if options.json:
-        print(json.dumps(machine), flush=True)
-    else:
-        print(", ".join(f"{name} {value}" for name, value in machine.items()), *_header(), sep="\n", flush=True)
-    failed = False
+    about = ", ".join(f"{name} {value}" for name, value in machine.items())
+    _report([json.dumps(machine)] if options.json else [about, *_header()])
+    rows: list[Row] = []
     end = time.monotonic() + options.budget_s if options.budget_s else math.inf
     for name in options.only:
-        done = set()  # tp or hidden size alone may decide the shape
+        done = set()  # shapes; some depend on tp alone, or on the hidden size alone
         for shape in _shapes(options, device, dtype):
             if time.monotonic() > end:
                 break
@@ -98,20 +104,30 @@ def main(arguments: Sequence[str]) -> int:
             done.add(case.shape)
             ways = (way for way in options.ways if time.monotonic() < end)
             for row in measure(name, case, dtype, meter, limits, ways):
-                print(json.dumps(asdict(row)) if options.json else _line(row), flush=True)
-                failed |= row.failed
-    return int(failed)
+                _report([json.dumps(asdict(row)) if options.json else _line(row)])
+                rows.append(row)
+    print(json.dumps({"machine": machine, "rows": [asdict(row) for row in rows]}), flush=True)
+    return int(any(row.failed for row in rows))
+
+
+def _report(lines: Iterable[str]) -> None:
+    print(*lines, sep="\n", file=sys.stderr, flush=True)
 
 
 def measure(
-    operator: str, case: Case, dtype: torch.dtype, meter: Meter, limits: tuple[float, float], ways: Iterable[str]
+    operator: str,
+    case: Case,
+    dtype: torch.dtype,
+    meter: Meter,
+    limits: tuple[float, float],
+    ways: Iterable[str],
 ) -> Iterator[Row]:
-    """The rows of one case: every pass of every way, of which ``ways`` may end at any time."""
+    """The rows of one case: every pass of every way, until ``ways`` ends (at the budget)."""
     exact: Tensors | None = None
     try:
         exact = _results(case.ways[REFERENCE](torch.float64))
     except torch.OutOfMemoryError:
-        pass  # times are still worth having
+        pass  # times are still useful
     for way in (name for name in ways if name in case.ways):
         try:
             passes = case.ways[way](dtype)
@@ -121,9 +137,10 @@ def measure(
                 floor_us = 1e6 * max(cost.bytes / limits[0], cost.flops / limits[1])
                 found = (times_us[len(times_us) // 2], times_us[0], times_us[-1], floor_us)
                 yield Row(operator, case.shape, work, way, *errors, *found)
-        except (ImportError, NotImplementedError) as problem:  # not installed, or not for this device
+        # Not installed, or not for this device.
+        except (ImportError, NotImplementedError) as problem:
             yield Row(operator, case.shape, "", way, problem=_short(problem))
-        except Exception as problem:  # the others are still worth having
+        except Exception as problem:  # the other ways are still useful
             yield Row(operator, case.shape, "", way, problem=_short(problem), failed=True)
 
 
@@ -133,19 +150,33 @@ def _results(passes: Mapping[str, Operation]) -> Tensors:
 
 
 def _errors(found: Tensors, exact: Tensors) -> tuple[float, float]:
-    """The worst of all results: root mean square and largest difference, over those of the exact result."""
+    """The worst of all results: (root mean square, largest) difference over the exact one's."""
     differences = [ours.double() - wanted for ours, wanted in zip(found, exact, strict=True)]
     rms = [float(d.norm() / wanted.norm()) for d, wanted in zip(differences, exact, strict=True)]
-    largest = [float(d.abs().max() / wanted.abs().max()) for d, wanted in zip(differences, exact, strict=True)]
+    largest = [
+        float(d.abs().max() / wanted.abs().max())
+        for d, wanted in zip(differences, exact, strict=True)
+    ]
     return max(rms), max(largest)
 
 
 def _short(problem: Exception) -> str:
-    return f"{type(problem).__name__}: {str(problem).strip().splitlines()[0] if str(problem) else ''}"[:120]
+    first = str(problem).strip().splitlines()[0] if str(problem) else ""
+    return f"{type(problem).__name__}: {first}"[:120]
 
 
 def _header() -> tuple[str, str]:
-    names = ("operator", "shape", "pass", "way", "error rms", "error max", "median us", "low - high us", "floor us")
+    names = (
+        "operator",
+        "shape",
+        "pass",
+        "way",
+        "error rms",
+        "error max",
+        "median us",
+        "low - high us",
+        "floor us",
+    )
     return f"| {' | '.join(names)} | of floor |", "|---" * (len(names) + 1) + "|"
 
 
@@ -153,33 +184,50 @@ def _line(row: Row) -> str:
     start = f"| {row.operator} | {row.shape} | {row.work} | {row.way} |"
     if row.median_us is None or row.floor_us is None:
         return f"{start} {'failed: ' if row.failed else ''}{row.problem} | | | | | |"
-    errors = " | ".join("-" if error is None else f"{error:.1e}" for error in (row.error_rms, row.error_max))
+    errors = " | ".join(
+        "-" if error is None else f"{error:.1e}" for error in (row.error_rms, row.error_max)
+    )
     times = f"{row.median_us:.1f} | {row.low_us:.1f} - {row.high_us:.1f} | {row.floor_us:.1f}"
     return f"{start} {errors} | {times} | {row.floor_us / row.median_us:.0%} |"
 
 
-def _shapes(options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Iterator[Shape]:
+def _shapes(
+    options: argparse.Namespace, device: torch.device, dtype: torch.dtype
+) -> Iterator[Shape]:
     if options.quick:
         yield Shape(128, 4, 2, 32, 64, 160, device, dtype)
         return
     for hidden in map(int, options.hidden):
         for tp in map(int, options.tp):
-            yield Shape(hidden, HEADS[hidden], tp, SEQUENCE, SEQUENCE * MICRO_BATCH, VOCABULARY, device, dtype)
+            yield Shape(
+                hidden,
+                HEADS[hidden],
+                tp,
+                SEQUENCE,
+                SEQUENCE * MICRO_BATCH,
+                VOCABULARY,
+                device,
+                dtype,
+            )
 
 
 def _choice(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """Parses some of ``known``, separated by commas."""
+    """A parser of some of ``known``, separated by commas."""
 
     def parse(text: str) -> list[str]:
         if unknown := set(text.split(",")) - set(known):
-            raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(known)}")
+            raise argparse.ArgumentTypeError(
+                f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(known)}"
+            )
         return text.split(",")
 
     return parse
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     lists = {
         "only": list(CASES),
         "ways": list(WAYS),
@@ -187,11 +235,19 @@ def _parser() -> argparse.ArgumentParser:
         "tp": ["1", "2", "8"],
     }
     for name, known in lists.items():
-        parser.add_argument(f"--{name}", type=_choice(known), default=known, help=f"of {', '.join(known)}")
-    parser.add_argument("--repeats", type=int, default=20, help="times taken of each")
-    parser.add_argument("--quick", action="store_true", help="one tiny shape, two repeats: a dry run")
-    parser.add_argument("--budget-s", type=float, default=0.0, help="begin nothing new after this time")
-    parser.add_argument("--json", action="store_true", help="JSON lines, the machine first")
+        parser.add_argument(
+            f"--{name}", type=_choice(known), default=known, help=f"of {', '.join(known)}"
+        )
+    parser.add_argument("--repeats", type=int, default=20, help="measurements of each pass")
+    parser.add_argument(
+        "--quick", action="store_true", help="one tiny shape, two repeats: a dry run"
+    )
+    parser.add_argument(
+        "--budget-s", type=float, default=0.0, help="start nothing new after this time"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="rows on stderr as JSON lines instead of a table"
+    )
     return parser
 
 

@@ -1,7 +1,8 @@
-"""What a device does while something runs on it: clock, power and temperature, and work long enough to reach them.
+"""Times of an operation at the clock that the device sustains, with its power and temperature.
 
-A short burst runs at the highest clock; training runs at the clock that the power limit allows. So an operation is
-repeated until the device has settled, and only the second half of the repeats is timed.
+A short burst runs at the highest clock; training runs at the clock that the power limit allows. So
+an operation is repeated until the device has settled, and only the second half of the repeats is
+timed.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ _ROUNDS = 5  # timed parts of a measurement, for the spread
 
 @dataclass(frozen=True)
 class Sustained:
-    """One operation, repeated: milliseconds of one run (median, least and most of the rounds), and the device then.
+    """Milliseconds of one run (median, least and most of the rounds), and the device meanwhile.
 
-    ``clock_mhz`` and ``power_w`` are means of samples over the timed rounds; None where the device does not say.
+    ``clock_mhz``, ``power_w`` and ``temperature_c`` are means of samples over the timed rounds;
+    None where the device has no such sensors.
     """
 
     median_ms: float
@@ -56,7 +58,9 @@ class _Sampler:
         self._thread.join()
         if not self._samples:
             return None, None, None
-        clock, power, temperature = (statistics.mean(column) for column in zip(*self._samples, strict=True))
+        clock, power, temperature = (
+            statistics.mean(column) for column in zip(*self._samples, strict=True)
+        )
         return clock, power, temperature
 
     def _sample(self) -> None:
@@ -72,7 +76,7 @@ class _Sampler:
 
 
 def sustained(operation: Callable[[], Any], device: torch.device, duration_s: float) -> Sustained:
-    """Repeat ``operation`` for about ``duration_s``, twice as long as is timed; one run on a CPU."""
+    """Repeat ``operation`` for about ``duration_s``, of which half is timed; one run on a CPU."""
     if device.type != "cuda":
         begin = time.perf_counter()
         operation()
@@ -91,7 +95,7 @@ def sustained(operation: Callable[[], Any], device: torch.device, duration_s: fl
 def _sampler(device: torch.device) -> _Sampler | None:
     try:
         sampler = _Sampler(device)
-    except Exception:  # no such package, no such library, no such device there: the times are still worth having
+    except Exception:  # no package, no library, no such device in it: times are useful without
         return None
     sampler.start()
     return sampler

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megascale_common.job_config import JobConfig, from_dict
-from megascale_common.job_validation import validate
+from megascale_common.job.config import JobConfig, from_accepted
+from megascale_common.job.validation import validate
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,23 +27,25 @@ PRESETS = {
     "7b": Preset(32, 4096, 32, 51200, 2048, 4, 128),
     "13b": Preset(40, 5120, 40, 51200, 2048, 4, 128),
     "30b": Preset(48, 7168, 56, 51200, 4096, 2, 32),
-    # One of the eight pipeline stages that the paper's 175B model is cut into (Table 2), with embedding and head.
+    # One of the eight pipeline stages that the paper's 175B model is cut into (Table 2), with
+    # embedding and head.
     "175b-stage": Preset(12, 12288, 96, 51200, 2048, 4, 32),
 }
 OVERLAPS = ("tp", "pp", "dp")
 
 
-class Refused(ValueError):
-    """A configuration that cannot run; the message says what to change."""
+class ConfigurationRefused(ValueError):
+    """A configuration that cannot run; the message names what to change."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """One configuration, in the words of the command line. 0 takes the preset's value (``dp``: the ranks that remain).
+    """One configuration, in the words of the command line; 0 stands for the preset's value.
 
-    ``steps`` includes the warm-up. ``data`` is the prefix of a tokenised corpus; without one the tokens are random and
-    the same in every step. ``initial`` "device" draws initial values quickly, the same for the same layout; "exact"
-    draws the trainer's own, which are the same for all layouts.
+    ``dp`` 0: the ranks that tp and pp leave. ``steps`` includes the warm-up. ``data`` is the prefix
+    of a tokenised corpus; without one the tokens are random and the same in every step. ``initial``
+    "device" draws initial values quickly, the same for the same layout; "exact" draws the trainer's
+    own, which are the same for all layouts.
     """
 
     preset: str = "tiny"
@@ -73,7 +75,7 @@ class Run:
 
 
 def sizes(config: JobConfig) -> dict[str, int]:
-    """Layout, depth and batch of a job, as results name them: ours and the peers'."""
+    """Layout, depth and batch of a job by the names of the results, the peers' as well."""
     model, parallel, training = config.model, config.parallelism, config.training
     return {
         "ranks": config.layout.world_size,
@@ -92,13 +94,15 @@ def job(run: Run, world_size: int, *, cuda: bool) -> JobConfig:
     """The job of ``run`` on ``world_size`` ranks: bf16 on CUDA, fp32 on a CPU.
 
     Raises:
-        Refused: the layout does not fit the ranks or the model.
+        ConfigurationRefused: the layout does not fit the ranks or the model.
     """
     preset = PRESETS[run.preset]
     dp = run.dp or max(1, world_size // (run.tp * run.pp))
     if run.tp * run.pp * dp != world_size:
-        raise Refused(f"tp {run.tp} * pp {run.pp} * dp {dp} is not the {world_size} ranks that there are")
-    config = from_dict(
+        raise ConfigurationRefused(
+            f"tp {run.tp} * pp {run.pp} * dp {dp} is not the {world_size} ranks that there are"
+        )
+    config = from_accepted(
         {
             "name": f"throughput-{run.preset}",
             "model": {
@@ -138,7 +142,9 @@ def job(run: Run, world_size: int, *, cuda: bool) -> JobConfig:
             },
         }
     )
-    problems = [problem for problem in validate(config) if run.data or problem.field != "data.sources"]
+    problems = [
+        problem for problem in validate(config) if run.data or problem.field != "data.sources"
+    ]
     if problems:
-        raise Refused("; ".join(map(str, problems)))
+        raise ConfigurationRefused("; ".join(map(str, problems)))
     return config

@@ -1,11 +1,15 @@
-"""How long a model of real size takes to go on after a fault, and whether it ends like its undisturbed twin.
+"""How long a model of real size takes from a fault to its next step, and whether losses agree.
 
-Starts a cluster on this machine, tokenises the Python standard library with a BPE trained on it, trains, breaks one
-worker or one whole node after a checkpoint, and prints one JSON object of figures:
-
-    python benchmarks/recovery.py --preset tiny --device cpu --devices-per-node 4 --tp 2 --pp 2 --dp 2 --twin
+    python benchmarks/recovery.py --preset tiny --device cpu --devices-per-node 4 \\
+        --tp 2 --pp 2 --dp 2 --twin
     python benchmarks/recovery.py --preset 1b --tp 2 --pp 2 --fault worker --deterministic --twin
     python benchmarks/recovery.py --preset 1b --nodes 4 --devices-per-node 1 --pp 2 --fault node
+
+Starts a cluster on this machine, tokenises the Python standard library with a BPE trained on it,
+trains, and kills one worker or one whole node after a checkpoint; with --twin it then trains the
+same job undisturbed. The last line of stdout is one JSON object of figures. Exit status: 0, 1 if
+the job did not recover or its losses are not the twin's (on a CPU, and with --deterministic), 2 if
+the cluster did not start.
 """
 
 from __future__ import annotations
@@ -24,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from megascale.v1 import driver_pb2
-from megascale_cli.demo.machine import Machine, run_command
-from megascale_cli.demo.plan import Plan
+from megascale_cli.demo.cluster import DemoCluster, DemoFailed, run_command
+from megascale_cli.demo.plan import DemoPlan
 from megascale_cli.demo.recording import Recording, seconds
 from megascale_client import AsyncClient, parse_job
 
@@ -66,15 +70,27 @@ def job(arguments: argparse.Namespace, name: str, folder: Path) -> dict[str, Any
                 "document_attention": arguments.documents,
             },
         },
-        "checkpoint": {"uri": str(folder / "checkpoints" / name), "interval_steps": arguments.interval},
+        "checkpoint": {
+            "uri": str(folder / "checkpoints" / name),
+            "interval_steps": arguments.interval,
+        },
         "recovery": {"collective_timeout_s": 120},
     }
 
 
 async def train(
-    client: AsyncClient, machine: Machine, arguments: argparse.Namespace, name: str, folder: Path, fault: str
+    client: AsyncClient,
+    machine: DemoCluster,
+    arguments: argparse.Namespace,
+    name: str,
+    folder: Path,
+    fault: str,
 ) -> tuple[Recording, float]:
-    """Run a job to its end, breaking it once after the first commit; its recording and the time of the fault."""
+    """Run a job to its end, with ``fault`` once after the first commit.
+
+    Returns:
+        The recording, and the time of the fault.
+    """
     await client.submit(parse_job(job(arguments, name, folder)))
     recording, broken_at, committed = Recording(name), 0.0, 0
 
@@ -82,23 +98,34 @@ async def train(
         nonlocal committed
         if update.WhichOneof("update") == "event":
             committed += update.event.reason == "CHECKPOINT_COMMITTED"
-            print(f"{seconds(update.event.time):.3f} {update.event.reason} {update.event.message}", file=sys.stderr)
+            print(
+                f"{seconds(update.event.time):.3f} {update.event.reason} {update.event.message}",
+                file=sys.stderr,
+            )
 
     following = asyncio.create_task(recording.follow(client, see))
     deadline = time.monotonic() + JOB_TIMEOUT_S
     while not following.done() and time.monotonic() < deadline:
         await asyncio.sleep(0.02)
-        if fault != "none" and not broken_at and committed and recording.last_step(1) % arguments.interval >= 2:
+        if (
+            fault != "none"
+            and not broken_at
+            and committed
+            and recording.last_step(1) % arguments.interval >= 2
+        ):
             broken_at = await break_something(client, machine, name, folder, fault)
     if not following.done():
         following.cancel()
-        raise TimeoutError(f"{name} did not end within {JOB_TIMEOUT_S} s: {(await client.explain(name)).explanation}")
+        why = (await client.explain(name)).explanation
+        raise TimeoutError(f"{name} did not end within {JOB_TIMEOUT_S} s: {why}")
     await following
     return recording, broken_at
 
 
-async def break_something(client: AsyncClient, machine: Machine, name: str, folder: Path, fault: str) -> float:
-    """SIGKILL to the worker of rank 0, or to its whole node; the time."""
+async def break_something(
+    client: AsyncClient, machine: DemoCluster, name: str, folder: Path, fault: str
+) -> float:
+    """SIGKILL the worker of rank 0, or its whole node; returns the time."""
     node = (await client.get(name)).nodes[0]
     if fault == "node":
         return (await machine.kill_node(node))[0]
@@ -108,19 +135,31 @@ async def break_something(client: AsyncClient, machine: Machine, name: str, fold
 
 
 def figures(arguments: argparse.Namespace, run: Recording, broken_at: float) -> dict[str, Any]:
-    """What the recording shows."""
+    """Times, steps, losses and events of a recording, as plain values."""
     after = run.first_record(2)
     steady = [
-        r for (attempt, step), r in run.records.items() if step % arguments.interval not in (0, 1, 2) and step > 4
+        r
+        for (attempt, step), r in run.records.items()
+        if step % arguments.interval not in (0, 1, 2) and step > 4
     ]
     found = ("WORKER_EXITED", "NODE_DEAD")
-    detected = [seconds(e.time) for e in run.events if e.reason in found and seconds(e.time) >= broken_at]
-    started = [seconds(e.time) for e in run.events if e.reason == "ATTEMPT_STARTED" and seconds(e.time) >= broken_at]
+    detected = [
+        seconds(e.time) for e in run.events if e.reason in found and seconds(e.time) >= broken_at
+    ]
+    started = [
+        seconds(e.time)
+        for e in run.events
+        if e.reason == "ATTEMPT_STARTED" and seconds(e.time) >= broken_at
+    ]
     return {
         "attempts": run.attempts,
         "fault_to_detected_s": round(detected[0] - broken_at, 3) if detected else None,
-        "detected_to_restarted_s": round(started[0] - detected[0], 3) if detected and started else None,
-        "fault_to_first_new_step_s": round(seconds(after.completed_at) - broken_at, 3) if after else None,
+        "detected_to_restarted_s": round(started[0] - detected[0], 3)
+        if detected and started
+        else None,
+        "fault_to_first_new_step_s": round(seconds(after.completed_at) - broken_at, 3)
+        if after
+        else None,
         "steps_lost": run.last_step(1) - run.job.restored_step,
         "resumed_from_step": run.job.restored_step,
         "restore_source": run.job.restore_source,
@@ -131,18 +170,29 @@ def figures(arguments: argparse.Namespace, run: Recording, broken_at: float) -> 
         "first_loss": run.losses()[1],
         "final_loss": run.losses()[arguments.steps],
         "evicted_nodes": list(run.job.evicted_nodes),
-        "events": [f"{seconds(e.time) - broken_at:+.3f} {e.reason} {e.message}" for e in run.events],
+        "events": [
+            f"{seconds(e.time) - broken_at:+.3f} {e.reason} {e.message}" for e in run.events
+        ],
     }
 
 
 async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The whole measurement."""
+    """Start the cluster, train, and return the figures."""
     vocabulary = PRESETS[arguments.preset][3]
     await run_command(
         *("data", "tokenize", sysconfig.get_path("stdlib"), "--output", str(folder / "corpus")),
-        *("--glob", "**/*.py", "--max-bytes", str(CORPUS_BYTES), "--tokenizer", "bpe", "--vocab-size", str(vocabulary)),
+        *(
+            "--glob",
+            "**/*.py",
+            "--max-bytes",
+            str(CORPUS_BYTES),
+            "--tokenizer",
+            "bpe",
+            "--vocab-size",
+            str(vocabulary),
+        ),
     )
-    plan = Plan(
+    plan = DemoPlan(
         device=arguments.device,
         nodes=arguments.nodes,
         devices_per_node=arguments.devices_per_node,
@@ -152,7 +202,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
         steps=60,
         sabotage="no-spare",
     )
-    machine = Machine(plan, folder, lambda text: print(text, file=sys.stderr))
+    machine = DemoCluster(plan, folder, lambda text: print(text, file=sys.stderr))
     await machine.start()
     try:
         async with AsyncClient.from_run_folder(folder) as client:
@@ -168,9 +218,19 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
         await machine.stop()
 
 
+def holds(arguments: argparse.Namespace, found: dict[str, Any]) -> bool:
+    """Whether training continued after the fault, with the twin's losses where numbers repeat."""
+    if arguments.fault != "none" and found["fault_to_first_new_step_s"] is None:
+        return False
+    repeats = arguments.deterministic or arguments.device == "cpu"
+    return not (repeats and found.get("twin_max_loss_abs_diff", 0.0))
+
+
 def main() -> int:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measure and print; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--preset", choices=PRESETS, default="1b")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--nodes", type=int, default=2)
@@ -182,14 +242,24 @@ def main() -> int:
     parser.add_argument("--fault", choices=["none", "worker", "node"], default="worker")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--documents", action="store_true", help="keep attention inside a document")
-    parser.add_argument("--twin", action="store_true", help="run the undisturbed twin as well and compare losses")
+    parser.add_argument(
+        "--twin", action="store_true", help="run the undisturbed twin as well and compare losses"
+    )
     parser.add_argument("--folder", type=Path, help="run folder (default: a temporary one)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="megascale-recovery-") as temporary:
         folder = arguments.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        print(json.dumps(asyncio.run(measure(arguments, folder)), default=str))
-    return 0
+        try:
+            found = asyncio.run(measure(arguments, folder))
+        except TimeoutError as problem:
+            print(json.dumps({"arguments": vars(arguments), "failed": str(problem)}, default=str))
+            return 1
+        except (DemoFailed, OSError) as problem:
+            print(f"recovery.py: {problem}", file=sys.stderr)
+            return 2
+    print(json.dumps(found, default=str))
+    return 0 if holds(arguments, found) else 1
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""One rank of a benchmark: groups, trainers and legs, so that one start of the processes serves a whole sweep.
+"""One rank of a benchmark, whose processes start once for a whole sweep.
 
-Groups are made once per layout. Trainers stay in memory while it suffices, so that configurations can be measured in
-turn (A B A B) without building them anew; all ranks judge by the same estimate and so do the same.
+Groups are made once per layout. Trainers stay in memory while it suffices, so that configurations
+can be measured in turn (A B A B) without building them anew; all ranks decide by the same estimate
+and so decide alike.
 """
 
 from __future__ import annotations
@@ -18,30 +19,37 @@ from benchmarks.silence import SilentProcessGroup, create_silent_group, silence
 from benchmarks.timing import StepClock
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from megascale_common.job_config import JobConfig
-from megascale_common.memory import largest_rank_memory
-from megascale_common.parameter_table import parameter_table
-from megascale_executor.trainer.groups import Groups, create_groups, destroy_groups
-from megascale_executor.trainer.step import StepResult, Trainer, set_determinism
+from megascale_common.job.config import JobConfig
+from megascale_common.sizes.memory import largest_rank_memory
+from megascale_common.sizes.parameter_table import parameter_table
+from megascale_trainer.parallel.groups import Groups
+from megascale_trainer.process.bootstrap import create_groups, destroy_groups
+from megascale_trainer.trainer import StepResult, Trainer, set_determinism
 
-# Steps that are not timed: of a configuration that runs for the first time, of one whose trainer is made again, of a
-# trainer that is still there (its first step finds the allocator's cache in the shape that others left).
+# Steps that are not timed: of a configuration that runs for the first time, of one whose trainer is
+# made again, of a trainer that is still there (its first step finds the allocator's cache as the
+# others left it).
 WARMUP_STEPS = 3
 _AGAIN_STEPS = 2
 _RESIDENT_STEPS = 1
 _GROUP_TIMEOUT_S = 120.0
 _MAX_TRAINERS = 3
-_USABLE_MEMORY = 0.85  # of the device; the estimate of a job leaves out workspaces and fragmentation
+# Of the device; the estimate of a job leaves out workspaces and fragmentation.
+_USABLE_MEMORY = 0.85
 _SEED = 1234
 _COPY_BYTES = 1 << 26  # past any cache
 
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """Some steps of one configuration: seconds of each timed step on the slowest rank, and losses of all steps.
+    """Some steps of one configuration.
 
-    ``memory_bytes`` is the most that this trainer had allocated on any rank; ``copied_bytes`` what each step copied on
-    the device in place of communication that was left out.
+    Args:
+        times_s: seconds of each timed step on the slowest rank.
+        losses: of all steps.
+        memory_bytes: the most that this trainer had allocated on any rank.
+        copied_bytes: what each step copied on the device in place of communication that was left
+            out.
     """
 
     times_s: list[float]
@@ -59,11 +67,11 @@ class _Resident:
 
 
 class Session:
-    """What a rank keeps between measurements. Every method is called by all ranks together.
+    """What a rank keeps between measurements; all ranks call every method together.
 
     Args:
         store: where the ranks meet; fresh.
-        deadline: time.time() after which :meth:`out_of_time` says so; 0: never.
+        deadline: time.time() after which :meth:`out_of_time` is true; 0: never.
         on_step: called after every step whose result was read.
     """
 
@@ -90,9 +98,9 @@ class Session:
         return job(run, self.world_size, cuda=self.device.type == "cuda")
 
     def leg(self, run: Run, without: Iterable[str] = (), *, whole: bool = False) -> Leg:
-        """Train ``run.steps`` steps, fewer where less has to warm up, unless ``whole``.
+        """Train ``run.steps`` steps; fewer where less has to warm up, unless ``whole``.
 
-        ``without`` leaves out the communication of dimensions.
+        ``without``: the dimensions whose communication is left out.
         """
         resident = self._resident(run)
         trainer, groups = resident.trainer, self._groups
@@ -103,7 +111,8 @@ class Session:
         steps = run.steps - WARMUP_STEPS + warmup
         resident.new = False
         self._seen.add(run)
-        set_determinism(trainer.config, self.device)  # torch keeps it for the process, not for a trainer
+        # A setting of the process in torch, not of a trainer.
+        set_determinism(trainer.config, self.device)
         copied_before = self._silent.copied_bytes if self._silent else 0
         gc.collect()
         gc.disable()
@@ -111,7 +120,11 @@ class Session:
         with silence(groups, self._silent, tuple(without)):
             times, losses = self._steps(trainer, resident.batches, steps)
         gc.enable()
-        peak = torch.cuda.max_memory_allocated(self.device) - resident.allocated_before if self._cuda else 0
+        peak = (
+            torch.cuda.max_memory_allocated(self.device) - resident.allocated_before
+            if self._cuda
+            else 0
+        )
         copied = (self._silent.copied_bytes if self._silent else 0) - copied_before
         slowest = self.maximum(*times[warmup:], float(peak))
         return Leg(slowest[:-1], losses, int(slowest[-1]), copied / steps)
@@ -129,14 +142,14 @@ class Session:
         return [float(value) for value in found.tolist()]
 
     def meet(self) -> None:
-        """Wait for the device and for the other ranks, if there are groups yet."""
+        """Wait for the device and for the other ranks; nothing before there are groups."""
         if self._groups is not None:
             self.maximum(0.0)
 
     def out_of_time(self, ahead_s: float = 0.0) -> bool:
-        """Whether on any rank the time is up, or would be in ``ahead_s``; the same answer for all.
+        """Whether on any rank the time is up, or will be in ``ahead_s``; the same on all ranks.
 
-        Before the first leg it is not asked.
+        False before the first leg.
         """
         if not self._deadline or self._groups is None:
             return False
@@ -144,7 +157,9 @@ class Session:
 
     def forget(self, run: Run | None = None) -> None:
         """Free the trainer of ``run``, or all of them."""
-        self._trainers = {key: kept for key, kept in self._trainers.items() if run is not None and key != run}
+        self._trainers = {
+            key: kept for key, kept in self._trainers.items() if run is not None and key != run
+        }
         self._empty_cache()
 
     def close(self) -> None:
@@ -173,8 +188,10 @@ class Session:
     def _cuda(self) -> bool:
         return self.device.type == "cuda"
 
-    def _steps(self, trainer: Trainer, batches: Batches, steps: int) -> tuple[list[float], list[float]]:
-        """As training does it: a step's result is read after the next has been launched."""
+    def _steps(
+        self, trainer: Trainer, batches: Batches, steps: int
+    ) -> tuple[list[float], list[float]]:
+        """As in training: a step's result is read after the next one has been launched."""
         losses: list[float] = []
         previous: StepResult | None = None
         clock = StepClock(self.device)
@@ -195,13 +212,16 @@ class Session:
             config = self.config(run)
             groups = self._meet(config)
             self._make_room(config)
-            self._empty_cache()  # peer memory and communicators get theirs from the device, which the cache may hold
+            # Peer memory and communicators allocate from the device what the cache may hold.
+            self._empty_cache()
             before = torch.cuda.memory_allocated(self.device) if self._cuda else 0
             if self._cuda:
                 torch.cuda.reset_peak_memory_stats(self.device)
             trainer = Trainer(config, self.rank, groups, self.device)
             self._initialise(trainer, run)
-            self._trainers[run] = _Resident(trainer, Batches(config, self.rank, self.device), before)
+            self._trainers[run] = _Resident(
+                trainer, Batches(config, self.rank, self.device), before
+            )
         return self._trainers[run]
 
     def _meet(self, config: JobConfig) -> Groups:
@@ -220,7 +240,10 @@ class Session:
     def _make_room(self, config: JobConfig) -> None:
         """Free the other trainers if ``config`` might not fit beside them."""
         kept = sum(_state_bytes(resident.trainer.config) for resident in self._trainers.values())
-        room = self._cuda and _USABLE_MEMORY * torch.cuda.get_device_properties(self.device).total_memory
+        room = (
+            self._cuda
+            and _USABLE_MEMORY * torch.cuda.get_device_properties(self.device).total_memory
+        )
         crowded = bool(room) and kept + largest_rank_memory(config).total_bytes > room
         if crowded or len(self._trainers) >= _MAX_TRAINERS:
             self.forget()
@@ -229,11 +252,14 @@ class Session:
         if run.initial == "exact":
             trainer.initialise()
             return
-        # Drawn on the device: a host takes many seconds for billions of values, and so would every new trainer.
+        # Drawn on the device: a host would take many seconds for each new trainer's billions of
+        # values.
         generator = torch.Generator(self.device).manual_seed(_SEED + self.rank)
         master = trainer.states()["master"]
         for owned, piece, start, stop in parameter_table(trainer.config, self.rank).overlaps():
-            part = master[owned.shard_offset + start - owned.start : owned.shard_offset + stop - owned.start]
+            part = master[
+                owned.shard_offset + start - owned.start : owned.shard_offset + stop - owned.start
+            ]
             if piece.initial == "normal":
                 part.normal_(0.0, piece.std, generator=generator)
             else:

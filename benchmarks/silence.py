@@ -1,8 +1,8 @@
-"""Communication left out: groups whose operations return at once, so that a step's time without them can be measured.
+"""Groups whose operations return at once, to measure a step without communication.
 
-Shapes are right, values are finite and of ordinary size (matrix units draw less power and clock higher on zeros or
-NaN), and mean nothing. A rank takes its own part for those of the others. What that costs in local copies is counted,
-because it is time that "without communication" still holds.
+Shapes are right; values are arbitrary, but finite and of ordinary size (matrix units draw less
+power and clock higher on zeros or NaN). A rank takes its own part for those of the others. The
+local copies for that are counted, because "without communication" still contains their time.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, _create_work_from_future  # type: ignore[attr-defined]
 
-from megascale_executor.trainer.groups import Edges, Group, Groups
+from megascale_trainer.parallel.groups import Edges, Group, Groups
 
 _BACKEND = "silent"
 _MESSAGE_STD = 0.02  # of what "arrives" from another pipeline stage
 
 
 class SilentProcessGroup(dist.ProcessGroup):
-    """A process group without peers. ``copied_bytes`` counts what it has read and written in their stead."""
+    """A process group without peers; ``copied_bytes`` were read and written in their place."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -32,17 +32,23 @@ class SilentProcessGroup(dist.ProcessGroup):
         self._messages: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> dist.Work:  # type: ignore[override]
-        """As if the other ranks had brought nothing."""
+        """As if the other ranks had contributed zeros."""
         return _done()
 
-    def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, options: Any = None) -> dist.Work:
-        """Every rank's part is this rank's; an operation in place keeps what the other parts held before."""
+    def all_gather_single(
+        self, output: torch.Tensor, source: torch.Tensor, options: Any = None
+    ) -> dist.Work:
+        """Every rank's part is this rank's; in place, the other parts stay as they were."""
         if not _shares_memory(output, source):
-            output.view(-1, *source.shape).copy_(source.expand(output.numel() // source.numel(), *source.shape))
+            output.view(-1, *source.shape).copy_(
+                source.expand(output.numel() // source.numel(), *source.shape)
+            )
             self.copied_bytes += _bytes(source) + _bytes(output)
         return _done()
 
-    def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, options: Any = None) -> dist.Work:
+    def reduce_scatter_single(
+        self, output: torch.Tensor, source: torch.Tensor, options: Any = None
+    ) -> dist.Work:
         """The sum is the first part of this rank's ``source``."""
         if not _shares_memory(output, source):
             output.copy_(source.view(-1, *output.shape)[0])
@@ -67,31 +73,36 @@ class SilentProcessGroup(dist.ProcessGroup):
         """What torch calls it."""
         return _BACKEND
 
-    # torch 2.11 calls the same operations by their older names
+    # torch 2.11 calls the same operations by older names.
     _allgather_base = all_gather_single  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
 
 def create_silent_group(world_size: int) -> SilentProcessGroup:
-    """A silent group of all ranks, which can stand in for any group of them; every rank calls it together.
+    """A silent group of all ranks, to stand in for any group of them; collective.
 
-    torch.distributed must be initialised; :func:`megascale_executor.trainer.groups.destroy_groups` undoes both.
+    torch.distributed must be initialised;
+    :func:`megascale_trainer.process.bootstrap.destroy_groups` destroys this group too.
     """
     if not hasattr(dist.Backend, _BACKEND.upper()):
         dist.Backend.register_backend(_BACKEND, _create, devices=["cpu", "cuda"])
-    group = dist.new_group(list(range(world_size)), backend=_BACKEND, use_local_synchronization=True)
+    group = dist.new_group(
+        list(range(world_size)), backend=_BACKEND, use_local_synchronization=True
+    )
     assert isinstance(group, SilentProcessGroup)
     return group
 
 
 @contextlib.contextmanager
-def silence(groups: Groups, silent: SilentProcessGroup | None, dimensions: Collection[str]) -> Iterator[None]:
+def silence(
+    groups: Groups, silent: SilentProcessGroup | None, dimensions: Collection[str]
+) -> Iterator[None]:
     """Leave out the communication of ``dimensions`` (tp, pp, dp, or all) while the body runs.
 
-    It looks inside :class:`Group` so that the code which trains knows nothing of this.
+    It changes the inside of :class:`Group`, so that the trainer needs no code for benchmarks.
     """
     wanted = [group for name, group in _named(groups) if "all" in dimensions or name in dimensions]
-    # a group of one rank has no handle, and nothing to leave out
+    # A group of one rank has no handle, and nothing to leave out.
     handles = [(group, group._handle) for group in wanted if group._handle is not None]
     for group, _ in handles:
         group._handle = silent
@@ -103,7 +114,7 @@ def silence(groups: Groups, silent: SilentProcessGroup | None, dimensions: Colle
 
 
 def _named(groups: Groups) -> Iterator[tuple[str, Group]]:
-    """Every group with its dimension; those of one dimension share the beginning of their field's name."""
+    """Every group with its dimension, which is how the name of its field starts."""
     for field in fields(groups):
         value = getattr(groups, field.name)
         if isinstance(value, Edges):

@@ -1,9 +1,9 @@
-"""Where each millisecond of a step goes: a profiler's trace of rank 0, split by what the device did.
+"""Where each millisecond of a step goes: a profiler's trace of rank 0, split by kinds of work.
 
-:func:`split` is pure. Streams run side by side, so the time is told twice: *busy* is how long each kind ran at all;
-*exclusive* gives every instant to one kind only, computation before communication before copies, and adds up to the
-whole. Communication that runs beside computation is hidden; a communication kernel that waits for its peer counts as
-communication.
+:func:`split` is pure. Streams run side by side, so there are two counts: *busy* is how long each
+kind ran at all; *exclusive* gives every instant to one kind only, computation before communication
+before copies, and adds up to the whole. Communication that runs beside computation is hidden; a
+communication kernel that waits for its peer counts as communication.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 COMPUTATION = ("gemm", "attention", "other")
 KINDS = (*COMPUTATION, "communication", "copies")
 _DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
-# Parts of kernels' names, looked for in this order: cuDNN's and flash attention are built of GEMM templates.
+# Parts of kernels' names, searched in this order: cuDNN's and flash attention are built of GEMM
+# templates.
 _NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("communication", ("nccl", "symmetric_memory", "barrier_kernel", "signal_kernel")),
-    # the last two are what cuDNN runs before and after the backward of attention
+    # The last two are what cuDNN runs before and after the backward of attention.
     ("attention", ("flash", "fmha", "sdpa", "attention", "compute_dot_do_o", "convert_dq")),
     ("gemm", ("gemm", "gemv", "nvjet", "cutlass", "cublas", "splitk", "xmma")),
 )
@@ -36,15 +37,18 @@ STEPS = 2
 
 
 def profile_steps(session: Session, run: Run, path: Path) -> dict[str, Any]:
-    """Run two more steps of ``run`` under the profiler on rank 0; writes its trace, readable in Perfetto, to ``path``.
+    """Run two more steps of ``run`` under the profiler on rank 0, and write its trace to ``path``.
 
-    Returns on rank 0 where the trace is and, if a device was used, the split in milliseconds per step.
+    Returns:
+        On rank 0 the path of the trace (for Perfetto) and, if a device was used, the split in
+        milliseconds per step; elsewhere nothing.
     """
     session.steps(run, 1)
     if session.rank:
         session.steps(run, STEPS)
         return {}
-    # Only what the device does: recording every operation of the host as well slows it, and shows as idle time.
+    # Only what the device does: recording every operation of the host as well would slow the host,
+    # and show as idle time of the device.
     activity = ProfilerActivity.CUDA if session.device.type == "cuda" else ProfilerActivity.CPU
     with profile(activities=[activity]) as recorded:
         session.steps(run, STEPS)
@@ -60,10 +64,11 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def split(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, Any]:
-    """Milliseconds per step by kind, from first to last device event; nothing at all where no device was used.
+    """Milliseconds per step by kind, from first to last device event; empty without any.
 
     Args:
-        events: of a trace: ``cat``, ``name``, ``ts`` and ``dur`` in microseconds, ``args`` with the stream.
+        events: of a trace: ``cat``, ``name``, ``ts`` and ``dur`` in microseconds, ``args`` with the
+            stream.
         steps: how many steps they cover.
     """
     found = [event for event in events if event.get("cat") in _DEVICE_CATEGORIES]
@@ -84,14 +89,17 @@ def split(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, Any]:
         "exclusive_ms": {kind: time / scale for kind, time in exclusive.items()},
         "busy_ms": {kind: time / scale for kind, time in busy.items()},
         "communication_hidden_ms": hidden / scale,
-        "largest": [{"kind": kind, "kernel": name, "ms": time / scale} for (kind, name), time in largest],
+        "largest": [
+            {"kind": kind, "kernel": name, "ms": time / scale} for (kind, name), time in largest
+        ],
     }
 
 
 def kind_of(event: Mapping[str, Any], computing: set[Any]) -> str:
     """The kind of one device event; ``computing`` are the streams that run GEMMs.
 
-    A copy between devices, or one within the device on a stream of its own, is how parts travel over peer memory.
+    A copy between devices, or one within the device on another stream than GEMMs, is how parts
+    travel over peer memory.
     """
     if event["cat"] == "kernel":
         return _kernel_kind(event)
@@ -112,7 +120,10 @@ def _stream(event: Mapping[str, Any]) -> Any:
 
 
 def _sweep(marks: list[tuple[float, int, str]]) -> tuple[dict[str, float], dict[str, float], float]:
-    """Exclusive and busy time by kind, and hidden communication, from (time, +1 or -1, kind) marks."""
+    """Exclusive and busy time by kind, and hidden communication.
+
+    A mark is (time, +1 or -1, kind): an event of the kind starts or ends.
+    """
     exclusive = dict.fromkeys((*KINDS, "idle"), 0.0)
     busy = dict.fromkeys(KINDS, 0.0)
     running = dict.fromkeys(KINDS, 0)

@@ -1,15 +1,17 @@
-"""Times of the tensor-parallel products of one layer: product, collective, one after the other, and overlapped.
+"""Times of the tensor-parallel products of one layer: product, collective, one after the other, and
+overlapped.
 
 One process per device, started by torchrun; a CPU runs it dry, with everything made smaller:
 
     torchrun --nproc-per-node 8 benchmarks/tensor_overlap.py
     torchrun --nproc-per-node 2 benchmarks/tensor_overlap.py --device cpu --shrink 32 --repeats 2
 
-Each model's input projection (all-gather, then product) and output projection (product, then reduce-scatter) of the
-parallel block has the widths of one rank at the model's own tp, whatever the number of ranks. "pull" and "push" move
-what the collective moves by copies between peer memories, with two barriers and without a product. Overlapped columns
-say into how many steps the peers' rows are cut. A figure is the slowest rank's, the median of rounds, in milliseconds;
-the JSON lines, one per shape as it is measured, have the least and the most as well. Data are random: zeros would
+Each model's input projection (all-gather, then product) and output projection (product, then
+reduce-scatter) of the parallel block has the widths of one rank at the model's own tp, whatever the
+number of ranks. "pull" and "push" move what the collective moves by copies between peer memories,
+with two barriers and without a product. Overlapped columns say into how many steps the peers' rows
+are cut. A figure is the slowest rank's, the median of rounds, in milliseconds; the JSON lines, one
+per shape as it is measured, have the least and the most as well. Data are random: zeros would
 flatter a product.
 """
 
@@ -26,13 +28,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megascale_executor.trainer.groups import Group
-from megascale_executor.trainer.parallel.tensor.products import PlainProducts
-from megascale_executor.trainer.parallel.tensor.sequence import gather, reduce_scatter
+from megascale_kernels.overlap.collective_matmul import CollectiveMatmuls
 from megascale_kernels.overlap.peer_memory import PeerMemory, open_peer_memory, why_unreachable
-from megascale_kernels.overlap.products import OverlappedProducts, region_bytes
+from megascale_kernels.overlap.row_transfers import region_bytes
+from megascale_trainer.parallel.groups import Group
+from megascale_trainer.parallel.tensor.matmul import PlainMatmuls
+from megascale_trainer.parallel.tensor.sequence import gather, reduce_scatter
 
-# hidden size, sequence, micro-batch, one rank's width of the merged input projection and of the merged output one
+# hidden size, sequence, micro-batch, one rank's width of the merged input projection and of the
+# merged output one
 MODELS: dict[str, tuple[int, int, int, int, int]] = {
     "7b": (4096, 2048, 4, 14336, 10240),
     "13b": (5120, 2048, 4, 17920, 12800),
@@ -59,7 +63,12 @@ def main() -> None:
     tp = Group("tp", tuple(range(dist.get_world_size())), dist.get_rank(), world, None)
     torch.manual_seed(tp.index)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    about = {"device": name, "ranks": tp.size, "torch": torch.__version__, "shrink": arguments.shrink}
+    about = {
+        "device": name,
+        "ranks": tp.size,
+        "torch": torch.__version__,
+        "shrink": arguments.shrink,
+    }
     found = []
     for model in arguments.models:
         for row in _measure(model, tp, device, arguments):
@@ -71,7 +80,9 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def _measure(model: str, tp: Group, device: torch.device, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def _measure(
+    model: str, tp: Group, device: torch.device, arguments: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
     """Both projections of a model."""
     sizes = MODELS[model]
     hidden, sequence, width_in, width_out = (sizes[i] // arguments.shrink for i in (0, 1, 3, 4))
@@ -88,21 +99,24 @@ def _measure(model: str, tp: Group, device: torch.device, arguments: argparse.Na
     assert tp.handle is not None
     memory = open_peer_memory(tp.handle, region_bytes(whole.nbytes), device, timeout_s=TIMEOUT_S)
     # one memory for all of them: each has ended on all ranks before the next is measured
-    plain, overlapped = PlainProducts(tp), {number: OverlappedProducts(memory, number) for number in CHUNKS}
+    plain, overlapped = (
+        PlainMatmuls(tp),
+        {number: CollectiveMatmuls(memory, number) for number in CHUNKS},
+    )
     gathering: dict[str, Run] = {
         "product": lambda: torch.matmul(whole, into),
         "collective": lambda: gather(part, tp),
         "pull": lambda: _copy_all(memory, part, whole, pull=True),
         "push": lambda: _copy_all(memory, part, whole, pull=False),
-        "sequential": lambda: plain.gather_multiply(part, into),
-        **{str(n): lambda n=n: overlapped[n].gather_multiply(part, into) for n in CHUNKS},
+        "sequential": lambda: plain.all_gather_matmul(part, into),
+        **{str(n): lambda n=n: overlapped[n].all_gather_matmul(part, into) for n in CHUNKS},
     }
     scattering: dict[str, Run] = {
         **gathering,
         "product": lambda: torch.matmul(wide, out_of),
         "collective": lambda: reduce_scatter(whole, tp),
-        "sequential": lambda: plain.multiply_scatter(wide, out_of),
-        **{str(n): lambda n=n: overlapped[n].multiply_scatter(wide, out_of) for n in CHUNKS},
+        "sequential": lambda: plain.matmul_reduce_scatter(wide, out_of),
+        **{str(n): lambda n=n: overlapped[n].matmul_reduce_scatter(wide, out_of) for n in CHUNKS},
     }
     tokens = sequence * sizes[2]
     shapes = (
@@ -139,7 +153,9 @@ def _time(
         for _ in range(arguments.repeats):
             run()
         _wait(device)
-        took = torch.tensor([(time.perf_counter() - begin) * 1000 / arguments.repeats], device=device)
+        took = torch.tensor(
+            [(time.perf_counter() - begin) * 1000 / arguments.repeats], device=device
+        )
         tp.all_reduce_max(took)
         if number:
             rounds.append(took.item())
@@ -154,7 +170,9 @@ def _wait(device: torch.device) -> None:
 def _report(rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
     columns = [key for key in rows[0] if key not in ("model", "shape")]
     titles = [f"overlapped, {key}" if key.isdigit() else key for key in columns]
-    print(f"| model | shape (ms; {about['ranks']} ranks, {about['device']}) | {' | '.join(titles)} |")
+    print(
+        f"| model | shape (ms; {about['ranks']} ranks, {about['device']}) | {' | '.join(titles)} |"
+    )
     print("|---" * (len(columns) + 2) + "|")
     for row in rows:
         figures = [f"{row[key]['median']:.3f}" for key in columns]
@@ -162,12 +180,16 @@ def _report(rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--repeats", type=int, default=20, help="runs of a round, back to back")
     parser.add_argument("--rounds", type=int, default=5, help="rounds, after one that warms up")
-    parser.add_argument("--shrink", type=int, default=1, help="divide widths and sequence by this (dry runs)")
+    parser.add_argument(
+        "--shrink", type=int, default=1, help="divide widths and sequence by this (dry runs)"
+    )
     return parser
 
 

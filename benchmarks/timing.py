@@ -1,4 +1,4 @@
-"""Step times: how they are taken without draining the device, and what is said of them."""
+"""Step times: measured without draining the device, and summarised."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 
 class StepClock:
-    """Times the steps between :meth:`lap` calls, as the device sees them: it is never waited for.
+    """Times the steps between :meth:`lap` calls on the device, without waiting for it.
 
-    On CUDA an event on the current stream marks the end of a step, so that the host may already launch the next one,
-    as it does in training. On a CPU the work is done when the call returns.
+    On CUDA an event on the current stream marks the end of a step, so that the host may already
+    launch the next one, as in training. On a CPU the work is done when the call returns.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -23,7 +23,7 @@ class StepClock:
         self.lap()
 
     def lap(self) -> None:
-        """A step has been launched."""
+        """Mark the end of a step that has been launched."""
         if self._cuda:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
@@ -34,9 +34,14 @@ class StepClock:
     def times_s(self) -> list[float]:
         """Seconds of each step; waits for the last."""
         if not self._cuda:
-            return [after - before for before, after in zip(self._marks, self._marks[1:], strict=False)]
+            return [
+                after - before for before, after in zip(self._marks, self._marks[1:], strict=False)
+            ]
         self._events[-1].synchronize()
-        return [before.elapsed_time(after) / 1e3 for before, after in zip(self._events, self._events[1:], strict=False)]
+        return [
+            before.elapsed_time(after) / 1e3
+            for before, after in zip(self._events, self._events[1:], strict=False)
+        ]
 
 
 def summary(times_s: Sequence[float]) -> dict[str, float]:
@@ -54,22 +59,32 @@ def summary(times_s: Sequence[float]) -> dict[str, float]:
 
 
 def gain(before: Sequence[float], after: Sequence[float]) -> dict[str, float]:
-    """How much larger each of ``after`` is than its partner in ``before``, as a share: median and range of the pairs.
+    """By what share each of ``after`` exceeds its partner in ``before``: median and range.
 
-    A range that holds 0 says that the difference is not larger than the noise.
+    A range that contains 0 means that the difference is not larger than the noise.
     """
     ratios = [new / old - 1.0 for old, new in zip(before, after, strict=True)]
-    return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios), "pairs": len(ratios)}
+    return {
+        "median": statistics.median(ratios),
+        "min": min(ratios),
+        "max": max(ratios),
+        "pairs": len(ratios),
+    }
 
 
 def exposed(times_s: Sequence[float], without_s: Sequence[float]) -> dict[str, float]:
-    """(step time - step time without communication) / step time, round by round: median and range."""
+    """(step time - step time without communication) / step time: median and range over rounds."""
     shares = [1.0 - without / whole for whole, without in zip(times_s, without_s, strict=True)]
-    return {"share": statistics.median(shares), "min": min(shares), "max": max(shares), "rounds": len(shares)}
+    return {
+        "share": statistics.median(shares),
+        "min": min(shares),
+        "max": max(shares),
+        "rounds": len(shares),
+    }
 
 
 def ideal_bubble(pp: int, virtual_stages: int, micro_batches: int) -> float:
-    """How long a pipeline stage waits even if transfers took no time, over how long it computes: (p - 1) / (v m).
+    """(p - 1) / (v m): a stage's waiting time over its computing time if transfers took no time.
 
     Leaving out the receives leaves out this wait too (arXiv 2104.04473, section 2.2).
     """

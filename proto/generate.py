@@ -1,7 +1,7 @@
-"""Generate the Python code of every proto beside its source, or with --check say whether what is committed is fresh.
+"""Generate the Python code of every proto beside its source; --check only compares.
 
-Runs with the pinned older grpcio-tools and mypy-protobuf of `make proto` (an older generator widens the range of
-grpcio and protobuf versions that the result runs with).
+It needs the pinned grpcio-tools and mypy-protobuf of `make proto`: older generators, whose code
+runs with a wider range of grpcio and protobuf versions.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 
 def generate(target: Path, root: str, folder: str) -> None:
     """Write the generated modules of ``root/folder`` under ``target``."""
-    protos = sorted(p.relative_to(REPOSITORY / root) for p in (REPOSITORY / root / folder).glob("*.proto"))
+    protos = sorted(
+        p.relative_to(REPOSITORY / root) for p in (REPOSITORY / root / folder).glob("*.proto")
+    )
     command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{REPOSITORY / root}"]
     command += [f"--{kind}_out={target}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
-    # The mypy plug-ins stand beside this interpreter, which need not be on PATH.
+    # The mypy plug-ins are beside this interpreter, which may not be on PATH.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     subprocess.run([*command, *map(str, protos)], check=True, env={**os.environ, "PATH": path})
 
@@ -44,7 +46,9 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as temporary:
             generate(Path(temporary), root, folder)
             if generated(Path(temporary) / folder) != generated(REPOSITORY / root / folder):
-                print(f"{root}/{folder}: generated code is stale; run `make proto`", file=sys.stderr)
+                print(
+                    f"{root}/{folder}: generated code is stale; run `make proto`", file=sys.stderr
+                )
                 stale = True
     return int(stale)
 

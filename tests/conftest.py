@@ -1,4 +1,4 @@
-"""Settings of all tests: which of them run beside each other, and how properties are tried."""
+"""Settings of all tests: which of them run in parallel, and hypothesis' profile."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-# A deadline per example would make tests fail on a busy machine and say nothing about the code.
+# A deadline per example would make tests fail on a busy machine without a defect in the code.
 settings.register_profile("megascale", deadline=None, print_blob=True)
 settings.load_profile("megascale")
 
-# Tests that start many processes run one after the other in lanes, so that no more clusters run at once than a small
-# machine has cores; everything else fills the rest, file by file. Each lane is the work of one process of pytest-xdist.
-# Lanes are of about the same length: on two idle cores 240 s each for the clusters, 290 s for the ranks.
+# Tests that start many processes run one after the other in lanes, so that no more clusters run at
+# once than a small machine has cores; all other files run beside them, one at a time. Each lane is
+# run by one process of pytest-xdist. Lanes take about the same time: on two idle cores 240 s for
+# each lane of clusters, 290 s for the ranks.
 LANES = {
     "clusters": (
         "chaos/test_control_plane_loss.py",
@@ -40,6 +41,7 @@ LANES = {
         "integration/test_resharded_resume.py",
         "integration/test_stalled_peer.py",
         "integration/test_tensor_overlap.py",
+        "integration/test_fp8_benchmarks.py",
         "integration/test_trainer_equality.py",
         "integration/test_trainer_step.py",
     ),

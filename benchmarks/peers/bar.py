@@ -1,7 +1,8 @@
-"""What the bar scripts share: the words of their command lines, how a step is timed, and the line of a result.
+"""What the bar scripts share: options, how a step is timed, and the line of a result.
 
-A peer is measured as `throughput.py` measures the trainer: the same models and batches, three steps that warm up, CUDA
-events at the ends of the others, of each step the slowest rank, of those the median; FLOP counted by the same formula.
+A peer is measured as `throughput.py` measures the trainer: the same models and batches, three steps
+that warm up, CUDA events at the ends of the others, of each step the slowest rank, of those the
+median; FLOP counted by the same formula.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import gc
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -19,10 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from benchmarks import timing
-from benchmarks.presets import PRESETS, Run, job, sizes
+from benchmarks.presets import PRESETS, ConfigurationRefused, Run, job, sizes
 
-from megascale_common import flops
-from megascale_common.job_config import JobConfig
+from megascale_common.job.config import JobConfig
+from megascale_common.sizes import flops
 
 WARMUP_STEPS = 3
 TIMEOUT_S = 120.0
@@ -32,17 +34,27 @@ SHAPE = ("preset", "layers", "tp", "pp", "vpp", "seq", "micro_batch", "global_ba
 def parser(description: str | None) -> argparse.ArgumentParser:
     """The options that every bar has: those of `throughput.py` of the same names."""
     found = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     found.add_argument("--preset", choices=PRESETS, default="7b")
     for name in ("layers", "seq", "micro-batch", "global-batch"):
         found.add_argument(f"--{name}", type=int, default=0, help="default: the preset's")
     for name in ("tp", "pp", "vpp"):
         found.add_argument(f"--{name}", type=int, default=1)
-    found.add_argument("--attention", choices=["cudnn", "flash"], default="cudnn", help="torch's backend")
+    found.add_argument(
+        "--attention", choices=["cudnn", "flash"], default="cudnn", help="torch's backend"
+    )
     found.add_argument("--steps", type=int, default=10, help=f"the first {WARMUP_STEPS} warm up")
     found.add_argument("--results", type=Path, help="add the result to this file, as a JSON line")
-    found.add_argument("--dry-run", type=int, default=0, metavar="RANKS", help="print what this many ranks would run")
+    found.add_argument(
+        "--dry-run",
+        type=int,
+        default=0,
+        metavar="RANKS",
+        help="print what this many ranks would run",
+    )
     return found
 
 
@@ -50,14 +62,18 @@ def job_of(options: argparse.Namespace, ranks: int) -> JobConfig:
     """Our job of the same shape.
 
     Raises:
-        Refused: the layout does not fit the ranks or the model.
+        SystemExit: with status 2, the layout does not fit the ranks or the model.
     """
     run = Run(**{name: getattr(options, name) for name in SHAPE}, bias=True)
-    return job(run, ranks, cuda=True)
+    try:
+        return job(run, ranks, cuda=True)
+    except ConfigurationRefused as refusal:
+        print(f"{Path(sys.argv[0]).name}: {refusal}", file=sys.stderr)
+        raise SystemExit(2) from refusal
 
 
 def describe(config: JobConfig, options: argparse.Namespace, **more: Any) -> dict[str, Any]:
-    """What is measured, in the words of our own results; ``more`` is what the bar has besides."""
+    """The configuration by the names of our own results, and ``more`` of the bar's own."""
     return {
         "preset": options.preset,
         "torch": torch.__version__,
@@ -68,13 +84,13 @@ def describe(config: JobConfig, options: argparse.Namespace, **more: Any) -> dic
 
 
 def swiglu(config: JobConfig, multiple: int) -> JobConfig:
-    """The job with SwiGLU of (nearly) as many weights as its GELU layer of 4 h: 8/3 h, rounded up."""
+    """The job with SwiGLU of nearly as many weights as its GELU layer of 4 h: 8/3 h, rounded up."""
     width = -(-2 * 4 * config.model.hidden_size // 3 // multiple) * multiple
     return replace(config, model=replace(config.model, mlp="swiglu", ffn_size=width))
 
 
 def connect(device: torch.device) -> None:
-    """Join the other ranks; the process then belongs to ``device``."""
+    """Join the other ranks, on ``device``."""
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device, timeout=timedelta(seconds=TIMEOUT_S))
 
@@ -85,7 +101,10 @@ def own_device() -> torch.device:
 
 
 def take_times(step: Callable[[], Any], steps: int, device: torch.device) -> list[float]:
-    """Seconds of each step after those that warm up, on this rank; the host launches ahead if ``step`` lets it."""
+    """Seconds of each step after those that warm up, on this rank.
+
+    The host launches ahead if ``step`` does not wait.
+    """
     gc.collect()
     gc.disable()
     clock = timing.StepClock(device)
@@ -96,8 +115,10 @@ def take_times(step: Callable[[], Any], steps: int, device: torch.device) -> lis
     return clock.times_s()[WARMUP_STEPS:]
 
 
-def result(config: JobConfig, times_s: list[float], device: torch.device, loss: float | None) -> dict[str, Any]:
-    """Figures over all ranks, from this rank's times and, where it has one, its loss; every rank calls it."""
+def result(
+    config: JobConfig, times_s: list[float], device: torch.device, loss: float | None
+) -> dict[str, Any]:
+    """Figures over all ranks, from this rank's times and its loss, if it has one; collective."""
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     values = [*times_s, float(peak), -1.0 if loss is None else loss]
     slowest = torch.tensor(values, dtype=torch.float64, device=device)

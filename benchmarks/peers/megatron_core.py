@@ -1,18 +1,22 @@
 """The bar: GPT training of Megatron-core without Transformer Engine and Apex, on this machine.
 
-    torchrun --standalone --nproc-per-node 8 benchmarks/peers/megatron_core.py --preset 7b --tp 2 --pp 2 --vpp 2
+    torchrun --standalone --nproc-per-node 8 benchmarks/peers/megatron_core.py \\
+        --preset 7b --tp 2 --pp 2 --vpp 2
 
-Versions, and how to get them, stand in README.md. Quote it as "Megatron-core without Transformer Engine": its weakest
-honest form. What stock Megatron-core lacks without those two, and what stands in its place so that it is not slowed:
+README.md has the versions and how to get them. Quote it as "Megatron-core without Transformer
+Engine": the weakest form that is still a fair bar. What stock Megatron-core lacks without those two
+packages, and what replaces it here so that it is not slower:
 
 - core attention: the stock one is not fused and keeps [s, s]; here torch's, on cuDNN.
-- norm: the stock torch norm refuses sequence parallelism; here one whose weights carry the mark that makes Megatron sum
-  their gradients over tensor parallel ranks.
-- gradient accumulation in the weight-gradient GEMM: Apex's two functions, by ``torch.addmm`` into float32.
+- norm: the stock torch norm refuses sequence parallelism; here one whose weights have the attribute
+  that makes Megatron sum their gradients over tensor parallel ranks.
+- gradient accumulation in the weight-gradient GEMM: Apex's two functions, by ``torch.addmm`` into
+  float32.
 - AdamW: torch's fused one in place of its foreach one.
 
-Overlap of data parallel gradients and parameters, of interleaved pipeline transfers and of tensor parallel backward is
-on, as Megatron's own training loop wires it; the last of them wants ``CUDA_DEVICE_MAX_CONNECTIONS=1``.
+Overlap of data parallel gradients and parameters, of interleaved pipeline transfers and of tensor
+parallel backward is on, as in Megatron's own training loop; the last of them requires
+``CUDA_DEVICE_MAX_CONNECTIONS=1``.
 """
 
 from __future__ import annotations
@@ -26,7 +30,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # a script finds its own folder first, where modules have peers' names
+# A script finds its own folder first, whose modules have the names of the peers' packages.
+if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import torch
@@ -35,10 +40,10 @@ import torch.nn.functional as F
 from benchmarks.peers import bar
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megascale_common.job_config import JobConfig
+from megascale_common.job.config import JobConfig
 
 VERSION = "0.16.1"
-# in this order: the second where the first cannot
+# In this order: the second where the first cannot run.
 BACKENDS = {
     "cudnn": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION],
     "flash": [SDPBackend.FLASH_ATTENTION],
@@ -69,9 +74,11 @@ def main() -> None:
 
 
 def _stand_in_for_apex() -> None:
-    """Apex's fused_weight_gradient_mlp_cuda: main_grad += grad_output^T input, summed in float32."""
+    """Apex's fused_weight_gradient_mlp_cuda: main_grad += grad_output^T input, in float32."""
 
-    def accumulate(source: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
+    def accumulate(
+        source: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor
+    ) -> None:
         torch.addmm(main_grad, grad_output.t(), source, out_dtype=main_grad.dtype, out=main_grad)
 
     module: Any = types.ModuleType("fused_weight_gradient_mlp_cuda")
@@ -85,8 +92,10 @@ def _stand_in_for_apex() -> None:
     torch.optim.AdamW = FusedAdamW  # type: ignore[misc]
 
 
-def _prepare(config: JobConfig, options: argparse.Namespace, device: torch.device) -> Callable[[], Any]:
-    """A training step of ``config``, which returns its loss on ranks of the last stage."""
+def _prepare(
+    config: JobConfig, options: argparse.Namespace, device: torch.device
+) -> Callable[[], Any]:
+    """A training step of ``config`` that returns its loss, on ranks of the last stage."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -94,7 +103,9 @@ def _prepare(config: JobConfig, options: argparse.Namespace, device: torch.devic
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tp,
         pipeline_model_parallel_size=sizes.pp,
-        virtual_pipeline_model_parallel_size=sizes.virtual_stages if sizes.virtual_stages > 1 else None,
+        virtual_pipeline_model_parallel_size=sizes.virtual_stages
+        if sizes.virtual_stages > 1
+        else None,
         create_gloo_process_groups=False,
     )
     model_parallel_cuda_manual_seed(1234)
@@ -146,7 +157,10 @@ def _model(config: JobConfig, transformer: Any, attention: str, device: torch.de
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+    from megatron.core.transformer.transformer_block import (
+        TransformerBlockSubmodules,
+        get_num_layers_to_build,
+    )
 
     layer, norm = _layer(attention, device)
     data_parallel = DistributedDataParallelConfig(
@@ -178,14 +192,17 @@ def _model(config: JobConfig, transformer: Any, attention: str, device: torch.de
         ).to(device=device, dtype=torch.bfloat16)
         chunks.append(
             DistributedDataParallel(
-                config=transformer, ddp_config=data_parallel, module=chunk, disable_bucketing=number > 0
+                config=transformer,
+                ddp_config=data_parallel,
+                module=chunk,
+                disable_bucketing=number > 0,
             )
         )
     return chunks
 
 
 def _layer(attention: str, device: torch.device) -> tuple[Any, Any]:
-    """Megatron's own layer with what stands in for Transformer Engine, and the norm alone."""
+    """Megatron's own layer with the replacements of Transformer Engine, and the norm by itself."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.module import MegatronModule
@@ -193,29 +210,37 @@ def _layer(attention: str, device: torch.device) -> tuple[Any, Any]:
     class Attention(MegatronModule):  # type: ignore[misc]
         """Causal attention over [s, b, heads, size]."""
 
-        def __init__(self, config: Any, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
+        def __init__(
+            self, config: Any, *_: Any, softmax_scale: float | None = None, **__: Any
+        ) -> None:
             super().__init__(config=config)
             self.softmax_scale = softmax_scale
 
         def forward(self, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> torch.Tensor:
             q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
             with sdpa_kernel(BACKENDS[attention], set_priority=True):
-                out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale)
+                out = F.scaled_dot_product_attention(
+                    q, k, v, is_causal=True, scale=self.softmax_scale
+                )
             return out.permute(2, 0, 1, 3).flatten(2)
 
-    class Norm:
+    class SequenceParallelNorm:
+        """torch's LayerNorm, whose parameters Megatron takes for sequence parallel."""
+
         def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
-            norm = torch.nn.LayerNorm(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
+            norm = torch.nn.LayerNorm(
+                hidden_size, eps=eps, dtype=config.params_dtype, device=device
+            )
             for parameter in norm.parameters():
                 parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
             return norm
 
     layer = get_gpt_layer_local_spec(normalization="LayerNorm")
     parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = Norm
+    parts.input_layernorm = parts.pre_mlp_layernorm = SequenceParallelNorm
     parts.self_attention.submodules.core_attention = Attention
     parts.self_attn_bda = parts.mlp_bda = get_bias_dropout_add
-    return layer, Norm
+    return layer, SequenceParallelNorm
 
 
 def _optimizer(model: list[Any]) -> Any:
@@ -254,14 +279,19 @@ def _step(
     samples, length = config.training.micro_batch_size, config.model.sequence_length
     generator = torch.Generator().manual_seed(17 + parallel_state.get_data_parallel_rank())
     size = (samples, length + 1)
-    pool = [torch.randint(0, config.model.vocab_size, size, generator=generator).to(device) for _ in range(4)]
+    pool = [
+        torch.randint(0, config.model.vocab_size, size, generator=generator).to(device)
+        for _ in range(4)
+    ]
     position = torch.arange(length, device=device).expand(samples, -1).contiguous()
 
     def batches() -> Iterator[torch.Tensor]:
         while True:
             yield from pool
 
-    def forward(data: Iterator[torch.Tensor], chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+    def forward(
+        data: Iterator[torch.Tensor], chunk: Any
+    ) -> tuple[torch.Tensor, Callable[..., Any]]:
         tokens = next(data)
         labels = tokens[:, 1:].contiguous()
         return chunk(tokens[:, :-1].contiguous(), position, None, labels=labels), _mean

@@ -1,13 +1,18 @@
-"""A row's bar and the trainer, one after the other on the same devices, in turn: A B A B. Prints the ratio.
+"""A row's bar and the trainer on the same devices in turn (A B A B), and the ratio of their speeds.
 
-    python benchmarks/peers/pair.py --rows benchmarks/peers/rows-8.json --packages .peers --budget-s 540
-    python benchmarks/peers/pair.py --rows benchmarks/peers/rows-8.json --only "7b DP8" --rounds 3 --results pairs.jsonl
+    python benchmarks/peers/pair.py --rows benchmarks/peers/rows-8.json --packages .peers \\
+        --budget-s 540
+    python benchmarks/peers/pair.py --rows benchmarks/peers/rows-8.json --only "7b DP8" \\
+        --rounds 3 --results pairs.jsonl
     python benchmarks/peers/pair.py --rows benchmarks/peers/rows-4.json --dry-run
 
-A row is a JSON object: its name, ``bar`` (a script here), ``shape`` (what all get), ``bar_options``, and ``ours``: the
-options of each of our configurations by its name. A round is a start of the bar and one of ours, which measures its
-configurations one after the other. Lines are written as the turns end; what fails has a line that says why. The ratio
+A row is a JSON object: its name, ``bar`` (a script here), ``shape`` (options of all sides),
+``bar_options``, and ``ours``: the options of each of our configurations by its name. A round is a
+start of the bar and one of ours, which measures its configurations one after the other. The ratio
 is that of tokens per second, ours over the bar's of the same round: median and range.
+
+Lines and the table go to stderr as turns end, a failure with its cause; the last line of stdout is
+one JSON object with all lines. Exit status: 0, 1 if a turn failed, 2 without readable rows.
 """
 
 from __future__ import annotations
@@ -26,12 +31,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # a script finds its own folder first, where modules have peers' names
+# A script finds its own folder first, whose modules have the names of the peers' packages.
+if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from benchmarks.options import to_arguments
 
-from megascale_common.process import armed_command, child_environment
+from megascale_common.node.process import armed_command, child_environment
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BAR, OURS = "bar", "ours"
@@ -42,9 +48,13 @@ Row = Mapping[str, Any]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure the rows; 1 if a turn failed."""
+    """Measure the rows; returns the exit status: 1 if a turn failed, 2 without readable rows."""
     options = _parser().parse_args(arguments)
-    rows = [row for row in json.loads(options.rows.read_text()) if options.only in row["name"]]
+    try:
+        rows = [row for row in json.loads(options.rows.read_text()) if options.only in row["name"]]
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        print(f"pair.py: {options.rows}: {problem}", file=sys.stderr)
+        return 2
     if options.dry_run:
         for row in rows:
             for side in (BAR, OURS):
@@ -53,40 +63,68 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     end = time.monotonic() + options.budget_s if options.budget_s else float("inf")
     found = [line for row in rows for line in _measure(row, options, end)]
-    print(table(found))
+    print(table(found), file=sys.stderr)
+    print(json.dumps({"turns": found}), flush=True)
     return int(any("failed" in line for line in found))
 
 
 def command(row: Row, side: str, steps: int, results: Path) -> list[str]:
-    """What a rank of the bar runs, or the starter of our ranks, which finds :func:`sweep` beside its results."""
+    """The command of a rank of the bar, or of the script that starts our ranks.
+
+    The latter reads :func:`sweep` from a file beside its results.
+    """
     if side == BAR:
-        options = [*to_arguments({**row["shape"], "steps": steps}), *to_arguments(row["bar_options"])]
-        return [sys.executable, f"benchmarks/peers/{row['bar']}.py", *options, "--results", str(results)]
+        options = [
+            *to_arguments({**row["shape"], "steps": steps}),
+            *to_arguments(row["bar_options"]),
+        ]
+        return [
+            sys.executable,
+            f"benchmarks/peers/{row['bar']}.py",
+            *options,
+            "--results",
+            str(results),
+        ]
     ours = ["--sweep", str(results.with_suffix(".sweep")), "--results", str(results), "--json"]
     return [sys.executable, "benchmarks/throughput.py", "--ranks", str(row["devices"]), *ours]
 
 
 def sweep(row: Row, steps: int) -> list[dict[str, Any]]:
-    """Our configurations of a row, as a sweep whose entries bear their names."""
-    return [{"name": name, **row["shape"], "steps": steps, **options} for name, options in row["ours"].items()]
+    """Our configurations of a row, as a sweep whose entries have their names."""
+    return [
+        {"name": name, **row["shape"], "steps": steps, **options}
+        for name, options in row["ours"].items()
+    ]
 
 
 def table(lines: Sequence[Mapping[str, Any]]) -> str:
     """A markdown table: each of our configurations beside the bar of its rounds."""
-    text = ["| row | bar, tokens/s/GPU | ours, tokens/s/GPU | MFU causal: bar, ours | ours / bar |", "|---" * 5 + "|"]
+    text = [
+        "| row | bar, tokens/s/GPU | ours, tokens/s/GPU | MFU causal: bar, ours | ours / bar |",
+        "|---" * 5 + "|",
+    ]
     measured = [line for line in lines if "tokens_per_s_per_device" in line]
     bars = {(line["row"], line["round"]): line for line in measured if line["side"] == BAR}
-    for name, side in dict.fromkeys((line["row"], line["side"]) for line in lines if line["side"] != BAR):
+    for name, side in dict.fromkeys(
+        (line["row"], line["side"]) for line in lines if line["side"] != BAR
+    ):
         ours = [line for line in measured if (line["row"], line["side"]) == (name, side)]
-        pairs = [(bars[name, line["round"]], line) for line in ours if (name, line["round"]) in bars]
+        pairs = [
+            (bars[name, line["round"]], line) for line in ours if (name, line["round"]) in bars
+        ]
         if not pairs:
             text.append(f"| {name}: {side} | no pair | | | |")
             continue
-        speeds = [[line["tokens_per_s_per_device"] for line in one] for one in zip(*pairs, strict=True)]
+        speeds = [
+            [line["tokens_per_s_per_device"] for line in one] for one in zip(*pairs, strict=True)
+        ]
         ratios = [our / bar for bar, our in zip(*speeds, strict=True)]
-        mfu = ", ".join(_percent([line["mfu_causal"] for line in one]) for one in zip(*pairs, strict=True))
+        mfu = ", ".join(
+            _percent([line["mfu_causal"] for line in one]) for one in zip(*pairs, strict=True)
+        )
         cells = " | ".join(f"{statistics.median(speed):,.0f}" for speed in speeds)
-        ratio = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}, {len(pairs)} pairs)"
+        spread = f"{min(ratios):.3f} to {max(ratios):.3f}, {len(pairs)} pairs"
+        ratio = f"{statistics.median(ratios):.3f} ({spread})"
         text.append(f"| {name}: {side} | {cells} | {mfu} | {ratio} |")
     return "\n".join(text)
 
@@ -97,7 +135,7 @@ def _percent(shares: Sequence[float | None]) -> str:
 
 
 def _measure(row: Row, options: argparse.Namespace, end: float) -> list[dict[str, Any]]:
-    """All turns of a row; no round is begun that would not end in time, by the longest so far."""
+    """All turns of a row; a round starts only if it ends in time, by the longest one so far."""
     lines: list[dict[str, Any]] = []
     longest_s = 0.0
     for number in range(options.rounds):
@@ -107,8 +145,14 @@ def _measure(row: Row, options: argparse.Namespace, end: float) -> list[dict[str
         for side in (BAR, OURS):
             found = _turn(row, side, options, min(time.monotonic() + options.limit_s, end))
             for name, figures in found.items():
-                line = {"row": row["name"], "side": name, "round": number, "devices": row["devices"], **figures}
-                print(json.dumps(line), flush=True)
+                line = {
+                    "row": row["name"],
+                    "side": name,
+                    "round": number,
+                    "devices": row["devices"],
+                    **figures,
+                }
+                print(json.dumps(line), file=sys.stderr, flush=True)
                 if options.results:
                     with options.results.open("a") as file:
                         file.write(json.dumps(line) + "\n")
@@ -119,16 +163,30 @@ def _measure(row: Row, options: argparse.Namespace, end: float) -> list[dict[str
     return lines
 
 
-def _turn(row: Row, side: str, options: argparse.Namespace, deadline: float) -> dict[str, dict[str, Any]]:
-    """What one start brings: the bar's figures, or those of each of our configurations, or why there are none."""
+def _turn(
+    row: Row, side: str, options: argparse.Namespace, deadline: float
+) -> dict[str, dict[str, Any]]:
+    """The figures of one start, or why there are none, by side or by our configurations' names."""
     names = [BAR] if side == BAR else list(row["ours"])
     with tempfile.TemporaryDirectory(prefix="megascale-pair-") as folder:
         results, log = Path(folder) / "results.jsonl", Path(folder) / "log"
         results.with_suffix(".sweep").write_text(json.dumps(sweep(row, options.steps)))
-        problem = _wait(_start(row, side, command(row, side, options.steps, results), options.packages, log), deadline)
-        lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+        problem = _wait(
+            _start(row, side, command(row, side, options.steps, results), options.packages, log),
+            deadline,
+        )
+        lines = (
+            [json.loads(line) for line in results.read_text().splitlines()]
+            if results.exists()
+            else []
+        )
         found = {BAR if side == BAR else line["name"]: line for line in lines}
-        account = "\n".join([problem or "no figure", *log.read_text(errors="replace").splitlines()[-_ACCOUNT_LINES:]])
+        account = "\n".join(
+            [
+                problem or "no figure",
+                *log.read_text(errors="replace").splitlines()[-_ACCOUNT_LINES:],
+            ]
+        )
     for name in names:
         line = found.setdefault(name, {"failed": account})
         if "tokens_per_s_per_device" not in line:
@@ -136,13 +194,19 @@ def _turn(row: Row, side: str, options: argparse.Namespace, deadline: float) -> 
     return found
 
 
-def _start(row: Row, side: str, words: list[str], packages: Path, log: Path) -> list[subprocess.Popen[bytes]]:
-    """One process per rank of the bar, or the one that starts our ranks."""
+def _start(
+    row: Row, side: str, words: list[str], packages: Path, log: Path
+) -> list[subprocess.Popen[bytes]]:
+    """One process per rank of the bar, or the one that starts our ranks; output goes to ``log``."""
     count = row["devices"] if side == BAR else 1
     environment: dict[str, str] = {}
     if side == BAR:
         path = os.pathsep.join([str(packages), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {"PYTHONPATH": path, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        environment = {
+            "PYTHONPATH": path,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+        }
         environment["WORLD_SIZE"] = str(count)
     with log.open("w") as out:
         return [
@@ -161,7 +225,10 @@ def _start(row: Row, side: str, words: list[str], packages: Path, log: Path) -> 
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> str:
-    """Until all have ended, one has failed or the time is up; then none is left. Says what went wrong."""
+    """Wait until all have ended, one has failed or the time is up; returns what went wrong, or "".
+
+    No process is left then.
+    """
     problem = ""
     try:
         while not problem and any(process.poll() is None for process in processes):
@@ -188,16 +255,24 @@ def _free_port() -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--rows", type=Path, required=True)
-    parser.add_argument("--only", default="", help="the rows whose names hold this")
-    parser.add_argument("--packages", type=Path, default=REPOSITORY / ".peers", help="where the peers are installed")
+    parser.add_argument("--only", default="", help="the rows whose names contain this")
+    parser.add_argument(
+        "--packages", type=Path, default=REPOSITORY / ".peers", help="where the peers are installed"
+    )
     parser.add_argument("--rounds", type=int, default=2, help="of a row")
     parser.add_argument("--steps", type=int, default=10, help="of a turn; the first 3 warm up")
     parser.add_argument("--results", type=Path, help="add the lines to this file")
-    parser.add_argument("--budget-s", type=float, default=0.0, help="end after this time, whatever is left")
-    parser.add_argument("--limit-s", type=float, default=240.0, help="end a start that takes longer")
+    parser.add_argument(
+        "--budget-s", type=float, default=0.0, help="end after this time, whatever is left"
+    )
+    parser.add_argument(
+        "--limit-s", type=float, default=240.0, help="end a start that takes longer"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the commands")
     return parser
 

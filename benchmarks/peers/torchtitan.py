@@ -1,10 +1,13 @@
-"""The bar: torchtitan's llama3 code with FSDP2, tensor parallelism and torch.compile, on this machine.
+"""The bar: torchtitan's llama3 with FSDP2, tensor parallelism and torch.compile, on this machine.
 
-    torchrun --nproc-per-node 8 benchmarks/peers/torchtitan.py --preset 7b --micro-batch 8 --global-batch 64 --compile
-    torchrun --nproc-per-node 8 benchmarks/peers/torchtitan.py --preset 13b --tp 2 --global-batch 16 --async-tp
+    torchrun --nproc-per-node 8 benchmarks/peers/torchtitan.py --preset 7b \\
+        --micro-batch 8 --global-batch 64 --compile
+    torchrun --nproc-per-node 8 benchmarks/peers/torchtitan.py --preset 13b --tp 2 \\
+        --global-batch 16 --async-tp
 
-Versions, and how to get them, stand in README.md. The models are llama's: SwiGLU whose width gives a layer (nearly) the
-weights of our GELU layer, RMSNorm, no biases, untied. Tokens are random, and nothing is read or written.
+README.md has the versions and how to get them. The models are llama's: SwiGLU whose width gives a
+layer (nearly) the weights of our GELU layer, RMSNorm, no biases, untied. Tokens are random; no data
+are read, and no checkpoint is written.
 """
 
 from __future__ import annotations
@@ -19,17 +22,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-if __name__ == "__main__":  # a script finds its own folder first, where modules have peers' names
+# A script finds its own folder first, whose modules have the names of the peers' packages.
+if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
-    os.environ["PYTORCH_ALLOC_CONF"] = (
-        "expandable_segments:True"  # as its own launcher does; torch reads it when loaded
-    )
+    # As in torchtitan's own launcher; torch reads it when it is imported.
+    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 import torch
 import torch.distributed as dist
 from benchmarks.peers import bar
 
-from megascale_common.job_config import JobConfig
+from megascale_common.job.config import JobConfig
 
 VERSION = "0.2.2"
 _WIDTH_MULTIPLE = 256
@@ -46,12 +49,16 @@ def main() -> None:
     """Measure one configuration; rank 0 prints the line."""
     parser = bar.parser(__doc__)
     parser.add_argument("--compile", action="store_true", help="torch.compile of each block")
-    parser.add_argument("--async-tp", action="store_true", help="tensor parallel collectives fused; compiles too")
+    parser.add_argument(
+        "--async-tp", action="store_true", help="tensor parallel collectives fused; compiles too"
+    )
     options = parser.parse_args()
     options.compile |= options.async_tp
     if options.pp > 1:
         parser.error("this bar measures models without a pipeline")
-    config = bar.swiglu(bar.job_of(options, options.dry_run or int(os.environ["WORLD_SIZE"])), _WIDTH_MULTIPLE)
+    config = bar.swiglu(
+        bar.job_of(options, options.dry_run or int(os.environ["WORLD_SIZE"])), _WIDTH_MULTIPLE
+    )
     more = {"compile": options.compile, "async_tp": options.async_tp, "block": "serial"}
     line = bar.describe(config, options, system="torchtitan", version=VERSION, **more)
     if options.dry_run:
@@ -71,7 +78,7 @@ def main() -> None:
 
         times_s = bar.take_times(step, options.steps, device)
         line |= bar.result(config, times_s, device, _last_loss(trainer))
-        line["memory_gib"] = None  # whenever it logs it resets torch's peak
+        line["memory_gib"] = None  # its logging resets torch's peak
         trainer.close()
     if dist.get_rank() == 0:
         bar.report(line, options.results)
@@ -107,9 +114,12 @@ def _trainer(config: JobConfig, options: argparse.Namespace, folder: str) -> Any
         attention.ScaledDotProductAttentionWrapper.sdpa_backends = backends
     model = config.model
     sizes = {"dim": model.hidden_size, "n_layers": model.layers, "n_heads": model.heads}
-    # torchtitan rounds 2/3 of 4 h up itself
+    # torchtitan itself rounds 2/3 of 4 h up.
     shape = TransformerModelArgs(
-        **sizes, vocab_size=model.vocab_size, multiple_of=_WIDTH_MULTIPLE, rope_theta=model.rope_theta
+        **sizes,
+        vocab_size=model.vocab_size,
+        multiple_of=_WIDTH_MULTIPLE,
+        rope_theta=model.rope_theta,
     )
     spec = get_train_spec()
     spec.model_args = {options.preset: shape}
@@ -121,10 +131,14 @@ def _trainer(config: JobConfig, options: argparse.Namespace, folder: str) -> Any
     settings.job.dump_folder = folder
     settings.model.name, settings.model.flavor = "bar", options.preset
     training, sharding = settings.training, settings.parallelism
-    training.seq_len, training.local_batch_size = model.sequence_length, config.training.micro_batch_size
+    training.seq_len, training.local_batch_size = (
+        model.sequence_length,
+        config.training.micro_batch_size,
+    )
     training.global_batch_size, training.steps = config.training.global_batch_size, options.steps
     settings.lr_scheduler.warmup_steps = 2
-    settings.metrics.log_freq = options.steps  # it waits for the device to log: at the first step and at the last
+    # Logging waits for the device: only at the first step and at the last.
+    settings.metrics.log_freq = options.steps
     settings.metrics.disable_color_printing = True
     sharding.tensor_parallel_degree = options.tp
     sharding.enable_async_tensor_parallel = options.async_tp
@@ -143,7 +157,9 @@ class _RandomTokens:
     def __init__(self, config: JobConfig, dp_rank: int) -> None:
         generator = torch.Generator().manual_seed(17 + dp_rank)
         size = (config.training.micro_batch_size, config.model.sequence_length + 1)
-        self._pool = [torch.randint(0, config.model.vocab_size, size, generator=generator) for _ in range(4)]
+        self._pool = [
+            torch.randint(0, config.model.vocab_size, size, generator=generator) for _ in range(4)
+        ]
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         while True:

@@ -1,10 +1,10 @@
 # Sourced by every example: finds the cluster, carries the token, calls with reflection.
 #
 #   MEGASCALE_RUN_FOLDER  run folder of the cluster (default runs/current): addresses and token are read from it
-#   MEGASCALE_ADDRESS     host:port to call instead of what the run folder says
+#   MEGASCALE_ADDRESS     host:port to call instead of the address in the run folder
 #   MEGASCALE_TOKEN       the cluster token instead of the run folder's
 #   MEGASCALE_CA          PEM file of the servers' authority: TLS instead of plain loopback
-#   WATCH_S               seconds after which a watch ends by itself (default: it ends with Ctrl-C)
+#   WATCH_S               seconds after which a watch ends (default: it ends with Ctrl-C)
 #   GRPCURL               the grpcurl program
 set -eu
 
@@ -24,7 +24,7 @@ usage() {
 }
 
 read_file() {
-  [ -r "$1" ] || fail "$1 is not there: is the cluster up? Set MEGASCALE_RUN_FOLDER to its run folder."
+  [ -r "$1" ] || fail "$1 does not exist: is the cluster up? Set MEGASCALE_RUN_FOLDER to its run folder."
   cat "$1"
 }
 
@@ -48,10 +48,10 @@ list() {
   printf ']'
 }
 
-# Makes a repeated call safe: the same id gets the same answer.
+# Makes a repeated call safe: the same id and request return the same result.
 request_id() { cat /proc/sys/kernel/random/uuid; }
 
-# grpcurl with token and transport. The token is expanded by grpcurl itself, so it never stands in the process list.
+# grpcurl with token and transport. grpcurl itself expands the token, so the process list never shows it.
 run_grpcurl() {
   MEGASCALE_TOKEN=${MEGASCALE_TOKEN:-$(read_file "$run_folder/token")}
   export MEGASCALE_TOKEN
@@ -71,7 +71,7 @@ call() {
 }
 
 # watch ADDRESS Service/Method JSON: a stream, until it ends, or WATCH_S have passed, or Ctrl-C.
-# Not -max-time: where the deadline cuts a message in two, grpcurl reports an internal error of the server.
+# Not -max-time: a deadline in the middle of a message makes grpcurl report an internal error of the server.
 watch() {
   LIMIT_S=${WATCH_S:-}
   status=0

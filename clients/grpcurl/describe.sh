@@ -1,5 +1,5 @@
 #!/bin/sh
-# What can be called? Services of the driver; or, of a name such as megascale.v1.JobSpec, its shape.
+# List the services of the driver; or show the definition of a name such as megascale.v1.JobSpec.
 . "$(dirname "$0")/common.sh"
 if [ "$#" -eq 0 ]; then
   run_grpcurl "$(driver)" list

@@ -1,6 +1,7 @@
-"""One AdamW update of a run of parameters (Loshchilov and Hutter, arXiv 1711.05101), in place and without host sync.
+"""One AdamW update of a run of parameters, in place and without host sync.
 
-The plain version; :mod:`megascale_kernels.fused.adamw` does the same in one pass over memory.
+Source: Loshchilov and Hutter, arXiv 1711.05101. The plain version;
+:mod:`megascale_kernels.fused.adamw` does the same in one pass over memory.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class AdamWUpdate:
-    """The numbers of update ``number`` (from 1). Bias correction counts all updates, skipped ones included."""
+    """The numbers of one update.
+
+    ``number`` counts from 1, skipped updates included: bias correction follows it.
+    """
 
     learning_rate: float
     beta1: float
@@ -24,12 +28,14 @@ class AdamWUpdate:
 
     @property
     def corrections(self) -> tuple[float, float]:
-        """By what the two moments are divided, as they started from zero: 1 - beta^number."""
+        """1 - beta^number: what the two moments are divided by, as they started from zero."""
         return 1.0 - self.beta1**self.number, 1.0 - self.beta2**self.number
 
 
-# what adamw is, plain or fused
-AdamWKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, AdamWUpdate], None]
+# The signature of adamw, plain or fused.
+AdamWKernel = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, AdamWUpdate], None
+]
 
 
 def adamw(
@@ -40,13 +46,15 @@ def adamw(
     apply: torch.Tensor,
     update: AdamWUpdate,
 ) -> None:
-    """Update ``states`` and round the new master into ``parameters``; where ``apply`` is 0 no bit of either changes.
+    """Update ``states`` and round the new master into ``parameters``.
+
+    Where ``apply`` is 0 no bit of either changes.
 
     Args:
         states: float32 [3, n], rows contiguous: master, first moment, second moment.
         gradient: float32 [n]; may be overwritten. Non-finite only where ``apply`` is 0.
         parameters: [n] in the compute dtype: the rounded master, before and after.
-        scale: float32 scalar on the device, what the gradient is multiplied by.
+        scale: float32 scalar on the device, a factor of the gradient.
         apply: float32 scalar on the device, 1 or 0.
         update: the numbers of this update.
     """
@@ -58,7 +66,7 @@ def adamw(
     if update.weight_decay:
         change.add_(states[0], alpha=update.weight_decay)
     master = states[0] - change.mul_(update.learning_rate)
-    # A choice and not a product with ``apply``: NaN * 0 is NaN, and -0.0 + 0 is 0.0.
+    # A choice and not a multiplication by ``apply``: NaN * 0 is NaN, and -0.0 + 0 is 0.0.
     applies = apply != 0
     for state, found in zip(states, (master, mean, square), strict=True):
         torch.where(applies, found, state, out=state)

@@ -1,11 +1,15 @@
 """Scaled dot-product attention under a mask description: causal, sliding window, documents.
 
-Several backends compute it; unless one is asked for by name, the mask, the device and determinism choose. A purely
-causal mask is passed as a flag, so that torch's fused backends apply, cuDNN's first: the fastest on Hopper. Its
-backward is not deterministic, so it is left out where deterministic algorithms are asked for. Documents and sliding
-windows go to torch's variable-length attention (a window without documents to FlashAttention-3 and its successor before
-that, where a package brings them). What those cannot take needs a dense boolean mask, built once per micro-batch and
-shared by all layers.
+Several backends compute it; unless the caller names one, the mask, the device and determinism
+choose:
+
+- A purely causal mask is passed as a flag, so that torch's fused backends apply, cuDNN's first: the
+  fastest on Hopper. Its backward is not deterministic, so it is left out where deterministic
+  algorithms are required.
+- Documents and sliding windows go to torch's variable-length attention; a window without documents
+  goes to FlashAttention-3 or its successor before that, where such a package is installed.
+- What those cannot take needs a dense boolean mask, built once per micro-batch and shared by all
+  layers.
 """
 
 from __future__ import annotations
@@ -32,7 +36,10 @@ _FLASH_HEAD_SIZE = 256
 
 @dataclass(frozen=True, eq=False)
 class AttentionMask:
-    """Who may look at whom; made by :func:`attention_mask`. ``window`` 0 and no ``documents``: all causal."""
+    """Which keys a query sees; made by :func:`attention_mask`.
+
+    With ``window`` 0 and no ``documents`` it is purely causal.
+    """
 
     sequence: int
     window: int
@@ -46,15 +53,19 @@ class AttentionMask:
 
     @property
     def by_position(self) -> bool:
-        """Whether q, k, v and the result's gradient best lie as [B, S, heads, d] in memory, not [B, heads, S, d].
+        """Whether q, k, v and the result's gradient best lie as [B, S, heads, d] in memory.
 
-        What takes windows and documents reads them so; torch's backends for causal attention want them the other way.
+        Backends that take windows and documents read them so; torch's backends for causal attention
+        read [B, heads, S, d].
         """
         return not self.causal
 
     @functools.cached_property
     def dense(self) -> torch.Tensor | None:
-        """bool [B or 1, 1, S, S], True where a query (row) sees a key; None: all causal. Built on first use."""
+        """bool [B or 1, 1, S, S], True where a query (row) sees a key; None: purely causal.
+
+        Built on first use.
+        """
         if self.causal:
             return None
         start = None if self.documents is None else self.documents.starts()
@@ -69,35 +80,48 @@ class AttentionMask:
 
 
 def attention_mask(
-    sequence: int, *, window: int = 0, documents: Documents | None = None, device: torch.device | None = None
+    sequence: int,
+    *,
+    window: int = 0,
+    documents: Documents | None = None,
+    device: torch.device | None = None,
 ) -> AttentionMask:
     """Describe a causal mask over ``sequence`` tokens.
 
     Args:
         sequence: S, the length of the sequence.
         window: a query sees itself and the ``window - 1`` tokens before it; 0 means all before it.
-        documents: those of the B sequences, on the device that attends; None: each sequence is one.
+        documents: those of the B sequences, on the device that computes; None: each sequence is
+            one.
         device: where a mask without documents is built.
 
     Raises:
         ValueError: ``documents`` are of sequences of another length.
     """
     if documents is not None and documents.shape[1] != sequence:
-        raise ValueError(f"documents of sequences of {documents.shape[1]} tokens cannot mask sequences of {sequence}")
+        raise ValueError(
+            f"documents of sequences of {documents.shape[1]} tokens"
+            f" cannot mask sequences of {sequence}"
+        )
     if documents is not None and documents.number == documents.shape[0]:
-        documents = None  # each sequence is one: the fastest backends take it
+        documents = None  # each sequence is one document: the fastest backends take it
     return AttentionMask(sequence, window if window < sequence else 0, documents, device)
 
 
 def attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: AttentionMask, backend: str | None = None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: AttentionMask,
+    backend: str | None = None,
 ) -> torch.Tensor:
     """softmax(q k^T / sqrt(d)) v under ``mask``; query heads share key/value heads in equal groups.
 
     Args:
-        query: [B, heads, S, d], in any layout; :attr:`AttentionMask.by_position` says which spares a copy.
+        query: [B, heads, S, d], in any layout; that of :attr:`AttentionMask.by_position` spares a
+            copy.
         key, value: [B, key/value heads, S, d], likewise.
-        backend: one of :data:`BACKENDS`; None: the one that suits.
+        backend: one of :data:`BACKENDS`; None: the fastest that can run.
 
     Returns:
         [B, heads, S, d], not always contiguous.
@@ -119,7 +143,12 @@ Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionMask], torch.
 
 @dataclass(frozen=True)
 class Backend:
-    """``run`` takes what :func:`attention` takes; ``obstacle`` says why it cannot run a query, or None."""
+    """One way to compute attention.
+
+    Args:
+        run: takes what :func:`attention` takes.
+        obstacle: why it cannot run a query under a mask here, or None.
+    """
 
     run: Run
     obstacle: Callable[[torch.Tensor, AttentionMask], str | None]
@@ -129,15 +158,20 @@ def _named(name: str, query: torch.Tensor, mask: AttentionMask) -> Run:
     backend = BACKENDS.get(name)
     obstacle = "there is none of that name" if backend is None else backend.obstacle(query, mask)
     if backend is None or obstacle is not None:
-        able = ", ".join(other for other, found in BACKENDS.items() if found.obstacle(query, mask) is None)
-        raise ValueError(f"attention backend {name!r} cannot be used: {obstacle}; available here: {able}")
+        able = ", ".join(
+            other for other, found in BACKENDS.items() if found.obstacle(query, mask) is None
+        )
+        raise ValueError(
+            f"attention backend {name!r} cannot be used: {obstacle}; available here: {able}"
+        )
     return backend.run
 
 
 def _fastest(*, causal: bool) -> AbstractContextManager[None]:
-    """The order in which torch tries its backends; those that cannot take the inputs are passed over."""
+    """The order in which torch tries its backends; it skips those that cannot take the inputs."""
     if torch.are_deterministic_algorithms_enabled():
-        return sdpa_kernel(_REPEATABLE, set_priority=True)  # torch's own order may have cuDNN take a dense mask
+        # For dense masks as well: torch's own order may choose cuDNN, which does not repeat.
+        return sdpa_kernel(_REPEATABLE, set_priority=True)
     if not causal:
         return nullcontext()
     return sdpa_kernel([SDPBackend.CUDNN_ATTENTION, *_REPEATABLE], set_priority=True)
@@ -150,14 +184,17 @@ def _torch_attention(
     value: torch.Tensor,
     mask: AttentionMask,
 ) -> torch.Tensor:
-    # One layout into the backends and, by _ContiguousGradient, one back.
+    # One layout into the backends and, by _ContiguousGradient, one back: cuDNN's cached plans
+    # depend on it.
     q, k, v = query.contiguous(), key.contiguous(), value.contiguous()
     dense, shared = mask.dense, q.shape[1] // k.shape[1]
     if shared > 1 and dense is not None:  # no fused backend takes both a mask and shared heads
         k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
         shared = 1
     with choice:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=dense, is_causal=dense is None, enable_gqa=shared > 1)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=dense, is_causal=dense is None, enable_gqa=shared > 1
+        )
     contiguous: torch.Tensor = _ContiguousGradient.apply(out)  # type: ignore[no-untyped-call]
     return contiguous
 
@@ -165,8 +202,9 @@ def _torch_attention(
 class _ContiguousGradient(torch.autograd.Function):
     """The identity; its gradient comes out contiguous.
 
-    torch keeps cuDNN's plan of a backward by the shapes and strides of q, k and v, not by the gradient's: given another
-    layout than the first time, cuDNN reads beside it (wrong gradients, or an illegal memory access). So there is one.
+    torch caches cuDNN's plan of a backward by the shapes and strides of q, k and v, not by the
+    gradient's: given another layout than the first time, cuDNN reads past it (wrong gradients, or
+    an illegal memory access). So the gradient always has one layout.
     """
 
     @staticmethod
@@ -210,16 +248,18 @@ def _device_obstacle(query: torch.Tensor, capability: tuple[int, int] = (8, 0)) 
 def _imported(module: str) -> Callable[..., Any] | None:
     """The package's attention function; None where it cannot be imported."""
     try:
-        found: Callable[..., Any] | None = getattr(importlib.import_module(module), "flash_attn_func", None)
-    except Exception:  # one that was built for another torch fails in its own way
+        found: Callable[..., Any] | None = getattr(
+            importlib.import_module(module), "flash_attn_func", None
+        )
+    except Exception:  # a package that was built for another torch raises errors of any kind
         return None
     return found
 
 
 def _of_package(module: str, capability: tuple[int, int], *, repeats: bool) -> Backend:
-    """An adapter to a generation of the flash-attn package (arXiv 2307.08691, 2407.08608): same call, other homes.
+    """An adapter to a generation of the flash-attn package (arXiv 2307.08691, 2407.08608).
 
-    ``repeats`` says that it can be asked for a deterministic backward.
+    All generations have one call, in different modules. ``repeats``: it takes ``deterministic``.
     """
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
@@ -228,9 +268,12 @@ def _of_package(module: str, capability: tuple[int, int], *, repeats: bool) -> B
         options: dict[str, Any] = {"window_size": (mask.window - 1, 0)} if mask.window else {}
         if torch.are_deterministic_algorithms_enabled():
             options["deterministic"] = True
-        # It takes [B, S, heads, d], dense in either order of positions and heads, shares heads by itself, and some
-        # generations also return the logarithm of the sums.
-        turned = [x.transpose(1, 2) if x.is_contiguous() else x.transpose(1, 2).contiguous() for x in (q, k, v)]
+        # It takes [B, S, heads, d], dense in either order of positions and heads, and shares heads
+        # by itself; some generations also return the logarithm of the sums.
+        turned = [
+            x.transpose(1, 2) if x.is_contiguous() else x.transpose(1, 2).contiguous()
+            for x in (q, k, v)
+        ]
         found = function(*turned, causal=True, **options)
         out: torch.Tensor = found[0] if isinstance(found, tuple) else found
         return out.transpose(1, 2)
@@ -239,7 +282,9 @@ def _of_package(module: str, capability: tuple[int, int], *, repeats: bool) -> B
         if mask.documents is not None:
             return "it takes no documents"
         if torch.are_deterministic_algorithms_enabled() and not repeats:
-            return "its backward is not known to repeat bit for bit, and training.deterministic is set"
+            return (
+                "its backward is not known to repeat bit for bit, and training.deterministic is set"
+            )
         missing = _device_obstacle(query, capability)
         if missing is None and _imported(module) is None:
             return f"{module}.flash_attn_func cannot be imported"
@@ -250,34 +295,39 @@ def _of_package(module: str, capability: tuple[int, int], *, repeats: bool) -> B
 
 @functools.cache
 def _varlen() -> Callable[..., Any] | None:
-    """torch's variable-length attention; None where torch was built without. Its import takes a second."""
+    """torch's variable-length attention; None where torch was built without it."""
     if not torch.backends.cuda.is_flash_attention_available():
         return None
-    from torch.nn.attention.varlen import varlen_attn
+    from torch.nn.attention.varlen import varlen_attn  # takes a second: only where it is used
 
-    # torch 2.11 lets query heads share key/value heads without a word; newer ones want to hear that it is meant.
-    told = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    return functools.partial(varlen_attn, enable_gqa=True) if told else varlen_attn
+    # In torch 2.11 query heads may share key/value heads; newer versions require enable_gqa.
+    named = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return functools.partial(varlen_attn, enable_gqa=True) if named else varlen_attn
 
 
-def _varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
+def _varlen_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask
+) -> torch.Tensor:
     """FlashAttention-2 over the documents of all sequences in one row of tokens [B * S, heads, d].
 
-    It is told of the documents that there are, without empty ones to round their number: each of those would cost
-    blocks that find nothing to do, 128 rows of working memory in backward and, in a deterministic backward, a share of
-    the parallel work. Its kernels need no compiling for new sizes. The grid covers the longest document.
+    It gets the documents that there are, without empty ones to round their number: each of those
+    would cost blocks without work, 128 rows of working memory in backward and, in a deterministic
+    backward, a share of the parallel work. Its kernels are not compiled anew for new sizes. The
+    grid covers the longest document.
     """
     function, documents = _varlen(), mask.documents
     assert function is not None
     batch, _, sequence, _ = q.shape
     if documents is None:
-        bounds = torch.arange(0, (batch + 1) * sequence, sequence, dtype=torch.int32, device=q.device)
+        bounds = torch.arange(
+            0, (batch + 1) * sequence, sequence, dtype=torch.int32, device=q.device
+        )
         longest = sequence
-    elif documents.shape == (batch, sequence):  # else it would read where no tensor is
+    elif documents.shape == (batch, sequence):  # else it would read past the tensors
         bounds, longest = documents.bounds, documents.longest
     else:
         raise ValueError(f"documents of {documents.shape} tokens cannot mask {(batch, sequence)}")
-    # Contiguous: its loads of 16 bytes need strides of whole multiples of that.
+    # Contiguous: its 16-byte loads need strides that are multiples of 16 bytes.
     rows = [x.transpose(1, 2).flatten(0, 1).contiguous() for x in (q, k, v)]
     left = mask.window - 1 if mask.window else -1
     out: torch.Tensor = function(*rows, bounds, bounds, longest, longest, window_size=(left, 0))
@@ -285,12 +335,16 @@ def _varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: A
 
 
 def _varlen_obstacle(query: torch.Tensor, mask: AttentionMask) -> str | None:
-    # Deterministic mode is none: aten's _flash_attention_backward then has the kernel add in a fixed order.
+    # Deterministic mode is no obstacle: aten's _flash_attention_backward then makes the kernel add
+    # in a fixed order.
     size = query.shape[-1]
     if missing := _device_obstacle(query):
         return missing
     if size % 8 or size > _FLASH_HEAD_SIZE:
-        return f"it needs a head size that is a multiple of 8 and at most {_FLASH_HEAD_SIZE}, got {size}"
+        return (
+            "it needs a head size that is a multiple of 8"
+            f" and at most {_FLASH_HEAD_SIZE}, got {size}"
+        )
     return "torch was built without flash attention" if _varlen() is None else None
 
 
@@ -303,5 +357,6 @@ BACKENDS: Mapping[str, Backend] = {
     "flash_attn_2": _of_package("flash_attn", (8, 0), repeats=True),
     "math": Backend(_of_torch(SDPBackend.MATH), lambda query, mask: None),
 }
-# For windows and documents, the fastest first; flash_attn_2 has the kernels of varlen, for a torch built without them.
+# For windows and documents, the fastest first; flash_attn_2 has the kernels of varlen, for a torch
+# built without them.
 _MASKED = ("flash_attn_3", "flash_attn_4", "varlen", "flash_attn_2")

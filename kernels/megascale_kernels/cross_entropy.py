@@ -1,13 +1,13 @@
-"""Cross entropy over a vocabulary that is cut over several ranks, without ever gathering the logits or copying them.
+"""Vocabulary-parallel cross entropy: the logits are never gathered and never copied.
 
-Each rank holds the logits of its own columns and looks at them twice: in forward for each row's maximum, the sum of
-exponentials below it and the target's logit; in backward to put the gradient in their place. Two reductions of a few
-numbers per row join the ranks: the maximum, then the rescaled sum together with the target's logit. They are passed in
-as functions that reduce a tensor in place over the ranks, so that this module knows no process group; with one rank
-they do nothing.
+Each rank holds the logits of its own columns and passes over them twice: in forward for each row's
+maximum, the sum of exponentials below it and the target's logit; in backward to put the gradient in
+their place. Two reductions of a few numbers per row join the ranks: the maximum, then the rescaled
+sum together with the target's logit. They are arguments, functions that reduce a tensor in place
+over the ranks, so that this module depends on no process group; with one rank they do nothing.
 
-The two looks are functions as well: here those of torch, in :mod:`megascale_kernels.fused.cross_entropy` one kernel
-each. What joins them is the same.
+The two passes are functions as well: torch's here, one kernel each in
+:mod:`megascale_kernels.fused.cross_entropy`. What joins them is the same.
 """
 
 from __future__ import annotations
@@ -19,14 +19,19 @@ import torch
 from torch.autograd.function import once_differentiable
 
 Reduce = Callable[[torch.Tensor], None]
-# what cross_entropy is, plain or fused
-CrossEntropy = Callable[[torch.Tensor, torch.Tensor, int, int, Reduce, Reduce], tuple[torch.Tensor, torch.Tensor]]
-# (logits, local target, columns) to each row's maximum [T], and [2, T]: the sum of exp(logit - maximum) and the
-# target's logit, 0 where that is on another rank; float32 at least. A rank without columns brings a maximum below all
-# others and zeros.
+# The signature of cross_entropy, plain or fused.
+CrossEntropy = Callable[
+    [torch.Tensor, torch.Tensor, int, int, Reduce, Reduce], tuple[torch.Tensor, torch.Tensor]
+]
+# (logits, local target, columns) to each row's maximum [T], and [2, T]: the sum of exp(logit -
+# maximum) and the target's logit, 0 where that is on another rank; float32 at least. A rank without
+# real columns returns a maximum below all others, and zeros.
 Statistics = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
-# (logits, local target, columns, maximum, sum, d_loss, d_log_z): writes the gradient over the logits
-Gradient = Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+# (logits, local target, columns, maximum, sum, d_loss, d_log_z): writes the gradient over the
+# logits.
+Gradient = Callable[
+    [torch.Tensor, torch.Tensor, int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None
+]
 
 
 def cross_entropy(
@@ -37,13 +42,15 @@ def cross_entropy(
     reduce_max: Reduce,
     reduce_sum: Reduce,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """-log softmax(logits)[target] and log Z of every token, in float32; differentiable once in ``logits``.
+    """-log softmax(logits)[target] and log Z of every token, in float32.
 
-    Backward writes the gradient over ``logits``, the only tensor of that size that a step keeps: who made them must
-    not need them any more. A second backward is an error.
+    Differentiable once in ``logits``: backward writes the gradient over them, the only tensor of
+    that size that a step keeps, so the operation that made them must not need them any more. A
+    second backward is an error.
 
     Args:
-        logits: [T, width], this rank's columns; those from ``columns`` on are padding and take no part.
+        logits: [T, width], this rank's columns; those from ``columns`` on are padding and take no
+            part.
         targets: integer [T], columns of the whole vocabulary.
         first_column: the vocabulary entry of the first local column.
         columns: how many local columns are real.
@@ -53,7 +60,9 @@ def cross_entropy(
     Returns:
         (loss, log_z), each [T], float32 (float64 of float64 logits), the same on all ranks.
     """
-    return joined(logits, targets, first_column, columns, reduce_max, reduce_sum, _statistics, _gradient)
+    return joined(
+        logits, targets, first_column, columns, reduce_max, reduce_sum, _statistics, _gradient
+    )
 
 
 def joined(
@@ -66,7 +75,7 @@ def joined(
     statistics: Statistics,
     gradient: Gradient,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`cross_entropy` of the two given looks at a rank's own logits."""
+    """:func:`cross_entropy` by the two given passes over a rank's own logits."""
     result: tuple[torch.Tensor, torch.Tensor] = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         logits, targets - first_column, columns, reduce_max, reduce_sum, statistics, gradient
     )
@@ -86,6 +95,8 @@ class _CrossEntropy(torch.autograd.Function):
         gradient: Gradient,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         own, sums = statistics(logits, local, columns)
+        # Sums are relative to the rank's own maximum, and are rescaled to that of all ranks. The
+        # target's logit is 0 on all ranks but one: a sum over ranks finds it.
         maximum = own.clone()
         reduce_max(maximum)
         sums[0].mul_((own - maximum).exp_())
@@ -98,17 +109,21 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_loss: torch.Tensor, d_log_z: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: Any, d_loss: torch.Tensor, d_log_z: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         # d loss = softmax - onehot(target); d log_z = softmax
         logits, local, maximum, total = ctx.saved_tensors
         ctx.gradient(logits, local, ctx.columns, maximum, total, d_loss, d_log_z)
-        # Autograd has not seen a kernel write. It must know that the saved logits are gone: a second backward that
-        # took gradients for logits would be silently wrong, and so becomes an error.
+        # Autograd does not see a kernel write. The version marks that the saved logits are gone: a
+        # second backward would take gradients for logits and be silently wrong; so it is an error.
         torch.autograd.graph.increment_version(logits)
         return logits, None, None, None, None, None, None
 
 
-def _statistics(logits: torch.Tensor, local: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _statistics(
+    logits: torch.Tensor, local: torch.Tensor, columns: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     wide = torch.promote_types(logits.dtype, torch.float32)
     if not columns:  # nothing but padding
         sums = torch.zeros((2, logits.shape[0]), dtype=wide, device=logits.device)
@@ -117,7 +132,8 @@ def _statistics(logits: torch.Tensor, local: torch.Tensor, columns: int) -> tupl
     maximum = real.amax(dim=1).to(wide)
     index, here = _place(local, columns)
     target = real.gather(1, index)[:, 0].to(wide).masked_fill(~here, 0.0)
-    # bf16 minus float32 is computed in float32: no wide copy of the logits comes before the exponentials
+    # bf16 minus float32 is computed in float32: no wide copy of the logits precedes the
+    # exponentials.
     return maximum, torch.stack(((real - maximum[:, None]).exp_().sum(dim=1), target))
 
 
@@ -136,8 +152,9 @@ def _gradient(
     real = logits[:, :columns]
     softmax = (real - maximum[:, None]).exp_().div_(total[:, None])
     d_logits = softmax.mul_((d_loss + d_log_z)[:, None])
-    # gather and scatter rather than scatter_add: one entry per row needs no atomics, so the result is repeatable. They
-    # work in one dimension, because where determinism is asked for torch makes a scatter in two wait for the device.
+    # gather and scatter rather than scatter_add: one entry per row needs no atomics, so the result
+    # repeats. In one dimension, because in deterministic mode torch's scatter in two dimensions
+    # waits for the device.
     index, here = _place(local, columns)
     flat = d_logits.view(-1)
     at = index[:, 0] + torch.arange(0, flat.numel(), columns, device=flat.device)
@@ -146,5 +163,5 @@ def _gradient(
 
 
 def _place(local: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A column [T, 1] to look at for each target, and whether the target is there [T] or on another rank."""
+    """A column [T, 1] to read for each target, and whether the target is on this rank [T]."""
     return local.clamp(0, columns - 1)[:, None], (local >= 0) & (local < columns)

@@ -1,11 +1,12 @@
-"""The cuBLASLt that torch has loaded, called directly: one matrix product with scales, accumulation and a choice.
+"""The cuBLASLt that torch has loaded, called directly: a GEMM with scales and accumulation.
 
-torch's own operators cannot add an FP8 product to a float32 gradient in place, and let nobody choose the algorithm.
-Here a :class:`Problem` describes a product, a :class:`Plan` keeps its descriptors, lists the library's algorithms for
-it and runs one. Numbers of enumerations are those of cublasLt.h (cuBLAS 12 and 13).
+torch's own operators cannot add an FP8 GEMM to a float32 gradient in place, and offer no choice of
+the algorithm. Here a :class:`Problem` describes a GEMM, a :class:`GemmPlan` keeps its descriptors,
+lists the library's algorithms for it and runs one. Numbers of enumerations are those of cublasLt.h
+(cuBLAS 12 and 13).
 
-Rows and columns are those of row-major matrices, as torch has them. cuBLAS counts columns first, so it is given
-out^T = right @ left^T: its A is ``right``, its B ``left``.
+Rows and columns are those of row-major matrices, as torch has them. cuBLAS counts columns first, so
+it computes out^T = right @ left^T: its A is ``right``, its B ``left``.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from megascale_kernels.quantize import E4M3, E5M2, Factor
 Scaling = Literal["none", "tensor", "row"]
 WORKSPACE_BYTES = 32 * 2**20  # what torch gives cuBLASLt on Hopper
 CODE_BYTES = 64  # of an algorithm
-ROW_SCALES_SINCE = 120900  # the version with one scale for each row
+ROW_SCALES_SINCE = 120900  # the first version with one scale for each row
 
+# cudaDataType_t, cublasComputeType_t, cublasLtMatmulDescAttributes_t, ...PreferenceAttributes_t
 _TYPES = {torch.float32: 0, torch.bfloat16: 14, E4M3: 28, E5M2: 29}
 _COMPUTE_FLOAT32 = 68
 _TRANS_A, _TRANS_B = 3, 4
@@ -36,20 +38,24 @@ _A_SCALE_MODE, _B_SCALE_MODE = 31, 32
 _OUTER_VECTOR = 3
 _PREFERENCE_WORKSPACE, _PREFERENCE_REDUCTION = 1, 3
 _PREFERENCE_ALIGNMENTS = (5, 6, 7, 8)  # of A, B, C, D
-_ALIGNMENT_BYTES = 256  # more is of no use
+_ALIGNMENT_BYTES = 256  # no algorithm asks for more
 # Split-K only with partial sums in the workspace, added in order: results repeat bit for bit.
 _REDUCTION_IN_WORKSPACE = 2
 
 
 class CublasLtError(RuntimeError):
-    """The library is not there, refused a call, or has no algorithm for a problem."""
+    """The library is missing, refused a call, or has no algorithm for a problem."""
 
 
 class _Algorithm(ctypes.Structure):
+    """cublasLtMatmulAlgo_t."""
+
     _fields_ = [("data", ctypes.c_uint64 * (CODE_BYTES // 8))]
 
 
 class _Result(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t."""
+
     _fields_ = [
         ("algorithm", _Algorithm),
         ("workspace_bytes", ctypes.c_size_t),
@@ -61,18 +67,22 @@ class _Result(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One way of the library to compute a problem; ``code`` is its own 64 bytes, good for its version alone."""
+    """One way of the library to compute a problem.
+
+    ``code`` is the library's own 64 bytes, valid for its version alone.
+    """
 
     code: bytes
     workspace_bytes: int
 
 
 class Problem(NamedTuple):
-    """out [rows, columns] = left [rows, depth] @ right [columns, depth]^T, or that added to ``out``.
+    """out [rows, columns] = left [rows, depth] @ right [columns, depth]^T, or ``out`` += that.
 
-    ``left_stride`` and its like are elements from row to row; where a factor is ``upright`` it is contiguous down its
-    rows instead (a transposed view), and the stride is from column to column. ``fast``: FP8 products are summed with
-    fewer bits inside the tensor cores, which is quicker. ``alignment``: all addresses are multiples of it, in bytes.
+    ``left_stride`` and its like are elements from row to row; where a factor is ``upright`` it is
+    contiguous down its rows instead (a transposed view), and the stride is from column to column.
+    ``fast``: tensor cores sum FP8 with fewer bits, which takes less time. ``alignment``: all
+    addresses are multiples of it, in bytes.
     """
 
     rows: int
@@ -93,24 +103,31 @@ class Problem(NamedTuple):
 
     @property
     def key(self) -> str:
-        """All of the above in one line, for a file."""
-        names = [str(t).removeprefix("torch.") for t in (self.left_dtype, self.right_dtype, self.out_dtype)]
+        """All fields in one line, for a file."""
+        names = [
+            str(t).removeprefix("torch.")
+            for t in (self.left_dtype, self.right_dtype, self.out_dtype)
+        ]
         flags = f"{'T' if self.left_upright else 'N'}{'T' if self.right_upright else 'N'}"
         strides = f"{self.left_stride},{self.right_stride},{self.out_stride}"
         shape = f"{self.rows}x{self.columns}x{self.depth}"
-        modes = f"{self.scaling} accumulate={self.accumulate:d} fast={self.fast:d} align={self.alignment}"
-        return f"{shape} {' '.join(names)} {flags} {strides} {modes}"
+        modes = f"{self.scaling} accumulate={self.accumulate:d} fast={self.fast:d}"
+        return f"{shape} {' '.join(names)} {flags} {strides} {modes} align={self.alignment}"
 
 
-def problem_of(left: Factor, right: Factor, out: torch.Tensor, *, accumulate: bool, fast: bool) -> Problem:
+def problem_of(
+    left: Factor, right: Factor, out: torch.Tensor, *, accumulate: bool, fast: bool
+) -> Problem:
     """The problem of these tensors.
 
     Raises:
-        ValueError: shapes do not match, or a layout is not one that cuBLAS knows.
+        ValueError: shapes do not match, or cuBLAS has no such layout.
     """
     (rows, depth), (columns, other) = left.data.shape, right.data.shape
     if depth != other or tuple(out.shape) != (rows, columns):
-        raise ValueError(f"out {tuple(out.shape)} is not {(rows, depth)} times {(columns, other)} transposed")
+        raise ValueError(
+            f"out {tuple(out.shape)} is not {(rows, depth)} times {(columns, other)} transposed"
+        )
     if out.stride(1) != 1:
         raise ValueError("the result is written row by row: its columns must be contiguous")
     left_stride, left_upright = _layout(left.data)
@@ -123,8 +140,11 @@ def problem_of(left: Factor, right: Factor, out: torch.Tensor, *, accumulate: bo
 
 
 def _alignment(*tensors: torch.Tensor) -> int:
-    addresses = functools.reduce(operator.or_, (tensor.data_ptr() for tensor in tensors), _ALIGNMENT_BYTES)
-    return addresses & -addresses
+    """The largest power of two up to _ALIGNMENT_BYTES that divides all addresses."""
+    addresses = functools.reduce(
+        operator.or_, (tensor.data_ptr() for tensor in tensors), _ALIGNMENT_BYTES
+    )
+    return addresses & -addresses  # the lowest bit that is set in any of them
 
 
 def _layout(x: torch.Tensor) -> tuple[int, bool]:
@@ -133,19 +153,21 @@ def _layout(x: torch.Tensor) -> tuple[int, bool]:
         return x.stride(0), False
     if x.stride(0) == 1:
         return x.stride(1), True
-    raise ValueError(f"a factor must be contiguous along one dimension, its strides are {x.stride()}")
+    raise ValueError(
+        f"a factor must be contiguous along one dimension, its strides are {x.stride()}"
+    )
 
 
 def _scaling(left: Factor, right: Factor) -> Scaling:
     if left.scale is None and right.scale is None:
         return "none"
     if left.scale is None or right.scale is None:
-        raise ValueError("either both factors of a product have a scale or none")
+        raise ValueError("either both factors of a GEMM have a scale or none")
     return "tensor" if left.scale.numel() == 1 and right.scale.numel() == 1 else "row"
 
 
 class Library:
-    """The loaded library; one handle for each device. ``version`` is its number, such as 130100 for 13.1.0."""
+    """The loaded library, with one handle for each device; ``version`` is 130100 for 13.1.0."""
 
     def __init__(self, path: Path) -> None:
         self._functions = ctypes.CDLL(str(path))
@@ -153,13 +175,14 @@ class Library:
         self.version = int(self._functions.cublasLtGetVersion())
         self._handles: dict[int, ctypes.c_void_p] = {}
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
+        # With argument types, ctypes takes addresses as plain ints: no object for each of them.
         self._functions.cublasLtMatmul.argtypes = (
             *(pointer, pointer, pointer, pointer, pointer, pointer, pointer),
             *(pointer, pointer, pointer, pointer, pointer, ctypes.c_char_p, pointer, size, pointer),
         )
 
     def matmul(self, *arguments: Any) -> None:
-        """``cublasLtMatmul``, for addresses as plain numbers: what is called for each product.
+        """``cublasLtMatmul``, for addresses as plain numbers: called for each GEMM.
 
         Raises:
             CublasLtError: with the status that it returned.
@@ -179,7 +202,7 @@ class Library:
             raise CublasLtError(f"cublasLt{name} returned status {status}")
 
     def handle(self, device: torch.device) -> ctypes.c_void_p:
-        """The handle of ``device``, which must be current when it is first asked for."""
+        """The handle of ``device``, which must be the current one in the first call."""
         index = device.index or 0
         if index not in self._handles:
             handle = ctypes.c_void_p()
@@ -195,6 +218,7 @@ def loaded_library() -> Library:
     Raises:
         CublasLtError: there is none (torch without CUDA), or it cannot be opened.
     """
+    # The very file that torch uses: another copy would bring its own version and its own state.
     found = re.search(r"\S*/libcublasLt\.so\S*", Path("/proc/self/maps").read_text())
     if found is None:
         raise CublasLtError("torch has loaded no libcublasLt")
@@ -204,17 +228,26 @@ def loaded_library() -> Library:
         raise CublasLtError(f"{found[0]} cannot be used: {problem}") from problem
 
 
-class Plan:
-    """The descriptors of ``problem`` on ``device``; they live as long as the process. One thread at a time."""
+class GemmPlan:
+    """The descriptors of ``problem`` on ``device``, kept for the process; one thread at a time."""
 
     def __init__(self, library: Library, problem: Problem, device: torch.device) -> None:
         if problem.scaling == "row" and library.version < ROW_SCALES_SINCE:
             raise CublasLtError(f"cuBLASLt {library.version} has no scales for each row")
         self.problem, self._library, self._handle = problem, library, library.handle(device)
-        self._one, self._beta = (ctypes.byref(ctypes.c_float(value)) for value in (1.0, float(problem.accumulate)))
+        self._one, self._beta = (
+            ctypes.byref(ctypes.c_float(value)) for value in (1.0, float(problem.accumulate))
+        )
         self._scale_a, self._scale_b = ctypes.c_void_p(), ctypes.c_void_p()
         self._operation = ctypes.c_void_p()
-        library.call("MatmulDescCreate", ctypes.byref(self._operation), _COMPUTE_FLOAT32, _TYPES[torch.float32])
+        library.call(
+            "MatmulDescCreate",
+            ctypes.byref(self._operation),
+            _COMPUTE_FLOAT32,
+            _TYPES[torch.float32],
+        )
+        # cuBLAS reads a row-major matrix as its transpose: A, the right factor, is transposed back,
+        # and B, the left one, is not. An upright factor lies the other way round.
         self._set(_TRANS_A, ctypes.c_int32(not problem.right_upright))
         self._set(_TRANS_B, ctypes.c_int32(problem.left_upright))
         if problem.scaling != "none":
@@ -222,15 +255,20 @@ class Plan:
         if problem.scaling == "row":
             for mode, scale in ((_A_SCALE_MODE, _A_SCALE), (_B_SCALE_MODE, _B_SCALE)):
                 self._set(mode, ctypes.c_int32(_OUTER_VECTOR))
-                # Asked for algorithms, the library wants to see scales of this mode; it reads them in a product alone.
+                # The search for algorithms requires addresses of scales in this mode, and reads
+                # nothing from them: any aligned number does.
                 self._set(scale, ctypes.c_void_p(_ALIGNMENT_BYTES))
         rows, columns, depth = problem.rows, problem.columns, problem.depth
-        self._a = self._matrix(problem.right_dtype, columns, depth, problem.right_stride, problem.right_upright)
-        self._b = self._matrix(problem.left_dtype, rows, depth, problem.left_stride, problem.left_upright)
+        self._a = self._matrix(
+            problem.right_dtype, columns, depth, problem.right_stride, problem.right_upright
+        )
+        self._b = self._matrix(
+            problem.left_dtype, rows, depth, problem.left_stride, problem.left_upright
+        )
         self._d = self._matrix(problem.out_dtype, rows, columns, problem.out_stride, upright=False)
 
     def algorithms(self, limit: int) -> list[Algorithm]:
-        """Up to ``limit`` ways to compute the problem, first the one that the library expects to be the fastest.
+        """Up to ``limit`` ways to compute the problem, the library's own choice first.
 
         Raises:
             CublasLtError: there is none.
@@ -263,7 +301,7 @@ class Plan:
         return [Algorithm(bytes(result.algorithm), result.workspace_bytes) for result in results]
 
     def accepts(self, algorithm: Algorithm) -> bool:
-        """Whether the library takes ``algorithm``, which came from a file, for this problem."""
+        """Whether the library accepts ``algorithm``, read from a file, for this problem."""
         code, result = _Algorithm.from_buffer_copy(algorithm.code), _Result()
         try:
             self._library.call(
@@ -276,35 +314,62 @@ class Plan:
         return int(result.workspace_bytes) <= WORKSPACE_BYTES
 
     def run(
-        self, algorithm: Algorithm, left: Factor, right: Factor, out: torch.Tensor, workspace: torch.Tensor
+        self,
+        algorithm: Algorithm,
+        left: Factor,
+        right: Factor,
+        out: torch.Tensor,
+        workspace: torch.Tensor,
     ) -> None:
-        """Compute on the current stream; ``workspace`` belongs to it and has WORKSPACE_BYTES.
+        """Compute on the current stream; ``workspace`` is that stream's own, of WORKSPACE_BYTES.
 
         Raises:
             CublasLtError: the library refused; nothing was computed.
         """
         if left.scale is not None and right.scale is not None:
-            for holder, name, scale in ((self._scale_a, _A_SCALE, right.scale), (self._scale_b, _B_SCALE, left.scale)):
+            # The device reads scales from these addresses. The descriptor is set only where an
+            # address has changed, which spares two calls into the library for most GEMMs.
+            for holder, name, scale in (
+                (self._scale_a, _A_SCALE, right.scale),
+                (self._scale_b, _B_SCALE, left.scale),
+            ):
                 if holder.value != scale.data_ptr():
                     holder.value = scale.data_ptr()
                     self._set(name, holder)
         result, stream = out.data_ptr(), torch.cuda.current_stream(out.device).cuda_stream
         self._library.matmul(
-            *(self._handle, self._operation, self._one, right.data.data_ptr(), self._a, left.data.data_ptr(), self._b),
+            *(
+                self._handle,
+                self._operation,
+                self._one,
+                right.data.data_ptr(),
+                self._a,
+                left.data.data_ptr(),
+                self._b,
+            ),
             *(self._beta, result, self._d, result, self._d, algorithm.code),
             *(workspace.data_ptr(), WORKSPACE_BYTES, stream),
         )
 
     def _set(self, name: int, value: Any) -> None:
         size = ctypes.c_size_t(ctypes.sizeof(value))
-        self._library.call("MatmulDescSetAttribute", self._operation, name, ctypes.byref(value), size)
+        self._library.call(
+            "MatmulDescSetAttribute", self._operation, name, ctypes.byref(value), size
+        )
 
-    def _matrix(self, dtype: torch.dtype, rows: int, columns: int, stride: int, upright: bool) -> ctypes.c_void_p:
-        """The layout of a row-major matrix: to cuBLAS [columns, rows]; an upright one is [rows, columns] to it."""
+    def _matrix(
+        self, dtype: torch.dtype, rows: int, columns: int, stride: int, upright: bool
+    ) -> ctypes.c_void_p:
+        """A row-major matrix as cuBLAS has it: [columns, rows], or [rows, columns] if upright."""
         layout = ctypes.c_void_p()
         sizes = (rows, columns) if upright else (columns, rows)
         self._library.call(
             "MatrixLayoutCreate",
-            *(ctypes.byref(layout), _TYPES[dtype], *map(ctypes.c_uint64, sizes), ctypes.c_int64(stride)),
+            *(
+                ctypes.byref(layout),
+                _TYPES[dtype],
+                *map(ctypes.c_uint64, sizes),
+                ctypes.c_int64(stride),
+            ),
         )
         return layout

@@ -1,4 +1,4 @@
-"""Documents packed into sequences, described as variable-length attention takes them: by where they begin."""
+"""Documents packed into sequences, as variable-length attention takes them: where each begins."""
 
 from __future__ import annotations
 
@@ -10,11 +10,17 @@ import torch
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of B sequences of S tokens, laid one sequence after the other; none reaches over two sequences.
+    """The documents of B sequences of S tokens, one sequence after the other.
 
-    ``offsets`` is int32 [B * S + 1]: the first token of each of the ``number`` documents, then B * S up to its end. It
-    is as long for any documents, so that one tensor can be refilled with those of another micro-batch. ``number`` and
-    ``longest`` (tokens) size a kernel's grid and its working memory, so the host must know them without asking.
+    No document crosses from one sequence to the next.
+
+    Args:
+        offsets: int32 [B * S + 1]: the first token of each of the ``number`` documents, then B * S
+            up to its end. It has the same length for any documents, so that one tensor can be
+            refilled with those of another micro-batch.
+        shape: (B, S).
+        number, longest: how many documents, and the tokens of the longest. They size a kernel's
+            grid and its working memory, so the host holds them: it never waits for the device.
     """
 
     offsets: torch.Tensor
@@ -24,7 +30,7 @@ class Documents:
 
     @property
     def bounds(self) -> torch.Tensor:
-        """int32 [number + 1], a view: a document reaches from one bound up to the next."""
+        """int32 [number + 1], a view: a document ends where the next one begins."""
         return self.offsets[: self.number + 1]
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Documents:
@@ -32,7 +38,7 @@ class Documents:
         return replace(self, offsets=function(self.offsets))
 
     def starts(self) -> torch.Tensor:
-        """int32 [B, S] on the device of ``offsets``: where in its sequence the token's document starts."""
+        """int32 [B, S], on the device of ``offsets``: where a token's document starts."""
         batch, sequence = self.shape
         token = torch.arange(batch * sequence, dtype=torch.int32, device=self.offsets.device)
         first = self.offsets[torch.searchsorted(self.offsets, token, right=True) - 1]
@@ -43,7 +49,7 @@ def documents_of(start: torch.Tensor) -> Documents:
     """The documents whose tokens have the same ``start``.
 
     Args:
-        start: integer [B, S] on the host, where in the sequence the token's document starts.
+        start: integer [B, S] on the host: the start in its sequence of a token's document.
     """
     tokens = start.numel()
     first = torch.ones(start.shape, dtype=torch.bool)

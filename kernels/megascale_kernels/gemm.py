@@ -1,18 +1,21 @@
-"""Matrix products in FP8, bf16 or float32 by the fastest algorithm that was measured for their shape.
+"""GEMMs in FP8, bf16 or float32, each by the fastest algorithm that was measured for its shape.
 
-What every product of a linear layer needs is ``left @ right^T``, written or added to a float32 gradient in place:
+What every GEMM of a linear layer needs is ``left @ right^T``, written or added to a float32
+gradient in place:
 
     forward            y  = x  @ w^T      x over columns, w over columns
     input gradient     dx = dy @ w        dy over columns, w over rows
     weight gradient    dw += dy^T @ x     dy over rows, x over rows
 
-The library (:mod:`megascale_kernels.cublas_lt`) proposes algorithms; the first time a problem comes, each is timed on
-its own tensors and the fastest kept, in memory and in a file. They are run for long enough that the clock falls to what
-the power limit allows: in a short burst others look fastest than in training, where the fewest joules win.
+The library (:mod:`megascale_kernels.cublas_lt`) proposes algorithms; the first time that a problem
+occurs, each is timed on its own tensors and the fastest kept, in memory and in a file. They run for
+long enough that the clock falls to what the power limit allows: in training the algorithm that
+takes the fewest joules is the fastest, in a short burst another one.
 
-Where the library cannot be used, or has nothing for a problem, torch's own operators compute it, and the log says why,
-once. Sums have a fixed order: the same algorithm repeats bit for bit, but another one rounds otherwise, so a job that
-must repeat keeps its file, or takes ``timed`` False, which is the library's first proposal.
+Where the library cannot be used, or has no algorithm for a problem, torch's own operators compute
+it, and the log gives the cause once. Sums have a fixed order: one algorithm repeats bit for bit,
+but another one rounds differently. So a job that must repeat keeps its file, or takes ``timed``
+False, which is the library's first proposal.
 """
 
 from __future__ import annotations
@@ -29,8 +32,8 @@ from megascale_kernels.cublas_lt import (
     WORKSPACE_BYTES,
     Algorithm,
     CublasLtError,
+    GemmPlan,
     Library,
-    Plan,
     Problem,
     loaded_library,
     problem_of,
@@ -40,12 +43,14 @@ from megascale_kernels.quantize import Factor, dequantize
 
 PROPOSALS = 8  # algorithms that are timed for a problem
 DURATION_S = 0.2  # of each; half of it lets the clock settle
-_ROUNDS = 5
-_MARGIN = 0.98  # a proposal is taken for an earlier one where it is faster by more than times repeat to
+_ROUNDS = 5  # of a timing, whose median counts
+# A later proposal replaces an earlier one only where it is faster by more than repeated times
+# differ.
+_MARGIN = 0.98
 
 
 class Gemm:
-    """Products on CUDA devices, the current one; a CPU computes them in float32, for tests and dry runs.
+    """GEMMs on CUDA devices; a CPU computes them in float32, for tests and dry runs.
 
     Args:
         file: choices of earlier runs, read and written; None: kept in memory alone.
@@ -53,23 +58,34 @@ class Gemm:
         duration_s: for how long each of the PROPOSALS algorithms of a problem is run.
     """
 
-    def __init__(self, file: Path | None = None, *, timed: bool = True, duration_s: float = DURATION_S) -> None:
+    def __init__(
+        self, file: Path | None = None, *, timed: bool = True, duration_s: float = DURATION_S
+    ) -> None:
         self._timed, self._duration_s = timed, duration_s
         self._choices = Choices(file if timed else None)
-        self._plans: dict[tuple[Problem, torch.device], tuple[Plan, Algorithm] | None] = {}
+        self._plans: dict[tuple[Problem, torch.device], tuple[GemmPlan, Algorithm] | None] = {}
         self._workspaces: dict[tuple[torch.device, int], torch.Tensor] = {}
-        self._lock = threading.Lock()  # backward runs on a thread of its own, and a plan serves one at a time
+        # Backward runs on a thread of its own, and a plan's descriptors serve one call at a time.
+        self._lock = threading.Lock()
 
     def multiply(
-        self, left: Factor, right: Factor, out: torch.Tensor, *, accumulate: bool = False, fast: bool = True
+        self,
+        left: Factor,
+        right: Factor,
+        out: torch.Tensor,
+        *,
+        accumulate: bool = False,
+        fast: bool = True,
     ) -> None:
-        """out = left @ right^T, or ``out`` += that; on the current stream, without waiting once the choice is made.
+        """out = left @ right^T, or ``out`` += that, on the current stream.
+
+        The first call of a problem times algorithms and waits for the device; later calls do not.
 
         Args:
             left: [rows, depth].
             right: [columns, depth].
-            out: [rows, columns], bf16 or float32, rows of a matrix; float32 where it is added to.
-            fast: FP8 products are summed with fewer bits inside the tensor cores.
+            out: [rows, columns], bf16 or float32, rows of a matrix; float32 with ``accumulate``.
+            fast: tensor cores sum FP8 with fewer bits.
 
         Raises:
             ValueError: shapes or layouts do not fit.
@@ -85,40 +101,48 @@ class Gemm:
             if key not in self._plans:
                 with torch.cuda.device(out.device):
                     self._plans[key] = self._planned(problem, left, right, out)
-            planned = self._plans[key]
+            planned = self._plans[key]  # None: the library refused it, and torch computes it
             if planned is not None:
                 plan, algorithm = planned
                 try:
                     plan.run(algorithm, left, right, out, self._workspace(out.device))
                     return
                 except CublasLtError as obstacle:
-                    _log_once(f"{obstacle} for {problem.key}: torch's own operators compute such products")
+                    _log_once(
+                        f"{obstacle} for {problem.key}: torch's own operators compute such GEMMs"
+                    )
                     self._plans[key] = None
         multiply_by_torch(left, right, out, accumulate=accumulate, fast=fast)
 
     def _planned(
         self, problem: Problem, left: Factor, right: Factor, out: torch.Tensor
-    ) -> tuple[Plan, Algorithm] | None:
-        """The plan of ``problem`` and its algorithm; None: torch's own operators."""
+    ) -> tuple[GemmPlan, Algorithm] | None:
+        """The plan of ``problem`` and its algorithm; None: torch's own operators compute it."""
         try:
             library = loaded_library()
-            plan = Plan(library, problem, out.device)
+            plan = GemmPlan(library, problem, out.device)
             return plan, self._choose(library, plan, left, right, out)
         except CublasLtError as obstacle:
-            _log_once(f"{obstacle}: torch's own operators compute such products")
+            _log_once(f"{obstacle}: torch's own operators compute such GEMMs")
             return None
 
-    def _choose(self, library: Library, plan: Plan, left: Factor, right: Factor, out: torch.Tensor) -> Algorithm:
-        key = f"{torch.cuda.get_device_name(out.device)}, cuBLASLt {library.version}, {plan.problem.key}"
+    def _choose(
+        self, library: Library, plan: GemmPlan, left: Factor, right: Factor, out: torch.Tensor
+    ) -> Algorithm:
+        name = torch.cuda.get_device_name(out.device)
+        key = f"{name}, cuBLASLt {library.version}, {plan.problem.key}"
         known = self._choices.get(key)
         if known is not None and plan.accepts(known):
             return known
         proposed = plan.algorithms(PROPOSALS)
+        # A stream that captures a graph cannot be timed: its kernels run later.
         if not self._timed or len(proposed) == 1 or torch.cuda.is_current_stream_capturing():
             return proposed[0]
+        # Into scratch memory: repeated accumulation would change the gradient.
         scratch, workspace = torch.zeros_like(out), self._workspace(out.device)
         times_ms = [
-            time_algorithm(plan, one, left, right, scratch, workspace, duration_s=self._duration_s) for one in proposed
+            time_algorithm(plan, one, left, right, scratch, workspace, duration_s=self._duration_s)
+            for one in proposed
         ]
         best = 0
         for number, time_ms in enumerate(times_ms):
@@ -128,7 +152,7 @@ class Gemm:
         return proposed[best]
 
     def _workspace(self, device: torch.device) -> torch.Tensor:
-        """The current stream's own: products of two streams may run at once."""
+        """The current stream's own: GEMMs of two streams may run at the same time."""
         key = device, torch.cuda.current_stream(device).cuda_stream
         if key not in self._workspaces:
             self._workspaces[key] = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
@@ -136,7 +160,7 @@ class Gemm:
 
 
 def time_algorithm(
-    plan: Plan,
+    plan: GemmPlan,
     algorithm: Algorithm,
     left: Factor,
     right: Factor,
@@ -145,9 +169,9 @@ def time_algorithm(
     *,
     duration_s: float,
 ) -> float:
-    """Milliseconds of one run in ``duration_s`` of them, infinite where the library refuses; waits for the device.
+    """Milliseconds of one run, measured over ``duration_s``; infinite where the library refuses.
 
-    ``scratch`` is like the result and is overwritten: what is added to must not be added to by a measurement.
+    It waits for the device. ``scratch`` is like the result and is overwritten.
     """
 
     def run(number: int) -> float:
@@ -160,9 +184,9 @@ def time_algorithm(
         return float(begin.elapsed_time(end)) / number
 
     try:
-        run(1)
+        run(1)  # loads the kernel
         each = max(1, round(500.0 * duration_s / _ROUNDS / run(2)))
-        run(_ROUNDS * each)
+        run(_ROUNDS * each)  # half of the time: the clock falls to what the power limit allows
         return statistics.median(run(each) for _ in range(_ROUNDS))
     except CublasLtError:
         return float("inf")
@@ -175,9 +199,10 @@ def _event() -> torch.cuda.Event:
 def multiply_by_torch(
     left: Factor, right: Factor, out: torch.Tensor, *, accumulate: bool = False, fast: bool = True
 ) -> None:
-    """:meth:`Gemm.multiply` by torch's own operators; an FP8 product that is added is written apart first.
+    """:meth:`Gemm.multiply` by torch's own operators.
 
-    A CPU multiplies what the FP8 numbers stand for in float32.
+    An FP8 GEMM with ``accumulate`` writes a tensor of its own first, which is then added. A CPU
+    multiplies the values of the FP8 numbers in float32.
     """
     if not out.is_cuda:
         product = dequantize(left) @ dequantize(right).t()
@@ -193,9 +218,11 @@ def multiply_by_torch(
         return
     wanted, scales = out.dtype, (left.scale, right.scale)
     if left.scale.numel() + right.scale.numel() > 2:  # one for each row
-        wanted = torch.bfloat16
+        wanted = torch.bfloat16  # the only result that torch has with scales of rows
         scales = _row_scale(left).view(-1, 1), _row_scale(right).view(1, -1)
-    product = torch._scaled_mm(left.data, right.data.t(), *scales, out_dtype=wanted, use_fast_accum=fast)
+    product = torch._scaled_mm(
+        left.data, right.data.t(), *scales, out_dtype=wanted, use_fast_accum=fast
+    )
     if accumulate:
         out.add_(product)
     else:
@@ -210,7 +237,7 @@ def _write(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _by_row(factor: Factor) -> Factor:
-    """``factor`` with one scale for each row, which cuBLAS and torch want of both sides if of one."""
+    """``factor`` with one scale for each row: cuBLAS and torch take them on both sides or none."""
     return Factor(factor.data, _row_scale(factor))
 
 

@@ -1,4 +1,4 @@
-"""Layer normalisation and root-mean-square normalisation over the last dimension, statistics in float32."""
+"""LayerNorm and RMSNorm over the last dimension, with statistics in float32."""
 
 from __future__ import annotations
 
@@ -23,15 +23,17 @@ def norm(
     epsilon: float,
     added: Sequence[Parameter] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The residual stream and its norm: (x + residual, norm(x + residual)); without ``residual`` (x, norm(x)).
+    """The residual stream and its norm: (x + residual, norm(x + residual)).
 
-    Going on with the stream that is returned, and not with ``x``, lets a fused operator add both gradients at once.
+    The layer continues with the stream that is returned, and not with ``x``: so a fused operator
+    adds both gradients at once.
 
     Args:
-        x, residual: [..., H].
+        x: [..., H].
+        residual: [..., H]; None: the stream is ``x``.
         weight, bias: [H]; ``bias`` for layernorm alone.
         epsilon: added to the variance, or to the mean square.
-        added: biases of ``x``, added with the residual; none without one.
+        added: biases [H] of ``x``, added with the residual; none without one.
 
     Returns:
         Both [..., H] in the dtype of ``x``.
@@ -44,16 +46,20 @@ def norm(
     stream = x if residual is None else add(residual, x, added)
     if kind == "rmsnorm":
         return stream, rms_norm(stream, weight.tracked(), epsilon)
-    return stream, layer_norm(stream, weight.tracked(), None if bias is None else bias.tracked(), epsilon)
+    return stream, layer_norm(
+        stream, weight.tracked(), None if bias is None else bias.tracked(), epsilon
+    )
 
 
-def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float) -> torch.Tensor:
-    """(x - mean) / sqrt(variance + epsilon) * weight + bias; ``x`` [..., H], ``weight`` and ``bias`` [H]."""
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float
+) -> torch.Tensor:
+    """(x - mean) / sqrt(variance + epsilon) * weight + bias; x [..., H], weight and bias [H]."""
     return F.layer_norm(x, weight.shape, weight, bias, epsilon)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + epsilon) * weight; ``x`` [..., H], ``weight`` [H]. The result has the dtype of ``x``."""
+    """x / sqrt(mean(x^2) + epsilon) * weight, in the dtype of ``x``; x [..., H], weight [H]."""
     wide = x if x.dtype == torch.float64 else x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
     return (wide * scale).to(x.dtype) * weight

@@ -1,4 +1,10 @@
-"""The operators that a model computes with: torch's own, or fused Triton kernels; equal but for rounding."""
+"""The operators of a model: torch's own, or fused Triton kernels; equal but for rounding.
+
+An operator has its contract (a Protocol or an alias), a field of :class:`Operators`, and a line in
+:func:`torch_operators` and in :func:`triton_operators`. Both lines name one function of one module:
+``norm.norm`` in this package is the plain reference, in :mod:`megascale_kernels.fused` the kernel.
+How to add one: docs/how-to/add-a-fused-kernel.md.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +18,8 @@ from typing import Literal, Protocol
 
 import torch
 
-from megascale_kernels import activation, adamw, core, cross_entropy, norm, residual
+from megascale_kernels import activation, block_inner, cross_entropy, norm, residual
 from megascale_kernels.activation import Activation
-from megascale_kernels.adamw import AdamWKernel
 from megascale_kernels.attention import AttentionMask
 from megascale_kernels.cross_entropy import CrossEntropy
 from megascale_kernels.parameter import Parameter
@@ -23,7 +28,7 @@ from megascale_kernels.rotary import Heads, RotaryTable
 _AMPERE = (8, 0)  # bf16 in Triton
 
 
-class Norm(Protocol):
+class NormOperator(Protocol):
     """:func:`megascale_kernels.norm.norm`."""
 
     def __call__(
@@ -38,14 +43,16 @@ class Norm(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
-class Add(Protocol):
+class AddOperator(Protocol):
     """:func:`megascale_kernels.residual.add`."""
 
-    def __call__(self, stream: torch.Tensor, x: torch.Tensor, biases: Sequence[Parameter]) -> torch.Tensor: ...
+    def __call__(
+        self, stream: torch.Tensor, x: torch.Tensor, biases: Sequence[Parameter]
+    ) -> torch.Tensor: ...
 
 
-class Core(Protocol):
-    """:func:`megascale_kernels.core.core`."""
+class BlockInnerOperator(Protocol):
+    """:func:`megascale_kernels.block_inner.block_inner`."""
 
     def __call__(
         self,
@@ -58,73 +65,76 @@ class Core(Protocol):
     ) -> torch.Tensor: ...
 
 
-class Activate(Protocol):
+class ActivateOperator(Protocol):
     """:func:`megascale_kernels.activation.activate`."""
 
-    def __call__(self, x: torch.Tensor, bias: Parameter | None, activation: Activation) -> torch.Tensor: ...
+    def __call__(
+        self, x: torch.Tensor, bias: Parameter | None, activation: Activation
+    ) -> torch.Tensor: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Operators:
-    """One implementation of each operator; ``name`` says whose."""
+    """One implementation of each operator; ``name`` is whose it is."""
 
     name: Literal["torch", "triton"]
-    norm: Norm
-    add: Add
-    core: Core
-    activate: Activate
+    norm: NormOperator
+    add: AddOperator
+    block_inner: BlockInnerOperator
+    activate: ActivateOperator
     cross_entropy: CrossEntropy
-    adamw: AdamWKernel
 
 
 def choose(kind: Literal["auto", "torch", "triton"], device: torch.device) -> Operators:
     """The operators of ``kind``; auto is triton on CUDA, else torch.
 
-    Where Triton cannot run on ``device`` they are torch's, with one line in the log.
+    Where Triton cannot run on ``device`` they are torch's, and one line in the log gives the cause.
     """
     if kind == "triton" or (kind == "auto" and device.type == "cuda"):
         obstacle = _obstacle(device)
         if obstacle is None:
             return triton_operators()
-        _say_once(f"training.kernels is {kind}, but {obstacle}: torch's own operators are used")
+        _log_once(f"training.kernels is {kind}, but {obstacle}: torch's own operators are used")
     return torch_operators()
 
 
 def torch_operators() -> Operators:
     """The plain references."""
     return Operators(
-        "torch",
-        norm.norm,
-        residual.add,
-        core.core,
-        activation.activate,
-        cross_entropy.cross_entropy,
-        adamw.adamw,
+        name="torch",
+        norm=norm.norm,
+        add=residual.add,
+        block_inner=block_inner.block_inner,
+        activate=activation.activate,
+        cross_entropy=cross_entropy.cross_entropy,
     )
 
 
 def triton_operators() -> Operators:
-    """The fused operators; needs Triton (an ImportError without), and CUDA tensors or Triton's interpreter."""
+    """The fused operators, for CUDA tensors or, in Triton's interpreter, for any.
+
+    Raises:
+        ImportError: Triton is not installed.
+    """
+    # Imported here and not above: a CPU build of torch comes without Triton.
     from megascale_kernels.fused import activation as fused_activation
-    from megascale_kernels.fused import adamw as fused_adamw
-    from megascale_kernels.fused import core as fused_core
+    from megascale_kernels.fused import block_inner as fused_block_inner
     from megascale_kernels.fused import cross_entropy as fused_cross_entropy
     from megascale_kernels.fused import norm as fused_norm
     from megascale_kernels.fused import residual as fused_residual
 
     return Operators(
-        "triton",
-        fused_norm.norm,
-        fused_residual.add,
-        fused_core.core,
-        fused_activation.activate,
-        fused_cross_entropy.cross_entropy,
-        fused_adamw.adamw,
+        name="triton",
+        norm=fused_norm.norm,
+        add=fused_residual.add,
+        block_inner=fused_block_inner.block_inner,
+        activate=fused_activation.activate,
+        cross_entropy=fused_cross_entropy.cross_entropy,
     )
 
 
 def _obstacle(device: torch.device) -> str | None:
-    """Why Triton cannot run on ``device``; its interpreter (TRITON_INTERPRET=1, for tests) runs on any."""
+    """Why Triton cannot run on ``device``, or None; its interpreter (TRITON_INTERPRET=1) can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -137,16 +147,17 @@ def _obstacle(device: torch.device) -> str | None:
 
 
 def _driver_obstacle() -> str | None:
-    """Why Triton's driver cannot be had; Triton builds it, as it builds kernels' launchers, with a C compiler."""
+    """Why Triton's driver cannot be built, or None; it takes a C compiler, as launching does."""
     from triton.runtime import driver
 
     try:
         driver.active.get_current_target()
-    except Exception as error:  # no compiler, no headers of Python, no place for its cache: each fails in its own way
+    # No compiler, no Python headers, no writable cache: each raises an error of its own kind.
+    except Exception as error:
         return f"Triton cannot build its driver ({error})"
     return None
 
 
 @functools.cache
-def _say_once(line: str) -> None:
+def _log_once(line: str) -> None:
     logging.getLogger(__name__).warning(line)

@@ -1,4 +1,4 @@
-"""What an operator sees of a weight: its value, and the float32 gradient that the operator itself adds into."""
+"""A weight as an operator sees it: its value, and the float32 gradient that it adds into."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 
 
 class Parameter(Protocol):
-    """A weight whose gradient autograd does not carry. ``main_grad`` is float32, of the shape of ``value``."""
+    """A weight whose gradient the operator adds to ``main_grad``, past autograd."""
 
     @property
     def value(self) -> torch.Tensor:
-        """What is computed with: a leaf that requires grad, so that autograd sees the operators on it."""
+        """What is computed with: a leaf that requires grad, so that autograd records its use."""
 
     @property
     def main_grad(self) -> torch.Tensor:
-        """Where its gradient is summed over micro-batches."""
+        """float32, the shape of ``value``: its gradient, summed over micro-batches."""
 
     def tracked(self) -> torch.Tensor:
         """``value`` for ordinary torch operations; its gradient arrives in ``main_grad``."""

@@ -1,13 +1,14 @@
-"""Matrices in FP8 with their scales, in plain torch: what the fused casts compute, and what products take.
+"""Matrices in FP8 with their scales, in plain torch: the reference of the fused casts.
 
-A value is stored as value / scale, rounded to nearest and limited to the largest FP8 number; ``scale`` is the factor
-that gives it back. Current scaling: the scale follows from the largest magnitude (amax) of the tensor itself, or of
-each of its rows, as amax / largest FP8 number. Formats are those of Micikevicius et al., "FP8 formats for deep
-learning" (arXiv 2209.05433): e4m3 with 3 bits of mantissa up to 448, e5m2 with 2 bits up to 57344.
+A value is stored as value / scale, rounded to nearest and limited to the largest FP8 number;
+``scale`` is the factor that restores it. Current scaling: the scale follows from the largest
+magnitude (amax) of the tensor itself, or of each of its rows, as amax / largest FP8 number. Formats
+are those of Micikevicius et al., "FP8 formats for deep learning" (arXiv 2209.05433): e4m3 with 3
+bits of mantissa up to 448, e5m2 with 2 bits up to 57344.
 
-Nothing here waits for the device. Where amax is not finite the scale is NaN, and so is every product with it: as in
-bf16 a broken tensor shows in the loss and in the gradient norm, and :meth:`Operand.finite` is the flag to count it by.
-Zeros stay zeros: amax is taken as 2^-100 at least.
+Nothing here waits for the device. Where amax is not finite the scale is NaN, and so is every GEMM's
+result with it: as in bf16 a broken tensor shows in the loss and in the gradient norm, and
+:meth:`Operand.finite` is the flag to count it by. Zeros stay zeros: amax counts as at least 2^-100.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ Per = Literal["tensor", "row"]
 
 @dataclass(frozen=True)
 class Factor:
-    """One side of a product, cut along the dimension that is summed over.
+    """One side of a GEMM, whose second dimension is summed over.
 
     Args:
-        data: [rows, depth] in FP8, contiguous along ``depth`` as Hopper's FP8 GEMMs want it; or bf16, float32.
-        scale: float32, [1] of all values or [rows] of each row; None (bf16, float32): the values are the data.
+        data: [rows, depth] in FP8, contiguous along ``depth`` as Hopper's FP8 GEMMs require; or
+            bf16, float32.
+        scale: float32, [1] of all values or [rows] of each row; None (bf16, float32): the values
+            are the data.
     """
 
     data: torch.Tensor
@@ -39,12 +42,13 @@ class Factor:
 
 @dataclass(frozen=True)
 class Operand:
-    """A matrix [rows, columns] in FP8, for products that sum over its columns, or also over its rows.
+    """A matrix [rows, columns] in FP8, for GEMMs that sum over its columns, or also over its rows.
 
     Args:
         data: [rows, columns], contiguous.
         scale: float32 [1], or [rows].
-        transposed: [columns, rows], contiguous: the same values once more.
+        transposed: [columns, rows], contiguous: the same values a second time. Hopper's FP8 GEMMs
+            take no transposed view.
         transposed_scale: float32 [1].
     """
 
@@ -54,7 +58,7 @@ class Operand:
     transposed_scale: torch.Tensor | None = None
 
     def over_columns(self) -> Factor:
-        """For a sum over the columns: forward, and the gradient of a product's result on the way to its input."""
+        """For a sum over the columns: of an input in forward, of an output's gradient in dgrad."""
         return Factor(self.data, self.scale)
 
     def over_rows(self) -> Factor:
@@ -64,7 +68,7 @@ class Operand:
             ValueError: there is no transposed copy.
         """
         if self.transposed is None or self.transposed_scale is None:
-            raise ValueError("a sum over the rows takes the transposed copy, and this operand has none")
+            raise ValueError("a sum over the rows needs the transposed copy of the operand")
         return Factor(self.transposed, self.transposed_scale)
 
     def finite(self) -> torch.Tensor:
@@ -73,7 +77,7 @@ class Operand:
 
 
 def amax_of(x: torch.Tensor, per: Per = "tensor") -> torch.Tensor:
-    """The largest magnitude in float32: [1] of ``x``, or [rows] of each row of ``x`` [rows, columns]; NaN spreads."""
+    """The largest magnitude in float32: [1] of ``x``, or [rows] of its rows; NaN spreads."""
     magnitude = x.detach().abs()
     return (magnitude.amax().view(1) if per == "tensor" else magnitude.amax(-1)).float()
 
@@ -82,17 +86,20 @@ def scale_of(amax: torch.Tensor, dtype: torch.dtype, *, power_of_two: bool = Fal
     """The scale under which ``amax`` is the largest number of ``dtype``; float32 of the same shape.
 
     Args:
-        power_of_two: round up to a power of two: up to one bit of range is lost, and scaling rounds nothing.
+        power_of_two: round up to a power of two: up to one bit of range is lost, and scaling itself
+            does not round.
     """
+    # A multiplication by the reciprocal, as in the fused cast: their bits are equal.
     scale = amax.clamp_min(SMALLEST_AMAX) * (1.0 / LARGEST[dtype])
     if power_of_two:
+        # Up to the next exponent unless the mantissa is zero, then without mantissa.
         bits = (scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000
         scale = bits.view(torch.float32)
     return scale + (amax - amax)  # NaN where amax is infinite or NaN
 
 
 def cast(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``x`` [rows, columns] / ``scale`` ([1], or [rows]) in FP8, limited to its range; NaN stays NaN."""
+    """``x`` [rows, columns] / ``scale`` ([1] or [rows]) in FP8, limited to its range; NaN stays."""
     largest = LARGEST[dtype]
     scaled = x.detach().float() * (1.0 / scale).view(-1, 1)
     return scaled.clamp(-largest, largest).to(dtype)
@@ -112,8 +119,8 @@ def quantize(
     Args:
         x: [rows, columns], float32 or bf16.
         per: one scale for the tensor, or one for each row.
-        amax: float32 [1], or [rows] per row: of more than ``x`` (of a tensor-parallel group, of earlier steps) or known
-            already; None: that of ``x``.
+        amax: float32 [1], or [rows] per row, where it is of more than ``x`` (a tensor-parallel
+            group, earlier steps) or known already; None: that of ``x``.
         transposed: with a transposed copy (:func:`transpose`).
     """
     amax = amax_of(x, per) if amax is None else amax
@@ -125,8 +132,9 @@ def quantize(
 def transpose(operand: Operand) -> Operand:
     """``operand`` with a transposed copy of its data.
 
-    The copy has one scale, the largest of the rows'. Where these are powers of two it holds the same values but for
-    those of far smaller rows, which meet the end of FP8's range; else values are rounded a second time.
+    The copy has one scale, the largest of the rows'. Where these are powers of two it holds the
+    same values, except for rows with far smaller ones, which reach the lower end of FP8's range;
+    else values are rounded a second time.
     """
     data, scale = operand.data, operand.scale
     if scale.numel() == 1:

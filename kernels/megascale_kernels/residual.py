@@ -1,4 +1,4 @@
-"""What an output projection adds to the residual stream: its result, and its biases in the same pass."""
+"""The residual addition: an output projection's result and its biases, in one pass."""
 
 from __future__ import annotations
 

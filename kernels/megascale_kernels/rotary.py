@@ -1,6 +1,6 @@
 """From the input GEMM's columns to the heads of attention, with rotary position embedding.
 
-Rotary embedding stands in its half-split form (Su et al., arXiv 2104.09864): pair i is (x[i], x[i + d/2]).
+Rotary embedding (Su et al., arXiv 2104.09864) in its half-split form: pair i is (x[i], x[i + d/2]).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True)
 class Heads:
-    """How many heads one rank has: ``query`` of them and ``key_value`` of each kind, all ``size`` (d) wide."""
+    """The heads of one rank: ``query`` of q, ``key_value`` each of k and v, ``size`` (d) wide."""
 
     query: int
     key_value: int
@@ -33,26 +33,36 @@ class RotaryTable:
 
 
 def rotary_table(position: torch.Tensor, head_size: int, theta: float) -> RotaryTable:
-    """Angles position * theta^(-2i/d) for i below d/2; ``position`` is integer [B, S], ``head_size`` d is even.
+    """Angles position * theta^(-2i/d) for i below d/2.
+
+    Args:
+        position: integer [B, S].
+        head_size: d, even.
 
     Raises:
         ValueError: ``head_size`` is odd.
     """
     if head_size % 2:
-        raise ValueError(f"rotary embedding needs an even head size, got {head_size}: change hidden_size or heads")
+        raise ValueError(
+            f"rotary embedding needs an even head size, got {head_size}:"
+            " change hidden_size or heads"
+        )
+    # float64: at position 100,000 a float32 angle is off by 0.004 rad.
     pair = torch.arange(head_size // 2, device=position.device, dtype=torch.float64)
-    # float64: at position 100,000 a float32 angle is already off by 0.004 rad
-    angle = position.t().contiguous()[:, :, None, None].double() * theta ** (-2.0 * pair / head_size)
+    angle = position.t().contiguous()[:, :, None, None].double() * theta ** (
+        -2.0 * pair / head_size
+    )
     return RotaryTable(angle.cos().float(), angle.sin().float())
 
 
 def split_heads(
     inputs: torch.Tensor, heads: Heads, table: RotaryTable | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v of attention, [B, heads, S, d] each; q and k rotated where there is a ``table``.
+    """q, k and v of attention, [B, heads, S, d] each.
 
     Args:
         inputs: [S, B, heads.width]: the columns of q, then k, then v.
+        table: q and k are rotated by it; None: no rotation.
     """
     apart = inputs.reshape(*inputs.shape[:2], -1, heads.size)
     q, k, v = apart.tensor_split((heads.query, heads.query + heads.key_value), dim=2)

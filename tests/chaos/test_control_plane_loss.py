@@ -1,4 +1,4 @@
-"""The driver, then etcd, lost under a running job: training does not notice, and control comes back."""
+"""The driver, then etcd, is lost under a running job: training continues, and control returns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.harness.waiting import until
 
 from megascale.v1 import driver_pb2, types_pb2
 from megascale_common.etcd.server import EtcdServer
-from megascale_common.status_page import read_status_page
+from megascale_common.node.status_page import read_status_page
 
 OUTAGE_S = 20.0
 ENDLESS_STEPS = 100_000
@@ -28,13 +28,15 @@ STATUS_LOOK_S = 2.0
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def etcd(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EtcdServer]:
-    """An etcd of ours, for `megascale up` would start its own again within a second."""
+    """An etcd of this test, because `megascale up` would restart its own within a second."""
     async with EtcdServer(tmp_path_factory.mktemp("etcd") / "data", unsafe_no_fsync=True) as server:
         yield server
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(etcd: EtcdServer, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ChaosCluster]:
+async def cluster(
+    etcd: EtcdServer, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[ChaosCluster]:
     options = ("--nodes", "2", "--etcd-endpoints", etcd.endpoint)
     with chaos_cluster(tmp_path_factory.mktemp("control"), *options) as running:
         yield running
@@ -43,7 +45,9 @@ async def cluster(etcd: EtcdServer, tmp_path_factory: pytest.TempPathFactory) ->
 async def test_a_driver_that_is_killed_costs_no_step(cluster: ChaosCluster) -> None:
     steps = 300
     async with cluster.client() as client:
-        async with cluster.follow(client, cluster.job("driverless", steps=steps, interval_steps=20)) as run:
+        async with cluster.follow(
+            client, cluster.job("driverless", steps=steps, interval_steps=20)
+        ) as run:
             await run.until_step(40)
             workers = cluster.worker_pids(run.job)
             before, driver = run.step, cluster.up.state["driver"]["pid"]
@@ -57,17 +61,25 @@ async def test_a_driver_that_is_killed_costs_no_step(cluster: ChaosCluster) -> N
     assert job.phase == types_pb2.JOB_PHASE_SUCCEEDED, run.story()
     assert (job.attempt, job.restarts) == (1, 0), run.story()
     assert list(run.losses) == [1]
-    # Records that the driver had taken and not yet handed on die with it; every step was still made, and once.
+    # Records that the driver had received and not yet sent on are lost with it; every step was
+    # still trained, and once.
     missing = sorted(set(range(1, steps + 1)) - set(run.losses[1]))
-    assert not missing or (before < missing[0] and missing[-1] - missing[0] < len(missing)), (before, missing)
+    assert not missing or (before < missing[0] and missing[-1] - missing[0] < len(missing)), (
+        before,
+        missing,
+    )
     assert list(run.losses[1]) == sorted(run.losses[1])
     assert f"finished: step {steps}" in cluster.rank_log(job, 1)
     measured("driver killed", watch_resumed_s=resumed_s, killed_after_step=before)
 
 
-async def test_training_goes_on_without_etcd_and_control_returns(cluster: ChaosCluster, etcd: EtcdServer) -> None:
+async def test_training_goes_on_without_etcd_and_control_returns(
+    cluster: ChaosCluster, etcd: EtcdServer
+) -> None:
     async with cluster.client() as client:
-        async with cluster.follow(client, cluster.job("etcdless", steps=ENDLESS_STEPS, interval_steps=20)) as run:
+        async with cluster.follow(
+            client, cluster.job("etcdless", steps=ENDLESS_STEPS, interval_steps=20)
+        ) as run:
             await run.until_step(20)
             job, workers = run.job, cluster.worker_pids(run.job)
             logged = len((cluster.up.folder / "driver.log").read_text())
@@ -80,12 +92,16 @@ async def test_training_goes_on_without_etcd_and_control_returns(cluster: ChaosC
             back_s = time.monotonic()
             await etcd.start()
 
-            # Control is back: a job is taken in, and both are cancelled.
-            async with cluster.follow(client, cluster.job("next", steps=ENDLESS_STEPS, interval_steps=20)) as other:
+            # Control is back: a new job is accepted, and both are cancelled.
+            async with cluster.follow(
+                client, cluster.job("next", steps=ENDLESS_STEPS, interval_steps=20)
+            ) as other:
                 control_s = time.monotonic() - back_s
                 await run.until_step(steps[-1] + 20)
                 assert cluster.worker_pids(run.job) == workers
-                assert (run.job.phase, run.job.attempt) == (types_pb2.JOB_PHASE_RUNNING, 1), run.story()
+                assert (run.job.phase, run.job.attempt) == (types_pb2.JOB_PHASE_RUNNING, 1), (
+                    run.story()
+                )
                 assert list(run.losses[1]) == list(range(1, run.step + 1))
                 cancelled_s = time.monotonic()
                 await client.cancel(run.name, reason=END_REASON)
@@ -95,13 +111,20 @@ async def test_training_goes_on_without_etcd_and_control_returns(cluster: ChaosC
                 await other.until_step(1)
                 await client.cancel(other.name, reason=END_REASON)
                 await other.until_ended()
-    assert (ended.phase, ended.attempt, ended.restarts) == (types_pb2.JOB_PHASE_CANCELLED, 1, 0), run.story()
+    assert (ended.phase, ended.attempt, ended.restarts) == (types_pb2.JOB_PHASE_CANCELLED, 1, 0), (
+        run.story()
+    )
     assert run.first_event("NODE_DEAD") is None
-    measured("etcd killed", steps_in_outage=steps[-1] - steps[0], control_back_s=control_s, cancel_to_gone_s=gone_s)
+    measured(
+        "etcd killed",
+        steps_in_outage=steps[-1] - steps[0],
+        control_back_s=control_s,
+        cancel_to_gone_s=gone_s,
+    )
     assert KEY_REMOVED in (cluster.up.folder / "driver.log").read_text()[logged:]
 
 
 def step_of(cluster: ChaosCluster, job: driver_pb2.Job) -> int:
-    """Last step that rank 0 has completed, from its status page: nobody else is asked."""
+    """Last step that rank 0 has completed, read from its status page without any service."""
     path = cluster.status_page(job, 0)
     return int(until(lambda: read_status_page(path), "a reading of the status page").step)

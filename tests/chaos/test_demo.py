@@ -1,4 +1,4 @@
-"""The demo is believed only because it can fail: it succeeds as it stands, and fails when it is sabotaged."""
+"""The demo proves something only because it can fail: it succeeds, and fails when sabotaged."""
 
 from __future__ import annotations
 
@@ -11,19 +11,36 @@ import pytest
 from tests.harness.local_cluster import megascale
 
 # Two ranks on two nodes instead of eight: the same path in a fraction of the time.
-SMALL = ("--device", "cpu", "--tp", "1", "--pp", "1", "--dp", "2", "--devices-per-node", "1", "--steps", "14")
-SUSPECT_S = 8.0  # of silence; a broken link says it sooner, on however slow a machine
+SMALL = (
+    "--device",
+    "cpu",
+    "--tp",
+    "1",
+    "--pp",
+    "1",
+    "--dp",
+    "2",
+    "--devices-per-node",
+    "1",
+    "--steps",
+    "14",
+)
+SUSPECT_S = 8.0  # without a heartbeat; a broken link shows earlier, however slow the machine
 
 
 def run_demo(folder: Path, *options: str) -> tuple[int, str, dict[str, Any]]:
     """Exit status, all output, and the report (empty if there is none)."""
     done = megascale("demo", "--run-folder", str(folder), *options)
     report = folder / "report.json"
-    return done.returncode, done.stdout + done.stderr, json.loads(report.read_text()) if report.exists() else {}
+    return (
+        done.returncode,
+        done.stdout + done.stderr,
+        json.loads(report.read_text()) if report.exists() else {},
+    )
 
 
 def processes_of(folder: Path) -> list[str]:
-    """Command lines of living processes that name the folder."""
+    """Command lines of running processes that name the folder."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal() or int(entry.name) == os.getpid():
@@ -37,7 +54,7 @@ def processes_of(folder: Path) -> list[str]:
     return found
 
 
-def test_the_demo_shows_a_node_lost_and_a_run_that_goes_on(tmp_path: Path) -> None:
+def test_the_demo_shows_a_lost_node_and_a_run_that_resumes(tmp_path: Path) -> None:
     status, output, report = run_demo(tmp_path / "demo", "--device", "cpu")
     assert status == 0, output
     assert (report["device"], report["world_size"], report["attempts"]) == ("cpu", 8, 2)
@@ -49,7 +66,10 @@ def test_the_demo_shows_a_node_lost_and_a_run_that_goes_on(tmp_path: Path) -> No
     assert report["final_loss"] < report["first_loss"]
     assert len(report["evicted_nodes"]) == 1
     assert 0 <= report["fault_to_detected_s"] < SUSPECT_S
-    assert report["fault_to_first_new_step_s"] >= report["fault_to_detected_s"] + report["detected_to_restarted_s"]
+    assert (
+        report["fault_to_first_new_step_s"]
+        >= report["fault_to_detected_s"] + report["detected_to_restarted_s"]
+    )
     assert (tmp_path / "demo" / "loss.png").exists()
     assert "SIGKILL" in output
     assert processes_of(tmp_path) == []
@@ -59,18 +79,18 @@ def test_the_demo_shows_a_node_lost_and_a_run_that_goes_on(tmp_path: Path) -> No
     ("sabotage", "options", "reason"),
     [
         pytest.param("no-kill", (), "no node was killed", marks=pytest.mark.slow),
-        ("no-spare", ("--recovery-timeout-s", "6"), "waits: needs 2 nodes"),
+        ("no-spare", ("--recovery-timeout-s", "6"), "is waiting: it needs 2 nodes"),
         ("loss", (), "every step's loss equals the twin's bit for bit"),
     ],
 )
-def test_a_sabotaged_demo_fails_and_says_why(
+def test_a_sabotaged_demo_fails_with_the_reason(
     tmp_path: Path, sabotage: str, options: tuple[str, ...], reason: str
 ) -> None:
     status, output, report = run_demo(tmp_path / "demo", *SMALL, "--sabotage", sabotage, *options)
     assert status == 1, output
     assert "the demo failed" in output
     assert reason in output.splitlines()[-1]
-    # What was not sabotaged was seen, so that the failure has no other cause.
+    # Everything else was observed, so the failure has no other cause.
     if sabotage == "loss":
         assert report["loss_after_resume_matches"] is False
         assert (report["attempts"], report["restore_source"]) == (2, "storage")

@@ -1,4 +1,4 @@
-"""A worker that stands still with its process alive, in a real cluster: the job is restarted, and no node is left."""
+"""A worker hangs with its process alive, in a real cluster: the job restarts on the same nodes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tests.harness.chaos_cluster import ChaosCluster, chaos_cluster, measured
 from tests.harness.job_follower import JobFollower, seconds
 
 from megascale.v1 import types_pb2
-from megascale_common.status_page import read_status_page
+from megascale_common.node.status_page import read_status_page
 
-# Below the floor no pause counts as a hang: a busy machine may keep two ranks from running for seconds.
+# A pause below the floor is no hang: a busy machine may give two ranks no CPU time for seconds.
 FLOOR_S, DEFAULT_FLOOR_S = 8.0, 60.0
 STEPS = 150
 STOPPED_RANK = 1
@@ -26,7 +26,7 @@ async def test_a_stopped_worker_is_named_and_the_job_finishes(tmp_path: Path) ->
         async with cluster.client() as client:
             spec = cluster.job("hung", steps=STEPS, interval_steps=20)
             async with cluster.follow(client, spec) as run:
-                await run.until_step(60)  # by now its pace is known
+                await run.until_step(60)  # enough steps to measure its pace
                 nodes = list(run.job.nodes)
                 stopped_at_s = stop_outside_operations(cluster, run)
                 await asyncio.sleep(FLOOR_S / 2)
@@ -36,20 +36,31 @@ async def test_a_stopped_worker_is_named_and_the_job_finishes(tmp_path: Path) ->
                 job = await run.until_ended()
                 story = run.story()
     assert job.phase == types_pb2.JOB_PHASE_SUCCEEDED, story
-    assert (job.attempt, job.restarts, list(job.nodes), list(job.evicted_nodes)) == (2, 1, nodes, []), story
-    assert f"rank {STOPPED_RANK} on node {nodes[STOPPED_RANK]}" in hang.message and "rank 0 " not in hang.message, story
-    assert "most recent call first" in log.read_text(), "where rank 0 waited is not told"
+    assert (job.attempt, job.restarts, list(job.nodes), list(job.evicted_nodes)) == (
+        2,
+        1,
+        nodes,
+        [],
+    ), story
+    assert (
+        f"rank {STOPPED_RANK} on node {nodes[STOPPED_RANK]}" in hang.message
+        and "rank 0 " not in hang.message
+    ), story
+    assert "most recent call first" in log.read_text(), "the log lacks where rank 0 waited"
     suspects = [item.source for item in hang.evidence if item.digest.startswith("suspect")]
     assert suspects == [f"nodes/{nodes[STOPPED_RANK]}/ranks/{STOPPED_RANK}"], story
     assert sorted(run.newest_losses) == list(range(1, STEPS + 1))
-    noticed_s = seconds(hang) - stopped_at_s
-    measured("worker stopped", noticed_s=noticed_s, restored_step=job.restored_step)
-    assert FLOOR_S <= noticed_s < DEFAULT_FLOOR_S
+    detected_s = seconds(hang) - stopped_at_s
+    measured("worker stopped", detected_s=detected_s, restored_step=job.restored_step)
+    assert FLOOR_S <= detected_s < DEFAULT_FLOOR_S
 
 
 def stop_outside_operations(cluster: ChaosCluster, run: JobFollower) -> float:
-    """Stop the worker where it is in its own code, inside no operation, so that it alone is to blame; when."""
-    pid, page = cluster.worker_pids(run.job)[STOPPED_RANK], cluster.status_page(run.job, STOPPED_RANK)
+    """Stop the worker outside any operation, so that it alone is suspect; returns when."""
+    pid, page = (
+        cluster.worker_pids(run.job)[STOPPED_RANK],
+        cluster.status_page(run.job, STOPPED_RANK),
+    )
     for _ in range(200):
         os.kill(pid, signal.SIGSTOP)
         stopped_at_s = time.time()

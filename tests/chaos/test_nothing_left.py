@@ -1,4 +1,4 @@
-"""Agent, daemon and `megascale up` killed in turn under a running job: no process stays, and shared memory goes too."""
+"""Agent, daemon and `megascale up` are killed in turn: no process and no shared memory is left."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def test_nothing_is_left_by_what_is_killed(cluster: ChaosCluster) -> None:
             first, second = run.job.nodes
             workers = cluster.worker_pids(run.job)
 
-            # The daemon: its agent starts another, and training goes on with new snapshots.
+            # The daemon: its agent starts another, and training continues with new snapshots.
             before = cluster.up.node_pids(first)
             os.kill(before["checkpoint"], signal.SIGKILL)
             replaced = (None, before["checkpoint"])
@@ -39,7 +39,7 @@ async def test_nothing_is_left_by_what_is_killed(cluster: ChaosCluster) -> None:
             slots = {folder for folder in cluster.shared_memory() if folder.startswith(f"{first}/")}
             assert len(slots) == 1
 
-            # The agent alone: all that it started ends with it, and the spare takes over.
+            # The agent: all processes that it started end with it, and the spare takes over.
             node = cluster.up.node_pids(second)
             assert {"agent", "template", "checkpoint", "loader", "rank-1"} == node.keys()
             assert not any(ended(pid) for pid in node.values())
@@ -50,14 +50,18 @@ async def test_nothing_is_left_by_what_is_killed(cluster: ChaosCluster) -> None:
 
             # `megascale up`, while the job runs.
             running = cluster.up.processes()
-            assert {*cluster.worker_pids(run.job).values(), cluster.up.state["etcd"]["pid"]} <= set(running)
+            assert {*cluster.worker_pids(run.job).values(), cluster.up.state["etcd"]["pid"]} <= set(
+                running
+            )
             cluster.up.process.kill()
             cluster.up.process.wait()
             up_s = until_gone(running, "processes of the cluster gone")
             assert cluster.up.processes() == []
 
     memory, sockets = cluster.shared_memory(), cluster.socket_folders()
-    assert {folder.split("/")[0] for folder in memory} == {"n1", "n2", "n3"}, "killed daemons clean nothing up"
+    assert {folder.split("/")[0] for folder in memory} == {"n1", "n2", "n3"}, (
+        "killed daemons remove nothing"
+    )
     with cluster.start_again() as up:
         assert len(cluster.shared_memory()) == 3
         assert memory.isdisjoint(cluster.shared_memory())

@@ -1,6 +1,7 @@
-"""Workers, nodes and checkpoint files lost under a running job, on a real cluster of four nodes of one rank each.
+"""Workers, nodes and checkpoint files are lost under a running job, on four nodes of one rank.
 
-The order of the tests spares time: only the last one takes a node away for good, after which the cluster is replaced.
+The order of the tests saves time: only the last one loses a node for good, after which the cluster
+would have to be replaced.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from megascale.v1 import types_pb2
 from megascale_client import AsyncClient
 
 ENDLESS_STEPS = 100_000
-# What the next slower way to find the same fault takes (megascale_driver.core.policy): a bound for any machine. How
-# fast an idle one is stands in benchmarks/.
+# Each fault must be detected faster than by the next slower mechanism, whose time this is
+# (megascale_driver.core.policy): a bound for any machine. Times of an idle one are in benchmarks/.
 HEARTBEAT_S, SUSPECT_S, UNCORROBORATED_S = 5.0, 8.0, 60.0
 
 
@@ -37,7 +38,7 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Cha
 
 @pytest.fixture
 def cluster(ready: Callable[[], ChaosCluster]) -> ChaosCluster:
-    """Whole, and running nothing, whatever the test before did to it."""
+    """Complete and idle, whatever the test before did to it."""
     return ready()
 
 
@@ -55,11 +56,18 @@ async def test_a_killed_worker_costs_no_bit_of_the_result(cluster: ChaosCluster)
             killed_at_s = time.time()
             os.kill(cluster.worker_pids(run.job)[rank], signal.SIGKILL)
             job, other = await run.until_ended(), await twin.until_ended()
-    assert (job.phase, other.phase) == (types_pb2.JOB_PHASE_SUCCEEDED, types_pb2.JOB_PHASE_SUCCEEDED), run.story()
+    assert (job.phase, other.phase) == (
+        types_pb2.JOB_PHASE_SUCCEEDED,
+        types_pb2.JOB_PHASE_SUCCEEDED,
+    ), run.story()
     assert (job.attempt, other.attempt) == (2, 1)
     log = cluster.rank_log(job, 1)
     assert "rank 1 of 2: tp 0 dp 0 pp 1 on cpu, attempt 2, job interrupted, torch " in log
-    for line in (f"restored step {job.restored_step} from memory", "snapshot started", f"finished: step {steps}"):
+    for line in (
+        f"restored step {job.restored_step} from memory",
+        "snapshot started",
+        f"finished: step {steps}",
+    ):
         assert line in log, log
     assert job.restore_source == types_pb2.RESTORE_SOURCE_MEMORY
     assert list(job.nodes) == nodes
@@ -70,20 +78,35 @@ async def test_a_killed_worker_costs_no_bit_of_the_result(cluster: ChaosCluster)
     detected_s = seconds(exited) - killed_at_s
     assert run.newest_losses == twin.losses[1]
     assert list(twin.losses[1]) == list(range(1, steps + 1))
-    repeated = {number: loss for number, loss in run.losses[1].items() if number > job.restored_step}
+    repeated = {
+        number: loss for number, loss in run.losses[1].items() if number > job.restored_step
+    }
     assert repeated.items() <= run.losses[2].items()
-    measured("worker killed", detected_s=detected_s, restored_step=job.restored_step, repeated=len(repeated))
-    assert 0 <= detected_s < HEARTBEAT_S, "the node reports an exit at once, not with its next heartbeat"
+    measured(
+        "worker killed",
+        detected_s=detected_s,
+        restored_step=job.restored_step,
+        repeated=len(repeated),
+    )
+    assert 0 <= detected_s < HEARTBEAT_S, (
+        "the node reports an exit at once, not with its next heartbeat"
+    )
 
 
-async def test_the_last_checkpoint_survives_a_death_while_it_is_awaited(cluster: ChaosCluster) -> None:
+async def test_the_last_checkpoint_survives_a_death_while_it_is_awaited(
+    cluster: ChaosCluster,
+) -> None:
     steps = 100
     async with cluster.client() as client:
-        async with cluster.follow(client, cluster.job("last", steps=steps, interval_steps=0)) as run:
+        async with cluster.follow(
+            client, cluster.job("last", steps=steps, interval_steps=0)
+        ) as run:
             await run.until_step(1)
-            # Rank 1's file cannot grow to its size: rank 0 waits for it, and dies.
+            # Rank 1's file cannot grow to its size, so rank 0 waits for it; then rank 0 is killed.
             daemon = cluster.up.node_pids(run.job.nodes[1])["checkpoint"]
-            unlimited = resource.prlimit(daemon, resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+            unlimited = resource.prlimit(
+                daemon, resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY)
+            )
             await run.until_step(steps)
             await run.until(lambda: "finished" in cluster.rank_log(run.job, 1), "rank 1's end")
             resource.prlimit(daemon, resource.RLIMIT_FSIZE, unlimited)
@@ -91,11 +114,17 @@ async def test_the_last_checkpoint_survives_a_death_while_it_is_awaited(cluster:
             job = await run.until_ended()
             story = run.story()
     assert (job.phase, job.attempt) == (types_pb2.JOB_PHASE_SUCCEEDED, 2), story
-    assert (job.restore_source, job.restored_step) == (types_pb2.RESTORE_SOURCE_MEMORY, steps), story
-    assert [(commit.attempt, commit.step) for commit in cluster.commit_log("last").commits()] == [(2, steps)]
+    assert (job.restore_source, job.restored_step) == (types_pb2.RESTORE_SOURCE_MEMORY, steps), (
+        story
+    )
+    assert [(commit.attempt, commit.step) for commit in cluster.commit_log("last").commits()] == [
+        (2, steps)
+    ]
 
 
-async def test_a_node_that_stands_still_is_replaced_and_commits_nothing_later(cluster: ChaosCluster) -> None:
+async def test_a_node_that_stands_still_is_replaced_and_commits_nothing_later(
+    cluster: ChaosCluster,
+) -> None:
     async with cluster.client() as client:
         spec = cluster.job("stopped", steps=ENDLESS_STEPS, interval_steps=10, spares=1)
         async with cluster.follow(client, spec) as run:
@@ -125,11 +154,18 @@ async def test_a_node_that_stands_still_is_replaced_and_commits_nothing_later(cl
             await client.cancel(run.name, reason=END_REASON)
             await run.until_ended()
     assert set(attempts_after_reopening(cluster, "stopped")) == {2}
-    measured("node stopped", acted_upon_s=acted_s, workers_gone_after_cont_s=gone_s, idle_after_cont_s=back_s)
+    measured(
+        "node stopped",
+        acted_upon_s=acted_s,
+        workers_gone_after_cont_s=gone_s,
+        idle_after_cont_s=back_s,
+    )
     assert 0 < acted_s < UNCORROBORATED_S
 
 
-async def test_an_evicted_node_is_left_and_a_cancelled_job_stops_at_once(cluster: ChaosCluster) -> None:
+async def test_an_evicted_node_is_left_and_a_cancelled_job_stops_at_once(
+    cluster: ChaosCluster,
+) -> None:
     async with cluster.client() as client:
         spec = cluster.job("moved", steps=ENDLESS_STEPS, interval_steps=10, spares=1)
         async with cluster.follow(client, spec) as run:
@@ -157,15 +193,20 @@ async def test_an_evicted_node_is_left_and_a_cancelled_job_stops_at_once(cluster
     measured("evicted and cancelled", evict_to_new_steps_s=moved_s, cancel_to_gone_s=gone_s)
 
 
-async def test_damaged_checkpoints_are_refused_by_name_after_the_loss_of_a_node(cluster: ChaosCluster) -> None:
+async def test_damaged_checkpoints_are_refused_by_name_after_the_loss_of_a_node(
+    cluster: ChaosCluster,
+) -> None:
     steps, interval_steps = 240, 40
     async with cluster.client() as client:
         spec = cluster.job("damaged", steps=steps, interval_steps=interval_steps, spares=1)
         async with cluster.follow(client, spec) as run:
-            await run.until(lambda: len(cluster.commit_log("damaged").commits()) >= 3, "three commits")
+            await run.until(
+                lambda: len(cluster.commit_log("damaged").commits()) >= 3, "three commits"
+            )
             lost, spare = run.job.nodes[0], run.job.spare_nodes[0]
             driver = cluster.up.state["driver"]["pid"]
-            os.kill(driver, signal.SIGSTOP)  # so that it decides after the damage is done, on however slow a machine
+            # Stopped, so that it decides after the damage is done, however slow the machine.
+            os.kill(driver, signal.SIGSTOP)
             try:
                 killed_at_s = cluster.signal_node(lost, signal.SIGKILL)
                 truncated, flipped, whole = cluster.commit_log("damaged").commits()[:3]
@@ -177,25 +218,34 @@ async def test_damaged_checkpoints_are_refused_by_name_after_the_loss_of_a_node(
             job = await run.until_ended()
     story = run.story()
     assert job.phase == types_pb2.JOB_PHASE_SUCCEEDED, story
-    assert (job.restored_step, job.restore_source) == (whole.step, types_pb2.RESTORE_SOURCE_STORAGE), story
+    assert (job.restored_step, job.restore_source) == (
+        whole.step,
+        types_pb2.RESTORE_SOURCE_STORAGE,
+    ), story
     refusals = [event.message for event in run.events if event.reason == "CHECKPOINT_REFUSED"]
     for name in names:
         assert any(name in message for message in refusals), (name, story)
-    # No node is blamed for a damaged file.
+    # No node is evicted for a damaged file.
     assert list(job.evicted_nodes) == [lost], story
     assert spare in job.nodes
     again = run.losses[job.attempt]
     assert list(again) == list(range(whole.step + 1, steps + 1))
-    assert {step: loss for step, loss in run.losses[1].items() if step > whole.step}.items() <= again.items()
+    assert {
+        step: loss for step, loss in run.losses[1].items() if step > whole.step
+    }.items() <= again.items()
     detected_s = seconds(dead) - killed_at_s
     measured("node killed", detected_s=detected_s, restored_step=whole.step, attempts=job.attempt)
-    assert 0 <= detected_s < SUSPECT_S, "its link broke: nobody waits for missing heartbeats"
+    assert 0 <= detected_s < SUSPECT_S, "its link broke, so no heartbeat need be missed"
 
 
 def damage(cluster: ChaosCluster, manifest: str, rank: int = 0) -> str:
-    """Cut rank 1's file of a checkpoint in half, or change one bit of rank 0's; the path below the job's folder.
+    """Cut rank 1's file of a checkpoint in half, or change one bit of rank 0's.
 
-    Rank 0 is restored on a node that has never seen the job, so it must read its file; rank 1 may have it in memory.
+    Rank 0 is restored on a node that never ran the job, so it must read its file; rank 1 may have
+    its state in memory.
+
+    Returns:
+        The file's path below the job's folder.
     """
     path = Path(manifest).with_name(f"rank-{rank:05d}.safetensors")
     file = cluster.checkpoints("damaged") / path
@@ -211,7 +261,11 @@ def damage(cluster: ChaosCluster, manifest: str, rank: int = 0) -> str:
 def attempts_after_reopening(cluster: ChaosCluster, job: str) -> list[int]:
     """The attempt of each checkpoint committed since attempt 2 opened the log."""
     records = cluster.commit_log(job).records
-    opened = next(index for index, record in enumerate(records) if (record.kind, record.attempt) == ("OPEN", 2))
+    opened = next(
+        index
+        for index, record in enumerate(records)
+        if (record.kind, record.attempt) == ("OPEN", 2)
+    )
     return [record.attempt for record in records[opened:] if record.kind == "COMMIT"]
 
 

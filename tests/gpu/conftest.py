@@ -1,4 +1,4 @@
-"""Ranks for all modules: a CUDA context and its libraries take seconds to start, so they are started once."""
+"""Ranks for all modules, started once: a CUDA context and its libraries take seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from tests.harness.ranks import RankPool, rank_pool
 
 interpret_without_cuda()  # modules of this folder are imported, and not run, by `make test` too
 
-CAP_S = 240  # ranks that hang on a device spin: their CPU time is no progress, and the time of devices is dear
+# Ranks that hang on a device spin: their CPU time is no progress, and devices are expensive.
+CAP_S = 240
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -23,7 +24,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pool() -> Iterator[RankPool]:
     """Ranks that stay for the whole session, by world size.
 
-    cuBLAS reads its workspace when a process first uses it: too late for a deterministic job that follows another one.
+    cuBLAS reads its workspace when a process first uses it: too late for a deterministic job that
+    follows another one.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     with rank_pool(resident=True) as ready:

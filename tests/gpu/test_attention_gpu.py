@@ -12,7 +12,10 @@ from tests.harness.kernels import relative_error
 from megascale_kernels.attention import AttentionMask, attention, attention_mask
 from megascale_kernels.documents import Documents, documents_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 SEQUENCE, BATCH, HEADS, WIDTH = 512, 2, 8, 128
 
@@ -27,7 +30,9 @@ def deterministic() -> Iterator[None]:
 def _inputs(kv_heads: int) -> list[torch.Tensor]:
     generator = torch.Generator("cuda").manual_seed(1)
     return [
-        torch.randn(BATCH, heads, SEQUENCE, WIDTH, generator=generator, device="cuda", dtype=torch.bfloat16)
+        torch.randn(
+            BATCH, heads, SEQUENCE, WIDTH, generator=generator, device="cuda", dtype=torch.bfloat16
+        )
         .mul_(0.5)
         .requires_grad_()
         for heads in (HEADS, kv_heads, kv_heads)
@@ -77,7 +82,7 @@ def test_what_must_repeat_does_not_use_cudnn_and_repeats() -> None:
 
 
 def test_gradients_of_any_layout_are_right() -> None:
-    """One process meets several: cuDNN's backward is kept for the first, and would read another beside its memory."""
+    """One process has several: cuDNN's backward is cached for the first layout it gets."""
     q, k, v = _inputs(HEADS)
     gradient = torch.randn(BATCH, HEADS, SEQUENCE, WIDTH, device="cuda", dtype=torch.bfloat16)
     wide = torch.zeros(SEQUENCE, BATCH, 3 * HEADS * WIDTH, device="cuda", dtype=torch.bfloat16)
@@ -85,15 +90,19 @@ def test_gradients_of_any_layout_are_right() -> None:
     columns.copy_(gradient)
     transposed = gradient.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
     exact = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
-    wanted = torch.autograd.grad(attention(*exact, attention_mask(SEQUENCE)), exact, gradient.double())
+    wanted = torch.autograd.grad(
+        attention(*exact, attention_mask(SEQUENCE)), exact, gradient.double()
+    )
     for laid_out in (columns, gradient, transposed):
-        found = torch.autograd.grad(attention(q, k, v, attention_mask(SEQUENCE)), (q, k, v), laid_out)
+        found = torch.autograd.grad(
+            attention(q, k, v, attention_mask(SEQUENCE)), (q, k, v), laid_out
+        )
         for ours, theirs in zip(found, wanted, strict=True):
             torch.testing.assert_close(ours.double(), theirs, atol=5e-2, rtol=2e-2)
 
 
 def _documents() -> Documents:
-    """Of one token, of a block and one over, and of whatever remains; not the same in both sequences."""
+    """Documents of one token, of a block and one over, and the rest; the sequences differ."""
     begins = torch.zeros(BATCH, SEQUENCE, dtype=torch.bool)
     begins[0, [1, 130, 131, 400]] = True
     begins[1, [300, 511]] = True
@@ -111,7 +120,9 @@ def _by_position(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("by_position", [False, True])
 @pytest.mark.parametrize("kv_heads", [HEADS, 2])
-@pytest.mark.parametrize(("documents", "window"), [(True, 0), (True, 100), (False, 100), (False, 2), (False, 0)])
+@pytest.mark.parametrize(
+    ("documents", "window"), [(True, 0), (True, 100), (False, 100), (False, 2), (False, 0)]
+)
 def test_varlen_is_right(documents: bool, window: int, kv_heads: int, by_position: bool) -> None:
     leaves = _inputs(kv_heads)
     given = _by_position(leaves) if by_position else leaves
@@ -128,7 +139,7 @@ def test_varlen_is_right(documents: bool, window: int, kv_heads: int, by_positio
 @pytest.mark.parametrize(("documents", "window"), [(True, 0), (True, 100), (False, 100)])
 def test_documents_and_windows_need_no_matrix_and_no_wait(documents: bool, window: int) -> None:
     leaves, mask = _inputs(2), _masked(documents, window)
-    attention(*leaves, mask)  # what is made once has been made
+    attention(*leaves, mask)  # what is made once is made here
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

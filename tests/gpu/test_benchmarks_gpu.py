@@ -1,4 +1,4 @@
-"""Benchmarks on CUDA devices: figures, the split of a step, and a sweep in which a configuration has no room."""
+"""Benchmarks on CUDA devices: figures, the split of a step, a configuration without room."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ import pytest
 import torch
 from tests.harness.ranks import REPOSITORY, RankPool
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices"),
+]
 
 SMALL = ["--seq", "256", "--global-batch", "8", "--steps", "6"]
 
 
-@pytest.mark.parametrize("layout", [["--tp", "2"], ["--pp", "2"], ["--dp", "2"]], ids=["tp", "pp", "dp"])
+@pytest.mark.parametrize(
+    "layout", [["--tp", "2"], ["--pp", "2"], ["--dp", "2"]], ids=["tp", "pp", "dp"]
+)
 def test_figures_and_the_split_of_a_step(layout: list[str], pool: RankPool, tmp_path: Path) -> None:
     options = [*layout, *SMALL, "--exposed", "all", "--rounds", "2", "--profile", "trace.json.gz"]
     program = "tests.harness.benchmarking:measured"
@@ -44,9 +49,17 @@ def test_a_sweep_goes_on_after_a_configuration_that_has_no_room(tmp_path: Path) 
         {"name": "tp", "tp": 2, **small, "deterministic": True, "repeats": 2},
     ]
     (tmp_path / "sweep.json").write_text(json.dumps(sweep))
-    command = [sys.executable, "benchmarks/throughput.py", "--ranks", "2", "--json", "--folder", str(tmp_path)]
+    command = [
+        sys.executable,
+        "benchmarks/throughput.py",
+        "--ranks",
+        "2",
+        "--json",
+        "--folder",
+        str(tmp_path),
+    ]
     command += ["--sweep", str(tmp_path / "sweep.json")]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    lines = {line["name"]: line for line in map(json.loads, done.stdout.splitlines())}
+    lines = {line["name"]: line for line in json.loads(done.stdout)["results"]}
     assert "OutOfMemory" in lines["175B on two devices"]["failed"], done.stderr[-2000:]
     assert lines["tp"]["repeats"]["losses_bitwise_equal"]

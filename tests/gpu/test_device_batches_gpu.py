@@ -1,4 +1,4 @@
-"""Prefetched batches on CUDA: a step reads its own numbers, however slow the device and however early the next come."""
+"""Prefetched batches on CUDA: a step reads its own data, at any speed of host and device."""
 
 from __future__ import annotations
 
@@ -9,18 +9,27 @@ import numpy as np
 import pytest
 import torch
 
-from megascale_executor.trainer.batch import MicroBatch
-from megascale_executor.trainer.data.client import LoaderClient
-from megascale_executor.trainer.data.device_batches import step_batches
+from megascale_trainer.batch import MicroBatch
+from megascale_trainer.data.client import LoaderClient
+from megascale_trainer.data.device_batches import step_batches
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 SHAPE = (4, 2048)
-FIELDS = {"tokens": "<i8", "targets": "<i8", "loss_weight": "<f4", "position": "<i8", "document_start": "<i4"}
+FIELDS = {
+    "tokens": "<i8",
+    "targets": "<i8",
+    "loss_weight": "<f4",
+    "position": "<i8",
+    "document_start": "<i4",
+}
 
 
 class CountingLoader:
-    """Step n consists of two micro-batches full of 2 n and 2 n + 1, which are also lengths of their first documents."""
+    """Step n has two micro-batches full of 2 n and 2 n + 1: also their first documents' lengths."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -42,7 +51,8 @@ def _summary(batch: MicroBatch) -> torch.Tensor:
     return torch.stack([value.double() for value in values])
 
 
-@pytest.mark.parametrize("busy_cycles", [0, 20_000_000])  # some 10 ms of work per step: the host runs far ahead
+# 20 million cycles are some 10 ms of work per step: the host runs far ahead.
+@pytest.mark.parametrize("busy_cycles", [0, 20_000_000])
 @pytest.mark.parametrize("prefetching", [True, False])
 def test_every_step_reads_its_own_batches(busy_cycles: int, prefetching: bool) -> None:
     loader = CountingLoader()

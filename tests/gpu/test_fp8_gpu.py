@@ -1,4 +1,4 @@
-"""FP8 on Hopper: casts bit for bit, products against float64, accumulation in place, choices, and what falls back."""
+"""FP8 on Hopper: casts bit for bit, GEMMs against float64, accumulation, choices, fallbacks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megascale_kernels import quantize as plain
 from megascale_kernels.activation import gelu
 from megascale_kernels.fused import quantize as fused
 from megascale_kernels.fused.activation_operand import activation_operand, activation_with_amax
-from megascale_kernels.fused.norm_operand import norm_bound, norm_operand
+from megascale_kernels.fused.norm_operand import NormCast, norm_bound, norm_operand
 from megascale_kernels.gemm import Gemm, multiply_by_torch
 from megascale_kernels.norm import layer_norm
 from megascale_kernels.quantize import E4M3, E5M2, Factor, Operand, dequantize, scale_of
@@ -25,7 +25,8 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9,
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
 
 BURST_S = 0.005  # for which an algorithm is timed
-# Tensor cores align the products of a sum before they add them: relative errors of sums over 1024, both ways.
+# Tensor cores align the summands before they add them: relative errors of sums over 1024, with and
+# without ``fast``.
 SUM_ERROR = {True: 2e-3, False: 5e-4}
 
 
@@ -53,27 +54,26 @@ def test_casts(shape: tuple[int, int], dtype: torch.dtype) -> None:
     wanted_by_row = plain.quantize(x, dtype, per="row", power_of_two=True, transposed=True)
     for ours, right in ((found, wanted), (by_row, wanted_by_row)):
         assert torch.equal(ours.scale, right.scale)
-        for one, other in ((ours.data, right.data), (ours.over_rows().data, right.over_rows().data)):
+        for one, other in (
+            (ours.data, right.data),
+            (ours.over_rows().data, right.over_rows().data),
+        ):
             assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 @pytest.mark.parametrize("form", ["rows", "given", "amax"])
 @pytest.mark.parametrize("width", [4096, 12288])
 def test_norm(width: int, form: str) -> None:
-    x, residual, shift, bias = _random(300, width), _random(300, width), _random(width), _random(width, scale=0.1)
+    x, residual, shift, bias = (
+        _random(300, width),
+        _random(300, width),
+        _random(width),
+        _random(width, scale=0.1),
+    )
     weight = 1 + _random(width, scale=0.1)
     scale = scale_of(norm_bound(weight, bias), E4M3) if form == "given" else None
-    found = norm_operand(
-        x,
-        residual,
-        shift,
-        weight,
-        bias,
-        "layernorm",
-        1e-5,
-        form,
-        scale=scale,  # type: ignore[arg-type]
-    )
+    cast = NormCast(form, scale=scale)  # type: ignore[arg-type]
+    found = norm_operand(x, residual, shift, weight, bias, "layernorm", 1e-5, cast)
     exact = layer_norm(found.stream.double(), weight.double(), bias.double(), 1e-5)
     if found.operand is not None:
         assert relative_error(dequantize(found.operand.over_columns()), exact) < 0.03
@@ -84,7 +84,11 @@ def test_norm(width: int, form: str) -> None:
 
 
 def test_activation_beside_attention() -> None:
-    x, bias, attended = _random(500, 3072 + 12288)[:, 3072:], _random(12288), _random(500, 3072, scale=0.3)
+    x, bias, attended = (
+        _random(500, 3072 + 12288)[:, 3072:],
+        _random(12288),
+        _random(500, 3072, scale=0.3),
+    )
     exact = torch.cat((attended.double(), gelu(x.double() + bias.double())), dim=-1)
     operand = activation_operand(x, bias, "gelu", attended)
     assert relative_error(dequantize(operand.over_columns()), exact) < 0.03
@@ -96,7 +100,7 @@ def test_activation_beside_attention() -> None:
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("per", ["tensor", "row"])
 @pytest.mark.parametrize("gradient", [E4M3, E5M2])
-def test_products_of_a_linear_layer(
+def test_gemms_of_a_linear_layer(
     gradient: torch.dtype, per: str, fast: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     x, w, dy = _random(768, 1024), _random(512, 1024, scale=0.02), _random(768, 512, scale=1e-4)
@@ -108,7 +112,7 @@ def test_products_of_a_linear_layer(
         (operands[1].over_columns(), weight.over_rows(), False),
         (operands[1].over_rows(), operands[0].over_rows(), True),
     )
-    products = Gemm(duration_s=BURST_S)
+    gemms = Gemm(duration_s=BURST_S)
     with caplog.at_level(logging.WARNING):
         for left, right, accumulate in sides:
             shape = left.data.shape[0], right.data.shape[0]
@@ -116,12 +120,14 @@ def test_products_of_a_linear_layer(
             start = torch.randn(shape, device=CUDA) * 1e-3
             if accumulate:
                 out = start.clone()
-            products.multiply(left, right, out, accumulate=accumulate, fast=fast)
+            gemms.multiply(left, right, out, accumulate=accumulate, fast=fast)
             exact = _exact(left, right)
             bound = SUM_ERROR[fast] + (0.0 if accumulate else 2e-3)
-            assert relative_error(out.double() - start.double() if accumulate else out, exact) < bound
+            assert (
+                relative_error(out.double() - start.double() if accumulate else out, exact) < bound
+            )
             again = start.clone() if accumulate else torch.empty_like(out)
-            products.multiply(left, right, again, accumulate=accumulate, fast=fast)
+            gemms.multiply(left, right, again, accumulate=accumulate, fast=fast)
             assert torch.equal(out, again), "does not repeat"
     assert not caplog.records, "the library was not used"
 
@@ -145,19 +151,21 @@ def test_bf16_in_every_layout(upright: tuple[bool, bool], accumulate: bool) -> N
 
 
 def test_rows_of_larger_matrices() -> None:
-    """As overlapped products take them: rows of an operand and of the result, and a part of the summed dimension."""
+    """As overlapped matmuls take them: rows of both sides, and a part of the summed dimension."""
     x, w = (_by_tensor(_random(rows, 2048)).over_columns() for rows in (512, 256))
     out = torch.zeros(512, 256, device=CUDA, dtype=torch.bfloat16)
-    products = Gemm(duration_s=BURST_S)
+    gemms = Gemm(duration_s=BURST_S)
     for first, last in ((0, 128), (128, 304), (304, 512)):
-        products.multiply(Factor(x.data[first:last], x.scale), w, out[first:last])
+        gemms.multiply(Factor(x.data[first:last], x.scale), w, out[first:last])
     assert relative_error(out, _exact(x, w)) < 4e-3
     part = Factor(x.data[:, 48:1072], x.scale), Factor(w.data[:, 48:1072], w.scale)
-    products.multiply(*part, out)
+    gemms.multiply(*part, out)
     assert relative_error(out, _exact(*part)) < 4e-3
 
 
-def test_a_choice_is_kept_in_a_file_and_taken_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_choice_is_kept_in_a_file_and_taken_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file, out = tmp_path / "choices.json", torch.empty(512, 512, device=CUDA, dtype=torch.bfloat16)
     x, w = (_by_tensor(_random(512, 512)).over_columns() for _ in range(2))
     Gemm(file, duration_s=BURST_S).multiply(x, w, out)
@@ -178,13 +186,16 @@ def test_a_choice_is_kept_in_a_file_and_taken_from_it(tmp_path: Path, monkeypatc
 
 def test_nothing_waits_for_the_device() -> None:
     x, weight = _random(512, 256), _by_tensor(_random(256, 256), transposed=True)
-    out, products = torch.empty(512, 256, device=CUDA, dtype=torch.bfloat16), Gemm(duration_s=BURST_S)
+    out, gemms = (
+        torch.empty(512, 256, device=CUDA, dtype=torch.bfloat16),
+        Gemm(duration_s=BURST_S),
+    )
     main_grad = torch.zeros(256, 256, device=CUDA)
 
     def step() -> None:
         operand = _by_tensor(x, transposed=True)
-        products.multiply(operand.over_columns(), weight.over_columns(), out)
-        products.multiply(operand.over_rows(), operand.over_rows(), main_grad, accumulate=True)
+        gemms.multiply(operand.over_columns(), weight.over_columns(), out)
+        gemms.multiply(operand.over_rows(), operand.over_rows(), main_grad, accumulate=True)
 
     step()
     torch.cuda.set_sync_debug_mode("error")
@@ -194,7 +205,7 @@ def test_nothing_waits_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_broken_tensor_breaks_its_products() -> None:
+def test_a_broken_tensor_breaks_its_gemms() -> None:
     x, w = _random(256, 256), _by_tensor(_random(256, 256)).over_columns()
     x[3, 4] = float("inf")
     operand = _by_tensor(x)
@@ -216,38 +227,38 @@ def test_torch_computes_it_where_the_library_is_not_there(
     x = (fused.quantize_rows if per == "row" else _by_tensor)(_random(256, 512)).over_columns()
     w = _by_tensor(_random(128, 512)).over_columns()
     start = torch.randn(256, 128, device=CUDA)
-    products, out = Gemm(duration_s=BURST_S), start.clone()
+    gemms, out = Gemm(duration_s=BURST_S), start.clone()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             out.copy_(start)
-            products.multiply(x, w, out, accumulate=accumulate)
+            gemms.multiply(x, w, out, accumulate=accumulate)
     exact = _exact(x, w) + (start.double() if accumulate else 0.0)
     assert relative_error(out, exact) < 4e-3
-    assert len(caplog.records) == 1, "said once"
+    assert len(caplog.records) == 1, "logged once"
 
 
 def test_streams_do_not_share_a_workspace() -> None:
-    products, side = Gemm(timed=False), torch.cuda.Stream()
+    gemms, side = Gemm(timed=False), torch.cuda.Stream()
     x, w = (_by_tensor(_random(512, 512)).over_columns() for _ in range(2))
     outs = [torch.empty(512, 512, device=CUDA, dtype=torch.bfloat16) for _ in range(2)]
-    products.multiply(x, w, outs[0])
+    gemms.multiply(x, w, outs[0])
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        products.multiply(x, w, outs[1])
+        gemms.multiply(x, w, outs[1])
     torch.cuda.synchronize()
-    assert len({one.data_ptr() for one in products._workspaces.values()}) == 2
+    assert len({one.data_ptr() for one in gemms._workspaces.values()}) == 2
     assert torch.equal(*outs)
 
 
 def test_a_linear_layer_beside_bf16() -> None:
-    """All of it in FP8 is as far from float64 as the formats say: 0.037, and bf16 0.002."""
+    """All of it in FP8 has the error of the formats against float64: 0.037, and bf16 0.002."""
     x, w, dy = _random(2048, 1024), _random(1536, 1024, scale=0.02), _random(2048, 1536, scale=1e-4)
     operands = [_by_tensor(one, transposed=True) for one in (x, w, dy)]
     found = torch.empty_like(dy), torch.empty_like(x), torch.zeros(w.shape, device=CUDA)
-    products = Gemm(duration_s=BURST_S)
-    products.multiply(operands[0].over_columns(), operands[1].over_columns(), found[0])
-    products.multiply(operands[2].over_columns(), operands[1].over_rows(), found[1])
-    products.multiply(operands[2].over_rows(), operands[0].over_rows(), found[2], accumulate=True)
+    gemms = Gemm(duration_s=BURST_S)
+    gemms.multiply(operands[0].over_columns(), operands[1].over_columns(), found[0])
+    gemms.multiply(operands[2].over_columns(), operands[1].over_rows(), found[1])
+    gemms.multiply(operands[2].over_rows(), operands[0].over_rows(), found[2], accumulate=True)
     bf16 = torch.empty_like(dy)
     multiply_by_torch(Factor(x), Factor(w), bf16)
     wide = [one.double() for one in (x, w, dy)]

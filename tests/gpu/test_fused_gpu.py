@@ -1,7 +1,8 @@
-"""The fused operators on CUDA: bf16 at training shapes no worse than torch's own, repeatable, and in the trainer.
+"""The fused operators on CUDA: at training shapes as exact as torch's own, repeatable, in training.
 
-Errors are against float64 on the same bf16 inputs. torch's own operators round between their steps, so a fused one that
-is right is seldom further off; a kernel that reads or writes a wrong place is off by orders of magnitude.
+Errors are against float64 on the same bf16 inputs. torch's own operators round between their steps,
+so a fused one that is right is seldom further off; a kernel that reads or writes a wrong place is
+off by orders of magnitude.
 """
 
 from __future__ import annotations
@@ -18,19 +19,24 @@ from tests.harness.kernels import gradients_of, relative_error
 from tests.harness.ranks import RankPool
 from tests.harness.training import tiny_job
 
-from megascale_executor.trainer.model.weights import Weight
 from megascale_kernels.activation import Activation
 from megascale_kernels.attention import BACKENDS, attention, attention_mask
 from megascale_kernels.norm import Kind
 from megascale_kernels.operators import Operators, choose, torch_operators
 from megascale_kernels.rotary import Heads, rotary_table
+from megascale_trainer.weights import Weight
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 CUDA = torch.device("cuda")
 SLACK = 1.3  # how much larger than torch eager's own error a fused one may be
 FLOOR = 1e-5  # a relative error that needs no comparison
-Run = Callable[[Operators, Sequence[torch.Tensor], Sequence[Weight]], torch.Tensor | tuple[torch.Tensor, ...]]
+Run = Callable[
+    [Operators, Sequence[torch.Tensor], Sequence[Weight]], torch.Tensor | tuple[torch.Tensor, ...]
+]
 
 
 def _random(*size: int, scale: float = 1.0) -> torch.Tensor:
@@ -40,15 +46,19 @@ def _random(*size: int, scale: float = 1.0) -> torch.Tensor:
 def _is_as_good_as_torch(
     run: Run, inputs: list[torch.Tensor], weights: list[torch.Tensor], gradients: list[torch.Tensor]
 ) -> None:
-    """Compare all results and gradients, and run the fused operator twice: it repeats bit for bit."""
+    """Compare all results and gradients; of two fused runs all bits are equal."""
     fused = choose("triton", CUDA)
     assert fused.name == "triton"
     tensors = inputs, weights, gradients
     exact = gradients_of(partial(run, torch_operators()), *tensors, torch.float64)
     eager = gradients_of(partial(run, torch_operators()), *tensors, torch.bfloat16)
     found, again = (gradients_of(partial(run, fused), *tensors, torch.bfloat16) for _ in range(2))
-    for number, (ours, other, theirs, right) in enumerate(zip(found, again, eager, exact, strict=True)):
-        assert relative_error(ours, right) < SLACK * relative_error(theirs, right) + FLOOR, f"tensor {number}"
+    for number, (ours, other, theirs, right) in enumerate(
+        zip(found, again, eager, exact, strict=True)
+    ):
+        assert relative_error(ours, right) < SLACK * relative_error(theirs, right) + FLOOR, (
+            f"tensor {number}"
+        )
         assert torch.equal(ours, other), f"tensor {number} does not repeat"
 
 
@@ -59,7 +69,7 @@ def _seed() -> None:
 
 @pytest.fixture
 def _repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """cuDNN's attention backward does not repeat, so it stays out; cuBLAS wants its workspace named."""
+    """Without cuDNN's attention, whose backward does not repeat; cuBLAS needs a set workspace."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     yield
@@ -67,12 +77,24 @@ def _repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize(("kind", "bias"), [("layernorm", True), ("layernorm", False), ("rmsnorm", False)])
+@pytest.mark.parametrize(
+    ("kind", "bias"), [("layernorm", True), ("layernorm", False), ("rmsnorm", False)]
+)
 @pytest.mark.parametrize("shape", [(2048, 4, 4096), (256, 4, 5120), (256, 4, 12288), (33, 3, 1000)])
 def test_norm(shape: tuple[int, int, int], kind: Kind, bias: bool, residual: bool) -> None:
-    def run(operators: Operators, x: Sequence[torch.Tensor], bound: Sequence[Weight]) -> tuple[torch.Tensor, ...]:
+    def run(
+        operators: Operators, x: Sequence[torch.Tensor], bound: Sequence[Weight]
+    ) -> tuple[torch.Tensor, ...]:
         added = bound[1 + bias :]
-        return operators.norm(x[0], x[1] if residual else None, bound[0], bound[1] if bias else None, kind, 1e-5, added)
+        return operators.norm(
+            x[0],
+            x[1] if residual else None,
+            bound[0],
+            bound[1] if bias else None,
+            kind,
+            1e-5,
+            added,
+        )
 
     inputs = [3 + _random(*shape) for _ in range(1 + residual)]
     weights = [1 + _random(shape[-1], scale=0.1) for _ in range(1 + bias + residual)]
@@ -82,7 +104,9 @@ def test_norm(shape: tuple[int, int, int], kind: Kind, bias: bool, residual: boo
 @pytest.mark.parametrize("biases", [1, 2])
 @pytest.mark.parametrize("shape", [(2048, 4, 4096), (33, 3, 1000)])
 def test_add(shape: tuple[int, int, int], biases: int) -> None:
-    def run(operators: Operators, x: Sequence[torch.Tensor], bound: Sequence[Weight]) -> torch.Tensor:
+    def run(
+        operators: Operators, x: Sequence[torch.Tensor], bound: Sequence[Weight]
+    ) -> torch.Tensor:
         return operators.add(x[0], x[1], bound)
 
     weights = [_random(shape[-1]) for _ in range(biases)]
@@ -90,14 +114,20 @@ def test_add(shape: tuple[int, int, int], biases: int) -> None:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(("activation", "width"), [("gelu", 16384), ("gelu", 1000), ("swiglu", 13824)])
+@pytest.mark.parametrize(
+    ("activation", "width"), [("gelu", 16384), ("gelu", 1000), ("swiglu", 13824)]
+)
 def test_activate(activation: Activation, width: int, bias: bool) -> None:
-    def run(operators: Operators, x: Sequence[torch.Tensor], bound: Sequence[Weight]) -> torch.Tensor:
+    def run(
+        operators: Operators, x: Sequence[torch.Tensor], bound: Sequence[Weight]
+    ) -> torch.Tensor:
         return operators.activate(x[0], bound[0] if bias else None, activation)
 
     wide = width * (2 if activation == "swiglu" else 1)
     weights = [_random(wide)] if bias else []
-    _is_as_good_as_torch(run, [_random(1024, 2, wide, scale=2.0)], weights, [_random(1024, 2, width)])
+    _is_as_good_as_torch(
+        run, [_random(1024, 2, wide, scale=2.0)], weights, [_random(1024, 2, width)]
+    )
 
 
 @pytest.mark.usefixtures("_repeatable")
@@ -111,14 +141,18 @@ def test_activate(activation: Activation, width: int, bias: bool) -> None:
     ],
     ids=["gelu", "grouped swiglu", "attention alone, learned positions"],
 )
-def test_core(heads: Heads, activation: Activation | None, turned: bool, bias: bool) -> None:
+def test_block_inner(heads: Heads, activation: Activation | None, turned: bool, bias: bool) -> None:
     sequence, batch, ffn = 2048, 2, 4096 if activation else 0
     position = torch.arange(sequence, device=CUDA).expand(batch, -1)
     table = rotary_table(position, heads.size, 10_000.0) if turned else None
     mask = attention_mask(sequence, device=CUDA)
 
-    def run(operators: Operators, x: Sequence[torch.Tensor], bound: Sequence[Weight]) -> torch.Tensor:
-        return operators.core(x[0], bound[0] if bias else None, heads, activation, table, mask)
+    def run(
+        operators: Operators, x: Sequence[torch.Tensor], bound: Sequence[Weight]
+    ) -> torch.Tensor:
+        return operators.block_inner(
+            x[0], bound[0] if bias else None, heads, activation, table, mask
+        )
 
     width = heads.width + ffn * (2 if activation == "swiglu" else 1)
     weights = [_random(width)] if bias else []
@@ -126,19 +160,23 @@ def test_core(heads: Heads, activation: Activation | None, turned: bool, bias: b
     _is_as_good_as_torch(run, [_random(sequence, batch, width)], weights, [gradient])
 
 
-def test_the_core_on_cudnn_is_right() -> None:
-    """Without the deterministic flag: the fastest attention, fed by the fused split and its strided gradient copied."""
+def test_block_inner_on_cudnn_is_right() -> None:
+    """Without the deterministic flag: the fastest attention, on what the fused split writes."""
     heads, sequence, batch, ffn = Heads(8, 8, 128), 2048, 2, 4096
-    table = rotary_table(torch.arange(sequence, device=CUDA).expand(batch, -1), heads.size, 10_000.0)
+    table = rotary_table(
+        torch.arange(sequence, device=CUDA).expand(batch, -1), heads.size, 10_000.0
+    )
     inputs = _random(sequence, batch, heads.width + ffn)
     gradient = _random(sequence, batch, heads.query * heads.size + ffn)
 
     def run(operators: Operators, x: Sequence[torch.Tensor], _: Sequence[Weight]) -> torch.Tensor:
-        return operators.core(x[0], None, heads, "gelu", table, attention_mask(sequence))
+        return operators.block_inner(x[0], None, heads, "gelu", table, attention_mask(sequence))
 
     exact = gradients_of(partial(run, torch_operators()), [inputs], [], [gradient], torch.float64)
     eager = gradients_of(partial(run, torch_operators()), [inputs], [], [gradient], torch.bfloat16)
-    found = gradients_of(partial(run, choose("triton", CUDA)), [inputs], [], [gradient], torch.bfloat16)
+    found = gradients_of(
+        partial(run, choose("triton", CUDA)), [inputs], [], [gradient], torch.bfloat16
+    )
     for ours, theirs, right in zip(found, eager, exact, strict=True):
         assert relative_error(ours, right) < SLACK * relative_error(theirs, right) + FLOOR
 
@@ -150,10 +188,14 @@ def test_offsets_beyond_two_to_the_31() -> None:
     operators, plain = choose("triton", CUDA), torch_operators()
     x = torch.zeros(rows, 1, width, device=CUDA, dtype=torch.bfloat16)
     x[-4:] = _random(4, 1, width)
-    weight = Weight(torch.ones(width, device=CUDA, dtype=torch.bfloat16), torch.zeros(width, device=CUDA))
+    weight = Weight(
+        torch.ones(width, device=CUDA, dtype=torch.bfloat16), torch.zeros(width, device=CUDA)
+    )
     with torch.no_grad():
         found = operators.activate(x, None, "gelu")[-4:]
-        torch.testing.assert_close(found, plain.activate(x[-4:], None, "gelu"), atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(
+            found, plain.activate(x[-4:], None, "gelu"), atol=2e-2, rtol=2e-2
+        )
         normed = operators.norm(x, None, weight, None, "rmsnorm", 1e-5)[1][-4:]
         expected = plain.norm(x[-4:], None, weight, None, "rmsnorm", 1e-5)[1]
         torch.testing.assert_close(normed, expected, atol=2e-2, rtol=2e-2)
@@ -174,7 +216,9 @@ def test_attention_backends_that_are_here(backend: str, window: int) -> None:
 
     gradient = [_random(batch, 8, sequence, size)]
     exact = gradients_of(partial(run, name="math"), inputs, [], gradient, torch.float64)
-    for ours, right in zip(gradients_of(run, inputs, [], gradient, torch.bfloat16), exact, strict=True):
+    for ours, right in zip(
+        gradients_of(run, inputs, [], gradient, torch.bfloat16), exact, strict=True
+    ):
         assert relative_error(ours, right) < 2e-2
 
 
@@ -193,7 +237,16 @@ def _job(kernels: str, model: dict[str, Any], tp: int, recompute: str) -> dict[s
         ({"block": "parallel"}, "none"),
         ({"block": "parallel", "mlp": "swiglu", "norm": "rmsnorm", "kv_heads": 4}, "selective"),
         ({"block": "serial"}, "full"),
-        ({"block": "serial", "mlp": "swiglu", "norm": "rmsnorm", "positions": "learned", "bias": False}, "selective"),
+        (
+            {
+                "block": "serial",
+                "mlp": "swiglu",
+                "norm": "rmsnorm",
+                "positions": "learned",
+                "bias": False,
+            },
+            "selective",
+        ),
     ],
 )
 def test_the_trainer_trains_alike_and_never_waits(
@@ -202,7 +255,9 @@ def test_the_trainer_trains_alike_and_never_waits(
     if torch.cuda.device_count() < tp:
         pytest.skip(f"needs {tp} CUDA devices, there are {torch.cuda.device_count()}")
     jobs = [_job(kernels, model, tp, recompute) for kernels in ("torch", "triton")]
-    found = pool.run("tests.harness.training:train_each", tp, tmp_path / "train", jobs=jobs, steps=10)
+    found = pool.run(
+        "tests.harness.training:train_each", tp, tmp_path / "train", jobs=jobs, steps=10
+    )
     plain, fused = ([record["loss"] for record in records] for records in found[0])
     np.testing.assert_allclose(fused, plain, rtol=0, atol=3e-2)
     assert fused[-1] < fused[0] - 0.3, "the model did not learn: the comparison proves little"

@@ -1,4 +1,4 @@
-"""Cross entropy, gradient norm and AdamW on CUDA at training shapes: exact, repeatable, small and without sync."""
+"""Cross entropy, gradient norm and AdamW on CUDA at training shapes: exact, small, without sync."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from typing import cast
 import pytest
 import torch
 
-from megascale_common.parameter_slices import BufferPlan
-from megascale_common.rank_layout import Coordinates
-from megascale_executor.trainer.optimizer.step_control import local_totals
+from megascale_common.job.rank_layout import Coordinates
+from megascale_common.sizes.parameter_slices import BufferPlan
 from megascale_kernels.adamw import AdamWUpdate, adamw
 from megascale_kernels.cross_entropy import CrossEntropy, cross_entropy
+from megascale_trainer.optimizer.step_control import local_totals
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 TOKENS = 8192
 UPDATE = AdamWUpdate(3e-4, 0.9, 0.95, 1e-8, 0.1, 7)
@@ -37,7 +40,9 @@ def _fused_cross_entropy() -> CrossEntropy:
 
 
 def _random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda", dtype=dtype)
+    return torch.randn(
+        shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda", dtype=dtype
+    )
 
 
 def _need_gib(size: float) -> None:
@@ -58,7 +63,7 @@ def _no_sync() -> Iterator[None]:
 def _loss(
     kernel: CrossEntropy, logits: torch.Tensor, targets: torch.Tensor, columns: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Loss, log Z and the gradient of the logits, which overwrites them, of sum(loss + 1e-3 log Z^2)."""
+    """Loss, log Z and the gradient of sum(loss + 1e-3 log Z^2), which overwrites the logits."""
     logits.requires_grad_()
     loss, log_z = kernel(logits, targets, 0, columns, _alone, _alone)
     [gradient] = torch.autograd.grad(loss.sum() + 1e-3 * log_z.square().sum(), logits)
@@ -70,12 +75,17 @@ def test_cross_entropy_is_as_exact_as_torchs_and_repeats(width: int, columns: in
     fused = _fused_cross_entropy()
     _need_gib(TOKENS * width * 24 / 2**30)
     logits = 4 * _random(TOKENS, width, seed=1, dtype=torch.bfloat16)
-    targets = torch.randint(0, columns, (TOKENS,), device="cuda", generator=torch.Generator("cuda").manual_seed(2))
+    targets = torch.randint(
+        0, columns, (TOKENS,), device="cuda", generator=torch.Generator("cuda").manual_seed(2)
+    )
     exact = _loss(cross_entropy, logits.double(), targets, columns)
     errors = {}
     for name, kernel in (("torch", cross_entropy), ("fused", fused)):
         found = _loss(kernel, logits.clone(), targets, columns)
-        errors[name] = [float((ours.double() - wanted).abs().max()) for ours, wanted in zip(found, exact, strict=True)]
+        errors[name] = [
+            float((ours.double() - wanted).abs().max())
+            for ours, wanted in zip(found, exact, strict=True)
+        ]
     floors = (1e-5, 1e-5, 1e-6)
     for ours, theirs, floor in zip(errors["fused"], errors["torch"], floors, strict=True):
         assert ours <= SLACK * theirs + floor, errors
@@ -108,7 +118,9 @@ def test_cross_entropy_beyond_two_to_the_31_elements() -> None:
     rest = gradient[-1].double()
     assert float(rest[17]) < -0.9
     rest[17], wanted[17] = 0.0, 0.0
-    torch.testing.assert_close(rest, wanted * float(rest.sum() / wanted.sum()), atol=1e-6, rtol=2e-2)
+    torch.testing.assert_close(
+        rest, wanted * float(rest.sum() / wanted.sum()), atol=1e-6, rtol=2e-2
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -125,7 +137,9 @@ def test_adamw_is_as_exact_as_torchs_and_rounds_to_nearest(dtype: torch.dtype) -
     mean = UPDATE.beta1 * mean + (1 - UPDATE.beta1) * 0.5 * gradient.double()
     square = UPDATE.beta2 * square + (1 - UPDATE.beta2) * (0.5 * gradient.double()).square()
     correction1, correction2 = UPDATE.corrections
-    step = (mean / correction1) / ((square / correction2).sqrt() + UPDATE.epsilon) + UPDATE.weight_decay * master
+    step = (mean / correction1) / (
+        (square / correction2).sqrt() + UPDATE.epsilon
+    ) + UPDATE.weight_decay * master
     exact = torch.stack((master - UPDATE.learning_rate * step, mean, square))
     errors = {}
     for name, kernel in (("torch", adamw), ("fused", fused.adamw)):
@@ -141,7 +155,10 @@ def test_adamw_skips_without_a_trace_and_never_waits() -> None:
     pytest.importorskip("triton")
     from megascale_kernels.fused import adamw as fused
 
-    states, gradient = torch.stack([_random(SIZE, seed=seed) for seed in (4, 5, 6)]), _random(SIZE, seed=7)
+    states, gradient = (
+        torch.stack([_random(SIZE, seed=seed) for seed in (4, 5, 6)]),
+        _random(SIZE, seed=7),
+    )
     gradient[::3], states[1, ::5] = float("nan"), -0.0
     parameters, before = states[0].bfloat16(), states.clone()
     zero = torch.zeros((), device="cuda")
@@ -160,8 +177,13 @@ def test_adamw_of_a_shard_whose_states_pass_two_to_the_31_elements() -> None:
     shard = torch.empty(3, 2**30 + 64, device="cuda")
     states = shard[:, -4096:]
     states.zero_()
-    parameters, one = torch.zeros(4096, dtype=torch.bfloat16, device="cuda"), torch.ones((), device="cuda")
-    fused.adamw(states, torch.ones(4096, device="cuda"), parameters, one, one, replace(UPDATE, number=1))
+    parameters, one = (
+        torch.zeros(4096, dtype=torch.bfloat16, device="cuda"),
+        torch.ones((), device="cuda"),
+    )
+    fused.adamw(
+        states, torch.ones(4096, device="cuda"), parameters, one, one, replace(UPDATE, number=1)
+    )
     torch.testing.assert_close(states[0], torch.full_like(states[0], -UPDATE.learning_rate))
     torch.testing.assert_close(states[2], torch.full_like(states[2], 1 - UPDATE.beta2))
 

@@ -1,4 +1,4 @@
-"""A barrier over peer memory that a stalled rank does not join takes the CUDA context of those that wait."""
+"""A stalled rank and peer memory: a barrier's timeout ends the CUDA context of ranks that wait."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import pytest
 import torch
 from tests.harness.stalled_peer import end_of_a_stall
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices"),
+]
 
 
-async def test_who_waits_for_a_stalled_peer_is_a_victim(tmp_path: Path) -> None:
-    """However it ends: with whose error the lost context shows, or which thread sees it first, is left to chance."""
+async def test_a_rank_that_waits_for_a_stalled_peer_is_a_victim(tmp_path: Path) -> None:
+    """However it ends: whose error shows the lost context, and in which thread, is up to chance."""
     failed, log = await end_of_a_stall(tmp_path, "cuda")
     assert "is not overlapped" not in log
     victim, stalled = failed.workers

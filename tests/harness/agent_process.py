@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.harness.processes import living_processes_of_group, until_gone
 from tests.harness.waiting import until
 
-from megascale_common.process import child_environment
+from megascale_common.node.process import child_environment
 
 TOKEN = "token-of-the-tests"
 _SCRIPTED = Path(__file__).with_name("scripted_template.py")
@@ -40,7 +40,7 @@ class AgentProcess:
         return (self.node_folder / "agent.log").read_text()
 
     def end(self) -> None:
-        """SIGTERM, which must leave nothing behind, neither processes nor shared memory; SIGKILL if it does not end."""
+        """SIGTERM, which must leave no process and no shared memory; SIGKILL if it does not end."""
         group = self.group()
         self.process.terminate()
         try:
@@ -69,17 +69,44 @@ def start_agent(
 ) -> AgentProcess:
     """Start an agent that reads the driver's address from ``run_folder``/driver.address.
 
-    ``template`` is the command of the training side: by default the scripted one; "" is the real one. ``options`` are
-    added to the command line.
+    ``template`` is the command of the training side: by default the scripted one; "" is the real
+    one. ``options`` are added to the command line.
     """
     folder = run_folder / "nodes" / node
     folder.mkdir(parents=True, exist_ok=True)
     (run_folder / "token").write_text(TOKEN + "\n")
-    command = [sys.executable, "-m", "megascale_executor.agent", "--cluster", cluster, "--node", node]
-    command += ["--driver-file", str(run_folder / "driver.address"), "--token-file", str(run_folder / "token")]
-    command += ["--device", "cpu", "--devices", devices, "--run-folder", str(run_folder), "--topology", "switch=s0"]
+    command = [
+        sys.executable,
+        "-m",
+        "megascale_executor.agent",
+        "--cluster",
+        cluster,
+        "--node",
+        node,
+    ]
+    command += [
+        "--driver-file",
+        str(run_folder / "driver.address"),
+        "--token-file",
+        str(run_folder / "token"),
+    ]
+    command += [
+        "--device",
+        "cpu",
+        "--devices",
+        devices,
+        "--run-folder",
+        str(run_folder),
+        "--topology",
+        "switch=s0",
+    ]
     command += ["--address-file", str(folder / "executor.address"), *options]
-    command += ["--template-command", f"{sys.executable} {_SCRIPTED}" if template is None else template]
+    command += [
+        "--template-command",
+        f"{sys.executable} {_SCRIPTED}" if template is None else template,
+    ]
     with (folder / "agent.log").open("ab") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=child_environment(), start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, env=child_environment(), start_new_session=True
+        )
     return AgentProcess(process, run_folder, node)

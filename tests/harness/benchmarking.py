@@ -19,18 +19,25 @@ def measured(
     rank: int, world_size: int, folder: Path, *, arguments: list[str], deadline: float = 0.0
 ) -> dict[str, Any]:
     """Program of one rank: the result of a measurement."""
-    session = Session(rank, world_size, FileStore(str(folder / "store"), world_size), device_of(rank), deadline)
+    session = Session(
+        rank, world_size, FileStore(str(folder / "store"), world_size), device_of(rank), deadline
+    )
     result = measure(session, entry_of(arguments), folder)
     session.close()
     return result
 
 
-def steps_without_peers(rank: int, world_size: int, folder: Path, *, arguments: list[str]) -> dict[str, Any]:
-    """Program of one rank: a leg of all ranks together; then rank after rank alone, while the others do nothing.
+def steps_without_peers(
+    rank: int, world_size: int, folder: Path, *, arguments: list[str]
+) -> dict[str, Any]:
+    """Program of one rank: a leg of all ranks together; then each rank by itself.
 
-    A single operation that still communicated would wait for a peer until the groups' timeout.
+    The others do nothing meanwhile: a single operation that still communicated would wait for a
+    peer until the groups' timeout.
     """
-    session = Session(rank, world_size, FileStore(str(folder / "store"), world_size), device_of(rank), 0.0)
+    session = Session(
+        rank, world_size, FileStore(str(folder / "store"), world_size), device_of(rank), 0.0
+    )
     run = entry_of(arguments).run
     session.leg(run)
     groups, trainer = session._groups, session._trainers[run].trainer
@@ -41,13 +48,16 @@ def steps_without_peers(rank: int, world_size: int, folder: Path, *, arguments: 
         if rank == alone:
             with silence(groups, session._silent, ("all",)):
                 session.steps(run, 2)
-                losses.append(trainer.train_step(session._trainers[run].batches.step(0)).read().loss)
+                losses.append(
+                    trainer.train_step(session._trainers[run].batches.step(0)).read().loss
+                )
         session.meet()
     assert groups.world._handle is handle
     masters = trainer.states()["master"]
     at = trainer.config.layout.coordinates(rank)
-    brings_the_loss = at.tp == 0 and at.pp == trainer.config.parallelism.pp - 1
+    computes_the_loss = at.tp == 0 and at.pp == trainer.config.parallelism.pp - 1
     return {
         "copied": session._silent.copied_bytes if session._silent else 0,
-        "finite": bool(torch.isfinite(masters).all()) and (math.isfinite(losses[0]) or not brings_the_loss),
+        "finite": bool(torch.isfinite(masters).all())
+        and (math.isfinite(losses[0]) or not computes_the_loss),
     }

@@ -1,6 +1,6 @@
-"""A local cluster to break things on: its small jobs, its processes by role, its shared memory, and a check at the end.
+"""A local cluster for fault injection: small jobs, processes by role, and a check at the end.
 
-Nodes have one CPU rank each, so that the loss of a process, of a node and of a rank can be told apart.
+Nodes have one CPU rank each, so the losses of a process, a node and a rank are different events.
 """
 
 from __future__ import annotations
@@ -32,21 +32,23 @@ from megascale_client import AsyncClient, MegascaleError, parse_job
 
 
 class ChaosCluster:
-    """`megascale up` under a name of its own, with a corpus and jobs of two pipeline stages on two nodes."""
+    """`megascale up` under its own name, with a corpus, and jobs of two stages on two nodes."""
 
     def __init__(self, folder: Path, name: str, runtime_folder: Path, *options: str) -> None:
         self.folder, self.name, self.runtime_folder = folder, name, runtime_folder
         self.options = ("--cluster", name, "--devices-per-node", "1", "--device", "cpu", *options)
-        self._corpus = write_corpus(folder / "corpus", random_documents(seed=7, count=60, longest=200))
+        self._corpus = write_corpus(
+            folder / "corpus", random_documents(seed=7, count=60, longest=200)
+        )
         self.up = self._new_up()
 
     def start_again(self) -> UpProcess:
-        """Another `megascale up` in the same run folder, after the end of the last one."""
+        """Another `megascale up` in the same run folder, after the last one has ended."""
         self.up = self._new_up()
         return self.up
 
     def client(self) -> AsyncClient:
-        """A client that gives up late: drivers die here."""
+        """A client with a long retry time, because drivers are killed here."""
         return AsyncClient.from_run_folder(self.up.folder, retry_for_s=CALL_TIMEOUT_S)
 
     def follow(self, client: AsyncClient, spec: job_pb2.JobSpec, **options: Any) -> JobFollower:
@@ -54,14 +56,18 @@ class ChaosCluster:
         return JobFollower(client, spec, self.up.folder, **options)
 
     def takes_jobs(self) -> bool:
-        """End what runs; whether every node could then take the next job."""
+        """End what runs; returns whether every node can then take the next job."""
         try:
-            return self.up.process.poll() is None and settle(self.up.folder) == set(self.up.state["nodes"])
+            return self.up.process.poll() is None and settle(self.up.folder) == set(
+                self.up.state["nodes"]
+            )
         except (Standstill, MegascaleError):
             return False
 
-    def job(self, name: str, *, steps: int, interval_steps: int, spares: int = 0) -> job_pb2.JobSpec:
-        """Two ranks on two nodes; eight micro-batches make a step of some 20 ms."""
+    def job(
+        self, name: str, *, steps: int, interval_steps: int, spares: int = 0
+    ) -> job_pb2.JobSpec:
+        """A job of two ranks on two nodes; with eight micro-batches a step takes about 20 ms."""
         return parse_job(
             {
                 "name": name,
@@ -77,13 +83,16 @@ class ChaosCluster:
                     "training": {"steps": steps, "global_batch_size": 8, "precision": "fp32"},
                     "data": {"sources": [{"prefix": str(self._corpus)}]},
                 },
-                "checkpoint": {"uri": str(self.checkpoints(name)), "interval_steps": interval_steps},
+                "checkpoint": {
+                    "uri": str(self.checkpoints(name)),
+                    "interval_steps": interval_steps,
+                },
                 "recovery": {"spare_nodes": spares, "collective_timeout_s": 60},
             }
         )
 
     def checkpoints(self, job: str) -> Path:
-        """Where a job's checkpoints lie."""
+        """Folder of a job's checkpoints."""
         return self.folder / "checkpoints" / job
 
     def commit_log(self, job: str) -> CommitLog:
@@ -102,17 +111,24 @@ class ChaosCluster:
         return found
 
     def status_page(self, job: driver_pb2.Job, rank: int) -> Path:
-        """The status page of a rank of the job's present attempt (one rank on each node)."""
-        folder = self.up.folder / "nodes" / job.nodes[rank] / "jobs" / job.spec.name / f"attempt-{job.attempt:06d}"
+        """The status page of a rank of the job's current attempt (one rank on each node)."""
+        folder = (
+            self.up.folder
+            / "nodes"
+            / job.nodes[rank]
+            / "jobs"
+            / job.spec.name
+            / f"attempt-{job.attempt:06d}"
+        )
         return folder / f"status-{rank:05d}.page"
 
     def rank_log(self, job: driver_pb2.Job, rank: int) -> str:
-        """What a rank of the job's present attempt has logged."""
+        """The log of a rank of the job's current attempt."""
         page = self.status_page(job, rank)
         return page.with_name(f"rank-{rank:05d}.log").read_text()
 
     def signal_node(self, node: str, number: signal.Signals) -> float:
-        """A signal to the whole process group of a node; when, in seconds since 1970."""
+        """Send a signal to a node's process group; returns when, in seconds since 1970."""
         group = self.up.node_pids(node)["agent"]
         assert os.getpgid(group) == group
         os.killpg(group, number)
@@ -135,10 +151,13 @@ class ChaosCluster:
 def chaos_cluster(folder: Path, *options: str) -> Iterator[ChaosCluster]:
     """A cluster that is ready; at the end it must stop in order and leave no process.
 
-    What killed nodes leave in shared memory, the next start of the same node would remove; here nobody starts it again.
+    Shared memory of killed nodes is removed here: the next start of the same node would do so, but
+    there is none.
     """
     name = f"chaos-{uuid.uuid4().hex[:8]}"
-    runtime_folder = Path(tempfile.mkdtemp(prefix="ms-", dir="/tmp"))  # short: socket paths are bounded
+    runtime_folder = Path(
+        tempfile.mkdtemp(prefix="ms-", dir="/tmp")
+    )  # short: socket paths are bounded
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("XDG_RUNTIME_DIR", str(runtime_folder))
         cluster = ChaosCluster(folder, name, runtime_folder, *options)
@@ -156,13 +175,16 @@ def chaos_cluster(folder: Path, *options: str) -> Iterator[ChaosCluster]:
 
 
 @contextlib.contextmanager
-def shared_cluster(folder: Callable[[], Path], *options: str) -> Iterator[Callable[[], ChaosCluster]]:
-    """A cluster that tests share one after the other: what each calls for a cluster that is whole and runs nothing.
+def shared_cluster(
+    folder: Callable[[], Path], *options: str
+) -> Iterator[Callable[[], ChaosCluster]]:
+    """A cluster that tests share in turn: each calls the result for a complete, idle cluster.
 
-    Jobs that a test has left, because it failed, are ended; a cluster that lacks a node then is replaced by a new one.
+    Jobs that a failed test has left are ended. A cluster that then lacks a node is replaced by a
+    new one.
 
     Args:
-        folder: makes a fresh folder for each cluster.
+        folder: creates a fresh folder for each cluster.
     """
     with contextlib.ExitStack() as stack:
         held: list[ChaosCluster] = []
@@ -170,7 +192,9 @@ def shared_cluster(folder: Callable[[], Path], *options: str) -> Iterator[Callab
         def ready() -> ChaosCluster:
             if held and not held[0].takes_jobs():
                 held.clear()
-                with contextlib.suppress(AssertionError):  # the test that broke it has failed already
+                with contextlib.suppress(
+                    AssertionError
+                ):  # the test that broke it has failed already
                     stack.close()
             if not held:
                 held.append(stack.enter_context(chaos_cluster(folder(), *options)))
@@ -180,6 +204,8 @@ def shared_cluster(folder: Callable[[], Path], *options: str) -> Iterator[Callab
 
 
 def measured(what: str, **values: Any) -> None:
-    """Print what a test has measured."""
-    rounded = {key: round(value, 2) if isinstance(value, float) else value for key, value in values.items()}
+    """Print the measurements of a test."""
+    rounded = {
+        key: round(value, 2) if isinstance(value, float) else value for key, value in values.items()
+    }
     print(f"\n{what}: {json.dumps(rounded)}")

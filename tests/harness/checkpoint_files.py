@@ -1,4 +1,4 @@
-"""Checkpoints on storage, written through the real writer without a daemon, for tests of what reads them."""
+"""Checkpoints on storage, written by the real writer without a daemon, for tests of readers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megascale_checkpoint.commit_log import CommitLog
 from megascale_checkpoint.concurrency import Cancellation
 from megascale_checkpoint.manifest import File, Manifest
 from megascale_checkpoint.persist import write_rank_file
-from megascale_checkpoint.registration import Registration
-from megascale_checkpoint.slots import Seal
+from megascale_checkpoint.registration import RegisteredRank
+from megascale_checkpoint.slots import SlotSeal
 from megascale_checkpoint.storage import FileStorage
-from megascale_common.checkpoint_layout import ShardLayout, ShardPiece
+from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
 Image = bytearray
 STATES = ("master", "exp_avg", "exp_avg_sq")  # the same parameter has other values in each
@@ -31,19 +31,27 @@ def slot_bytes(pieces: Iterable[ShardPiece]) -> int:
     return -(-end // 4096) * 4096
 
 
-def registration_of(uri: str, rank: int, world_size: int, layout: ShardLayout, attempt: int = 1) -> Registration:
-    """What a worker would have registered."""
+def registration_of(
+    uri: str, rank: int, world_size: int, layout: ShardLayout, attempt: int = 1
+) -> RegisteredRank:
+    """The registration of a worker."""
     info = {"tp": 1, "cp": 1, "dp": world_size, "pp": 1}
-    return Registration("job", attempt, rank, world_size, uri, "none:0", 2, layout, layout.digest(), info)
+    return RegisteredRank(
+        "job", attempt, rank, world_size, uri, "none:0", 2, layout, layout.digest(), info
+    )
 
 
 def image_of(layout: ShardLayout, values: Values) -> Image:
-    """A slot image whose pieces are cut from whole parameters, the slow and obvious way."""
+    """A slot image whose pieces are cut from whole parameters, in the slow and obvious way."""
     image = bytearray(layout.slot_bytes)
     for piece in layout.pieces:
-        box = values[piece.name][tuple(slice(a, b) for a, b in zip(piece.start, piece.stop, strict=True))]
+        box = values[piece.name][
+            tuple(slice(a, b) for a, b in zip(piece.start, piece.stop, strict=True))
+        ]
         state = STATES.index(piece.state)
-        data = (box.flatten()[piece.flat_start : piece.flat_stop] + np.float32(0.25 * state)).tobytes()
+        data = (
+            box.flatten()[piece.flat_start : piece.flat_stop] + np.float32(0.25 * state)
+        ).tobytes()
         image[piece.slot_offset_bytes : piece.slot_offset_bytes + len(data)] = data
     return image
 
@@ -57,9 +65,11 @@ def write_checkpoint(
     attempt: int = 1,
     small_states: Sequence[dict[str, Any]] | None = None,
 ) -> str:
-    """Write and commit one checkpoint of ``values`` below ``root``; the manifest's address."""
+    """Write and commit one checkpoint of ``values`` below ``root``; returns the manifest's URI."""
     images = [image_of(layout, values) for layout in layouts]
-    return write_images(root, layouts, images, step=step, attempt=attempt, small_states=small_states)
+    return write_images(
+        root, layouts, images, step=step, attempt=attempt, small_states=small_states
+    )
 
 
 def write_images(
@@ -71,12 +81,14 @@ def write_images(
     attempt: int = 1,
     small_states: Sequence[dict[str, Any]] | None = None,
 ) -> str:
-    """Write and commit one checkpoint of every rank's slot image below ``root``; the manifest's address."""
+    """Write and commit a checkpoint of all ranks' slot images; returns the manifest's URI."""
     files, uri = [], str(root)
     for rank, layout in enumerate(layouts):
         registration = registration_of(uri, rank, len(layouts), layout, attempt)
         image = memoryview(images[rank])
-        seal = Seal(attempt, step, registration.digest, piece_checksums(layout, image), {"rank": rank})
+        seal = SlotSeal(
+            attempt, step, registration.digest, piece_checksums(layout, image), {"rank": rank}
+        )
         (file,) = write_rank_file(registration, seal, image, Cancellation()).request.files
         files.append(File(file.path, file.size_bytes, file.xxh3, rank, registration.digest))
     states = dict(enumerate(small_states or [{"position": step}] * len(layouts)))
@@ -97,5 +109,7 @@ def write_images(
     log = CommitLog(storage)
     log.append_open(attempt, lambda: {"job": "job", "epoch": [1, 1]})
     fields = {"job": "job", "manifest": path, "manifest_xxh3": checksum(data)}
-    log.append_commit(attempt, step, {**fields, "world_size": len(layouts), "size_bytes": manifest.size_bytes})
+    log.append_commit(
+        attempt, step, {**fields, "world_size": len(layouts), "size_bytes": manifest.size_bytes}
+    )
     return f"{uri}/{path}"

@@ -1,4 +1,4 @@
-"""A real checkpoint daemon as a process, and a worker that speaks its socket contract, for tests."""
+"""A real checkpoint daemon as a process, and a worker's side of its socket, for tests."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tests.harness.checkpoint_files import slot_bytes
 from tests.harness.processes import cpu_ticks
 from tests.harness.waiting import CALL_TIMEOUT_S, Standstill, until
 
-from megascale_common import framing
-from megascale_common.checkpoint_layout import ShardLayout, ShardPiece
-from megascale_common.process import child_environment
+from megascale_common.node import framing
+from megascale_common.node.process import child_environment
+from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
 Float32 = NDArray[np.float32]
 CLUSTER, TOKEN = "test", "token-of-the-tests"
@@ -51,17 +51,39 @@ class DaemonProcess:
             self._address_file.unlink(missing_ok=True)
         elif self._address_file.exists():
             written_before = self._address_file.stat().st_mtime_ns
-        command = [sys.executable, "-m", "megascale_checkpoint", "--cluster", CLUSTER, "--node", node]
-        command += ["--incarnation", incarnation, "--run-folder", str(self.run_folder), "--socket", str(self.socket)]
-        command += ["--token-file", str(self.run_folder / "token"), "--address-file", str(self._address_file)]
+        command = [
+            sys.executable,
+            "-m",
+            "megascale_checkpoint",
+            "--cluster",
+            CLUSTER,
+            "--node",
+            node,
+        ]
+        command += [
+            "--incarnation",
+            incarnation,
+            "--run-folder",
+            str(self.run_folder),
+            "--socket",
+            str(self.socket),
+        ]
+        command += [
+            "--token-file",
+            str(self.run_folder / "token"),
+            "--address-file",
+            str(self._address_file),
+        ]
         command += ["--staging-folder", str(self.base), *arguments]
         self.log = self.run_folder / "daemon.log"
         with self.log.open("a") as log:
-            self.process = subprocess.Popen(command, env=child_environment(), stdout=log, stderr=log)
+            self.process = subprocess.Popen(
+                command, env=child_environment(), stdout=log, stderr=log
+            )
         self.address = self._wait(written_before)
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """Send a signal and wait for the end."""
+        """Send a signal and wait for the process to end; returns its exit status."""
         self.process.send_signal(number)
         return self.process.wait(timeout=CALL_TIMEOUT_S)
 
@@ -69,7 +91,10 @@ class DaemonProcess:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self.process.poll() is None:
             self.stop(signal.SIGKILL)
@@ -77,7 +102,10 @@ class DaemonProcess:
     def _wait(self, written_before: int) -> str:
         def address() -> str:
             assert self.process.poll() is None, f"the daemon ended: {self.log.read_text()}"
-            if self._address_file.exists() and self._address_file.stat().st_mtime_ns > written_before:
+            if (
+                self._address_file.exists()
+                and self._address_file.stat().st_mtime_ns > written_before
+            ):
                 return self._address_file.read_text().strip()
             return ""
 
@@ -89,20 +117,41 @@ class DaemonProcess:
 
 
 def layout_of(rank: int, world_size: int) -> ShardLayout:
-    """Rows of one matrix spread over the ranks, and a vector that all hold and rank 0 writes."""
+    """Rows of one matrix, split over the ranks, and a vector that all hold and rank 0 writes."""
     first, last = ROWS * rank // world_size, ROWS * (rank + 1) // world_size
     rows = (last - first) * COLUMNS
     matrix = ShardPiece(
-        "matrix", "master", "float32", (ROWS, COLUMNS), (first, 0), (last, COLUMNS), 0, rows, 0, primary=True
+        "matrix",
+        "master",
+        "float32",
+        (ROWS, COLUMNS),
+        (first, 0),
+        (last, COLUMNS),
+        0,
+        rows,
+        0,
+        primary=True,
     )
     bias = ShardPiece(
-        "bias", "master", "float32", (COLUMNS,), (0,), (COLUMNS,), 0, COLUMNS, rows * 4, primary=rank == 0
+        "bias",
+        "master",
+        "float32",
+        (COLUMNS,),
+        (0,),
+        (COLUMNS,),
+        0,
+        COLUMNS,
+        rows * 4,
+        primary=rank == 0,
     )
     return ShardLayout((matrix, bias), slot_bytes((matrix, bias)))
 
 
 def state_of(rank: int, world_size: int, step: int) -> Float32:
-    """The values of a rank's pieces after ``step``: the matrix counts up from 1000 * step, the bias is step."""
+    """The values of a rank's pieces after ``step``.
+
+    The matrix counts up from 1000 * step, and the bias is step.
+    """
     matrix = np.arange(ROWS * COLUMNS, dtype=np.float32).reshape(ROWS, COLUMNS) + 1000 * step
     first, last = ROWS * rank // world_size, ROWS * (rank + 1) // world_size
     return np.concatenate([matrix[first:last].reshape(-1), np.full(COLUMNS, step, np.float32)])
@@ -136,7 +185,7 @@ class WorkerClient:
         slots: int = 0,
         layout: ShardLayout | None = None,
     ) -> dict[str, Any]:
-        """Register and map the slots; the answer (an error, too)."""
+        """Register and map the slots; returns the answer, which may be an error."""
         self.rank, self.world_size = rank, world_size
         layout = layout or layout_of(rank, world_size)
         message: dict[str, Any] = {
@@ -163,22 +212,31 @@ class WorkerClient:
         return answer
 
     def write(self, step: int, *, finite: bool = True) -> dict[str, Any]:
-        """Acquire, copy the state of ``step``, seal."""
+        """Acquire a slot, copy the state of ``step`` into it, and seal it; returns the answer."""
         answer = self.ask("acquire", step=step)
         if answer["kind"] != "acquired":
             return answer
         values = state_of(self.rank, self.world_size, step)
         self.slots[answer["slot"]][: len(values)] = values
         small_state = {"position": step, "random": self.rank}
-        return self.ask("seal", slot=answer["slot"], step=step, small_state=small_state, finite=finite)
+        return self.ask(
+            "seal", slot=answer["slot"], step=step, small_state=small_state, finite=finite
+        )
 
     def drain(self, step: int, timeout_s: float = CALL_TIMEOUT_S / 2) -> dict[str, Any]:
         """Wait for the commit of ``step``."""
         return self.ask("drain", step=step, timeout_s=timeout_s)
 
-    def restore(self, source: str, step: int, attempt: int, manifest_uri: str = "") -> dict[str, Any]:
-        """Ask for a state."""
-        plan = {"source": source, "step": step, "written_by_attempt": attempt, "manifest_uri": manifest_uri}
+    def restore(
+        self, source: str, step: int, attempt: int, manifest_uri: str = ""
+    ) -> dict[str, Any]:
+        """Request a state; returns the answer."""
+        plan = {
+            "source": source,
+            "step": step,
+            "written_by_attempt": attempt,
+            "manifest_uri": manifest_uri,
+        }
         return self.ask("restore", plan=plan)
 
     def holds(self, slot: int, step: int) -> bool:
@@ -187,13 +245,16 @@ class WorkerClient:
         return bool(np.array_equal(self.slots[slot][: len(values)], values))
 
     def close(self) -> None:
-        """Hang up."""
+        """Disconnect."""
         self.sock.close()
 
     def __enter__(self) -> WorkerClient:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megascale_common.job_config import (
+from megascale_common.job.config import (
     DataConfig,
     DataSource,
     JobConfig,
@@ -15,8 +15,8 @@ from megascale_common.job_config import (
     ParallelismConfig,
     TrainingConfig,
 )
-from megascale_executor.trainer.data.indexed import token_dtype
-from megascale_executor.trainer.data.indexed_writer import IndexedWriter
+from megascale_trainer.data.indexed import token_dtype
+from megascale_trainer.data.indexed_writer import IndexedWriter
 
 
 def write_corpus(prefix: Path, documents: Sequence[Sequence[int]], vocab_size: int = 257) -> Path:
@@ -30,7 +30,10 @@ def write_corpus(prefix: Path, documents: Sequence[Sequence[int]], vocab_size: i
 def random_documents(seed: int, count: int, longest: int, vocab_size: int = 257) -> list[list[int]]:
     """``count`` documents of 1 to ``longest`` random tokens."""
     generator = np.random.default_rng(seed)
-    return [generator.integers(0, vocab_size, generator.integers(1, longest + 1)).tolist() for _ in range(count)]
+    return [
+        generator.integers(0, vocab_size, generator.integers(1, longest + 1)).tolist()
+        for _ in range(count)
+    ]
 
 
 def data_job(
@@ -44,11 +47,15 @@ def data_job(
     seed: int = 1234,
     document_attention: bool = True,
 ) -> JobConfig:
-    """A job that differs from others only in what the data path looks at."""
+    """A job that differs from others only in what the data path reads."""
     return JobConfig(
         name="data-test",
-        model=ModelConfig(layers=1, hidden_size=8, heads=1, vocab_size=vocab_size, sequence_length=sequence_length),
-        training=TrainingConfig(steps=1, global_batch_size=global_batch_size, micro_batch_size=micro_batch_size),
+        model=ModelConfig(
+            layers=1, hidden_size=8, heads=1, vocab_size=vocab_size, sequence_length=sequence_length
+        ),
+        training=TrainingConfig(
+            steps=1, global_batch_size=global_batch_size, micro_batch_size=micro_batch_size
+        ),
         parallelism=ParallelismConfig(dp=dp),
         data=DataConfig(sources=tuple(sources), seed=seed, document_attention=document_attention),
     )

@@ -1,4 +1,4 @@
-"""The driver's core fed by hand, event by event, with what came out of it."""
+"""The driver's core, given events one by one by a test, with the outcomes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.harness.simulated_cluster import demo_job
 
-from megascale_common.job_config import CheckpointConfig
+from megascale_common.job.config import CheckpointConfig
 from megascale_driver.core import machine
 from megascale_driver.core.events import (
     Audit,
@@ -36,7 +36,7 @@ POLICY = Policy()
 
 
 class Desk:
-    """Feeds the core by hand and keeps what came out."""
+    """Gives the core events and keeps the state, the audit lines and the effects."""
 
     def __init__(self, *nodes: str) -> None:
         self.now_s = 1000.0
@@ -49,7 +49,7 @@ class Desk:
             self.report(name, AttemptPhase.IDLE)
 
     def ask(self, event: Event) -> tuple[Cluster, Outcome]:
-        """What an event would lead to."""
+        """The state and outcome that an event would lead to; nothing changes."""
         return machine.step(self.state, event, POLICY)
 
     def feed(self, event: Event) -> str:
@@ -64,12 +64,17 @@ class Desk:
         self.feed(NodeHello(self.now_s, name, who))
 
     def report(self, name: str, phase: AttemptPhase, **details: Any) -> None:
-        """A heartbeat of a node that has taken in its newest desired state."""
+        """A heartbeat of a node that has received its newest desired state."""
         node = self.state.nodes[name]
         if phase is not AttemptPhase.IDLE and "job" not in details:
             wanted = self.state.holder_of(name)
             assert wanted is not None
-            details = {"job": wanted.name, "attempt": wanted.attempt, "store_endpoint": "h:9", **details}
+            details = {
+                "job": wanted.name,
+                "attempt": wanted.attempt,
+                "store_endpoint": "h:9",
+                **details,
+            }
         report = Report(desired_version=node.desired_version, phase=phase, **details)
         self.feed(NodeReport(self.now_s, name, node.identity.incarnation, report))
 
@@ -91,7 +96,7 @@ class Desk:
         self.feed(JobSubmitted(self.now_s, replace(config, checkpoint=CheckpointConfig()), "me"))
 
     def run(self) -> None:
-        """Bring the attempt under way to RUNNING."""
+        """Bring the current attempt to RUNNING."""
         for phase in (AttemptPhase.PREPARED, AttemptPhase.RUNNING):
             for slot in self.job().slots:
                 self.report(slot.node, phase)
@@ -101,7 +106,7 @@ class Desk:
         self.report(node, AttemptPhase.FAILED, workers=workers)
 
     def stop(self) -> None:
-        """Every node that can says that it stands idle."""
+        """Every node of the attempt that is alive reports idle."""
         for slot in self.job().slots:
             if self.state.nodes[slot.node].liveness is Liveness.ALIVE:
                 self.report(slot.node, AttemptPhase.IDLE)
@@ -110,5 +115,7 @@ class Desk:
         return [line.reason for line in self.audit if line.log == "a"]
 
 
-def exited(rank: int, at_s: float, status: int = 1, kind: str = "", error: str = "") -> WorkerReport:
+def exited(
+    rank: int, at_s: float, status: int = 1, kind: str = "", error: str = ""
+) -> WorkerReport:
     return WorkerReport(rank, True, status, error, kind, at_s)

@@ -1,4 +1,4 @@
-"""A real driver process against a real etcd, and what tests ask of it."""
+"""A real driver process on a real etcd, and the calls of tests to it."""
 
 from __future__ import annotations
 
@@ -16,21 +16,24 @@ from tests.harness.processes import cpu_ticks
 from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
 from megascale.v1 import driver_pb2, driver_pb2_grpc, job_pb2, types_pb2
-from megascale_common import rpc
-from megascale_common.process import child_environment
+from megascale_common.node.process import child_environment
+from megascale_common.service.channel import open_channel
+from megascale_common.service.token import read_or_create_token
 
-# A driver logs this when it takes over from a leader that is gone, instead of waiting for the lease.
-KEY_REMOVED = "the leader key of a term that is over is removed"
+# A driver logs this when it takes over from a leader that is gone without waiting for the lease.
+KEY_REMOVED = "removing the leader key of a term that has ended"
 
 
 class DriverProcess:
-    """One ``python -m megascale_driver``; several on the same ``prefix`` are leader and standbys."""
+    """One ``python -m megascale_driver``; several with one ``prefix``: a leader and standbys."""
 
-    def __init__(self, folder: Path, etcd_endpoint: str, prefix: str | None = None, name: str = "driver") -> None:
+    def __init__(
+        self, folder: Path, etcd_endpoint: str, prefix: str | None = None, name: str = "driver"
+    ) -> None:
         self.folder = folder
         self.prefix = prefix or f"/test/{uuid.uuid4().hex}/v1"
         self.token_file = folder / "token"
-        self.token = rpc.read_or_create_token(self.token_file)
+        self.token = read_or_create_token(self.token_file)
         self.address_file = folder / f"{name}.address"
         self.metrics_file = folder / f"{name}.metrics"
         self._log = folder / f"{name}.log"
@@ -45,11 +48,11 @@ class DriverProcess:
         return self._process.pid
 
     def address(self) -> str:
-        """Where the driver serves, as the address file says."""
+        """The driver's address, from its address file."""
         return self.address_file.read_text().strip()
 
     def log(self) -> str:
-        """What the driver wrote."""
+        """The driver's log."""
         return self._log.read_text()
 
     async def start(self, *, leads: bool = True) -> None:
@@ -57,15 +60,18 @@ class DriverProcess:
         self.address_file.unlink(missing_ok=True)
         command = [
             sys.executable, "-m", "megascale_driver", "--cluster", "test", "--etcd", self._etcd,
-            "--prefix", self.prefix, "--token-file", str(self.token_file), "--address-file", str(self.address_file),
+            "--prefix", self.prefix, "--token-file", str(self.token_file),
+            "--address-file", str(self.address_file),
             "--metrics-bind", "127.0.0.1:0", "--metrics-address-file", str(self.metrics_file),
         ]  # fmt: skip
         with self._log.open("ab") as log:
-            # Blocking, from the main thread: the parent-death signal fires when the starting thread ends.
-            self._process = subprocess.Popen(command, env=child_environment(), stdout=log, stderr=log)  # noqa: ASYNC220
+            # From the main thread, though it blocks: the parent-death signal is sent when the
+            # thread that spawned the process ends.
+            environment = child_environment()
+            self._process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)  # noqa: ASYNC220
         await eventually(self._serves, "the driver's address", self._starts, story=self.log)
         await self._close_channel()
-        self._channel = rpc.open_channel(self.address(), self.token)
+        self._channel = open_channel(self.address(), self.token)
         if leads:
             await eventually(self.leads, "the driver leads", self._starts, story=self.log)
 
@@ -74,13 +80,15 @@ class DriverProcess:
         return self.address_file.exists()
 
     def _starts(self) -> tuple[int, int]:
-        """What moves while it starts."""
+        """What changes while it starts."""
         return self._log.stat().st_size, cpu_ticks([self.pid])
 
     async def leads(self) -> bool:
-        """Whether it says that it leads."""
+        """Whether it reports that it leads."""
         try:
-            info = await self.stub.GetClusterInfo(driver_pb2.GetClusterInfoRequest(), timeout=CALL_TIMEOUT_S)
+            info = await self.stub.GetClusterInfo(
+                driver_pb2.GetClusterInfoRequest(), timeout=CALL_TIMEOUT_S
+            )
         except grpc.aio.AioRpcError:
             return False
         return bool(info.leader)
@@ -121,15 +129,17 @@ class DriverProcess:
 
     async def job(self, name: str) -> driver_pb2.Job:
         """A job now."""
-        return (await self.stub.GetJob(driver_pb2.GetJobRequest(name=name), timeout=CALL_TIMEOUT_S)).job
+        return (
+            await self.stub.GetJob(driver_pb2.GetJobRequest(name=name), timeout=CALL_TIMEOUT_S)
+        ).job
 
     async def events(self, subject: str) -> list[types_pb2.Event]:
-        """Audit log of a subject."""
+        """The audit log of a subject."""
         request = driver_pb2.ListEventsRequest(subject=subject, page_size=1000)
         return list((await self.stub.ListEvents(request, timeout=CALL_TIMEOUT_S)).events)
 
     async def until_job(self, name: str, condition: Callable[[driver_pb2.Job], bool]) -> None:
-        """Wait until the job looks so, as long as it or the driver's log moves."""
+        """Wait for ``condition``, as long as the job or the driver's log changes."""
         job = await self.job(name)
 
         async def met() -> bool:
@@ -145,10 +155,12 @@ class DriverProcess:
         )
 
     async def until_nodes(self, count: int) -> None:
-        """Wait until so many nodes are alive and have sent a heartbeat."""
+        """Wait until ``count`` nodes are alive."""
 
         async def there() -> bool:
-            nodes = (await self.stub.ListNodes(driver_pb2.ListNodesRequest(), timeout=CALL_TIMEOUT_S)).nodes
+            nodes = (
+                await self.stub.ListNodes(driver_pb2.ListNodesRequest(), timeout=CALL_TIMEOUT_S)
+            ).nodes
             return sum(node.liveness == types_pb2.NODE_LIVENESS_ALIVE for node in nodes) >= count
 
         await eventually(there, f"{count} nodes alive", lambda: len(self.log()), story=self.log)

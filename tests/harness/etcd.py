@@ -1,4 +1,4 @@
-"""A real etcd for tests, a client with a key space of its own per test, and a way to cut the two apart.
+"""A real etcd for tests, a client with a key space per test, and a way to cut the two apart.
 
 Use the fixtures by importing them into the test module or its conftest.
 """
@@ -9,7 +9,6 @@ import ssl
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import pytest
@@ -21,8 +20,8 @@ from megascale_common.etcd.operations import Event
 from megascale_common.etcd.server import EtcdServer
 from megascale_common.etcd.watch import Watch
 
-# Ten times quicker elections than the default: starts, restarts and short leases take less of a test's
-# time (the least lease TTL is 1.5 election timeouts, rounded up to a second).
+# Elections ten times faster than by default: starts, restarts and short leases take less time (the
+# shortest lease TTL is 1.5 election timeouts, rounded up to a second).
 _QUICK = ("--heartbeat-interval", "20", "--election-timeout", "200")
 _PROGRESS = ("--experimental-watch-progress-notify-interval", "200ms")
 
@@ -68,9 +67,9 @@ async def revision_of(client: EtcdClient) -> int:
 class CuttableProxy:
     """A TCP proxy to one endpoint that can swallow either direction and reset its connections.
 
-    `swallow_replies`: requests arrive and take effect, answers are lost. `swallow_requests`: nothing
-    arrives. Both keep connections open, as a network partition does; `reset` breaks them. With `tls` the
-    proxy speaks TLS to the client and plain text to the server.
+    `swallow_replies`: requests arrive and take effect, answers are lost. `swallow_requests`:
+    nothing arrives. Both keep connections open, as a network partition does; `reset` breaks them.
+    With `tls` the proxy speaks TLS to the client and plain text to the server.
     """
 
     def __init__(self, endpoint: str, *, tls: ssl.SSLContext | None = None) -> None:
@@ -101,9 +100,7 @@ class CuttableProxy:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0, ssl=self._tls)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._server is not None
         self._server.close()
         self.reset()
@@ -126,7 +123,9 @@ class CuttableProxy:
             self._pumps.add(task)
             task.add_done_callback(self._pumps.discard)
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, swallow: str) -> None:
+    async def _pump(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, swallow: str
+    ) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(65536):
                 if getattr(self, swallow):

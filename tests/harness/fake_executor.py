@@ -1,7 +1,7 @@
-"""An executor without workers: it speaks the real link to a real driver and does as it is told, or as a test wants.
+"""An executor without workers, on a real link to a real driver: it obeys, or does as a test sets.
 
-Use it in the test's process (:class:`FakeExecutor`), or as a process of its own that can be killed and stopped:
-``python -m tests.harness.fake_executor --node n1 --driver-file F --token-file F``.
+Use it in the test's process (:class:`FakeExecutor`) or as a process of its own that can be killed
+and stopped: ``python -m tests.harness.fake_executor --node n1 --driver-file F --token-file F``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 from google.protobuf.timestamp_pb2 import Timestamp
+from tests.harness.waiting import eventually
 
 from megascale.v1 import (
     checkpoint_pb2,
@@ -27,14 +28,17 @@ from megascale.v1 import (
     link_pb2_grpc,
     types_pb2,
 )
-from megascale_common import identity, rpc
-from megascale_common.process import arm_parent_death
+from megascale_common.node.incarnation import boot_id, new_incarnation
+from megascale_common.node.process import arm_parent_death
+from megascale_common.service.build import build_version
+from megascale_common.service.channel import open_channel
+from megascale_common.service.server import RpcServer
 
 RETRY_S = 0.1
 
 
 class _Checkpoints(checkpoint_pb2_grpc.CheckpointServiceServicer):
-    """Answers as its executor's test has set it up."""
+    """A checkpoint daemon with the answers that the test has set."""
 
     def __init__(self) -> None:
         self.opened: list[checkpoint_pb2.OpenAttemptRequest] = []
@@ -49,7 +53,9 @@ class _Checkpoints(checkpoint_pb2_grpc.CheckpointServiceServicer):
         self.opened.append(request)
         return checkpoint_pb2.OpenAttemptResponse(restore=self.restore, log_seq=len(self.opened))
 
-    async def ReportPrepared(self, request: checkpoint_pb2.ReportPreparedRequest, context: Any) -> Any:
+    async def ReportPrepared(
+        self, request: checkpoint_pb2.ReportPreparedRequest, context: Any
+    ) -> Any:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this executor has no workers")
 
     async def WatchProgress(
@@ -62,7 +68,7 @@ class _Checkpoints(checkpoint_pb2_grpc.CheckpointServiceServicer):
 
 
 class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
-    """One node. ``steps`` > 0: finish by itself after so many steps, one every ``step_s``."""
+    """One node. ``steps`` > 0: an attempt finishes after that many steps, one every ``step_s``."""
 
     def __init__(
         self,
@@ -77,7 +83,7 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         step_s: float = 0.02,
         interval_s: float = 1.0,
     ) -> None:
-        self.node, self.incarnation = node, identity.new_incarnation()
+        self.node, self.incarnation = node, new_incarnation()
         self.checkpoints = _Checkpoints()
         self.desired = link_pb2.DesiredState()
         self.history: list[link_pb2.DesiredState] = []
@@ -91,19 +97,23 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         self.gives_way = False
         self.steps, self._step_s, self._interval_s = steps, step_s, interval_s
         self._token, self._find_driver = token, find_driver
-        self._devices = [types_pb2.Device(index=i, kind=kind, uuid=f"{node}-{i}") for i in range(devices)]
+        self._devices = [
+            types_pb2.Device(index=i, kind=kind, uuid=f"{node}-{i}") for i in range(devices)
+        ]
         self._switch = switch
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._training: asyncio.Task[None] | None = None
-        self._server: rpc.RpcServer | None = None
+        self._server: RpcServer | None = None
         self._endpoint = ""
         self._seq = 0
 
     async def __aenter__(self) -> FakeExecutor:
-        self._server = rpc.RpcServer(self._token)
+        self._server = RpcServer(self._token)
         executor_pb2_grpc.add_ExecutorServiceServicer_to_server(self, self._server.server)
-        checkpoint_pb2_grpc.add_CheckpointServiceServicer_to_server(self.checkpoints, self._server.server)
+        checkpoint_pb2_grpc.add_CheckpointServiceServicer_to_server(
+            self.checkpoints, self._server.server
+        )
         self._endpoint = await self._server.start("127.0.0.1:0", ["megascale.v1.ExecutorService"])
         self._tasks.append(asyncio.create_task(self._dial()))
         return self
@@ -112,7 +122,7 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         if self._training is not None:
             self._tasks.append(self._training)
         pending = set(self._tasks)
-        while pending:  # a library may swallow a cancellation: ask again
+        while pending:  # a library may swallow a cancellation: cancel again
             for task in pending:
                 task.cancel()
             _, pending = await asyncio.wait(pending, timeout=1.0)
@@ -127,7 +137,7 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         checks: list[types_pb2.CheckResult] | None = None,
         progress: list[link_pb2.CheckpointProgress] | None = None,
     ) -> None:
-        """Change what the heartbeat says and send one at once."""
+        """Change the content of the heartbeat and send one at once."""
         self.phase = self.phase if phase is None else phase
         self.workers = self.workers if workers is None else workers
         self.checks = self.checks if checks is None else checks
@@ -135,29 +145,35 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         self._changed.set()
 
     def fail(self, rank: int, *, status: int = 1, kind: str = "", error: str = "") -> None:
-        """One worker ended badly; the node stops the attempt."""
+        """One worker fails; the node reports the attempt as failed."""
         if self._training is not None:
             self._training.cancel()
         stamp = Timestamp()
         stamp.FromNanoseconds(time.time_ns())
         worker = link_pb2.WorkerStatus(
-            rank=rank, state=link_pb2.WORKER_STATE_EXITED, exit_status=status, error=error, error_kind=kind,
-            exited_at=stamp,
+            rank=rank, state=link_pb2.WORKER_STATE_EXITED, exit_status=status, error=error,
+            error_kind=kind, exited_at=stamp,
         )  # fmt: skip
         self.report(link_pb2.ATTEMPT_PHASE_FAILED, workers=[worker])
 
     def hello(self) -> link_pb2.ExecutorHello:
         return link_pb2.ExecutorHello(
             protocol=link_pb2.ProtocolRange(lowest=1, highest=1),
-            build=identity.build(),
+            build=build_version(),
             node=self.node,
             incarnation=self.incarnation,
-            boot_id=identity.boot_id(),
+            boot_id=boot_id(),
             devices=self._devices,
             topology={"switch": self._switch},
             executor_endpoint=self._endpoint,
             checkpoint_endpoint=self._endpoint,
         )
+
+    async def until_usable(self) -> None:
+        """Wait until the driver may give this node work: it is alive with its hello, but only its
+        first report shows that it is idle.
+        """
+        await eventually(lambda: bool(self.acks), f"a heartbeat of {self.node} is acknowledged")
 
     def heartbeat(self) -> link_pb2.Heartbeat:
         self._seq += 1
@@ -177,7 +193,9 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
     async def GetNodeStatus(self, request: executor_pb2.GetNodeStatusRequest, context: Any) -> Any:
         return executor_pb2.GetNodeStatusResponse(hello=self.hello())
 
-    async def RunNodeDiagnostics(self, request: executor_pb2.RunNodeDiagnosticsRequest, context: Any) -> Any:
+    async def RunNodeDiagnostics(
+        self, request: executor_pb2.RunNodeDiagnosticsRequest, context: Any
+    ) -> Any:
         if self.gives_way:
             await context.abort(grpc.StatusCode.ABORTED, "the node was given work")
         checks = [
@@ -196,7 +214,7 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
     async def _dial(self) -> None:
         while True:
             with contextlib.suppress(grpc.aio.AioRpcError, OSError, ValueError):
-                channel = rpc.open_channel(self._find_driver(), self._token)
+                channel = open_channel(self._find_driver(), self._token)
                 try:
                     await self._link(channel)
                 finally:
@@ -239,7 +257,7 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
                 link_pb2.ATTEMPT_PHASE_RUNNING,
                 link_pb2.ATTEMPT_PHASE_FINISHED,
             ):
-                return  # a new driver repeats what we do already
+                return  # a new driver repeats the order that is carried out already
             self.job, self.attempt = assignment.job, assignment.attempt
             self.report(link_pb2.ATTEMPT_PHASE_RUNNING)
             self._training = asyncio.create_task(self._train(assignment))
@@ -266,9 +284,11 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
 
         while True:
             with contextlib.suppress(grpc.aio.AioRpcError, OSError):
-                channel = rpc.open_channel(self._find_driver(), self._token)
+                channel = open_channel(self._find_driver(), self._token)
                 try:
-                    await link_pb2_grpc.ExecutorLinkServiceStub(channel).ReportSteps(records(), timeout=2.0)
+                    await link_pb2_grpc.ExecutorLinkServiceStub(channel).ReportSteps(
+                        records(), timeout=2.0
+                    )
                     return
                 finally:
                     await channel.close()
@@ -280,7 +300,11 @@ async def _main(options: argparse.Namespace) -> None:
         return str(options.driver_file.read_text()).strip()
 
     token = options.token_file.read_text().strip()
-    async with FakeExecutor(options.node, token, find, steps=options.steps, step_s=options.step_s):
+    executor = FakeExecutor(options.node, token, find, steps=options.steps, step_s=options.step_s)
+    async with executor:
+        await executor.until_usable()
+        if options.usable_file is not None:
+            options.usable_file.touch()
         await asyncio.Event().wait()
 
 
@@ -290,6 +314,7 @@ if __name__ == "__main__":
     parser.add_argument("--node", required=True)
     parser.add_argument("--driver-file", required=True, type=Path)
     parser.add_argument("--token-file", required=True, type=Path)
+    parser.add_argument("--usable-file", type=Path, help="made once the driver may use the node")
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--step-s", type=float, default=0.02)
     asyncio.run(_main(parser.parse_args()))

@@ -1,6 +1,7 @@
-"""FP8 in Triton's interpreter: its own conversion drops the carry when a mantissa rounds up (31.5 becomes 16, not 32).
+"""FP8 in Triton's interpreter, whose own conversion is wrong.
 
-So where the interpreter runs, tests of kernels that cast to FP8 let torch convert. On a GPU nothing is replaced.
+It drops the carry when a mantissa rounds up: 31.5 becomes 16, not 32. So where the interpreter
+runs, tests of kernels that cast to FP8 let torch convert. On a GPU nothing is replaced.
 """
 
 from __future__ import annotations

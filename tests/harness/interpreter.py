@@ -1,4 +1,4 @@
-"""Where there is no CUDA, Triton's kernels run in its interpreter: to be chosen before anything imports triton."""
+"""Without CUDA, Triton's kernels run in its interpreter; call this before triton is imported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 
 
 def interpret_without_cuda() -> None:
-    """Choose the interpreter where it is needed; for the conftest of every folder whose modules import kernels."""
+    """Select the interpreter if there is no CUDA; for the conftest of folders with kernels."""
     if not torch.cuda.is_available():
-        assert "triton" not in sys.modules or os.environ.get("TRITON_INTERPRET") == "1", "triton is imported already"
+        assert "triton" not in sys.modules or os.environ.get("TRITON_INTERPRET") == "1", (
+            "triton is imported already"
+        )
         os.environ["TRITON_INTERPRET"] = "1"

@@ -1,4 +1,4 @@
-"""A job as its watch stream shows it, for tests that break something while it runs."""
+"""Follows a job through its watch stream, for tests that break something while it runs."""
 
 from __future__ import annotations
 
@@ -15,19 +15,28 @@ from megascale_client import TERMINAL_PHASES, AsyncClient
 
 
 class JobFollower:
-    """Submits a job and follows it: ``losses`` by attempt and step, ``events`` in their order, ``job`` as last seen.
+    """Submits a job and follows it; use as an asynchronous context manager.
 
-    Its waits go on while the job moves: a step, an event, a phase or its reason, a commit, a line in a rank's log.
-
-    Use as an asynchronous context manager.
+    Its waits continue while the job makes progress: a step, an event, a phase or its reason, a
+    commit, a line in a rank's log.
 
     Args:
         folder: the cluster's run folder, for the logs of the job's ranks.
-        limit_s: how long nothing may move.
+        limit_s: how long there may be no progress.
+
+    Attributes:
+        losses: by attempt and step.
+        events: in the order of the stream.
+        job: its newest state.
     """
 
     def __init__(
-        self, client: AsyncClient, spec: job_pb2.JobSpec, folder: Path, *, limit_s: float = STANDSTILL_S
+        self,
+        client: AsyncClient,
+        spec: job_pb2.JobSpec,
+        folder: Path,
+        *,
+        limit_s: float = STANDSTILL_S,
     ) -> None:
         self.name = spec.name
         self.job = driver_pb2.Job()
@@ -43,7 +52,10 @@ class JobFollower:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         assert self._task is not None
         self._task.cancel()
@@ -67,23 +79,35 @@ class JobFollower:
     @property
     def newest_losses(self) -> dict[int, float]:
         """Loss of each step, of the newest attempt that completed it."""
-        return {step: loss for attempt in sorted(self.losses) for step, loss in self.losses[attempt].items()}
+        return {
+            step: loss
+            for attempt in sorted(self.losses)
+            for step, loss in self.losses[attempt].items()
+        }
 
     def first_event(self, reason: str, subject: str = "") -> types_pb2.Event | None:
         """The first event with this reason (and subject)."""
-        found = (event for event in self.events if event.reason == reason and subject in ("", event.subject))
+        found = (
+            event
+            for event in self.events
+            if event.reason == reason and subject in ("", event.subject)
+        )
         return next(found, None)
 
     async def until(self, condition: Callable[[], object], what: str) -> None:
         """Wait until the condition holds.
 
         Raises:
-            Standstill: the job has not moved for the limit; the error has its story.
+            Standstill: the job made no progress for the limit; the error has its story.
         """
 
         def holds() -> object:
             assert self._task is not None
-            if self._task.done() and not self._task.cancelled() and (error := self._task.exception()) is not None:
+            if (
+                self._task.done()
+                and not self._task.cancelled()
+                and (error := self._task.exception()) is not None
+            ):
                 raise error
             return condition()
 
@@ -99,11 +123,12 @@ class JobFollower:
     async def until_step(self, step: int, *, attempt: int = 1) -> None:
         """Wait until the attempt has completed the step."""
         await self.until(
-            lambda: max(self.losses.get(attempt, {}), default=0) >= step, f"step {step} of attempt {attempt}"
+            lambda: max(self.losses.get(attempt, {}), default=0) >= step,
+            f"step {step} of attempt {attempt}",
         )
 
     async def until_ended(self) -> driver_pb2.Job:
-        """Wait for the end of the watch, which is the end of the job; the job."""
+        """Wait for the end of the watch, which is the end of the job; returns the job."""
         task = self._task
         await self.until(lambda: task is not None and task.done(), "the job's end")
         assert self.job.phase in TERMINAL_PHASES, self.story()
@@ -111,18 +136,29 @@ class JobFollower:
         return self.job
 
     def story(self) -> str:
-        """What has been seen, for failures."""
+        """Everything observed so far, for the message of a failure."""
         steps = {attempt: (min(losses), max(losses)) for attempt, losses in self.losses.items()}
         lines = [
-            f"{e.time.ToJsonString()} attempt {e.attempt} {e.reason} {e.subject}: {e.message}" for e in self.events
+            f"{e.time.ToJsonString()} attempt {e.attempt} {e.reason} {e.subject}: {e.message}"
+            for e in self.events
         ]
         phase = types_pb2.JobPhase.Name(self.job.phase)
-        return "\n".join([f"{self.name} is {phase}: {self.job.phase_reason}; steps {steps}", *lines])
+        return "\n".join(
+            [f"{self.name} is {phase}: {self.job.phase_reason}; steps {steps}", *lines]
+        )
 
     def _moves(self) -> tuple[object, ...]:
         job, steps = self.job, sum(map(len, self.losses.values()))
         logs = log_bytes(self._folder, f"nodes/*/jobs/{self.name}/*/*.log")
-        return steps, len(self.events), job.phase, job.phase_reason, job.attempt, job.committed_step, logs
+        return (
+            steps,
+            len(self.events),
+            job.phase,
+            job.phase_reason,
+            job.attempt,
+            job.committed_step,
+            logs,
+        )
 
 
 def seconds(event: types_pb2.Event) -> float:

@@ -1,6 +1,7 @@
-"""What a forward of the model keeps for backward, measured: for tests of the memory estimate.
+"""The memory that a forward of the model keeps for backward, for tests of the estimate.
 
-Of a tensor-parallel group there is one rank here, which takes itself for the others: values are wrong, sizes right.
+Of a tensor-parallel group there is one rank here, which takes its own parts for those of the
+others: values are wrong, sizes are right.
 """
 
 from __future__ import annotations
@@ -11,21 +12,21 @@ from typing import Any
 import torch
 from tests.harness.training import micro_batches, tiny_job
 
-from megascale_common.job_config import JobConfig, from_dict
-from megascale_common.memory import rank_memory
-from megascale_common.parameter_table import parameter_table
-from megascale_executor.trainer.groups import Group, single_process_groups
-from megascale_executor.trainer.model.stage import Stage
-from megascale_executor.trainer.model.weights import bind_weights
-from megascale_executor.trainer.parallel.data.buffers import FlatBuffers
-from megascale_executor.trainer.parallel.tensor.overlapped import chunks
-from megascale_executor.trainer.parallel.tensor.products import TensorParallel, plain_tensor_parallel
+from megascale_common.job.config import JobConfig, from_accepted
+from megascale_common.sizes.memory import rank_memory
+from megascale_common.sizes.parameter_table import parameter_table
 from megascale_kernels.operators import Operators
-from megascale_kernels.overlap.products import OverlappedProducts
+from megascale_kernels.overlap.collective_matmul import CollectiveMatmuls
+from megascale_trainer.parallel.data.buffers import FlatBuffers
+from megascale_trainer.parallel.groups import Group, single_process_groups
+from megascale_trainer.parallel.pipeline.stage import Stage
+from megascale_trainer.parallel.tensor.overlapped_matmul import OverlappedMatmuls, chunks
+from megascale_trainer.parallel.tensor.sharding import TensorParallel, plain_tensor_parallel
+from megascale_trainer.weights import bind_weights
 
 
 def layers_job(layers: int, model: dict[str, Any], **parallelism: Any) -> dict[str, Any]:
-    """Plain values of a job of so many layers: two sequences of 64 tokens, bf16, causal attention."""
+    """A job of so many layers, as plain values: two sequences of 64 tokens, bf16, causal."""
     return tiny_job(
         model={**model, "layers": layers, "sequence_length": 64},
         parallelism=parallelism,
@@ -34,14 +35,18 @@ def layers_job(layers: int, model: dict[str, Any], **parallelism: Any) -> dict[s
     )
 
 
-def kept_bytes(job: dict[str, Any], operators: Operators, device: torch.device | None = None) -> int:
+def kept_bytes(
+    job: dict[str, Any], operators: Operators, device: torch.device | None = None
+) -> int:
     """Bytes of distinct storages that a forward of the layers keeps for backward, weights aside."""
     device = device or torch.device("cpu")
-    config = from_dict(job)
+    config = from_accepted(job)
     table, alone = parameter_table(config, 0), single_process_groups().world
     buffers = FlatBuffers(table, torch.bfloat16, device, alone, alone)
     weights = bind_weights(table, buffers.parameters, buffers.gradients)
-    stage = Stage(config, table.chunks[0], weights, _tensor_parallel(config, device), buffers, operators)
+    stage = Stage(
+        config, table.chunks[0], weights, _tensor_parallel(config, device), buffers, operators
+    )
     flat = [*buffers.parameters.values(), *buffers.gradients.values()]
     stored = {tensor.untyped_storage().data_ptr() for tensor in flat}
     kept: dict[int, torch.UntypedStorage] = {}
@@ -59,7 +64,7 @@ def kept_bytes(job: dict[str, Any], operators: Operators, device: torch.device |
 
 
 class _OwnPeers(Group):
-    """A group whose one rank has nothing but its own parts to gather and to sum."""
+    """A group whose one rank gathers and sums its own parts alone."""
 
     def __init__(self, size: int) -> None:
         super().__init__("tp", tuple(range(size)), 0, None, None)
@@ -73,13 +78,15 @@ class _OwnPeers(Group):
 
 
 class OwnMemory:
-    """Memory of peers that is all this rank's."""
+    """Peer memory in which every peer is this rank."""
 
     def __init__(self, size: int, size_bytes: int, device: torch.device) -> None:
         self.rank, self.size, self.size_bytes, self.device = 0, size, size_bytes, device
         self._own = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
 
-    def tensor_of(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:
+    def tensor_of(
+        self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0
+    ) -> torch.Tensor:
         length = torch.Size(shape).numel() * dtype.itemsize
         return self._own[offset_bytes : offset_bytes + length].view(dtype).view(tuple(shape))
 
@@ -93,4 +100,4 @@ def _tensor_parallel(config: JobConfig, device: torch.device) -> TensorParallel:
     if not config.parallelism.overlap.tp:
         return plain_tensor_parallel(group)
     memory = OwnMemory(size, rank_memory(config, 0).peer_memory_bytes, device)
-    return TensorParallel(group, OverlappedProducts(memory, chunks(size)))
+    return TensorParallel(group, OverlappedMatmuls(group, CollectiveMatmuls(memory, chunks(size))))

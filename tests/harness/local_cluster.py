@@ -24,10 +24,10 @@ END_REASON = "the test is over"
 
 
 def megascale(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a command of the CLI to its end, for which the test's own cap is the limit."""
+    """Run a command of the CLI until it ends, within the timeout of the test."""
     return subprocess.run(
         [sys.executable, "-m", "megascale_cli", *arguments],
-        env={**os.environ, "COLUMNS": "200"},  # no message is broken in two
+        env={**os.environ, "COLUMNS": "200"},  # wide enough to break no message
         capture_output=True,
         text=True,
         cwd=cwd,
@@ -36,18 +36,31 @@ def megascale(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedP
 
 
 class UpProcess:
-    """`megascale up` with ``options``, in ``folder``; use as a context manager: on the way out everything is ended."""
+    """`megascale up` with ``options`` in ``folder``; as a context manager it ends all processes."""
 
     def __init__(self, folder: Path, *options: str) -> None:
         self.folder = folder
         self._mark = uuid.uuid4().hex
         self._output = folder.with_name(folder.name + ".up.jsonl")
         self._errors = folder.with_name(folder.name + ".up.log")
-        command = [sys.executable, "-m", "megascale_cli", "up", "--json", "--run-folder", str(folder), *options]
+        command = [
+            sys.executable,
+            "-m",
+            "megascale_cli",
+            "up",
+            "--json",
+            "--run-folder",
+            str(folder),
+            *options,
+        ]
         with self._output.open("wb") as output, self._errors.open("wb") as errors:
             self.process = subprocess.Popen(
                 command,
-                env={**os.environ, MARK_VARIABLE: self._mark, "MEGASCALE_PARENT_PID": str(os.getpid())},
+                env={
+                    **os.environ,
+                    MARK_VARIABLE: self._mark,
+                    "MEGASCALE_PARENT_PID": str(os.getpid()),
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=errors,
@@ -56,7 +69,11 @@ class UpProcess:
 
     def __enter__(self) -> Self:
         try:
-            until(lambda: self.seen("ready") or self.process.poll() is not None, "cluster ready", self._starts)
+            until(
+                lambda: self.seen("ready") or self.process.poll() is not None,
+                "cluster ready",
+                self._starts,
+            )
             assert self.seen("ready"), self._errors.read_text()
         except BaseException:
             self._end()
@@ -64,7 +81,10 @@ class UpProcess:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._end()
 
@@ -76,16 +96,20 @@ class UpProcess:
             os.kill(pid, signal.SIGKILL)
 
     def seen(self, event: str) -> list[dict[str, Any]]:
-        """What `up` has reported under this name."""
-        lines = [json.loads(line) for line in self._output.read_text().splitlines(keepends=True) if line[-1] == "\n"]
+        """The events of this name that `up` has printed."""
+        lines = [
+            json.loads(line)
+            for line in self._output.read_text().splitlines(keepends=True)
+            if line[-1] == "\n"
+        ]
         return [line for line in lines if line["event"] == event]
 
     def _starts(self) -> tuple[object, ...]:
-        """What moves while a cluster starts: reports, logs, and the CPU time of processes that import."""
+        """Progress of a cluster that starts: reports, logs, and CPU time of imports."""
         return self._output.stat().st_size, log_bytes(self.folder), cpu_ticks(self.processes())
 
     def stop(self, signal_number: int = signal.SIGTERM) -> int:
-        """Send a signal to `up` and wait for its end; its exit status."""
+        """Send a signal to `up` and wait for it to end; returns its exit status."""
         self.process.send_signal(signal_number)
         until(lambda: self.process.poll() is not None, "the end of `megascale up`", self.processes)
         return self.process.wait()
@@ -98,23 +122,27 @@ class UpProcess:
 
     def node_pids(self, node: str) -> dict[str, int]:
         """Process ids of a node by role, as its agent wrote them."""
-        values: dict[str, int] = json.loads((self.folder / "nodes" / node / "pids.json").read_text())
+        values: dict[str, int] = json.loads(
+            (self.folder / "nodes" / node / "pids.json").read_text()
+        )
         return values
 
     def kill_node(self, node: str) -> float:
-        """SIGKILL to the whole process group of a node; when, in seconds since 1970."""
+        """Send SIGKILL to a node's process group; returns when, in seconds since 1970."""
         group = self.node_pids(node)["agent"]
         assert os.getpgid(group) == group
         os.killpg(group, signal.SIGKILL)
         return time.time()
 
     def processes(self) -> list[int]:
-        """Living processes of this cluster, `up` included."""
+        """Running processes of this cluster, including `up`."""
         needle = f"{MARK_VARIABLE}={self._mark}".encode()
         found = []
         for entry in Path("/proc").iterdir():
             try:
-                belongs = entry.name.isdecimal() and needle in (entry / "environ").read_bytes().split(b"\0")
+                belongs = entry.name.isdecimal() and needle in (
+                    entry / "environ"
+                ).read_bytes().split(b"\0")
             except OSError:
                 continue
             if belongs and not ended(int(entry.name)):

@@ -1,4 +1,4 @@
-"""What tests ask of the process table."""
+"""Queries of the process table, for tests."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from pathlib import Path
 
 from tests.harness.waiting import until
 
+from megascale_common.node.process import stat_fields
+
 
 def ended(pid: int) -> bool:
-    """Whether the process runs no more; one that only waits to be reaped does not run."""
-    fields = _stat(pid)
+    """Whether the process has ended; a zombie, which only waits to be reaped, has."""
+    fields = stat_fields(pid)
     return not fields or fields[0] in "ZX"
 
 
 def until_gone(pids: Iterable[int], what: str) -> float:
-    """Wait until none of the processes runs; seconds that it took."""
+    """Wait until all the processes have ended; returns how many seconds it took."""
     watched, started_s = list(pids), time.monotonic()
 
     def left() -> list[int]:
@@ -27,20 +29,16 @@ def until_gone(pids: Iterable[int], what: str) -> float:
 
 
 def living_processes_of_group(group: int) -> list[int]:
-    """Processes of a process group that run."""
+    """Running processes of a process group."""
     numbers = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
-    found = {number: _stat(number) for number in numbers}
-    return [number for number, fields in found.items() if fields and int(fields[2]) == group and fields[0] not in "ZX"]
+    found = {number: stat_fields(number) for number in numbers}
+    return [
+        number
+        for number, fields in found.items()
+        if fields and int(fields[2]) == group and fields[0] not in "ZX"
+    ]
 
 
 def cpu_ticks(pids: Iterable[int]) -> int:
-    """CPU time that the processes and their reaped children have used, in ticks of the system's clock (10 ms)."""
-    return sum(sum(map(int, _stat(pid)[11:15])) for pid in pids)
-
-
-def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat behind the command's name, from the state on; empty for no process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
+    """CPU time of the processes and their reaped children, in clock ticks of 10 ms."""
+    return sum(sum(map(int, stat_fields(pid)[11:15])) for pid in pids)

@@ -1,4 +1,7 @@
-"""A program of one rank that trains under the step profiler, with the agent's end of the socket in the same process."""
+"""A program of one rank that trains under the step profiler.
+
+The agent's end of the socket is in the same process.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ from typing import Any
 
 from tests.harness.training import device_of, start, step
 
-from megascale_common import framing
-from megascale_common.job_config import from_dict
-from megascale_executor.trainer.groups import destroy_groups
-from megascale_executor.trainer.profiling import StepProfiler
+from megascale_common.job.config import from_accepted
+from megascale_common.node import framing
+from megascale_trainer.process.bootstrap import destroy_groups
+from megascale_trainer.telemetry.profiling import StepProfiler
 
 WRITE_TIMEOUT_S = 30.0
 
@@ -31,7 +34,7 @@ def train_under_profiler(
     patient: bool = True,
     file_limit_bytes: int = 0,
 ) -> dict[str, Any]:
-    """Train ``steps`` steps; before step N comes the command ``commands[str(N)]`` (fields of ProfileSteps).
+    """Train ``steps`` steps; ``commands[str(N)]`` (fields of ProfileSteps) comes before step N.
 
     Each rank writes ``trace-ID-RANK.json.gz``. ``patient``: a trace is waited for after every step.
     ``file_limit_bytes``: no file may grow larger, as on a full disk.
@@ -39,7 +42,7 @@ def train_under_profiler(
     Returns:
         The losses, and the answers (Profiled) in their order.
     """
-    trainer = start(from_dict(job), rank, world_size, folder)
+    trainer = start(from_accepted(job), rank, world_size, folder)
     agent, ours = socket.socketpair()
     profiler = StepProfiler(ours, device_of(rank))
     if file_limit_bytes:
@@ -50,7 +53,12 @@ def train_under_profiler(
             given = commands.get(str(number))
             if given is not None:
                 path = str(folder / f"trace-{given['id']}-{rank}.json.gz")
-                command = {"kind": "profile", "path": path, "not_after_s": time.time() + 60.0, **given}
+                command = {
+                    "kind": "profile",
+                    "path": path,
+                    "not_after_s": time.time() + 60.0,
+                    **given,
+                }
                 framing.send(agent, command)
             profiler.before(number)
             losses.append(step(trainer, rank).read().loss)

@@ -1,11 +1,13 @@
-"""Ranks of a job as real processes, cheaply: forks of one single-threaded template process that imported torch once.
+"""Ranks of a job as processes, cheaply: forks of a template that imported torch once.
 
-``RankPool.run`` starts one process per rank, calls a function of an importable module in each, and returns what they
-return. Importing torch in eight fresh processes on two cores takes seconds; forking the template takes milliseconds.
+``RankPool.run`` starts one process per rank, calls a function of an importable module in each, and
+returns what they return. Importing torch in eight fresh processes on two cores takes seconds;
+forking the template takes milliseconds.
 
-On GPUs the start of a CUDA context and its libraries takes seconds again. A *resident* pool therefore keeps the ranks
-of each world size between runs. What they share is the context, never a process group: that is torn down after each
-run. A rank that fails takes its world with it, and the next run starts a new one.
+On GPUs the start of a CUDA context and its libraries takes seconds again. A *resident* pool
+therefore keeps the ranks of each world size between runs. What they share is the context, never a
+process group: that is torn down after each run. A rank that fails takes its world with it, and the
+next run starts a new one.
 """
 
 from __future__ import annotations
@@ -27,12 +29,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness.processes import cpu_ticks
-from tests.harness.waiting import STANDSTILL_S, Standstill, Watch
+from tests.harness.waiting import STANDSTILL_S, ProgressWatch, Standstill
 
-from megascale_common.process import arm_parent_death, child_environment
+from megascale_common.node.process import arm_parent_death, child_environment
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-_GRACE_S = 3.0  # after one rank failed, how long its peers may take to notice before they are killed
+# After one rank failed, how long its peers may take to detect it before they are killed.
+_GRACE_S = 3.0
 
 
 class RankFailed(AssertionError):
@@ -40,7 +43,9 @@ class RankFailed(AssertionError):
 
 
 class RankPool:
-    """A template process. Use as a context manager; leaving it ends the template and whatever still runs.
+    """A template process, to be used as a context manager.
+
+    Leaving it ends the template and whatever still runs.
 
     ``resident``: ranks stay between runs of one world size, for devices whose start is slow.
     """
@@ -50,12 +55,19 @@ class RankPool:
         self._process = self._start()
 
     def run(
-        self, program: str, world_size: int, folder: Path, limit_s: float = STANDSTILL_S, **arguments: Any
+        self,
+        program: str,
+        world_size: int,
+        folder: Path,
+        limit_s: float = STANDSTILL_S,
+        **arguments: Any,
     ) -> list[Any]:
-        """Call ``module:function`` as ``function(rank, world_size, folder, **arguments)`` in ``world_size`` processes.
+        """Call ``module:function`` in ``world_size`` processes and return what each returns.
 
-        Arguments and results travel as JSON. ``folder`` must be fresh: rendezvous files and results go there. Ranks
-        that use no CPU time for ``limit_s`` stand still and are killed.
+        The call is ``function(rank, world_size, folder, **arguments)``.
+
+        Arguments and results travel as JSON. ``folder`` must be fresh: rendezvous files and results
+        go there. Ranks that use no CPU time for ``limit_s`` stand still and are killed.
 
         Raises:
             RankFailed: a rank did not return.
@@ -71,12 +83,17 @@ class RankPool:
         }
         try:
             failed = self._ask(request)
-        except BaseException:  # dead, or interrupted by a test's own timeout: its answer must not meet the next run
+        except (
+            BaseException
+        ):  # dead, or interrupted by a test's own timeout: its answer must not meet the next run
             self.close()
             self._process = self._start()
             raise
         if failed:
-            accounts = [f"rank {rank}: {_read(folder / f'{rank}.error') or how}" for rank, how in failed.items()]
+            accounts = [
+                f"rank {rank}: {_read(folder / f'{rank}.error') or how}"
+                for rank, how in failed.items()
+            ]
             raise RankFailed("\n".join(accounts))
         return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
 
@@ -84,7 +101,9 @@ class RankPool:
         return subprocess.Popen(
             [sys.executable, "-m", "tests.harness.ranks"],
             cwd=REPOSITORY,
-            env=child_environment({"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}),
+            env=child_environment(
+                {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+            ),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -142,17 +161,22 @@ class World:
         os.close(answers)
 
     def run(self, request: dict[str, Any]) -> dict[str, str]:
-        """Have all ranks do ``request``; returns those that failed and how, after which the world is to be ended."""
+        """Have all ranks carry out ``request``; returns those that failed and how.
+
+        After a failure the world must be ended.
+        """
         line = (json.dumps(request) + "\n").encode()
         for pipe in self._requests:
             with contextlib.suppress(BrokenPipeError):  # it died since: seen below
                 os.write(pipe, line)
         waiting, failed = set(self._ranks.values()), {}
-        watch = Watch("the ranks", lambda: cpu_ticks(self._ranks), request["limit_s"])
+        watch = ProgressWatch("the ranks", lambda: cpu_ticks(self._ranks), request["limit_s"])
         deadline = math.inf
         while waiting:
             if select.select([self._answers], [], [], 0.005)[0]:
-                for answer in os.read(self._answers, 4096).split():  # a rank writes its answer at once
+                for answer in os.read(
+                    self._answers, 4096
+                ).split():  # a rank writes its answer at once
                     rank, good = int(answer[1:]), answer[:1] == b"+"
                     waiting.discard(rank)
                     if not good:
@@ -190,7 +214,10 @@ class World:
 
 
 def _live(rank: int, template: int, requests: int, answers: int) -> None:
-    """The life of a rank; never returns. ``os._exit`` spares the interpreter's teardown: seconds after torch."""
+    """The life of a rank; never returns.
+
+    ``os._exit`` avoids the interpreter's teardown: seconds after torch.
+    """
     arm_parent_death(expected_parent_pid=template)
     with os.fdopen(requests) as lines:
         for line in lines:
@@ -200,7 +227,7 @@ def _live(rank: int, template: int, requests: int, answers: int) -> None:
 
 
 def _do(request: dict[str, Any], rank: int) -> bool:
-    """Call the program; whether it returned. Its result, or its traceback, is in the folder then."""
+    """Call the program; whether it returned. Its result, or its traceback, is in the folder."""
     folder = Path(request["folder"])
     try:
         module, function = request["program"].split(":")
@@ -219,7 +246,7 @@ def _do(request: dict[str, Any], rank: int) -> bool:
 
 
 def _leave_groups() -> None:
-    """Nothing of a run is left to the next one but the device's context and the allocator's cache."""
+    """Leave nothing of a run to the next but the device's context and the allocator's cache."""
     import torch.distributed as dist
 
     gc.collect()
@@ -228,7 +255,7 @@ def _leave_groups() -> None:
 
 
 def _serve(request: dict[str, Any], worlds: dict[int, World]) -> dict[str, str]:
-    """Have ``request`` done by the ranks that there are, or by new ones; returns the ranks that failed and how."""
+    """Carry out ``request`` with existing or new ranks; returns those that failed and how."""
     importlib.import_module(request["program"].split(":")[0])
     size = request["world_size"]
     world = worlds.pop(size, None) or World(size)

@@ -1,4 +1,4 @@
-"""A driver for tests of the node's side of the link: real gRPC, says what the test wants, remembers what nodes say."""
+"""A driver for tests of the node's side of the link, over real gRPC; it records what nodes send."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
-from tests.harness.waiting import LOOK_INTERVAL_S, Watch
+from tests.harness.waiting import LOOK_INTERVAL_S, ProgressWatch
 
 from megascale.v1 import link_pb2, link_pb2_grpc, types_pb2
-from megascale_common.job_config import JobConfig
-from megascale_common.job_spec import to_proto
-from megascale_common.rpc import RpcServer
+from megascale_common.job.config import JobConfig
+from megascale_common.job.wire.spec import to_proto
+from megascale_common.service.server import RpcServer
 
 
 def whole_on_one_node(config: JobConfig, attempt: int = 1) -> link_pb2.AttemptAssignment:
@@ -34,10 +34,15 @@ def whole_on_one_node(config: JobConfig, attempt: int = 1) -> link_pb2.AttemptAs
 
 
 class RecordingDriver(link_pb2_grpc.ExecutorLinkServiceServicer):
-    """Serves one node. ``desired`` is sent on connect and on :meth:`want`; everything received is kept."""
+    """Serves one node: sends ``desired`` on connect and on :meth:`want`, keeps what it receives."""
 
-    def __init__(self, cluster: str, token: str, *, revision: int = 1, interval_s: float = 0.5) -> None:
-        self.cluster, self.epoch = cluster, types_pb2.Epoch(cluster_generation=1, create_revision=revision)
+    def __init__(
+        self, cluster: str, token: str, *, revision: int = 1, interval_s: float = 0.5
+    ) -> None:
+        self.cluster, self.epoch = (
+            cluster,
+            types_pb2.Epoch(cluster_generation=1, create_revision=revision),
+        )
         self.interval_s = interval_s
         self.hellos: list[link_pb2.ExecutorHello] = []
         self.beats: list[link_pb2.Heartbeat] = []
@@ -91,7 +96,7 @@ class RecordingDriver(link_pb2_grpc.ExecutorLinkServiceServicer):
     async def ReportSteps(
         self, request_iterator: AsyncIterator[link_pb2.ReportStepsRequest], context: Any
     ) -> link_pb2.ReportStepsResponse:
-        """Take all records, or refuse as ``refusal`` says."""
+        """Accept all records, or refuse them with the status ``refusal``."""
         if self.refusal is not None:
             self.refused += 1
             await context.abort(self.refusal, "refused by the test")
@@ -102,7 +107,9 @@ class RecordingDriver(link_pb2_grpc.ExecutorLinkServiceServicer):
         return link_pb2.ReportStepsResponse(accepted=len(taken))
 
     async def _read(
-        self, requests: AsyncIterator[link_pb2.ConnectRequest], outbox: asyncio.Queue[link_pb2.ConnectResponse]
+        self,
+        requests: AsyncIterator[link_pb2.ConnectRequest],
+        outbox: asyncio.Queue[link_pb2.ConnectResponse],
     ) -> None:
         async for request in requests:
             async with self._news:
@@ -117,7 +124,11 @@ class RecordingDriver(link_pb2_grpc.ExecutorLinkServiceServicer):
                     outbox.put_nowait(link_pb2.ConnectResponse(heartbeat_ack=ack))
                 self._news.notify_all()
 
-    def want(self, phase: link_pb2.DesiredPhase.ValueType, assignment: link_pb2.AttemptAssignment | None = None) -> int:
+    def want(
+        self,
+        phase: link_pb2.DesiredPhase.ValueType,
+        assignment: link_pb2.AttemptAssignment | None = None,
+    ) -> int:
         """Send a new desired state; returns its version."""
         self._version += 1
         self.desired = link_pb2.DesiredState(
@@ -132,8 +143,8 @@ class RecordingDriver(link_pb2_grpc.ExecutorLinkServiceServicer):
             self._outbox.put_nowait(link_pb2.ConnectResponse(desired_state=desired))
 
     async def until(self, condition: Callable[[], bool], what: str = "news of the node") -> None:
-        """Wait until ``condition`` holds, as long as the node's attempt moves; looked at whenever something arrives."""
-        watch = Watch(what, self._moves, story=lambda: f"last heartbeat: {self.beats[-1:]}")
+        """Wait for ``condition``, checked at each message, as long as the attempt advances."""
+        watch = ProgressWatch(what, self._moves, story=lambda: f"last heartbeat: {self.beats[-1:]}")
         async with self._news:
             while not condition():
                 watch.check()
@@ -143,9 +154,12 @@ class RecordingDriver(link_pb2_grpc.ExecutorLinkServiceServicer):
     async def until_joined(self) -> None:
         """Wait for the node's first heartbeat, and for the hello that names its checkpoint daemon.
 
-        An agent whose daemon is slow to start dials without it, and once more when it serves.
+        An agent whose daemon is slow to start links without it, and again when the daemon serves.
         """
-        await self.until(lambda: bool(self.beats and self.hellos[-1].checkpoint_endpoint), "the node and its daemon")
+        await self.until(
+            lambda: bool(self.beats and self.hellos[-1].checkpoint_endpoint),
+            "the node and its daemon",
+        )
 
     async def until_phase(
         self, phase: link_pb2.AttemptPhase.ValueType, *, attempt: int | None = None
@@ -162,7 +176,17 @@ class RecordingDriver(link_pb2_grpc.ExecutorLinkServiceServicer):
         return self.beats[-1]
 
     def _moves(self) -> tuple[object, ...]:
-        """A node that only repeats its heartbeat stands still."""
+        """What changes as the attempt advances; a repeated heartbeat changes nothing."""
         last = self.beats[-1] if self.beats else link_pb2.Heartbeat()
-        workers = [(worker.rank, worker.state, worker.step, worker.phase) for worker in last.workers]
-        return len(self.hellos), len(self.steps), self.connections, last.attempt, last.phase, len(last.checks), workers
+        workers = [
+            (worker.rank, worker.state, worker.step, worker.phase) for worker in last.workers
+        ]
+        return (
+            len(self.hellos),
+            len(self.steps),
+            self.connections,
+            last.attempt,
+            last.phase,
+            len(last.checks),
+            workers,
+        )

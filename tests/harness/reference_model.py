@@ -1,7 +1,9 @@
-"""The decoder written down once more, in float64 with ordinary autograd: what the trainer is compared with.
+"""The decoder written down a second time, in float64 with ordinary autograd.
 
-It shares no code with the trainer: whole logical parameters by name, loops over heads' groups, dense masks.
-Only the storage order of output projections, [in, out], is taken over.
+The trainer is compared with it.
+
+It shares no code with the trainer: whole logical parameters by name, loops over heads' groups,
+dense masks. Only the storage order of output projections, [in, out], is taken over.
 """
 
 from __future__ import annotations
@@ -13,19 +15,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from megascale_common.job_config import JobConfig
+from megascale_common.job.config import JobConfig
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
 
 
 class ReferenceModel:
-    """Parameters by logical name, float64, from flattened values; ``losses`` are sums like the trainer's."""
+    """Parameters by logical name, float64, from flattened values; losses are sums."""
 
     def __init__(self, config: JobConfig, flat: Arrays) -> None:
         self._config = config
         h = config.model.hidden_size
         self.parameters = {
-            name: torch.tensor(value, dtype=torch.float64).view((-1, h) if _is_matrix(name) else (-1,)).requires_grad_()
+            name: torch.tensor(value, dtype=torch.float64)
+            .view((-1, h) if _is_matrix(name) else (-1,))
+            .requires_grad_()
             for name, value in flat.items()
         }
 
@@ -61,7 +65,11 @@ class ReferenceModel:
         model, p = self._config.model, self.parameters
         if model.norm == "layernorm":
             x = x - x.mean(-1, keepdim=True)
-        y = x / (x.square().mean(-1, keepdim=True) + model.norm_epsilon).sqrt() * p[name + ".weight"]
+        y = (
+            x
+            / (x.square().mean(-1, keepdim=True) + model.norm_epsilon).sqrt()
+            * p[name + ".weight"]
+        )
         return y + p.get(name + ".bias", 0.0)
 
     def _in(self, x: torch.Tensor, name: str) -> torch.Tensor:
@@ -76,7 +84,8 @@ class ReferenceModel:
             gate = self._in(x, name + "gate")
             return self._out(gate * torch.sigmoid(gate) * up, name + "ffn_out")
         return self._out(
-            0.5 * up * (1 + torch.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3))), name + "ffn_out"
+            0.5 * up * (1 + torch.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3))),
+            name + "ffn_out",
         )
 
     def _attention(self, x: torch.Tensor, name: str, batch: Arrays) -> torch.Tensor:
@@ -102,8 +111,12 @@ class ReferenceModel:
         if model.positions != "rope":
             return x
         half = model.head_size // 2
-        angle = torch.tensor(batch["position"])[:, None] * model.rope_theta ** (-torch.arange(half).double() / half)
-        turned = torch.complex(x[:, :half], x[:, half:]) * torch.polar(torch.ones_like(angle), angle)
+        angle = torch.tensor(batch["position"])[:, None] * model.rope_theta ** (
+            -torch.arange(half).double() / half
+        )
+        turned = torch.complex(x[:, :half], x[:, half:]) * torch.polar(
+            torch.ones_like(angle), angle
+        )
         return torch.cat((turned.real, turned.imag), -1)
 
 

@@ -1,4 +1,4 @@
-"""Programs of ranks that write a training state, and that go on from one which another layout wrote."""
+"""Programs for ranks that write a training state, or resume from one of another layout."""
 
 from __future__ import annotations
 
@@ -9,15 +9,21 @@ import torch
 from tests.harness.training import start, step
 
 from megascale_checkpoint import restore
-from megascale_common.job_config import from_dict
-from megascale_executor.trainer.groups import destroy_groups
+from megascale_common.job.config import from_accepted
+from megascale_trainer.process.bootstrap import destroy_groups
 
 FURTHER_STEPS = 2
 
 
-def train_and_keep(rank: int, world_size: int, folder: Path, *, job: dict[str, Any], kept_step: int) -> dict[str, Any]:
-    """Program of one rank: leaves its slot image of ``kept_step`` in a file; returns the losses of some more steps."""
-    trainer = start(from_dict(job), rank, world_size, folder)
+def train_and_keep(
+    rank: int, world_size: int, folder: Path, *, job: dict[str, Any], kept_step: int
+) -> dict[str, Any]:
+    """Program of one rank: write the slot image of ``kept_step`` to a file, and train on.
+
+    Returns:
+        The losses of FURTHER_STEPS more steps.
+    """
+    trainer = start(from_accepted(job), rank, world_size, folder)
     for _ in range(kept_step):
         step(trainer, rank)
     slot = torch.zeros(trainer.shard_layout().slot_bytes, dtype=torch.uint8)
@@ -29,10 +35,20 @@ def train_and_keep(rank: int, world_size: int, folder: Path, *, job: dict[str, A
 
 
 def load_and_train(
-    rank: int, world_size: int, folder: Path, *, job: dict[str, Any], manifests: dict[str, str], kept_step: int
+    rank: int,
+    world_size: int,
+    folder: Path,
+    *,
+    job: dict[str, Any],
+    manifests: dict[str, str],
+    kept_step: int,
 ) -> dict[str, list[float]]:
-    """Program of one rank: for each named checkpoint of any layout, load it and return the losses of as many steps."""
-    trainer = start(from_dict(job), rank, world_size, folder)
+    """Program of one rank: load each named checkpoint, of any layout, and train on.
+
+    Returns:
+        By checkpoint, the losses of FURTHER_STEPS steps.
+    """
+    trainer = start(from_accepted(job), rank, world_size, folder)
     layout = trainer.shard_layout()
     losses = {}
     for name, uri in manifests.items():

@@ -1,4 +1,4 @@
-"""A driver that answers what a test says, on a real socket: for tests of clients."""
+"""A driver with scripted answers on a real socket, for tests of clients."""
 
 from __future__ import annotations
 
@@ -6,22 +6,20 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc
-import grpc.aio
-
 from megascale.v1 import driver_pb2, driver_pb2_grpc, job_pb2, types_pb2
-from megascale_common.rpc import RpcServer
-from megascale_common.rpc_errors import RpcError, abort
+from megascale_common.service.errors import ServiceError
+from megascale_common.service.server import RpcServer
+from megascale_common.service.status import abort, of_code
 
 TOKEN = "token-of-the-tests"
 POLL_INTERVAL_S = 0.01
 
 
 class ScriptedDriver(driver_pb2_grpc.DriverServiceServicer):
-    """Answers what the test says: errors first, each once, then success."""
+    """Answers with the errors of the test, each once, and then with success."""
 
     def __init__(self) -> None:
-        self.errors: list[RpcError] = []
+        self.errors: list[ServiceError] = []
         self.requests: list[Any] = []
         self.updates: list[int] = []
         self.break_after: int | None = None
@@ -57,17 +55,23 @@ class ScriptedDriver(driver_pb2_grpc.DriverServiceServicer):
 
     async def ProfileJob(self, request: Any, context: Any) -> driver_pb2.ProfileJobResponse:
         await self._note(request, context)
-        return driver_pb2.ProfileJobResponse(profile=driver_pb2.Profile(id="p1", first_step=7, last_step=8))
+        return driver_pb2.ProfileJobResponse(
+            profile=driver_pb2.Profile(id="p1", first_step=7, last_step=8)
+        )
 
     async def CordonNode(self, request: Any, context: Any) -> driver_pb2.CordonNodeResponse:
         await self._note(request, context)
         cordoned = types_pb2.NODE_DISPOSITION_CORDONED
-        node = driver_pb2.Node(name=request.name, disposition=cordoned, disposition_reason=request.reason)
+        node = driver_pb2.Node(
+            name=request.name, disposition=cordoned, disposition_reason=request.reason
+        )
         return driver_pb2.CordonNodeResponse(node=node, consequence="job x goes on there")
 
     async def UncordonNode(self, request: Any, context: Any) -> driver_pb2.UncordonNodeResponse:
         await self._note(request, context)
-        node = driver_pb2.Node(name=request.name, disposition=types_pb2.NODE_DISPOSITION_SCHEDULABLE)
+        node = driver_pb2.Node(
+            name=request.name, disposition=types_pb2.NODE_DISPOSITION_SCHEDULABLE
+        )
         return driver_pb2.UncordonNodeResponse(node=node)
 
     async def RunDiagnostics(self, request: Any, context: Any) -> driver_pb2.RunDiagnosticsResponse:
@@ -76,7 +80,9 @@ class ScriptedDriver(driver_pb2_grpc.DriverServiceServicer):
         verdicts = dict(self.verdicts)
         checks = [
             types_pb2.CheckResult(
-                name=name, verdict=verdicts.get(name, types_pb2.CHECK_VERDICT_PASS), detail="as it is"
+                name=name,
+                verdict=verdicts.get(name, types_pb2.CHECK_VERDICT_PASS),
+                detail="as it is",
             )
             for name in names
         ]
@@ -86,7 +92,9 @@ class ScriptedDriver(driver_pb2_grpc.DriverServiceServicer):
         await self._note(request, context)
         return driver_pb2.ListEventsResponse(events=[self._event(seq) for seq in self.updates])
 
-    async def WatchEvents(self, request: Any, context: Any) -> AsyncIterator[driver_pb2.WatchEventsResponse]:
+    async def WatchEvents(
+        self, request: Any, context: Any
+    ) -> AsyncIterator[driver_pb2.WatchEventsResponse]:
         await self._note(request, context)
         index = int(request.resume_token or 0)
         self.open_streams += 1
@@ -101,14 +109,18 @@ class ScriptedDriver(driver_pb2_grpc.DriverServiceServicer):
         finally:
             self.open_streams -= 1
 
-    async def TailLogs(self, request: Any, context: Any) -> AsyncIterator[driver_pb2.TailLogsResponse]:
+    async def TailLogs(
+        self, request: Any, context: Any
+    ) -> AsyncIterator[driver_pb2.TailLogsResponse]:
         await self._note(request, context)
         for number in range(request.lines):
             yield driver_pb2.TailLogsResponse(line=f"line {number}")
         if request.follow:
             await self._hang()
 
-    async def ListCheckpoints(self, request: Any, context: Any) -> driver_pb2.ListCheckpointsResponse:
+    async def ListCheckpoints(
+        self, request: Any, context: Any
+    ) -> driver_pb2.ListCheckpointsResponse:
         await self._note(request, context)
         return driver_pb2.ListCheckpointsResponse(checkpoints=self.checkpoints)
 
@@ -117,12 +129,14 @@ class ScriptedDriver(driver_pb2_grpc.DriverServiceServicer):
         return driver_pb2.GetClusterInfoResponse(cluster="scripted", leader=self.address)
 
     def _event(self, seq: int) -> types_pb2.Event:
-        return types_pb2.Event(seq=seq, subject="nodes/n1", reason="NODE_CORDONED", message=f"event {seq}")
+        return types_pb2.Event(
+            seq=seq, subject="nodes/n1", reason="NODE_CORDONED", message=f"event {seq}"
+        )
 
     async def _break(self, index: int, context: Any) -> None:
         if index == self.break_after:
             self.break_after = None
-            await abort(context, RpcError(grpc.StatusCode.UNAVAILABLE, "GOING", "the driver stops"))
+            await abort(context, of_code("UNAVAILABLE", "GOING", "the driver stops"))
 
     async def _hang(self) -> None:
         """Keep a stream open until its client has gone."""
@@ -136,9 +150,13 @@ class ScriptedDriver(driver_pb2_grpc.DriverServiceServicer):
         await self._note(request, context)
         page = int(request.page_token or 0)
         nodes = [driver_pb2.Node(name=f"n{page}")]
-        return driver_pb2.ListNodesResponse(nodes=nodes, next_page_token=str(page + 1) if page < 2 else "")
+        return driver_pb2.ListNodesResponse(
+            nodes=nodes, next_page_token=str(page + 1) if page < 2 else ""
+        )
 
-    async def WatchJob(self, request: Any, context: Any) -> AsyncIterator[driver_pb2.WatchJobResponse]:
+    async def WatchJob(
+        self, request: Any, context: Any
+    ) -> AsyncIterator[driver_pb2.WatchJobResponse]:
         await self._note(request, context)
         start = 0 if self.forgets_tokens else int(request.resume_token or 0)
         for index, step in enumerate(self.updates):
@@ -151,7 +169,7 @@ class ScriptedDriver(driver_pb2_grpc.DriverServiceServicer):
 
 
 async def start_driver() -> ScriptedDriver:
-    """A driver that serves; calls that it does not script are UNIMPLEMENTED."""
+    """A driver that serves; a call without a script fails with UNIMPLEMENTED."""
     scripted = ScriptedDriver()  # type: ignore[abstract]
     await scripted.start()
     return scripted

@@ -1,9 +1,10 @@
-"""A training side that does as its job's labels say: the template's contract with the agent, without torch.
+"""A training side without torch that does what its job's labels name: the template's contract.
 
-Run by an agent through ``--template-command``. Its workers speak :mod:`megascale_common.local_messages`, keep a status
-page and write a log; instead of training they sleep. Labels of the job: ``steps`` and ``interval_s``; ``fail_rank``
-with ``fail`` = exit | vanish | watchdog (of NCCL) | a kind of error | finish_early (status 0 without Finished) |
-peer_absent (OTHER, after the timeout in an operation), and ``fail_step``.
+Run by an agent through ``--template-command``. Its workers speak
+:mod:`megascale_common.node.messages`, keep a status page and write a log; instead of training they
+sleep. Labels of the job: ``steps`` and ``interval_s``; ``fail_rank`` with ``fail`` = exit | vanish
+| watchdog (of NCCL) | a kind of error | finish_early (status 0 without Finished) | peer_absent
+(OTHER, after the timeout in an operation), and ``fail_step``.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megascale_common import framing
-from megascale_common.process import arm_parent_death
-from megascale_common.status_page import Phase, StatusPageWriter
+from megascale_common.node import framing
+from megascale_common.node.process import arm_parent_death
+from megascale_common.node.status_page import Phase, StatusPageWriter
 
 
 def serve(agent: socket.socket, verdict: str) -> None:
@@ -35,7 +36,14 @@ def serve(agent: socket.socket, verdict: str) -> None:
                 _, status = os.waitpid(key.data, 0)
                 selector.unregister(children[key.data])
                 os.close(children.pop(key.data))
-                framing.send(agent, {"kind": "exited", "pid": key.data, "status": os.waitstatus_to_exitcode(status)})
+                framing.send(
+                    agent,
+                    {
+                        "kind": "exited",
+                        "pid": key.data,
+                        "status": os.waitstatus_to_exitcode(status),
+                    },
+                )
                 continue
             request = framing.receive(agent)
             if request is None:
@@ -77,15 +85,23 @@ def _self_check(agent: socket.socket, message: framing.Message, verdict: str) ->
     if verdict == "HANG":
         time.sleep(60)
     target = f"{message['device_kind']}:{message['device_index']}"
-    result = {"name": "compute", "target": target, "verdict": verdict, "detail": "scripted", "elapsed_s": 0.0}
+    result = {
+        "name": "compute",
+        "target": target,
+        "verdict": verdict,
+        "detail": "scripted",
+        "elapsed_s": 0.0,
+    }
     framing.send(agent, {"kind": "self_checked", "rank": message["rank"], "results": [result]})
 
 
 def _work(agent: socket.socket, assignment: framing.Message, descriptors: list[int]) -> int:
     labels: dict[str, str] = assignment["config"]["labels"]
     rank, done = assignment["rank"], assignment["restore"]["step"]
-    page = StatusPageWriter(Path(assignment["status_page"]), rank=rank, attempt=assignment["attempt"])
-    _say(f"rank {rank} of attempt {assignment['attempt']} has {len(descriptors)} descriptors")
+    page = StatusPageWriter(
+        Path(assignment["status_page"]), rank=rank, attempt=assignment["attempt"]
+    )
+    _print(f"rank {rank} of attempt {assignment['attempt']} has {len(descriptors)} descriptors")
     framing.send(agent, {"kind": "running", "step": done})
     for step in range(done + 1, int(labels.get("steps", "1000000")) + 1):
         time.sleep(float(labels.get("interval_s", "0.05")))
@@ -95,7 +111,7 @@ def _work(agent: socket.socket, assignment: framing.Message, descriptors: list[i
                 time.sleep(assignment["config"]["recovery"]["collective_timeout_s"])
             return _fail(agent, labels["fail"])
         page.update(step=step, phase=Phase.STEP)
-        _say(f"step {step}")
+        _print(f"step {step}")
         if assignment["reports"]:
             framing.send(agent, {"kind": "step", "record": _record(assignment["attempt"], step)})
     page.update(phase=Phase.DONE)
@@ -104,11 +120,14 @@ def _work(agent: socket.socket, assignment: framing.Message, descriptors: list[i
 
 
 def _fail(agent: socket.socket, how: str) -> int:
-    _say(f"RuntimeError: scripted failure {how!r} at 0x{os.getpid():x}")
+    _print(f"RuntimeError: scripted failure {how!r} at 0x{os.getpid():x}")
     if how == "vanish":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "watchdog":
-        _say("[rank1]:[E] [PG ID 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7) ran for 600000 ms")
+        _print(
+            "[rank1]:[E] [PG ID 0] Watchdog caught collective operation timeout: "
+            "WorkNCCL(SeqNum=7) ran for 600000 ms"
+        )
         os.abort()
     if how == "exit":
         return 3
@@ -116,7 +135,9 @@ def _fail(agent: socket.socket, how: str) -> int:
         return 0
     detail = "/checkpoints/rank-00001.safetensors" if how == "CHECKPOINT_CORRUPT" else ""
     how = "OTHER" if how == "peer_absent" else how
-    framing.send(agent, {"kind": "failed", "error_kind": how, "error": f"scripted {how}", "detail": detail})
+    framing.send(
+        agent, {"kind": "failed", "error_kind": how, "error": f"scripted {how}", "detail": detail}
+    )
     return 1
 
 
@@ -133,7 +154,7 @@ def _record(attempt: int, step: int) -> dict[str, Any]:
     }
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     print(line, flush=True)
 
 

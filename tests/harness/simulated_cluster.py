@@ -1,7 +1,7 @@
-"""A simulated cluster under a virtual clock: nodes that crash, stall, lie and come back, round the real driver core.
+"""A simulated cluster with a virtual clock: nodes that crash, stall, lie and return, real core.
 
-Every choice comes from one seeded generator, so a seed replays a history exactly. The driver's state goes through its
-codec at each failover, as it does through etcd.
+All choices come from one seeded generator, so a seed replays a history exactly. At each failover
+the driver's state passes through its codec, as it does through etcd.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import json
 import random
 from dataclasses import dataclass, field
 
-from megascale_common import job_config
-from megascale_common.clock import VirtualClock
-from megascale_common.job_config import JobConfig
-from megascale_driver import codec
+from megascale_common.job import config as job_config
+from megascale_common.job.config import JobConfig
+from megascale_common.job.restore import RestorePlan, RestoreSource
+from megascale_common.service.clock import VirtualClock
 from megascale_driver.analysis.progress import OperationCount, RankStatus
 from megascale_driver.core import machine
 from megascale_driver.core.events import (
@@ -46,10 +46,10 @@ from megascale_driver.core.state import (
     Node,
     Progress,
     Report,
-    Restore,
-    Sealed,
+    SealedSnapshot,
     WorkerReport,
 )
+from megascale_driver.journal import codec
 
 TICK_S = 0.25
 STEP_S = 0.5
@@ -59,7 +59,7 @@ COMMIT_DELAY_STEPS = 2
 
 @dataclass
 class SimulatedNode:
-    """What really is the case on a node, whatever the driver believes."""
+    """The true state of a node, whatever the driver's state of it is."""
 
     name: str
     switch: str
@@ -83,7 +83,7 @@ class SimulatedNode:
     lies: bool = False
     step: int = 0
     written_at_s: float = 0.0
-    # Its workers live, but no longer advance, up to this attempt of whatever job.
+    # Up to this attempt, of any job, its workers are alive but do not advance.
     stalled_until_attempt: int = 0
 
     def workers_run(self) -> bool:
@@ -99,11 +99,14 @@ class SimulatedNode:
         return self.attempt <= self.stalled_until_attempt
 
     def statuses(self, ranks: tuple[int, ...], now_s: float) -> tuple[RankStatus, ...]:
-        """Status pages of the ranks: those of other nodes wait in an operation that a stalled node has not entered."""
+        """Status pages of the ranks; all wait in an operation that stalled nodes never enter."""
         entered = self.step if self.stalled else self.step + 1
         world = OperationCount("world", entered, self.step)
         phase = "STEP" if self.step else "WARMUP"
-        return tuple(RankStatus(rank, self.step, phase, now_s - self.written_at_s, (world,)) for rank in ranks)
+        return tuple(
+            RankStatus(rank, self.step, phase, now_s - self.written_at_s, (world,))
+            for rank in ranks
+        )
 
     def identity(self) -> Identity:
         devices = tuple(Device(i, "cpu") for i in range(self.devices))
@@ -113,9 +116,11 @@ class SimulatedNode:
 
 
 class SimulatedCluster:
-    """The world: advance it with :meth:`run`; ``state`` and ``audit`` are the driver's."""
+    """Nodes and a driver, advanced by :meth:`run`; ``state`` and ``audit`` are the driver's."""
 
-    def __init__(self, seed: int, nodes: int, switches: int = 2, policy: Policy | None = None) -> None:
+    def __init__(
+        self, seed: int, nodes: int, switches: int = 2, policy: Policy | None = None
+    ) -> None:
         self.random = random.Random(seed)
         self.clock = VirtualClock()
         self.policy = policy or Policy()
@@ -124,7 +129,7 @@ class SimulatedCluster:
         self.audit: list[Audit] = []
         self.committed: dict[str, int] = {}
         self.steps: dict[str, tuple[int, int, float]] = {}
-        self.opened: list[tuple[str, int, Restore]] = []
+        self.opened: list[tuple[str, int, RestorePlan]] = []
         self.step_s = STEP_S
         self._pending: list[tuple[float, Event]] = []
         self.feed(LeaderStarted(self.now_s, "sim"))
@@ -134,7 +139,7 @@ class SimulatedCluster:
         return self.clock.now_s()
 
     def feed(self, event: Event) -> Outcome:
-        """One event into the core; its commands and effects into the world."""
+        """Give the core one event; carry out its commands and effects."""
         self.state, outcome = machine.step(self.state, event, self.policy)
         self.audit.extend(outcome.audit)
         for name in outcome.commanded:
@@ -144,7 +149,7 @@ class SimulatedCluster:
         return outcome
 
     def run(self, seconds: float) -> None:
-        """Let the world go on for ``seconds``."""
+        """Let ``seconds`` pass."""
         for _ in range(round(seconds / TICK_S)):
             self.clock.advance(TICK_S)
             for node in self.nodes.values():
@@ -157,7 +162,7 @@ class SimulatedCluster:
             self.feed(Tick(self.now_s, steps))
 
     def crash(self, name: str, down_s: float) -> None:
-        """The node's processes are gone at once; it boots again after ``down_s``."""
+        """End all processes of the node at once; it boots again after ``down_s``."""
         node = self.nodes[name]
         node.up, node.down_until_s = False, self.now_s + down_s
         self._disconnect(node)
@@ -165,23 +170,23 @@ class SimulatedCluster:
         node.sealed.clear()
 
     def pause(self, name: str, seconds: float) -> None:
-        """SIGSTOP: sockets stay open, nothing is said."""
+        """SIGSTOP: sockets stay open, nothing is sent."""
         self.nodes[name].paused_until_s = self.now_s + seconds
 
     def partition(self, name: str, seconds: float) -> None:
-        """The network is cut: the stream breaks, probes time out, the workers fail for want of their peers."""
+        """Cut the node's network: its link breaks, probes time out, workers lose their peers."""
         node = self.nodes[name]
         node.partitioned_until_s = self.now_s + seconds
         self._disconnect(node)
 
     def kill_worker(self, name: str) -> None:
-        """A worker dies; its node stops the attempt."""
+        """End a worker; its node reports the attempt as failed."""
         node = self.nodes[name]
         if node.up and node.phase in (AttemptPhase.RUNNING, AttemptPhase.STARTING):
             self._fail(node, WorkerReport(0, True, -9, exited_at_s=self.now_s))
 
     def failover(self) -> None:
-        """The driver dies; another one reads what was committed and hears from the nodes anew."""
+        """End the driver; another one reads what was committed, and the nodes link to it."""
         stored = self.state
         jobs: dict[str, Job] = {}
         for name, job in stored.jobs.items():
@@ -222,25 +227,38 @@ class SimulatedCluster:
         elif wanted.phase is DesiredPhase.PREPARE and not mine:
             node.job, node.attempt, node.workers = wanted.job, wanted.attempt, ()
             self._enter(node, AttemptPhase.PREPARING)
-        elif node.phase is AttemptPhase.PREPARING and self._for(node) > self.random.uniform(0.2, 2.0):
+        elif node.phase is AttemptPhase.PREPARING and self._for(node) > self.random.uniform(
+            0.2, 2.0
+        ):
             self._enter(node, AttemptPhase.PREPARED)
         elif wanted.phase is DesiredPhase.START and mine and node.phase is AttemptPhase.PREPARED:
             self._enter(node, AttemptPhase.STARTING)
-        elif node.phase is AttemptPhase.STARTING and self._for(node) > self.random.uniform(0.5, 3.0):
+        elif node.phase is AttemptPhase.STARTING and self._for(node) > self.random.uniform(
+            0.5, 3.0
+        ):
             self._enter(node, AttemptPhase.RUNNING)
 
     def _train(self, node: SimulatedNode) -> None:
-        """Rank 0's node drives the steps, if all nodes of the attempt really run; peers of a lost node fail."""
+        """Complete steps, on rank 0's node, if all nodes run; peers of a lost node fail."""
         job = self.state.jobs.get(node.job)
         if job is None or node.phase is not AttemptPhase.RUNNING or job.attempt != node.attempt:
             return
         peers = [self.nodes[slot.node] for slot in job.slots]
-        gone = [p for p in peers if not p.up or p.attempt != node.attempt or p.phase is AttemptPhase.FAILED]
-        if gone and self._for(node) > 1.0 and all(p.phase is not AttemptPhase.STARTING for p in peers):
+        gone = [
+            p
+            for p in peers
+            if not p.up or p.attempt != node.attempt or p.phase is AttemptPhase.FAILED
+        ]
+        if (
+            gone
+            and self._for(node) > 1.0
+            and all(p.phase is not AttemptPhase.STARTING for p in peers)
+        ):
             self._fail(node, WorkerReport(0, True, 1, "peer closed", "COLLECTIVE", self.now_s))
             return
         running = all(
-            p.phase is AttemptPhase.RUNNING and self.now_s >= p.paused_until_s and not p.stalled for p in peers
+            p.phase is AttemptPhase.RUNNING and self.now_s >= p.paused_until_s and not p.stalled
+            for p in peers
         )
         if node.name != job.slots[0].node or not running:
             return
@@ -255,9 +273,13 @@ class SimulatedCluster:
             peer.step, peer.written_at_s = step, self.now_s
         if step % SNAPSHOT_STEPS == 0:
             for slot in job.slots:
-                self.nodes[slot.node].sealed.update({rank: (step, job.attempt) for rank in slot.ranks})
+                self.nodes[slot.node].sealed.update(
+                    {rank: (step, job.attempt) for rank in slot.ranks}
+                )
         if step % SNAPSHOT_STEPS == COMMIT_DELAY_STEPS and step > SNAPSHOT_STEPS:
-            self.committed[job.name] = max(self.committed.get(job.name, 0), step - COMMIT_DELAY_STEPS)
+            self.committed[job.name] = max(
+                self.committed.get(job.name, 0), step - COMMIT_DELAY_STEPS
+            )
         if step >= job.config.training.steps:
             for peer in peers:
                 self._enter(peer, AttemptPhase.FINISHED)
@@ -266,13 +288,18 @@ class SimulatedCluster:
         if node.lies:
             phase = self.random.choice(list(AttemptPhase))
             job = self.random.choice(["", "ghost", *self.state.jobs])
-            lie = Progress("ghost", (Sealed(-3, 99, 10**9, ""),), 10**12, 10**6)
-            return Report(self.random.randrange(-5, 10**6), job, self.random.randrange(10), phase, "?" * 50,
-                          store_endpoint="nowhere", progress=(lie,))  # fmt: skip
+            lie = Progress("ghost", (SealedSnapshot(-3, 99, 10**9, ""),), 10**12, 10**6)
+            version, attempt = self.random.randrange(-5, 10**6), self.random.randrange(10)
+            return Report(
+                version, job, attempt, phase, "?" * 50, store_endpoint="nowhere", progress=(lie,)
+            )
         progress = tuple(
             Progress(
                 name,
-                tuple(Sealed(rank, attempt, step, "d") for rank, (step, attempt) in node.sealed.items()),
+                tuple(
+                    SealedSnapshot(rank, attempt, step, "d")
+                    for rank, (step, attempt) in node.sealed.items()
+                ),
                 self.committed.get(name, 0),
                 job.attempt,
             )
@@ -280,16 +307,24 @@ class SimulatedCluster:
         )
         store = "127.0.0.1:9" if node.phase is not AttemptPhase.IDLE else ""
         job = self.state.jobs.get(node.job)
-        slot = job.slot_of(node.name) if job is not None and node.phase is AttemptPhase.RUNNING else None
+        slot = (
+            job.slot_of(node.name)
+            if job is not None and node.phase is AttemptPhase.RUNNING
+            else None
+        )
         statuses = node.statuses(slot.ranks, self.now_s) if slot is not None else ()
-        return Report(node.desired_version, node.job, node.attempt, node.phase, "", node.workers, statuses,
-                      node.checks, store, progress)  # fmt: skip
+        return Report(
+            node.desired_version, node.job, node.attempt, node.phase, "", node.workers, statuses,
+            node.checks, store, progress,
+        )  # fmt: skip
 
     def _command(self, name: str) -> None:
         node = self.nodes[name]
         if node.connected:
             believed = self.state.nodes[name]
-            assert believed.desired_version > node.desired_version or believed.desired == node.desired
+            assert (
+                believed.desired_version > node.desired_version or believed.desired == node.desired
+            )
             node.desired, node.desired_version = believed.desired, believed.desired_version
             node.next_beat_s = self.now_s
 
@@ -298,7 +333,9 @@ class SimulatedCluster:
         silent = self.now_s < max(node.paused_until_s, node.partitioned_until_s)
         if isinstance(effect, Probe):
             gone = not node.up or node.incarnation != effect.incarnation
-            outcome, delay_s = ("timeout", 2.0) if silent else ("refused", 0.5) if gone else ("alive", 0.01)
+            outcome, delay_s = (
+                ("timeout", 2.0) if silent else ("refused", 0.5) if gone else ("alive", 0.01)
+            )
             result = ProbeResult(self.now_s + delay_s, effect.node, effect.incarnation, outcome)
             self._pending.append((self.now_s + delay_s, result))
         elif silent or not node.up or self.random.random() < 0.1:
@@ -309,13 +346,17 @@ class SimulatedCluster:
 
     def _open(self, wanted: OpenAttempt) -> None:
         committed = self.committed.get(wanted.job, 0)
-        restore = Restore()
+        restore = RestorePlan()
         if wanted.sealed_step and wanted.sealed_step >= committed:
-            restore = Restore("MEMORY", wanted.sealed_step, wanted.sealed_by_attempt)
+            restore = RestorePlan(
+                RestoreSource.MEMORY, wanted.sealed_step, wanted.sealed_by_attempt
+            )
         elif committed:
-            restore = Restore("STORAGE", committed, 1, "m")
+            restore = RestorePlan(RestoreSource.STORAGE, committed, 1, "m")
         self.opened.append((wanted.job, wanted.attempt, restore))
-        answer = AttemptOpened(self.now_s + 0.2, wanted.job, wanted.attempt, restore, wanted.endpoint)
+        answer = AttemptOpened(
+            self.now_s + 0.2, wanted.job, wanted.attempt, restore, wanted.endpoint
+        )
         self._pending.append((self.now_s + 0.2, answer))
 
     def _disconnect(self, node: SimulatedNode) -> None:
@@ -337,20 +378,35 @@ class SimulatedCluster:
 
 
 def digest(audit: list[Audit]) -> str:
-    """A history as text, for comparing two runs."""
-    return json.dumps([(line.log, line.seq, round(line.at_s, 3), line.reason, line.subject) for line in audit])
+    """A history as text, to compare two runs."""
+    return json.dumps(
+        [(line.log, line.seq, round(line.at_s, 3), line.reason, line.subject) for line in audit]
+    )
 
 
-def demo_job(name: str, *, steps: int = 100_000, dp: int = 2, spares: int = 1, **recovery: int) -> JobConfig:
+def demo_job(
+    name: str, *, steps: int = 100_000, dp: int = 2, spares: int = 1, **recovery: int
+) -> JobConfig:
     """TP2 x PP2 x ``dp``, with checkpoints."""
-    return job_config.from_dict(
+    return job_config.from_accepted(
         {
             "name": name,
-            "model": {"layers": 4, "hidden_size": 64, "heads": 4, "vocab_size": 257, "sequence_length": 64},
+            "model": {
+                "layers": 4,
+                "hidden_size": 64,
+                "heads": 4,
+                "vocab_size": 257,
+                "sequence_length": 64,
+            },
             "training": {"steps": steps, "global_batch_size": 8 * dp},
             "parallelism": {"tp": 2, "pp": 2, "dp": dp},
             "data": {"sources": [{"prefix": "/data/corpus"}]},
             "checkpoint": {"uri": "/checkpoints", "interval_steps": SNAPSHOT_STEPS},
-            "recovery": {"spare_nodes": spares, "max_restarts": 1000, "max_restarts_without_progress": 50, **recovery},
+            "recovery": {
+                "spare_nodes": spares,
+                "max_restarts": 1000,
+                "max_restarts_without_progress": 50,
+                **recovery,
+            },
         }
     )

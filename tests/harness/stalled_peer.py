@@ -1,4 +1,7 @@
-"""A node whose ranks train with overlapped tensor parallelism until one stands still, with its process alive."""
+"""A node whose ranks train with overlapped tensor parallelism until one of them stalls.
+
+The stalled rank's process stays alive.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,20 @@ from tests.harness.recording_driver import RecordingDriver, whole_on_one_node
 from tests.harness.training import tiny_job
 
 from megascale.v1 import link_pb2
-from megascale_common.job_config import from_dict
+from megascale_common.job.config import from_accepted
 
 TIMEOUT_S = 4.0
 _STALLED_RANK = 1
 
 
-async def end_of_a_stall(folder: Path, device: Literal["cpu", "cuda"]) -> tuple[link_pb2.Heartbeat, str]:
-    """Rank 1 of two is stopped after some steps: the heartbeat that tells the attempt's end, and rank 0's log."""
+async def end_of_a_stall(
+    folder: Path, device: Literal["cpu", "cuda"]
+) -> tuple[link_pb2.Heartbeat, str]:
+    """Stop rank 1 of two after some steps (SIGSTOP).
+
+    Returns:
+        The heartbeat that reports the attempt's end, and rank 0's log.
+    """
     write_corpus(folder / "corpus", random_documents(seed=1, count=50, longest=60))
     driver = RecordingDriver("test", TOKEN)
     await driver.start(folder / "driver.address")
@@ -43,7 +52,7 @@ async def end_of_a_stall(folder: Path, device: Literal["cpu", "cuda"]) -> tuple[
 
 
 def _assignment(folder: Path) -> link_pb2.AttemptAssignment:
-    config = from_dict(
+    config = from_accepted(
         tiny_job(
             parallelism={"tp": 2, "overlap": {"tp": True}},
             training={"steps": 1_000_000},

@@ -1,4 +1,4 @@
-"""Small training runs for tests: a tiny model, synthetic packed batches, and the program that one rank runs."""
+"""Small training runs for tests: a tiny model, synthetic batches, and programs of a rank."""
 
 from __future__ import annotations
 
@@ -14,20 +14,24 @@ import torch
 from tests.harness.waiting import CALL_TIMEOUT_S
 from torch._C._distributed_c10d import FileStore
 
-from megascale_common.job_config import JobConfig, from_dict
-from megascale_common.status_page import StatusPageWriter, read_status_page
-from megascale_executor.trainer.batch import MicroBatch
-from megascale_executor.trainer.groups import Groups, create_groups, destroy_groups
-from megascale_executor.trainer.step import StepResult, Trainer
+from megascale_common.job.config import JobConfig, from_accepted
+from megascale_common.node.status_page import StatusPageWriter, read_status_page
+from megascale_trainer.batch import MicroBatch
+from megascale_trainer.parallel.groups import Groups
+from megascale_trainer.process.bootstrap import create_groups, destroy_groups
+from megascale_trainer.trainer import StepResult, Trainer
 
 CPU = torch.device("cpu")
 GROUP_TIMEOUT_S = CALL_TIMEOUT_S
 
 
 def tiny_job(
-    *, model: dict[str, Any] | None = None, parallelism: dict[str, Any] | None = None, **sections: dict[str, Any]
+    *,
+    model: dict[str, Any] | None = None,
+    parallelism: dict[str, Any] | None = None,
+    **sections: dict[str, Any],
 ) -> dict[str, Any]:
-    """Plain values of a job of some 0.2 M parameters; arguments override fields of the sections of that name.
+    """Plain values of a job of some 0.2 M parameters; arguments override fields of sections.
 
     Nothing is fused, on GPUs either, unless it is asked for.
     """
@@ -47,7 +51,10 @@ def tiny_job(
         "loss": {"z_loss": 1e-3},
     }
     overrides = {"model": model or {}, "parallelism": parallelism or {}, **sections}
-    return {**base, **{name: {**base.get(name, {}), **fields} for name, fields in overrides.items()}}
+    return {
+        **base,
+        **{name: {**base.get(name, {}), **fields} for name, fields in overrides.items()},
+    }
 
 
 def hiding(*axes: str) -> dict[str, Any]:
@@ -56,7 +63,9 @@ def hiding(*axes: str) -> dict[str, Any]:
 
 
 def sample(config: JobConfig, index: int) -> dict[str, np.ndarray[Any, Any]]:
-    """Sample ``index`` of an endless synthetic corpus: packed documents of random length, weights in {0, 0.5, 1}.
+    """Sample ``index`` of an endless synthetic corpus.
+
+    It holds packed documents of random length, with weights in {0, 0.5, 1}.
 
     Tokens follow a noisy arithmetic rule, so that a model can learn them.
     """
@@ -66,7 +75,9 @@ def sample(config: JobConfig, index: int) -> dict[str, np.ndarray[Any, Any]]:
     start = np.zeros(length, dtype=np.int64)
     for begin in starts:
         start[begin:] = begin
-    tokens = (np.cumsum(random.integers(1, 4, length + 1)) + random.integers(0, 50)) % config.model.vocab_size
+    tokens = (
+        np.cumsum(random.integers(1, 4, length + 1)) + random.integers(0, 50)
+    ) % config.model.vocab_size
     return {
         "tokens": tokens[:-1],
         "targets": tokens[1:],
@@ -76,8 +87,10 @@ def sample(config: JobConfig, index: int) -> dict[str, np.ndarray[Any, Any]]:
     }
 
 
-def micro_batches(config: JobConfig, step: int, dp_rank: int, device: torch.device = CPU) -> list[MicroBatch]:
-    """The micro-batches of one replica: the global batch's samples in order, cut over replicas in blocks."""
+def micro_batches(
+    config: JobConfig, step: int, dp_rank: int, device: torch.device = CPU
+) -> list[MicroBatch]:
+    """The micro-batches of one replica: the global batch's samples in order, cut into blocks."""
     training, size = config.training, config.training.micro_batch_size
     per_replica = training.global_batch_size // config.parallelism.dp
     first = step * training.global_batch_size + dp_rank * per_replica
@@ -89,9 +102,14 @@ def micro_batches(config: JobConfig, step: int, dp_rank: int, device: torch.devi
     return batches
 
 
-def train(rank: int, world_size: int, folder: Path, *, job: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Program of one rank: train ``steps`` steps; returns the records and leaves initial and final values in files."""
-    trainer = start(from_dict(job), rank, world_size, folder)
+def train(
+    rank: int, world_size: int, folder: Path, *, job: dict[str, Any], steps: int
+) -> dict[str, Any]:
+    """Program of one rank: train ``steps`` steps and return the records.
+
+    Initial and final values are left in files.
+    """
+    trainer = start(from_accepted(job), rank, world_size, folder)
     _save(folder / f"initial-{rank}.npz", pieces_of(trainer))
     results = [step(trainer, rank) for _ in range(steps)]
     records = [asdict(result.read()) for result in results]
@@ -103,16 +121,16 @@ def train(rank: int, world_size: int, folder: Path, *, job: dict[str, Any], step
 def train_each(
     rank: int, world_size: int, folder: Path, *, jobs: list[dict[str, Any]], steps: int
 ) -> list[list[dict[str, Any]]]:
-    """Program of one rank: :func:`train` of jobs of one layout through the same groups; the records of each.
+    """Program of one rank: :func:`train` of jobs of one layout, through the same groups.
 
     Values of job n are left in the folder ``n``.
     """
-    groups = _groups(from_dict(jobs[0]), rank, folder)
+    groups = _groups(from_accepted(jobs[0]), rank, folder)
     found = []
     for number, job in enumerate(jobs):
         place = folder / str(number)
         place.mkdir(exist_ok=True)
-        trainer = Trainer(from_dict(job), rank, groups, device_of(rank))
+        trainer = Trainer(from_accepted(job), rank, groups, device_of(rank))
         trainer.initialise()
         _save(place / f"initial-{rank}.npz", pieces_of(trainer))
         results = [step(trainer, rank) for _ in range(steps)]
@@ -122,9 +140,14 @@ def train_each(
     return found
 
 
-def train_and_resume(rank: int, world_size: int, folder: Path, *, job: dict[str, Any]) -> dict[str, Any]:
-    """Program of one rank: six steps, and again from a slot written after the third, in a trainer of its own."""
-    config = from_dict(job)
+def train_and_resume(
+    rank: int, world_size: int, folder: Path, *, job: dict[str, Any]
+) -> dict[str, Any]:
+    """Program of one rank: six steps, and the last three again from a slot of the third.
+
+    The repetition runs in a trainer of its own.
+    """
+    config = from_accepted(job)
     assert config.layout.world_size == world_size
     groups, device = _groups(config, rank, folder), device_of(rank)
     first = Trainer(config, rank, groups, device)
@@ -148,15 +171,16 @@ def train_in_several_ways(
 ) -> list[list[str]]:
     """Program of one rank: jobs of one layout, one after another through the same groups.
 
-    Each takes a step, evaluates, has replica 0 bring a NaN to its second step, and takes two more. Returns of each job
-    what was found, exact to the last bit: records, evaluation and the digest of the final states. ``lag_cycles`` (CUDA)
-    hold the device back before each step, so that the host is far ahead and nothing but events orders the streams.
+    Each takes a step, evaluates, has replica 0 bring a NaN to its second step, and takes two more.
+    Returns of each job what was found, exact to the last bit: records, evaluation and the digest of
+    the final states. ``lag_cycles`` (CUDA) hold the device back before each step, so that the host
+    is far ahead and nothing but events orders the streams.
     """
-    assert from_dict(jobs[0]).layout.world_size == world_size
-    groups = _groups(from_dict(jobs[0]), rank, folder)
+    assert from_accepted(jobs[0]).layout.world_size == world_size
+    groups = _groups(from_accepted(jobs[0]), rank, folder)
     found = []
     for job in jobs:
-        config = from_dict(job)
+        config = from_accepted(job)
         dp_rank = config.layout.coordinates(rank).dp
         trainer = Trainer(config, rank, groups, device_of(rank))
         trainer.initialise()
@@ -177,9 +201,11 @@ def train_in_several_ways(
     return found
 
 
-def train_with_a_broken_replica(rank: int, world_size: int, folder: Path, *, job: dict[str, Any]) -> dict[str, Any]:
-    """Program of one rank: three steps; in the second, replica 1 has a NaN in its batch and rank r votes r."""
-    config = from_dict(job)
+def train_with_a_broken_replica(
+    rank: int, world_size: int, folder: Path, *, job: dict[str, Any]
+) -> dict[str, Any]:
+    """Program of one rank: three steps, with a NaN in replica 1's second batch; rank r votes r."""
+    config = from_accepted(job)
     trainer = start(config, rank, world_size, folder)
     dp_rank = config.layout.coordinates(rank).dp
     records = [step(trainer, rank).read()]
@@ -199,9 +225,11 @@ def train_with_a_broken_replica(rank: int, world_size: int, folder: Path, *, job
     }
 
 
-def status_rows(rank: int, world_size: int, folder: Path, *, job: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """Program of one rank: one step; returns what each row of its status page entered and completed in it."""
-    config = from_dict(job)
+def status_rows(
+    rank: int, world_size: int, folder: Path, *, job: dict[str, Any]
+) -> dict[str, tuple[int, int]]:
+    """Program of one rank: one step; returns what each row of its page entered and completed."""
+    config = from_accepted(job)
     assert config.layout.world_size == world_size
     path = folder / f"status-{rank}"
     status = StatusPageWriter(path, rank=rank, attempt=1)
@@ -214,13 +242,21 @@ def status_rows(rank: int, world_size: int, folder: Path, *, job: dict[str, Any]
     trainer.settle()
     groups.poll()
     destroy_groups()
-    return {name: (after[0] - before[name][0], after[1] - before[name][1]) for name, after in _rows(path).items()}
+    return {
+        name: (after[0] - before[name][0], after[1] - before[name][1])
+        for name, after in _rows(path).items()
+    }
 
 
-def posted_receive_rows(rank: int, world_size: int, folder: Path, *, job: dict[str, Any]) -> dict[str, Any]:
-    """Program of one rank: stage 0 sends one activation, stage 1 posts its receive and waits; its row in between."""
+def posted_receive_rows(
+    rank: int, world_size: int, folder: Path, *, job: dict[str, Any]
+) -> dict[str, Any]:
+    """Program of one rank: stage 0 sends one activation, stage 1 posts its receive and waits.
+
+    Returns stage 1's row before, in between and after.
+    """
     path = folder / f"status-{rank}"
-    groups = _groups(from_dict(job), rank, folder, StatusPageWriter(path, rank=rank, attempt=1))
+    groups = _groups(from_accepted(job), rank, folder, StatusPageWriter(path, rank=rank, attempt=1))
     values = torch.full((4,), 7.0 * (1 - rank), device=device_of(rank))
     if groups.edges.activation_in is None:
         assert groups.edges.activation_out is not None
@@ -237,10 +273,15 @@ def posted_receive_rows(rank: int, world_size: int, folder: Path, *, job: dict[s
     return {"received": received, **{when: rows[name] for when, rows in found.items()}}
 
 
-def page_of_a_busy_device(rank: int, world_size: int, folder: Path, *, job: dict[str, Any]) -> dict[str, Any]:
-    """Program of one rank (CUDA): two sums over dp, the device long busy before the second; the row then and after."""
+def page_of_a_busy_device(
+    rank: int, world_size: int, folder: Path, *, job: dict[str, Any]
+) -> dict[str, Any]:
+    """Program of one rank (CUDA): two sums over dp, the device long busy before the second.
+
+    Returns the row then and after.
+    """
     path = folder / f"status-{rank}"
-    groups = _groups(from_dict(job), rank, folder, StatusPageWriter(path, rank=rank, attempt=1))
+    groups = _groups(from_accepted(job), rank, folder, StatusPageWriter(path, rank=rank, attempt=1))
     values = torch.ones(4, device=device_of(rank))
     groups.dp.all_reduce(values)
     torch.cuda._sleep(3_000_000_000)  # type: ignore[no-untyped-call]
@@ -252,14 +293,18 @@ def page_of_a_busy_device(rank: int, world_size: int, folder: Path, *, job: dict
     groups.poll()
     assert groups.dp.handle is not None
     backend: Any = groups.dp.handle._get_backend(values.device)
-    found = {"busy": busy, "done": _rows(path)["dp"], "goes_first": backend.options.is_high_priority_stream}
+    found = {
+        "busy": busy,
+        "done": _rows(path)["dp"],
+        "goes_first": backend.options.is_high_priority_stream,
+    }
     destroy_groups()
     return found
 
 
 def stall(rank: int, world_size: int, folder: Path, *, job: dict[str, Any]) -> dict[str, Any]:
-    """Program of one rank: the last rank stalls before its first step; the others report how long they waited."""
-    config = from_dict(job)
+    """Program of one rank: the last stalls before its first step; the others report their wait."""
+    config = from_accepted(job)
     groups = _groups(config, rank, folder, timeout_s=2.0)
     trainer = Trainer(config, rank, groups, device_of(rank))
     trainer.initialise()
@@ -274,16 +319,22 @@ def stall(rank: int, world_size: int, folder: Path, *, job: dict[str, Any]) -> d
     return {"waited_s": time.monotonic() - begin, "error": error}
 
 
-def step_without_sync(rank: int, world_size: int, folder: Path, *, jobs: list[dict[str, Any]]) -> int:
-    """Program of one rank (CUDA): of each job of one layout a warm step, then one in which it is an error that the host
-    waits for the device. That error ends the rank, with the place in its traceback. Returns the number of jobs.
+def step_without_sync(
+    rank: int, world_size: int, folder: Path, *, jobs: list[dict[str, Any]]
+) -> int:
+    """Program of one rank (CUDA): of each job a step in which a host sync is an error.
+
+    A warm step goes before it. The jobs are of one layout. The error ends the rank, with the place
+    in its traceback. Returns the number of jobs.
     """
-    groups = _groups(from_dict(jobs[0]), rank, folder)
+    groups = _groups(from_accepted(jobs[0]), rank, folder)
     for job in jobs:
-        trainer = Trainer(from_dict(job), rank, groups, device_of(rank))
+        trainer = Trainer(from_accepted(job), rank, groups, device_of(rank))
         trainer.initialise()
         step(trainer, rank).read()
-        batches = micro_batches(trainer.config, 1, trainer.config.layout.coordinates(rank).dp, device_of(rank))
+        batches = micro_batches(
+            trainer.config, 1, trainer.config.layout.coordinates(rank).dp, device_of(rank)
+        )
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         result = trainer.train_step(batches)
@@ -294,9 +345,11 @@ def step_without_sync(rank: int, world_size: int, folder: Path, *, jobs: list[di
     return len(jobs)
 
 
-def snapshot_beside_a_step(rank: int, world_size: int, folder: Path, *, job: dict[str, Any]) -> dict[str, Any]:
-    """Program of one rank (CUDA): a slow copy of the states on a side stream while the next step runs."""
-    trainer = start(from_dict(job), rank, world_size, folder)
+def snapshot_beside_a_step(
+    rank: int, world_size: int, folder: Path, *, job: dict[str, Any]
+) -> dict[str, Any]:
+    """Program of one rank (CUDA): a slow copy of the states beside the next step."""
+    trainer = start(from_accepted(job), rank, world_size, folder)
     step(trainer, rank).read()
     before = trainer.states()["master"].clone()
     slot = torch.zeros(trainer.shard_layout().slot_bytes, dtype=torch.uint8, pin_memory=True)
@@ -342,7 +395,9 @@ def _groups(
     ring = config.parallelism.virtual_stages > 1
     store = FileStore(str(folder / "store"), config.layout.world_size)
     store.set_timeout(timedelta(seconds=GROUP_TIMEOUT_S))
-    return create_groups(config.layout, rank, store, device_of(rank), timeout_s=timeout_s, ring=ring, status=status)
+    return create_groups(
+        config.layout, rank, store, device_of(rank), timeout_s=timeout_s, ring=ring, status=status
+    )
 
 
 def _rows(path: Path) -> dict[str, tuple[int, int]]:
@@ -372,12 +427,14 @@ def pieces_of(trainer: Trainer) -> dict[str, np.ndarray[Any, Any]]:
             columns = int(np.prod(piece.global_shape[1:]))
             start = piece.start[0] * columns + piece.flat_start
             offset = piece.slot_offset_bytes // 4
-            found[f"{piece.name}|{start}"] = master[offset : offset + piece.flat_stop - piece.flat_start].copy()
+            found[f"{piece.name}|{start}"] = master[
+                offset : offset + piece.flat_stop - piece.flat_start
+            ].copy()
     return found
 
 
 def assemble(folder: Path, kind: str, world_size: int) -> dict[str, np.ndarray[Any, Any]]:
-    """Whole flattened logical parameters from the files that :func:`train` left; every value exactly once.
+    """Whole flattened parameters from the files that :func:`train` left; every value exactly once.
 
     Raises:
         AssertionError: pieces overlap or leave a gap.
@@ -400,10 +457,12 @@ def assemble(folder: Path, kind: str, world_size: int) -> dict[str, np.ndarray[A
 
 
 def evaluate(rank: int, world_size: int, folder: Path, *, job: dict[str, Any]) -> dict[str, Any]:
-    """Program of one rank: two evaluations and steps in turn; the evaluated batches are those of steps 1 and 2."""
-    trainer = start(from_dict(job), rank, world_size, folder)
+    """Program of one rank: evaluations and steps in turn, of the batches of steps 1 and 2."""
+    trainer = start(from_accepted(job), rank, world_size, folder)
     dp_rank = trainer.config.layout.coordinates(rank).dp
-    batches = [micro_batches(trainer.config, number, dp_rank, device_of(rank)) for number in range(2)]
+    batches = [
+        micro_batches(trainer.config, number, dp_rank, device_of(rank)) for number in range(2)
+    ]
     first = [trainer.evaluate(batches[:1]), trainer.evaluate(batches)]
     losses = [trainer.train_step(batch).read().loss for batch in batches]
     after = trainer.evaluate(batches)

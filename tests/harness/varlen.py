@@ -1,4 +1,4 @@
-"""A stand-in for torch's variable-length attention, which runs on CUDA alone: the same contract, slow, anywhere."""
+"""A stand-in for torch's variable-length attention on machines without CUDA: the same contract."""
 
 from __future__ import annotations
 
@@ -22,8 +22,15 @@ def slow_varlen_attn(
     *,
     window_size: tuple[int, int] = (-1, -1),
 ) -> torch.Tensor:
-    """torch.nn.attention.varlen.varlen_attn as torch 2.11 documents it, in loops; asserts what its kernels demand."""
-    assert cu_seq_q.dtype == torch.int32 and cu_seq_q.is_contiguous() and torch.equal(cu_seq_q, cu_seq_k)
+    """torch.nn.attention.varlen.varlen_attn as torch 2.11 documents it, in loops.
+
+    It asserts what the real kernels require.
+    """
+    assert (
+        cu_seq_q.dtype == torch.int32
+        and cu_seq_q.is_contiguous()
+        and torch.equal(cu_seq_q, cu_seq_k)
+    )
     assert all(x.is_contiguous() and x.shape[0] == int(cu_seq_q[-1]) for x in (query, key, value))
     left, right = window_size
     assert right == 0, "the future is hidden"
@@ -41,10 +48,10 @@ def slow_varlen_attn(
 
 
 def use_slow_varlen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Have the attention backend "varlen" compute by :func:`slow_varlen_attn`, whatever the device and dtype.
+    """Have the attention backend "varlen" compute by :func:`slow_varlen_attn`, on any device.
 
     Returns:
-        The list to which every call appends the number of documents that it was told of.
+        The list to which every call appends the number of documents that it was given.
     """
     calls: list[int] = []
 

@@ -1,8 +1,9 @@
-"""Waits that end when nothing moves any more, not when the clock says so.
+"""Waits that fail for lack of progress, and not after a fixed time.
 
-A wait names what it waits for and, where there is any, what shows that this is still on its way: steps, events, lines
-of a log, CPU time of a process. While that changes the wait goes on, on however slow a machine; once nothing has moved
-for the limit it fails. What moves for ever without getting there is ended by the cap on every test (pyproject.toml).
+A wait names what it waits for and, where there is any, a value that shows progress: steps, events,
+lines of a log, CPU time of a process. The wait continues while that value changes, however slow the
+machine, and fails when it has not changed for the limit. Progress that never ends is stopped by the
+timeout of every test (pyproject.toml).
 """
 
 from __future__ import annotations
@@ -16,26 +17,26 @@ from typing import Any, TypeVar
 
 Found = TypeVar("Found")
 
-# Of anything: a machine that gives a healthy process nothing to run on for so long is of no use for tests.
+# A machine that gives a healthy process no CPU time for this long is of no use for tests.
 STANDSTILL_S = 60.0
-# For a single call (an RPC, the end of a process, a socket's answer), which has no progress to look at.
+# For a single call (an RPC, the end of a process, a socket's answer), which shows no progress.
 CALL_TIMEOUT_S = 120.0
 POLL_INTERVAL_S = 0.02
-LOOK_INTERVAL_S = 0.5  # at what moves, which may be many files
+LOOK_INTERVAL_S = 0.5  # between two readings of the progress, which may be many files
 
 
 class Standstill(AssertionError):
-    """Nothing has moved for the limit of a wait."""
+    """There was no progress for the limit of a wait."""
 
 
-class Watch:
-    """Follows what shows progress, for a wait of any kind.
+class ProgressWatch:
+    """Watches a value that shows progress, for a wait of any kind.
 
     Args:
         what: what is waited for, for the error.
-        moves: any value that changes with progress; None where there is none to see.
+        moves: returns any value that changes with progress; None where there is no such value.
         limit_s: how long it may stay the same.
-        story: more for the error, read when it is raised.
+        story: returns more text for the error, called when it is raised.
     """
 
     def __init__(
@@ -50,10 +51,10 @@ class Watch:
         self._looked_at_s = self._moved_at_s = time.monotonic()
 
     def check(self) -> None:
-        """Look once.
+        """Read the value, if it is time to.
 
         Raises:
-            Standstill: nothing has moved for the limit.
+            Standstill: it has not changed for the limit.
         """
         now_s = time.monotonic()
         if now_s - self._looked_at_s < min(LOOK_INTERVAL_S, self._limit_s / 4):
@@ -66,7 +67,8 @@ class Watch:
             still = "" if self._moves is None else f"; still at {self._last}"
             story = self._story()
             raise Standstill(
-                f"{self._what}: nothing has moved for {self._limit_s:g} s{still}" + (f"\n{story}" if story else "")
+                f"{self._what}: no progress for {self._limit_s:g} s{still}"
+                + (f"\n{story}" if story else "")
             )
 
 
@@ -78,8 +80,11 @@ def until(
     limit_s: float = STANDSTILL_S,
     story: Callable[[], str] = str,
 ) -> Found:
-    """Wait until ``condition()`` is something true and return it; arguments and errors are those of :class:`Watch`."""
-    watch = Watch(what, moves, limit_s, story)
+    """Wait until ``condition()`` returns something true, and return that.
+
+    The other arguments and the error are those of :class:`ProgressWatch`.
+    """
+    watch = ProgressWatch(what, moves, limit_s, story)
     while not (found := condition()):
         watch.check()
         time.sleep(POLL_INTERVAL_S)
@@ -94,8 +99,8 @@ async def eventually(
     limit_s: float = STANDSTILL_S,
     story: Callable[[], str] = str,
 ) -> Any:
-    """:func:`until` beside which the event loop goes on; ``condition()`` may be something to await."""
-    watch = Watch(what, moves, limit_s, story)
+    """:func:`until` for asyncio; ``condition`` may be a coroutine function."""
+    watch = ProgressWatch(what, moves, limit_s, story)
     while True:
         found = condition()
         if inspect.isawaitable(found):
@@ -112,6 +117,6 @@ def log_bytes(folder: Path, pattern: str = "**/*.log") -> int:
     for path in folder.glob(pattern):
         try:
             total += path.stat().st_size
-        except OSError:  # removed meanwhile
+        except OSError:  # removed in the meantime
             continue
     return total

@@ -1,4 +1,4 @@
-"""A real agent process, its real checkpoint daemon and loader, against a driver on the real wire."""
+"""A real agent process with its checkpoint daemon and loader, against a driver on the wire."""
 
 from __future__ import annotations
 
@@ -18,13 +18,24 @@ from tests.harness.agent_process import TOKEN, AgentProcess, start_agent
 from tests.harness.corpus import random_documents, write_corpus
 from tests.harness.processes import living_processes_of_group, until_gone
 from tests.harness.recording_driver import RecordingDriver, whole_on_one_node
-from tests.harness.waiting import CALL_TIMEOUT_S
+from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
-from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc, executor_pb2, executor_pb2_grpc, link_pb2, types_pb2
-from megascale_common import job_config
-from megascale_common.rpc import open_channel
+from megascale.v1 import (
+    checkpoint_pb2,
+    checkpoint_pb2_grpc,
+    executor_pb2,
+    executor_pb2_grpc,
+    link_pb2,
+    types_pb2,
+)
+from megascale_common.job import config as job_config
+from megascale_common.service.channel import open_channel
 
-IDLE, PREPARE, START = link_pb2.DESIRED_PHASE_IDLE, link_pb2.DESIRED_PHASE_PREPARE, link_pb2.DESIRED_PHASE_START
+IDLE, PREPARE, START = (
+    link_pb2.DESIRED_PHASE_IDLE,
+    link_pb2.DESIRED_PHASE_PREPARE,
+    link_pb2.DESIRED_PHASE_START,
+)
 
 
 def assignment(
@@ -36,11 +47,17 @@ def assignment(
     collective_timeout_s: float = 60.0,
     **labels: str,
 ) -> link_pb2.AttemptAssignment:
-    """A small job over two ranks, both on node n0. ``labels`` are for the scripted training side."""
-    config = job_config.from_dict(
+    """A small job of two ranks, both on node n0. ``labels`` are for the scripted training side."""
+    config = job_config.from_accepted(
         {
             "name": "demo",
-            "model": {"layers": 2, "hidden_size": 32, "heads": 2, "vocab_size": 257, "sequence_length": 16},
+            "model": {
+                "layers": 2,
+                "hidden_size": 32,
+                "heads": 2,
+                "vocab_size": 257,
+                "sequence_length": 16,
+            },
             "training": {"steps": steps_of_training, "global_batch_size": 4, "precision": "fp32"},
             "parallelism": {"dp": 2, "overlap": {"dp": True}},
             "data": {"sources": [{"prefix": str(tmp_path / "corpus")}]},
@@ -70,7 +87,9 @@ def agent(tmp_path: Path) -> Iterator[AgentProcess]:
 
 
 async def run_attempt(
-    driver: RecordingDriver, given: link_pb2.AttemptAssignment, until: link_pb2.AttemptPhase.ValueType
+    driver: RecordingDriver,
+    given: link_pb2.AttemptAssignment,
+    until: link_pb2.AttemptPhase.ValueType,
 ) -> link_pb2.Heartbeat:
     """PREPARE, then START as the driver would; returns the first heartbeat in phase ``until``."""
     driver.want(PREPARE, given)
@@ -80,7 +99,9 @@ async def run_attempt(
     return await driver.until_phase(until, attempt=given.attempt)
 
 
-async def test_hello_then_heartbeats_with_clock_readings(driver: RecordingDriver, agent: AgentProcess) -> None:
+async def test_hello_then_heartbeats_with_clock_readings(
+    driver: RecordingDriver, agent: AgentProcess
+) -> None:
     await driver.until_joined()
     await driver.until(lambda: len(driver.beats) >= 3)
     hello = driver.hellos[-1]
@@ -90,20 +111,33 @@ async def test_hello_then_heartbeats_with_clock_readings(driver: RecordingDriver
     assert [beat.seq for beat in driver.beats] == list(range(1, len(driver.beats) + 1))
     last = driver.beats[-1]
     assert last.phase == link_pb2.ATTEMPT_PHASE_IDLE and last.epoch_seen == driver.epoch
-    moments = [last.ack_driver_received_at, last.ack_driver_sent_at, last.ack_received_at, last.sent_at]
+    moments = [
+        last.ack_driver_received_at,
+        last.ack_driver_sent_at,
+        last.ack_received_at,
+        last.sent_at,
+    ]
     assert all(moment.seconds for moment in moments)
     assert [m.ToNanoseconds() for m in moments] == sorted(m.ToNanoseconds() for m in moments)
     assert last.host.memory_available_bytes > 0 and last.host.staging_free_bytes > 0
 
 
-async def test_attempt_runs_to_its_end(driver: RecordingDriver, agent: AgentProcess, tmp_path: Path) -> None:
+async def test_attempt_runs_to_its_end(
+    driver: RecordingDriver, agent: AgentProcess, tmp_path: Path
+) -> None:
     await driver.until_joined()
     given = assignment(tmp_path, uri=str(tmp_path / "checkpoints"), steps="12", interval_s="0.05")
     version = driver.want(PREPARE, given)
     prepared = await driver.until_phase(link_pb2.ATTEMPT_PHASE_PREPARED)
     assert prepared.desired_version == version
     verdicts = {check.name: check.verdict for check in prepared.checks}
-    assert set(verdicts) == {"checkpoint_daemon", "device_present", "disk_room", "memory_room", "compute"}
+    assert set(verdicts) == {
+        "checkpoint_daemon",
+        "device_present",
+        "disk_room",
+        "memory_room",
+        "compute",
+    }
     assert set(verdicts.values()) == {types_pb2.CHECK_VERDICT_PASS}
     host, _, port = prepared.store_endpoint.rpartition(":")
     assert host == "127.0.0.1" and int(port) > 0
@@ -112,11 +146,15 @@ async def test_attempt_runs_to_its_end(driver: RecordingDriver, agent: AgentProc
     running = await driver.until_phase(link_pb2.ATTEMPT_PHASE_RUNNING)
     assert [worker.state for worker in running.workers] == [link_pb2.WORKER_STATE_RUNNING] * 2
     finished = await driver.until_phase(link_pb2.ATTEMPT_PHASE_FINISHED)
-    assert [(worker.exit_status, worker.step, worker.phase) for worker in finished.workers] == [(0, 12, "DONE")] * 2
+    assert [(worker.exit_status, worker.step, worker.phase) for worker in finished.workers] == [
+        (0, 12, "DONE")
+    ] * 2
     await driver.until(lambda: len(driver.steps) >= 12)
     # Rank 0 alone reports.
     assert [record.step for record in driver.steps] == list(range(1, 13))
-    assert driver.steps[0].step_time.ToMilliseconds() == 50 and not driver.steps[0].HasField("mfu_causal")
+    assert driver.steps[0].step_time.ToMilliseconds() == 50 and not driver.steps[0].HasField(
+        "mfu_causal"
+    )
     logs = agent.node_folder / "jobs/demo/attempt-000001"
     assert "rank 0 of attempt 1 has 1 descriptors" in (logs / "rank-00000.log").read_text()
     assert "rank 1 of attempt 1 has 0 descriptors" in (logs / "rank-00001.log").read_text()
@@ -125,7 +163,9 @@ async def test_attempt_runs_to_its_end(driver: RecordingDriver, agent: AgentProc
     await driver.until_phase(link_pb2.ATTEMPT_PHASE_IDLE)
     driver.want(PREPARE, assignment(tmp_path, 2))
     again = await driver.until_phase(link_pb2.ATTEMPT_PHASE_PREPARED, attempt=2)
-    assert "finished well" in next(check.detail for check in again.checks if check.name == "compute")
+    assert "finished well" in next(
+        check.detail for check in again.checks if check.name == "compute"
+    )
 
 
 async def test_failed_worker_fails_the_attempt_and_stops_the_others(
@@ -143,7 +183,9 @@ async def test_failed_worker_fails_the_attempt_and_stops_the_others(
         "CHECKPOINT_CORRUPT": (1, "CHECKPOINT_CORRUPT"),
     }
     for attempt, (how, (status, kind)) in enumerate(ways.items(), 1):
-        given = assignment(tmp_path, attempt, collective_timeout_s=1.0, fail_rank="1", fail=how, fail_step="3")
+        given = assignment(
+            tmp_path, attempt, collective_timeout_s=1.0, fail_rank="1", fail=how, fail_step="3"
+        )
         failed = await run_attempt(driver, given, link_pb2.ATTEMPT_PHASE_FAILED)
         culprit = failed.workers[1]
         assert (culprit.exit_status, culprit.error_kind) == (status, kind)
@@ -151,8 +193,10 @@ async def test_failed_worker_fails_the_attempt_and_stops_the_others(
         if how == "CHECKPOINT_CORRUPT":
             assert culprit.error == "/checkpoints/rank-00001.safetensors"
         if how == "peer_absent":
-            assert "in group tp was under way for 1." in culprit.error
-        await driver.until(lambda: driver.beats[-1].workers[0].state == link_pb2.WORKER_STATE_EXITED)
+            assert "in group tp was in progress for 1." in culprit.error
+        await driver.until(
+            lambda: driver.beats[-1].workers[0].state == link_pb2.WORKER_STATE_EXITED
+        )
         bystander = driver.beats[-1].workers[0]
         assert (bystander.exit_status, bystander.error_kind) == (-9, "STOPPED")
         assert culprit.exited_at.ToNanoseconds() <= bystander.exited_at.ToNanoseconds()
@@ -161,7 +205,9 @@ async def test_failed_worker_fails_the_attempt_and_stops_the_others(
     assert "scripted failure" in found[0].sample_line
 
 
-async def test_killed_worker_is_told_at_once(driver: RecordingDriver, agent: AgentProcess, tmp_path: Path) -> None:
+async def test_killed_worker_is_reported_at_once(
+    driver: RecordingDriver, agent: AgentProcess, tmp_path: Path
+) -> None:
     driver.interval_s = 30.0
     await driver.until_joined()
     running = await run_attempt(driver, assignment(tmp_path), link_pb2.ATTEMPT_PHASE_RUNNING)
@@ -170,7 +216,9 @@ async def test_killed_worker_is_told_at_once(driver: RecordingDriver, agent: Age
     failed = await driver.until_phase(link_pb2.ATTEMPT_PHASE_FAILED)
     assert time.monotonic() - begin < driver.interval_s, "at once, not with the next heartbeat"
     assert failed.workers[0].exit_status == -9 and failed.workers[0].error_kind == ""
-    assert abs(failed.workers[0].exited_at.ToMilliseconds() / 1000 - time.time()) < driver.interval_s
+    assert (
+        abs(failed.workers[0].exited_at.ToMilliseconds() / 1000 - time.time()) < driver.interval_s
+    )
 
 
 async def test_idle_kills_workers_and_a_newer_attempt_supersedes(
@@ -184,11 +232,13 @@ async def test_idle_kills_workers_and_a_newer_attempt_supersedes(
     assert not set(first) & set(living_processes_of_group(agent.process.pid))
     running = await run_attempt(driver, assignment(tmp_path, 3), link_pb2.ATTEMPT_PHASE_RUNNING)
     version = driver.want(IDLE)
-    await driver.until(lambda: driver.beats[-1].desired_version == version and driver.beats[-1].attempt == 0)
+    await driver.until(
+        lambda: driver.beats[-1].desired_version == version and driver.beats[-1].attempt == 0
+    )
     assert driver.beats[-1].phase == link_pb2.ATTEMPT_PHASE_IDLE
-    roles = json.loads((agent.node_folder / "pids.json").read_text())
-    assert sorted(roles) == ["agent", "checkpoint", "template"]
-    assert sorted(agent.group()) == sorted(roles.values())
+    roles = ["agent", "checkpoint", "template"]
+    await eventually(lambda: sorted(pids_of(agent)) == roles, "the processes of an idle node")
+    assert sorted(agent.group()) == sorted(pids_of(agent).values())
 
 
 async def test_template_death_fails_the_attempt_and_the_next_one_works(
@@ -196,8 +246,7 @@ async def test_template_death_fails_the_attempt_and_the_next_one_works(
 ) -> None:
     await driver.until_joined()
     running = await run_attempt(driver, assignment(tmp_path), link_pb2.ATTEMPT_PHASE_RUNNING)
-    pids = json.loads((agent.node_folder / "pids.json").read_text())
-    os.kill(pids["template"], signal.SIGKILL)
+    os.kill(await pid_of(agent, "template"), signal.SIGKILL)
     await driver.until_phase(link_pb2.ATTEMPT_PHASE_FAILED)
     driver.want(IDLE)
     await driver.until_phase(link_pb2.ATTEMPT_PHASE_IDLE)
@@ -211,33 +260,41 @@ async def test_a_loader_that_ends_fails_the_attempt_though_no_worker_waits_for_i
     """The scripted workers never ask for data, as real ones before their first step."""
     await driver.until_joined()
     running = await run_attempt(driver, assignment(tmp_path), link_pb2.ATTEMPT_PHASE_RUNNING)
-    pids = json.loads((agent.node_folder / "pids.json").read_text())
-    os.kill(pids["loader"], signal.SIGKILL)
+    os.kill(await pid_of(agent, "loader"), signal.SIGKILL)
     failed = await driver.until_phase(link_pb2.ATTEMPT_PHASE_FAILED)
     assert "the data loader" in failed.failure and "killed by signal 9" in failed.failure
+    log = (agent.node_folder / "agent.log").read_text()
+    assert "fork_posix" not in log, "gRPC's fork handlers run in the agent's children"
     assert {worker.error_kind for worker in failed.workers} <= {"", "STOPPED"}
     driver.want(IDLE)
     await driver.until_phase(link_pb2.ATTEMPT_PHASE_IDLE)
     assert not {worker.pid for worker in running.workers} & set(agent.group())
 
 
-async def test_daemon_death_is_mended_while_training_goes_on(
+async def test_a_dead_daemon_is_replaced_while_training_goes_on(
     driver: RecordingDriver, agent: AgentProcess, tmp_path: Path
 ) -> None:
     await driver.until_joined()
     await run_attempt(driver, assignment(tmp_path), link_pb2.ATTEMPT_PHASE_RUNNING)
-    pids = json.loads((agent.node_folder / "pids.json").read_text())
-    os.kill(pids["checkpoint"], signal.SIGKILL)
-    await driver.until(lambda: len(driver.hellos) >= 2 or _checkpoint_pid(agent) not in (None, pids["checkpoint"]))
+    killed = await pid_of(agent, "checkpoint")
+    os.kill(killed, signal.SIGKILL)
+    await driver.until(
+        lambda: len(driver.hellos) >= 2 or pids_of(agent).get("checkpoint", killed) != killed
+    )
     seen = len(driver.steps)
     await driver.until(lambda: len(driver.steps) > seen + 3)
     assert driver.beats[-1].phase == link_pb2.ATTEMPT_PHASE_RUNNING
 
 
-def _checkpoint_pid(agent: AgentProcess) -> int | None:
-    pid = json.loads((agent.node_folder / "pids.json").read_text()).get("checkpoint")
-    assert pid is None or isinstance(pid, int)
-    return pid
+def pids_of(agent: AgentProcess) -> dict[str, int]:
+    """The node's processes by role, as of the agent's last look."""
+    pids: dict[str, int] = json.loads((agent.node_folder / "pids.json").read_text())
+    return pids
+
+
+async def pid_of(agent: AgentProcess, role: str) -> int:
+    """The process of a role, once the agent has written it down."""
+    return int(await eventually(lambda: pids_of(agent).get(role), f"the pid of the {role}"))
 
 
 async def test_driver_restart_keeps_workers_and_step_records(
@@ -256,10 +313,13 @@ async def test_driver_restart_keeps_workers_and_step_records(
         assert [worker.pid for worker in beat.workers] == [worker.pid for worker in running.workers]
         assert beat.epoch_seen == successor.epoch
         assert (beat.job, beat.attempt) == ("demo", 1)
-        # The new driver may speak up late: until then nothing changes, and then the same attempt goes on.
+        # The new driver may send its desired state late: until then nothing changes, and then the
+        # same attempt goes on.
         successor.want(START, given)
         await successor.until(lambda: successor.beats[-1].desired_version == 1)
-        await successor.until(lambda: bool(successor.steps) and successor.steps[-1].step > driver.steps[-1].step + 10)
+        await successor.until(
+            lambda: bool(successor.steps) and successor.steps[-1].step > driver.steps[-1].step + 10
+        )
         seen = {record.step for record in [*driver.steps, *successor.steps]}
         assert seen == set(range(1, max(seen) + 1))
         assert successor.beats[-1].phase == link_pb2.ATTEMPT_PHASE_RUNNING
@@ -279,7 +339,9 @@ async def test_lower_epoch_and_lower_version_are_refused(
         epoch=types_pb2.Epoch(cluster_generation=1, create_revision=8), version=99, phase=IDLE
     )
     driver.send(stale)
-    await driver.until(lambda: driver.connections > connections)  # the session with the stale voice is ended
+    await driver.until(
+        lambda: driver.connections > connections
+    )  # the session with the superseded driver has ended
     await driver.until_joined()
     connections = driver.connections
     old = link_pb2.DesiredState(epoch=driver.epoch, version=1, phase=IDLE)
@@ -292,13 +354,17 @@ async def test_lower_epoch_and_lower_version_are_refused(
     deposed = RecordingDriver("test", TOKEN, revision=3)
     await deposed.start(tmp_path / "driver.address")
     deposed.want(IDLE)
-    await deposed.until(lambda: len(deposed.hellos) >= 2)  # it dials again and again, and says nothing but hello
+    await deposed.until(
+        lambda: len(deposed.hellos) >= 2
+    )  # it dials again and again, and sends nothing but hellos
     assert deposed.beats == []
     assert {worker.pid for worker in running.workers} <= set(agent.group())
     await deposed.stop()
 
 
-async def test_bad_assignments_fail_with_a_reason(driver: RecordingDriver, agent: AgentProcess, tmp_path: Path) -> None:
+async def test_bad_assignments_fail_with_a_reason(
+    driver: RecordingDriver, agent: AgentProcess, tmp_path: Path
+) -> None:
     await driver.until_joined()
     foreign = assignment(tmp_path, 1)
     foreign.devices[:] = [0, 7]
@@ -315,7 +381,9 @@ async def test_bad_assignments_fail_with_a_reason(driver: RecordingDriver, agent
         assert words in failed.failure
 
 
-async def test_failed_self_check_fails_the_preparation(driver: RecordingDriver, tmp_path: Path) -> None:
+async def test_failed_self_check_fails_the_preparation(
+    driver: RecordingDriver, tmp_path: Path
+) -> None:
     scripted = Path(__file__).parents[1] / "harness" / "scripted_template.py"
     agent = start_agent(tmp_path, template=f"{sys.executable} {scripted} --verdict FAIL")
     try:
@@ -329,7 +397,9 @@ async def test_failed_self_check_fails_the_preparation(driver: RecordingDriver, 
         agent.end()
 
 
-async def test_broken_template_is_given_up_with_a_reason(driver: RecordingDriver, tmp_path: Path) -> None:
+async def test_broken_template_is_given_up_with_a_reason(
+    driver: RecordingDriver, tmp_path: Path
+) -> None:
     agent = start_agent(tmp_path, template="false")
     try:
         await driver.until_joined()
@@ -340,7 +410,9 @@ async def test_broken_template_is_given_up_with_a_reason(driver: RecordingDriver
         agent.end()
 
 
-async def test_real_template_checks_compute_and_all_reduce(driver: RecordingDriver, tmp_path: Path) -> None:
+async def test_real_template_checks_compute_and_all_reduce(
+    driver: RecordingDriver, tmp_path: Path
+) -> None:
     agent = start_agent(tmp_path, template="")
     try:
         await driver.until_joined()
@@ -358,8 +430,10 @@ async def test_real_template_checks_compute_and_all_reduce(driver: RecordingDriv
         agent.end()
 
 
-async def test_real_training_resumes_from_the_memory_of_its_node(driver: RecordingDriver, tmp_path: Path) -> None:
-    """The whole node for real: template, loader and daemon; a worker is killed; the next attempt goes on in memory."""
+async def test_real_training_resumes_from_the_memory_of_its_node(
+    driver: RecordingDriver, tmp_path: Path
+) -> None:
+    """Real template, loader, daemon: a worker is killed, the next attempt resumes from memory."""
     write_corpus(tmp_path / "corpus", random_documents(seed=1, count=50, longest=60))
     agent = start_agent(tmp_path, template="")
     try:
@@ -375,23 +449,35 @@ async def test_real_training_resumes_from_the_memory_of_its_node(driver: Recordi
         assert again.restore.source == types_pb2.RESTORE_SOURCE_MEMORY
         assert again.restore.step >= 5 and again.restore.step % 5 == 0
         await driver.until(lambda: driver.steps[-1].attempt == 2)
-        assert again.restore.step <= max(record.step for record in driver.steps if record.attempt == 1)
+        assert again.restore.step <= max(
+            record.step for record in driver.steps if record.attempt == 1
+        )
         resumed = [record.step for record in driver.steps if record.attempt == 2]
         assert resumed[0] == again.restore.step + 1
         before = {record.step: record.loss for record in driver.steps if record.attempt == 1}
-        repeated = [record for record in driver.steps if record.attempt == 2 and record.step in before]
+        repeated = [
+            record for record in driver.steps if record.attempt == 2 and record.step in before
+        ]
         assert all(record.loss == before[record.step] for record in repeated)
     finally:
         agent.end()
 
 
-async def open_and_start(driver: RecordingDriver, given: link_pb2.AttemptAssignment) -> link_pb2.Heartbeat:
-    """PREPARE, OpenAttempt at the node's daemon with what the node holds sealed, START; until RUNNING."""
+async def open_and_start(
+    driver: RecordingDriver, given: link_pb2.AttemptAssignment
+) -> link_pb2.Heartbeat:
+    """PREPARE, OpenAttempt with what the node holds sealed, START; until RUNNING."""
     driver.want(PREPARE, given)
     prepared = await driver.until_phase(link_pb2.ATTEMPT_PHASE_PREPARED, attempt=given.attempt)
-    steps = [{s.step for p in prepared.checkpoints for s in p.sealed if s.rank == rank} for rank in given.ranks]
+    steps = [
+        {s.step for p in prepared.checkpoints for s in p.sealed if s.rank == rank}
+        for rank in given.ranks
+    ]
     common = max(set.intersection(*steps), default=0)
-    given.store_endpoint, given.committer_endpoint = prepared.store_endpoint, driver.hellos[-1].checkpoint_endpoint
+    given.store_endpoint, given.committer_endpoint = (
+        prepared.store_endpoint,
+        driver.hellos[-1].checkpoint_endpoint,
+    )
     request = checkpoint_pb2.OpenAttemptRequest(
         job=given.job,
         uri=given.spec.checkpoint.uri,
@@ -403,7 +489,9 @@ async def open_and_start(driver: RecordingDriver, given: link_pb2.AttemptAssignm
     )
     channel = open_channel(given.committer_endpoint, TOKEN)
     try:
-        opened = await checkpoint_pb2_grpc.CheckpointServiceStub(channel).OpenAttempt(request, timeout=CALL_TIMEOUT_S)
+        opened = await checkpoint_pb2_grpc.CheckpointServiceStub(channel).OpenAttempt(
+            request, timeout=CALL_TIMEOUT_S
+        )
     finally:
         await channel.close()
     given.restore.CopyFrom(opened.restore)
@@ -415,7 +503,9 @@ async def test_killed_agent_leaves_no_process_and_its_folder_goes_at_the_next_st
     driver: RecordingDriver, agent: AgentProcess, tmp_path: Path
 ) -> None:
     await driver.until_joined()
-    await run_attempt(driver, assignment(tmp_path, uri=str(tmp_path / "c")), link_pb2.ATTEMPT_PHASE_RUNNING)
+    await run_attempt(
+        driver, assignment(tmp_path, uri=str(tmp_path / "c")), link_pb2.ATTEMPT_PHASE_RUNNING
+    )
     assert len(agent.group()) >= 6  # agent, template, daemon, loader, two workers
     folder = _socket_folder(driver.hellos[0].incarnation)
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -448,19 +538,27 @@ def _socket_folder(incarnation: str) -> Path:
     return next(folder for parent in parents for folder in parent.glob(f"*-{incarnation}"))
 
 
-async def test_node_status_and_following_a_log(driver: RecordingDriver, agent: AgentProcess, tmp_path: Path) -> None:
+async def test_node_status_and_following_a_log(
+    driver: RecordingDriver, agent: AgentProcess, tmp_path: Path
+) -> None:
     await driver.until_joined()
     given = assignment(tmp_path, steps="30", interval_s="0.03")
     await run_attempt(driver, given, link_pb2.ATTEMPT_PHASE_RUNNING)
     channel = open_channel(driver.hellos[0].executor_endpoint, TOKEN)
     try:
         stub = executor_pb2_grpc.ExecutorServiceStub(channel)
-        status = await stub.GetNodeStatus(executor_pb2.GetNodeStatusRequest(), timeout=CALL_TIMEOUT_S)
+        status = await stub.GetNodeStatus(
+            executor_pb2.GetNodeStatusRequest(), timeout=CALL_TIMEOUT_S
+        )
         assert (status.hello.node, status.heartbeat.job) == ("n0", "demo")
         assert status.pids[0] == agent.process.pid and set(status.pids) == set(agent.group())
         request = executor_pb2.TailWorkerLogsRequest(job="demo", rank=1, follow=True)
-        lines = [response.line async for response in stub.TailWorkerLogs(request, timeout=CALL_TIMEOUT_S)]
-        assert lines[1:] == [f"step {step}" for step in range(1, 31)]  # ends by itself with the attempt
+        lines = [
+            response.line async for response in stub.TailWorkerLogs(request, timeout=CALL_TIMEOUT_S)
+        ]
+        assert lines[1:] == [
+            f"step {step}" for step in range(1, 31)
+        ]  # ends by itself with the attempt
         last = executor_pb2.TailWorkerLogsRequest(job="demo", rank=0, attempt=1, lines=2)
         assert [r.line async for r in stub.TailWorkerLogs(last)] == ["step 29", "step 30"]
         for bad, code in (
@@ -479,15 +577,17 @@ async def test_step_records_wait_for_a_driver_that_takes_them(
 ) -> None:
     await driver.until_joined()
     driver.refusal = grpc.StatusCode.UNAVAILABLE  # as of a driver that has just lost its etcd
-    await run_attempt(driver, assignment(tmp_path, steps="8", interval_s="0.02"), link_pb2.ATTEMPT_PHASE_RUNNING)
+    await run_attempt(
+        driver, assignment(tmp_path, steps="8", interval_s="0.02"), link_pb2.ATTEMPT_PHASE_RUNNING
+    )
     await driver.until(lambda: driver.refused >= 2)
-    # Whoever watches the job leaves at its end, so the end is not told before the records are taken.
+    # A watch of the job ends with it, so the end is not reported before the driver has the records.
     assert driver.steps == []
     assert driver.beats[-1].phase == link_pb2.ATTEMPT_PHASE_RUNNING
     driver.refusal = None
     await driver.until_phase(link_pb2.ATTEMPT_PHASE_FINISHED)
     assert [record.step for record in driver.steps] == list(range(1, 9))
-    # What a driver has judged and refused is not sent for ever.
+    # What a driver has read and refused is not sent again.
     driver.refusal = grpc.StatusCode.NOT_FOUND
     driver.want(IDLE)
     await run_attempt(driver, assignment(tmp_path, 2, steps="3"), link_pb2.ATTEMPT_PHASE_FINISHED)

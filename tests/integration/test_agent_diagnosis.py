@@ -1,8 +1,9 @@
-"""A real agent checks itself on demand, gives way to attempts, and shows its metrics and its daemon's."""
+"""A real agent checks itself on demand, gives way to attempts, and shows its metrics."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import urllib.request
 from collections.abc import AsyncIterator
@@ -14,15 +15,27 @@ import pytest
 import pytest_asyncio
 from tests.harness import scripted_template
 from tests.harness.agent_process import TOKEN, AgentProcess, start_agent
+from tests.harness.installed_package import install
 from tests.harness.recording_driver import RecordingDriver, whole_on_one_node
 from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
 from megascale.v1 import executor_pb2, executor_pb2_grpc, link_pb2, types_pb2
-from megascale_common import job_config
-from megascale_common.rpc import open_channel
+from megascale_common.job import config as job_config
+from megascale_common.service.channel import open_channel
 
 IDLE, PREPARE = link_pb2.DESIRED_PHASE_IDLE, link_pb2.DESIRED_PHASE_PREPARE
 SCRIPT = Path(scripted_template.__file__)
+REFUSES = """
+from megascale_executor.diagnostics.diagnostic import Diagnostic
+from megascale_executor.diagnostics.finding import Finding
+
+class Refuses(Diagnostic):
+    name = "refuses"
+
+    async def run(self, node):
+        job, rank = node.attempt.job.name, node.attempt.ranks[0]
+        return [Finding(self.name, job, "FAIL", f"rank {rank} is unwelcome")]
+"""
 
 
 @pytest_asyncio.fixture
@@ -35,7 +48,9 @@ async def driver(tmp_path: Path) -> AsyncIterator[RecordingDriver]:
 
 
 @pytest_asyncio.fixture(params=["PASS"])
-async def agent(driver: RecordingDriver, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[AgentProcess]:
+async def agent(
+    driver: RecordingDriver, tmp_path: Path, request: pytest.FixtureRequest
+) -> AsyncIterator[AgentProcess]:
     """An idle agent of two CPU slots, whose probes answer with the verdict given."""
     template = f"{sys.executable} {SCRIPT} --verdict {request.param}"
     started = start_agent(tmp_path, template=template, options=("--metrics-bind", "127.0.0.1:0"))
@@ -61,12 +76,18 @@ async def refused(agent: AgentProcess, *checks: str) -> tuple[grpc.StatusCode, s
 def assignment(tmp_path: Path) -> link_pb2.AttemptAssignment:
     values: dict[str, Any] = {
         "name": "demo",
-        "model": {"layers": 2, "hidden_size": 32, "heads": 2, "vocab_size": 257, "sequence_length": 16},
+        "model": {
+            "layers": 2,
+            "hidden_size": 32,
+            "heads": 2,
+            "vocab_size": 257,
+            "sequence_length": 16,
+        },
         "training": {"steps": 5, "global_batch_size": 4, "precision": "fp32"},
         "parallelism": {"dp": 2},
         "data": {"sources": [{"prefix": str(tmp_path / "corpus")}]},
     }
-    return whole_on_one_node(job_config.from_dict(values), attempt=3)
+    return whole_on_one_node(job_config.from_accepted(values), attempt=3)
 
 
 async def test_an_idle_node_checks_itself_and_a_held_one_refuses(
@@ -80,7 +101,10 @@ async def test_an_idle_node_checks_itself_and_a_held_one_refuses(
     assert {check.verdict for check in found} == {types_pb2.CHECK_VERDICT_PASS}
     assert {check.name for check in await diagnose(agent, "disk_room")} == {"disk_room"}
     code, message = await refused(agent, "disk_room", "gpu_burn")
-    assert code == grpc.StatusCode.INVALID_ARGUMENT and "no check gpu_burn; this node knows device_present" in message
+    assert (
+        code == grpc.StatusCode.INVALID_ARGUMENT
+        and "no check gpu_burn; this node has device_present" in message
+    )
     driver.want(PREPARE, assignment(tmp_path))
     await driver.until_phase(link_pb2.ATTEMPT_PHASE_PREPARED)
     code, message = await refused(agent)
@@ -88,7 +112,7 @@ async def test_an_idle_node_checks_itself_and_a_held_one_refuses(
 
 
 @pytest.mark.parametrize("agent", ["FAIL"], indirect=True)
-async def test_a_sick_device_is_found(agent: AgentProcess) -> None:
+async def test_a_faulty_device_is_found(agent: AgentProcess) -> None:
     verdicts = {check.name: check.verdict for check in await diagnose(agent)}
     assert verdicts["compute"] == types_pb2.CHECK_VERDICT_FAIL
     assert verdicts["disk_room"] == types_pb2.CHECK_VERDICT_PASS
@@ -106,6 +130,29 @@ async def test_a_diagnosis_gives_way_to_an_attempt(
     assert code == grpc.StatusCode.ABORTED and "given work" in message
     driver.want(IDLE)
     await driver.until_phase(link_pb2.ATTEMPT_PHASE_IDLE)
+
+
+async def test_a_check_of_an_installed_package_can_refuse_an_attempt(
+    driver: RecordingDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    install(packages, "acme-checks", REFUSES, {"refuses": "Refuses"})
+    install(packages, "broken-checks", "import no_such_module", {"broken": "Broken"})
+    paths = [str(packages), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    agent = start_agent(tmp_path)
+    try:
+        await driver.until_joined()
+        driver.want(PREPARE, assignment(tmp_path))
+        failed = await driver.until_phase(link_pb2.ATTEMPT_PHASE_FAILED)
+        assert failed.failure == "self-check refuses of demo: rank 0 is unwelcome"
+        verdicts = {check.name: check.verdict for check in failed.checks}
+        assert verdicts["broken"] == types_pb2.CHECK_VERDICT_SKIPPED
+        assert verdicts["compute"] == types_pb2.CHECK_VERDICT_PASS
+        assert "package broken-checks: broken_checks:Broken cannot be loaded" in agent.log()
+    finally:
+        await asyncio.to_thread(agent.end)
 
 
 async def test_agent_and_daemon_show_metrics(agent: AgentProcess) -> None:
@@ -127,4 +174,7 @@ async def test_agent_and_daemon_show_metrics(agent: AgentProcess) -> None:
     ):  # fmt: skip
         assert line in of_agent, line
     of_daemon = await asyncio.to_thread(page, "checkpoint.metrics.address")
-    assert "megascale_checkpoint_staging_used_bytes 0.0" in of_daemon and 'service="checkpoint"' in of_daemon
+    assert (
+        "megascale_checkpoint_staging_used_bytes 0.0" in of_daemon
+        and 'service="checkpoint"' in of_daemon
+    )

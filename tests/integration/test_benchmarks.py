@@ -1,4 +1,4 @@
-"""Benchmarks on CPU ranks: communication can be left out, a sweep survives what fails in it, figures are there."""
+"""Benchmarks on CPU ranks: communication left out, sweeps with failures in them, and figures."""
 
 from __future__ import annotations
 
@@ -7,13 +7,29 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from benchmarks.compare_losses import compare, read_losses
 from benchmarks.peers import pair
 from tests.harness.ranks import REPOSITORY, RankPool, rank_pool
 
-LAYOUT = ["--tp", "2", "--pp", "2", "--vpp", "2", "--dp", "2", "--seq", "32", "--global-batch", "8", "--steps", "4"]
+LAYOUT = [
+    "--tp",
+    "2",
+    "--pp",
+    "2",
+    "--vpp",
+    "2",
+    "--dp",
+    "2",
+    "--seq",
+    "32",
+    "--global-batch",
+    "8",
+    "--steps",
+    "4",
+]
 
 
 @pytest.fixture(scope="module")
@@ -22,16 +38,22 @@ def pool() -> Iterator[RankPool]:
         yield ready
 
 
+def _results(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    """What throughput.py measured: stdout is one JSON object and nothing else."""
+    results: list[dict[str, Any]] = json.loads(done.stdout)["results"]
+    return results
+
+
 @pytest.mark.slow
 def test_a_rank_can_train_while_its_peers_do_nothing(pool: RankPool, tmp_path: Path) -> None:
     program = "tests.harness.benchmarking:steps_without_peers"
     for result in pool.run(program, 8, tmp_path, arguments=LAYOUT):
-        assert result["finite"], "arbitrary values must stay ordinary ones"
+        assert result["finite"], "arbitrary values must stay of ordinary size"
         assert result["copied"] > 0
 
 
 @pytest.mark.slow
-def test_a_measurement_says_what_it_saw(pool: RankPool, tmp_path: Path) -> None:
+def test_a_measurement_has_all_figures(pool: RankPool, tmp_path: Path) -> None:
     options = [
         "--tp",
         "2",
@@ -48,7 +70,16 @@ def test_a_measurement_says_what_it_saw(pool: RankPool, tmp_path: Path) -> None:
         "--layers",
         "2",
     ]
-    options += ["--against", "block=serial", "--exposed", "all,tp", "--repeats", "2", "--profile", "trace.json"]
+    options += [
+        "--against",
+        "block=serial",
+        "--exposed",
+        "all,tp",
+        "--repeats",
+        "2",
+        "--profile",
+        "trace.json",
+    ]
     results = pool.run("tests.harness.benchmarking:measured", 4, tmp_path, arguments=options)
     found = results[0]
     assert found["step_time_s"]["steps"] == 4, "two timed steps in each of two rounds"
@@ -58,14 +89,20 @@ def test_a_measurement_says_what_it_saw(pool: RankPool, tmp_path: Path) -> None:
     assert found["variants"][1]["gain_over_previous"]["pairs"] == 2
     whole = found["exposed"]["all"]
     bubble_s = whole["of_which_ideal_bubble"] * whole["step_time_s"]
-    assert bubble_s == pytest.approx(whole["step_time_without_s"] / 4), "two stages, four micro-batches"
-    assert "of_which_ideal_bubble" not in found["exposed"]["tp"], "the other stage is still waited for"
+    assert bubble_s == pytest.approx(whole["step_time_without_s"] / 4), (
+        "two stages, four micro-batches"
+    )
+    assert "of_which_ideal_bubble" not in found["exposed"]["tp"], (
+        "the other stage is still waited for"
+    )
     for shares in found["exposed"].values():
         assert shares["min"] <= shares["share"] <= shares["max"] < 1.0
     assert found["repeats"]["losses_bitwise_equal"], "a CPU repeats itself bit for bit"
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     for other in results[1:]:
-        assert other["step_time_s"] == found["step_time_s"], "all ranks tell the time of the slowest"
+        assert other["step_time_s"] == found["step_time_s"], (
+            "all ranks report the time of the slowest"
+        )
 
 
 @pytest.mark.slow
@@ -76,11 +113,31 @@ def test_a_sweep_goes_on_after_a_failure(tmp_path: Path) -> None:
         {"name": "tp again", **small, "tp": 2, "losses": "again.jsonl"},
         {"name": "lost", **small, "data": str(tmp_path / "nowhere")},
         {"name": "large", "tp": 4},
-        {"name": "dp", **small, "losses": "dp.jsonl", "environment": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}},
+        {
+            "name": "dp",
+            **small,
+            "losses": "dp.jsonl",
+            "environment": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        },
     ]
     (tmp_path / "sweep.json").write_text(json.dumps(sweep))
-    command = [sys.executable, "benchmarks/throughput.py", "--device", "cpu", "--ranks", "2", "--json"]
-    command += ["--sweep", str(tmp_path / "sweep.json"), "--folder", str(tmp_path), "--results", "results.jsonl"]
+    command = [
+        sys.executable,
+        "benchmarks/throughput.py",
+        "--device",
+        "cpu",
+        "--ranks",
+        "2",
+        "--json",
+    ]
+    command += [
+        "--sweep",
+        str(tmp_path / "sweep.json"),
+        "--folder",
+        str(tmp_path),
+        "--results",
+        "results.jsonl",
+    ]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr[-2000:]
     lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
@@ -89,8 +146,12 @@ def test_a_sweep_goes_on_after_a_failure(tmp_path: Path) -> None:
     assert "cannot be read" in found["lost"]["failed"]
     assert "is not the 2 ranks" in found["large"]["failed"]
     assert found["dp"]["environment"] == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    assert {line["name"] for line in map(json.loads, done.stdout.splitlines())} == set(found)
-    first, again, *others = (read_losses(tmp_path / f"{name}.jsonl") for name in ("tp", "again", "dp"))
+    assert [line["name"] for line in _results(done)] == [line["name"] for line in lines]
+    reported = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
+    assert {line["name"] for line in reported} == set(found), "each as it comes"
+    first, again, *others = (
+        read_losses(tmp_path / f"{name}.jsonl") for name in ("tp", "again", "dp")
+    )
     assert len(first) == 4
     assert again == first, "whole, though less had to warm up"
     curves = [first, *others]
@@ -99,27 +160,48 @@ def test_a_sweep_goes_on_after_a_failure(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_hang_are_ended(tmp_path: Path) -> None:
-    entries = [{"name": "stuck", "seq": 4096, "global_batch": 512}, {"name": "next", "seq": 32, "steps": 4}]
+    entries = [
+        {"name": "stuck", "seq": 4096, "global_batch": 512},
+        {"name": "next", "seq": 32, "steps": 4},
+    ]
     (tmp_path / "sweep.json").write_text(json.dumps(entries))
-    command = [sys.executable, "benchmarks/throughput.py", "--device", "cpu", "--limit-s", "2", "--json"]
+    command = [
+        sys.executable,
+        "benchmarks/throughput.py",
+        "--device",
+        "cpu",
+        "--limit-s",
+        "2",
+        "--json",
+    ]
     command += ["--sweep", str(tmp_path / "sweep.json"), "--folder", str(tmp_path)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    first, second = map(json.loads, done.stdout.splitlines())
-    assert first == {"name": "stuck", "failed": "did nothing within 2 s"}
+    first, second = _results(done)
+    assert first == {"entry": 0, "name": "stuck", "failed": "did nothing within 2 s"}
     assert second["name"] == "next", (
-        "on a busy machine it may come to the same end; here it matters that it had its turn"
+        "on a busy machine it may fail in the same way; what counts is that it had its turn"
     )
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_command_does_not_outlast_its_budget(tmp_path: Path) -> None:
-    entries = [{"name": "long", "seq": 4096, "global_batch": 512}, {"name": "next", "seq": 32, "steps": 4}]
+    entries = [
+        {"name": "long", "seq": 4096, "global_batch": 512},
+        {"name": "next", "seq": 32, "steps": 4},
+    ]
     (tmp_path / "sweep.json").write_text(json.dumps(entries))
-    command = [sys.executable, "benchmarks/throughput.py", "--device", "cpu", "--budget-s", "3", "--json"]
+    command = [
+        sys.executable,
+        "benchmarks/throughput.py",
+        "--device",
+        "cpu",
+        "--budget-s",
+        "3",
+        "--json",
+    ]
     command += ["--sweep", str(tmp_path / "sweep.json"), "--folder", str(tmp_path)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    found = {line["name"]: line["skipped"] for line in map(json.loads, done.stdout.splitlines())}
+    found = {line["name"]: line["skipped"] for line in _results(done)}
     assert found == dict.fromkeys(("long", "next"), "the time is up (--budget-s)")
 
 
@@ -127,32 +209,61 @@ def test_nothing_new_starts_when_the_time_is_up(pool: RankPool, tmp_path: Path) 
     options = ["--tp", "2", "--seq", "32", "--global-batch", "4", "--steps", "4", "--rounds", "3"]
     program = "tests.harness.benchmarking:measured"
     for result in pool.run(program, 2, tmp_path / "ranks", arguments=options, deadline=1.0):
-        assert result["rounds"] == 1, "a round that has begun is brought to its end"
-    command = [sys.executable, "benchmarks/throughput.py", "--device", "cpu", "--budget-s", "1e-9", "--json"]
+        assert result["rounds"] == 1, "a round that has started is finished"
+    command = [
+        sys.executable,
+        "benchmarks/throughput.py",
+        "--device",
+        "cpu",
+        "--budget-s",
+        "1e-9",
+        "--json",
+    ]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    assert "the time is up" in json.loads(done.stdout)["skipped"]
+    [line] = _results(done)
+    assert "the time is up" in line["skipped"]
 
 
 @pytest.mark.slow
 def test_a_row_is_measured_beside_its_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bar's ranks are told their places; one start of ours measures all that it can."""
-    told = (
+    """The bar's ranks get their numbers; one start of ours measures all that it can."""
+    program = (
         "import json, os, sys; figures = {'tokens_per_s_per_device': 7.0, 'mfu_causal': None}; "
         "print(json.dumps({**figures, 'rank': os.environ['RANK']}), file=open(sys.argv[1], 'a'))"
     )
     command = pair.command
 
     def bar_of_our_own(row: pair.Row, side: str, steps: int, results: Path) -> list[str]:
-        return [sys.executable, "-c", told, str(results)] if side == pair.BAR else command(row, side, steps, results)
+        return (
+            [sys.executable, "-c", program, str(results)]
+            if side == pair.BAR
+            else command(row, side, steps, results)
+        )
 
     monkeypatch.setattr(pair, "command", bar_of_our_own)
     shape = {"preset": "tiny", "layers": 2, "tp": 2, "seq": 32, "global_batch": 8}
-    ours = {"plain": {}, "overlapped": {"overlap": "tp"}, "lost": {"data": str(tmp_path / "nowhere")}}
-    rows = [{"name": "small", "devices": 2, "bar": "none", "shape": shape, "bar_options": {}, "ours": ours}]
+    ours = {
+        "plain": {},
+        "overlapped": {"overlap": "tp"},
+        "lost": {"data": str(tmp_path / "nowhere")},
+    }
+    rows = [
+        {
+            "name": "small",
+            "devices": 2,
+            "bar": "none",
+            "shape": shape,
+            "bar_options": {},
+            "ours": ours,
+        }
+    ]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     arguments = ["--rows", str(tmp_path / "rows.json"), "--rounds", "1", "--steps", "4"]
     assert pair.main([*arguments, "--results", str(tmp_path / "pairs.jsonl")]) == 1
-    lines = {line["side"]: line for line in map(json.loads, (tmp_path / "pairs.jsonl").read_text().splitlines())}
+    lines = {
+        line["side"]: line
+        for line in map(json.loads, (tmp_path / "pairs.jsonl").read_text().splitlines())
+    }
     assert list(lines) == ["bar", *ours]
     assert lines["bar"]["rank"] in ("0", "1")
     assert "cannot be read" in lines["lost"]["failed"]

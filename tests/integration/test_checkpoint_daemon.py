@@ -1,4 +1,4 @@
-"""Real checkpoint daemons: seal, commit, restore, and what survives when somebody is killed."""
+"""Real checkpoint daemons: seal, commit, restore, and what survives a kill."""
 
 from __future__ import annotations
 
@@ -21,21 +21,23 @@ from tests.harness.checkpoint_node import TOKEN, DaemonProcess, WorkerClient, la
 from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
 from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc, link_pb2, types_pb2
-from megascale_common import framing
-from megascale_common.checkpoint_layout import ShardLayout, ShardPiece
-from megascale_common.process import child_environment
-from megascale_common.rpc import open_channel
+from megascale_common.node import framing
+from megascale_common.node.process import child_environment
+from megascale_common.service.channel import open_channel
+from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
 
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
-    """Daemons and workers entered here are gone at the end."""
+    """Daemons and workers entered here are ended after the test."""
     with ExitStack() as entered:
         yield entered
 
 
 @asynccontextmanager
-async def connected(daemon: DaemonProcess) -> AsyncIterator[checkpoint_pb2_grpc.CheckpointServiceAsyncStub]:
+async def connected(
+    daemon: DaemonProcess,
+) -> AsyncIterator[checkpoint_pb2_grpc.CheckpointServiceAsyncStub]:
     async with open_channel(daemon.address, TOKEN) as channel:
         yield checkpoint_pb2_grpc.CheckpointServiceStub(channel)
 
@@ -44,7 +46,12 @@ async def open_attempt(
     daemon: DaemonProcess, uri: str, attempt: int, world_size: int = 1, **fields: Any
 ) -> checkpoint_pb2.OpenAttemptResponse:
     request = checkpoint_pb2.OpenAttemptRequest(
-        job="job", uri=uri, attempt=attempt, world_size=world_size, epoch=types_pb2.Epoch(create_revision=1), **fields
+        job="job",
+        uri=uri,
+        attempt=attempt,
+        world_size=world_size,
+        epoch=types_pb2.Epoch(create_revision=1),
+        **fields,
     )
     async with connected(daemon) as stub:
         return await stub.OpenAttempt(request, timeout=CALL_TIMEOUT_S)
@@ -53,7 +60,7 @@ async def open_attempt(
 async def progress(
     daemon: DaemonProcess, until: Callable[[link_pb2.CheckpointProgress], bool]
 ) -> link_pb2.CheckpointProgress:
-    """The first progress of the job that WatchProgress pushes and ``until`` accepts."""
+    """The first progress of the job from WatchProgress that ``until`` accepts."""
     async with connected(daemon) as stub, asyncio.timeout(CALL_TIMEOUT_S):
         async for response in stub.WatchProgress(checkpoint_pb2.WatchProgressRequest()):
             for job in response.jobs:
@@ -62,19 +69,24 @@ async def progress(
     raise AssertionError("the stream ended")
 
 
-async def commit_steps(daemon: DaemonProcess, worker: WorkerClient, uri: str, *steps: int, attempt: int = 1) -> None:
+async def commit_steps(
+    daemon: DaemonProcess, worker: WorkerClient, uri: str, *steps: int, attempt: int = 1
+) -> None:
     """Open an attempt of one rank and commit its steps."""
     await open_attempt(daemon, uri, attempt)
     await asyncio.to_thread(worker.register, uri=uri, committer=daemon.address, attempt=attempt)
     for step in steps:
         assert (await asyncio.to_thread(worker.write, step))["kind"] == "sealed"
-        assert await asyncio.to_thread(worker.drain, step) == {"kind": "drained", "committed_step": step}
+        assert await asyncio.to_thread(worker.drain, step) == {
+            "kind": "drained",
+            "committed_step": step,
+        }
 
 
 WRITER = """
 import sys
 from pathlib import Path
-from megascale_common.process import arm_parent_death
+from megascale_common.node.process import arm_parent_death
 arm_parent_death()
 from tests.harness.checkpoint_node import WorkerClient
 class Node: socket = Path(sys.argv[1])
@@ -88,18 +100,22 @@ sys.stdin.read()
 """
 
 
-async def test_a_writer_killed_mid_write_leaves_the_sealed_slot(tmp_path: Path, stack: ExitStack) -> None:
+async def test_a_writer_killed_mid_write_leaves_the_sealed_slot(
+    tmp_path: Path, stack: ExitStack
+) -> None:
     daemon = stack.enter_context(DaemonProcess(tmp_path, "n0"))
     _kill_a_writer_mid_write(daemon)
     seen = await progress(daemon, lambda job: bool(job.sealed))
-    assert [(s.rank, s.attempt, s.step, s.layout_digest) for s in seen.sealed] == [(0, 1, 1, layout_of(0, 1).digest())]
+    assert [(s.rank, s.attempt, s.step, s.layout_digest) for s in seen.sealed] == [
+        (0, 1, 1, layout_of(0, 1).digest())
+    ]
     worker = stack.enter_context(WorkerClient(daemon))
     worker.register(attempt=2)
     answer = worker.restore("memory", 1, 1)
     assert (answer["kind"], answer["source"]) == ("restored", "memory")
     assert answer["small_state"] == {"position": 1, "random": 0} and worker.holds(answer["slot"], 1)
     assert worker.ask("release", slot=answer["slot"]) == {"kind": "released"}
-    # What was half written is free again: with the seal kept, all other slots can be had.
+    # The half-written slot is free again: all slots but the sealed one can be acquired.
     taken = [worker.ask("acquire", step=step)["kind"] for step in (3, 4, 5)]
     assert taken == ["acquired", "acquired", "busy"]
     await progress(daemon, lambda job: job.skipped_snapshots == 1)
@@ -114,7 +130,9 @@ def _kill_a_writer_mid_write(daemon: DaemonProcess) -> None:
     """A worker process seals step 1, writes to the slot of step 2, and is killed there."""
     command = [sys.executable, "-c", WRITER, str(daemon.socket)]
     environment = child_environment({"PYTHONPATH": os.pathsep.join(sys.path)})
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as writer:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    ) as writer:
         assert writer.stdout is not None and writer.stdout.readline() == b"writing\n"
         writer.send_signal(signal.SIGKILL)
 
@@ -135,7 +153,11 @@ async def test_two_nodes_commit_together_and_restore(tmp_path: Path, stack: Exit
         assert worker.drain(10) == {"kind": "drained", "committed_step": 10}
     for daemon in daemons:
         seen = await progress(daemon, lambda job: job.committed_step == 10)
-        assert seen.committed_by_attempt == 1 and Path(seen.manifest_uri).is_file() and not seen.persist_error
+        assert (
+            seen.committed_by_attempt == 1
+            and Path(seen.manifest_uri).is_file()
+            and not seen.persist_error
+        )
     async with connected(daemons[1]) as stub:
         listed = await stub.ListCommits(checkpoint_pb2.ListCommitsRequest(job="job", uri=uri))
     assert [(c.step, c.attempt, c.world_size) for c in listed.checkpoints] == [(10, 1, 2)]
@@ -143,16 +165,24 @@ async def test_two_nodes_commit_together_and_restore(tmp_path: Path, stack: Exit
     # A fresh node takes over rank 1 from storage; rank 0 has the same state in its own memory.
     spare = stack.enter_context(DaemonProcess(tmp_path, "n2"))
     plan = (await open_attempt(daemons[0], uri, 2, 2)).restore
-    assert (plan.source, plan.step, plan.written_by_attempt) == (types_pb2.RESTORE_SOURCE_STORAGE, 10, 1)
+    assert (plan.source, plan.step, plan.written_by_attempt) == (
+        types_pb2.RESTORE_SOURCE_STORAGE,
+        10,
+        1,
+    )
     for rank, daemon, source in ((0, daemons[0], "memory"), (1, spare, "storage")):
         worker = stack.enter_context(WorkerClient(daemon))
         worker.register(attempt=2, rank=rank, world_size=2, uri=uri, committer=daemons[0].address)
         answer = worker.restore("storage", plan.step, plan.written_by_attempt, plan.manifest_uri)
-        assert (answer["kind"], answer["source"]) == ("restored", source) and worker.holds(answer["slot"], 10)
+        assert (answer["kind"], answer["source"]) == ("restored", source) and worker.holds(
+            answer["slot"], 10
+        )
         assert answer["small_state"] == {"position": 10, "random": rank}
 
 
-async def test_damaged_files_are_refused_by_name_and_the_step_before_is_used(tmp_path: Path, stack: ExitStack) -> None:
+async def test_damaged_files_are_refused_by_name_and_the_step_before_is_used(
+    tmp_path: Path, stack: ExitStack
+) -> None:
     uri = str(tmp_path / "checkpoints")
     daemon = stack.enter_context(DaemonProcess(tmp_path, "n0"))
     await commit_steps(daemon, stack.enter_context(WorkerClient(daemon)), uri, 10, 20, 30)
@@ -170,7 +200,11 @@ async def test_damaged_files_are_refused_by_name_and_the_step_before_is_used(tmp
     worker = stack.enter_context(WorkerClient(fresh))
     worker.register(attempt=2, uri=uri, committer=fresh.address)
     answer = worker.restore("storage", 20, 1, opened.restore.manifest_uri)
-    assert (answer["kind"], answer["error_kind"], answer["file"]) == ("refused", "CHECKPOINT_CORRUPT", str(flipped))
+    assert (answer["kind"], answer["error_kind"], answer["file"]) == (
+        "refused",
+        "CHECKPOINT_CORRUPT",
+        str(flipped),
+    )
 
     opened = await open_attempt(fresh, uri, 3, refused_steps=[20])
     assert opened.restore.step == 10
@@ -181,7 +215,9 @@ async def test_damaged_files_are_refused_by_name_and_the_step_before_is_used(tmp
     assert answer["bytes_read"] == sum(piece.size_bytes for piece in layout_of(0, 1).pieces)
 
 
-async def test_nothing_is_committed_that_the_committer_does_not_see(tmp_path: Path, stack: ExitStack) -> None:
+async def test_nothing_is_committed_that_the_committer_does_not_see(
+    tmp_path: Path, stack: ExitStack
+) -> None:
     uri = str(tmp_path / "checkpoints")
     daemon = stack.enter_context(DaemonProcess(tmp_path, "n0"))
     await open_attempt(daemon, uri, 1, 2)
@@ -190,7 +226,7 @@ async def test_nothing_is_committed_that_the_committer_does_not_see(tmp_path: Pa
         worker.register(rank=rank, world_size=2, uri=uri, committer=daemon.address)
     workers[0].write(10)
     assert "not complete" in workers[0].drain(10, timeout_s=0.3)["error"]
-    # As where a node's folder is a disk of its own: the rank has written, and nobody else sees it.
+    # As if the node's folder were a local disk: the rank has written, and no other node sees it.
     (file,) = (tmp_path / "checkpoints").rglob("rank-00000.safetensors")
     file.unlink()
     workers[1].write(10)
@@ -205,19 +241,22 @@ async def test_a_superseded_attempt_cannot_commit(tmp_path: Path, stack: ExitSta
     old, new = (stack.enter_context(DaemonProcess(tmp_path, name)) for name in ("n0", "n1"))
     zombie = stack.enter_context(WorkerClient(old))
     await commit_steps(old, zombie, uri, 10)
-    # The next attempt is opened elsewhere; the old daemon and its worker do not hear of it.
+    # The next attempt is opened on another node; the old daemon and its worker are not notified.
     opened = await open_attempt(new, uri, 2)
     assert opened.restore.step == 10
     assert zombie.write(20)["kind"] == "sealed"
     drained = zombie.drain(20)
-    assert drained["committed_step"] == 10 and "attempt 1 is superseded: attempt 2" in drained["error"]
+    assert (
+        drained["committed_step"] == 10 and "attempt 1 is superseded: attempt 2" in drained["error"]
+    )
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await open_attempt(old, uri, 1)
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     again = await open_attempt(new, uri, 2)
     assert again == opened
 
-    # Nor does its own daemon serve a worker of a lower attempt, or the worker whose successor has registered.
+    # Nor does the old daemon serve a worker of a lower attempt, or one whose successor has
+    # registered.
     successor = stack.enter_context(WorkerClient(old))
     assert successor.register(attempt=2, uri=uri, committer=new.address)["kind"] == "registered"
     late = stack.enter_context(WorkerClient(old))
@@ -226,13 +265,17 @@ async def test_a_superseded_attempt_cannot_commit(tmp_path: Path, stack: ExitSta
     assert framing.receive(late.sock) is None and framing.receive(zombie.sock) is None
 
 
-async def test_a_stale_driver_and_another_job_cannot_open_attempts(tmp_path: Path, stack: ExitStack) -> None:
+async def test_a_stale_driver_and_another_job_cannot_open_attempts(
+    tmp_path: Path, stack: ExitStack
+) -> None:
     uri = str(tmp_path / "checkpoints")
     daemon = stack.enter_context(DaemonProcess(tmp_path, "n0"))
 
     async def refusal(job: str, attempt: int, revision: int) -> tuple[grpc.StatusCode, str]:
         epoch = types_pb2.Epoch(cluster_generation=1, create_revision=revision)
-        request = checkpoint_pb2.OpenAttemptRequest(job=job, uri=uri, attempt=attempt, world_size=1, epoch=epoch)
+        request = checkpoint_pb2.OpenAttemptRequest(
+            job=job, uri=uri, attempt=attempt, world_size=1, epoch=epoch
+        )
         async with connected(daemon) as stub:
             try:
                 await stub.OpenAttempt(request)
@@ -245,11 +288,16 @@ async def test_a_stale_driver_and_another_job_cannot_open_attempts(tmp_path: Pat
     assert code is grpc.StatusCode.FAILED_PRECONDITION and "older epoch (1, 4)" in text
     for attempt in (1, 2, 3):
         code, text = await refusal("other", attempt, 5)
-        assert code is grpc.StatusCode.INVALID_ARGUMENT and "belongs to job job: give other a checkpoint.uri" in text
+        assert (
+            code is grpc.StatusCode.INVALID_ARGUMENT
+            and "belongs to job job: give other a checkpoint.uri" in text
+        )
     assert (await refusal("job", 3, 5))[0] is grpc.StatusCode.OK
 
 
-async def test_a_zombie_cannot_write_into_its_successors_slot(tmp_path: Path, stack: ExitStack) -> None:
+async def test_a_zombie_cannot_write_into_its_successors_slot(
+    tmp_path: Path, stack: ExitStack
+) -> None:
     daemon = stack.enter_context(DaemonProcess(tmp_path, "n0"))
     zombie, successor = (stack.enter_context(WorkerClient(daemon)) for _ in range(2))
     zombie.register(attempt=1, slots=2)
@@ -265,7 +313,9 @@ async def test_a_zombie_cannot_write_into_its_successors_slot(tmp_path: Path, st
 
 
 @pytest.mark.parametrize("source", ["memory", "storage"])
-async def test_writing_to_a_sealed_slot_is_noticed(tmp_path: Path, stack: ExitStack, source: str) -> None:
+async def test_writing_to_a_sealed_slot_is_detected(
+    tmp_path: Path, stack: ExitStack, source: str
+) -> None:
     uri = str(tmp_path / "checkpoints")
     daemon = stack.enter_context(DaemonProcess(tmp_path, "n0"))
     worker = stack.enter_context(WorkerClient(daemon))
@@ -296,7 +346,8 @@ def test_nothing_is_left_of_a_daemon_after_the_next_start(
     assert list(first.staging.glob("i1/job")) == [] or number is signal.SIGKILL
     second = stack.enter_context(DaemonProcess(tmp_path, "n0", incarnation="i2"))
     assert [path.name for path in second.staging.iterdir() if path.is_dir()] == ["i2"]
-    # The trainer's mapping outlives the file; it goes on without snapshots and registers anew at the next.
+    # The trainer's mapping outlives the file: it trains on without snapshots, and registers with
+    # the next daemon.
     assert worker.holds(0, 1)
     again = stack.enter_context(WorkerClient(second))
     again.register()
@@ -304,9 +355,11 @@ def test_nothing_is_left_of_a_daemon_after_the_next_start(
     assert second.stop() == 0 and not second.base.exists()
 
 
-async def test_a_restarted_committer_takes_the_attempt_up_again(tmp_path: Path, stack: ExitStack) -> None:
+async def test_a_restarted_committer_resumes_the_attempt(tmp_path: Path, stack: ExitStack) -> None:
     uri = str(tmp_path / "checkpoints")
-    committer, other = (stack.enter_context(DaemonProcess(tmp_path, f"n{rank}")) for rank in range(2))
+    committer, other = (
+        stack.enter_context(DaemonProcess(tmp_path, f"n{rank}")) for rank in range(2)
+    )
     await open_attempt(committer, uri, 1, 2)
     far = stack.enter_context(WorkerClient(other))
     far.register(rank=1, world_size=2, uri=uri, committer=committer.address)
@@ -318,7 +371,10 @@ async def test_a_restarted_committer_takes_the_attempt_up_again(tmp_path: Path, 
     near.register(rank=0, world_size=2, uri=uri, committer=again.address)
     near.write(10)
     for worker in (near, far):
-        assert await asyncio.to_thread(worker.drain, 10) == {"kind": "drained", "committed_step": 10}
+        assert await asyncio.to_thread(worker.drain, 10) == {
+            "kind": "drained",
+            "committed_step": 10,
+        }
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.005, 0.02])
@@ -330,7 +386,9 @@ async def test_a_daemon_killed_while_it_persists_costs_that_step_alone(
     worker = stack.enter_context(WorkerClient(daemon))
     await open_attempt(daemon, uri, 1)
     size = 1 << 22
-    piece = ShardPiece("large", "master", "float32", (size,), (0,), (size,), 0, size, 0, primary=True)
+    piece = ShardPiece(
+        "large", "master", "float32", (size,), (0,), (size,), 0, size, 0, primary=True
+    )
     layout = ShardLayout((piece,), slot_bytes([piece]))
     worker.register(uri=uri, committer=daemon.address, layout=layout)
     worker.write(1)
@@ -340,7 +398,7 @@ async def test_a_daemon_killed_while_it_persists_costs_that_step_alone(
     daemon.stop(signal.SIGKILL)
     plan = (await open_attempt(other, uri, 2)).restore
     assert list((tmp_path / "checkpoints").rglob(".rank-*")) == [], "a killed writer's file is left"
-    # Step 2 is whole or does not exist: whichever it is, what is restored is right.
+    # Step 2 is complete or does not exist: in both cases what is restored is right.
     assert plan.step in (1, 2)
     successor = stack.enter_context(WorkerClient(other))
     successor.register(attempt=2, uri=uri, committer=other.address, layout=layout)
@@ -348,16 +406,24 @@ async def test_a_daemon_killed_while_it_persists_costs_that_step_alone(
     assert answer["kind"] == "restored" and successor.holds(answer["slot"], plan.step)
 
 
-async def test_a_failed_write_is_reported_and_training_goes_on(tmp_path: Path, stack: ExitStack) -> None:
+async def test_a_failed_write_is_reported_and_training_continues(
+    tmp_path: Path, stack: ExitStack
+) -> None:
     uri = str(tmp_path / "checkpoints")
     daemon = stack.enter_context(DaemonProcess(tmp_path, "n0"))
     worker = stack.enter_context(WorkerClient(daemon))
     await open_attempt(daemon, uri, 1)
     size = 1 << 14
-    piece = ShardPiece("large", "master", "float32", (size,), (0,), (size,), 0, size, 0, primary=True)
-    worker.register(uri=uri, committer=daemon.address, layout=ShardLayout((piece,), slot_bytes([piece])))
-    # As on a full disk, the system refuses to let the shard file grow; every other file is small.
-    unlimited = resource.prlimit(daemon.process.pid, resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+    piece = ShardPiece(
+        "large", "master", "float32", (size,), (0,), (size,), 0, size, 0, primary=True
+    )
+    worker.register(
+        uri=uri, committer=daemon.address, layout=ShardLayout((piece,), slot_bytes([piece]))
+    )
+    # As on a full disk, the rank's file cannot grow; every other file is small.
+    unlimited = resource.prlimit(
+        daemon.process.pid, resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY)
+    )
     for step in (1, 2, 3, 4):
         assert worker.write(step)["kind"] == "sealed"
         drained = worker.drain(step)
@@ -371,12 +437,17 @@ async def test_a_failed_write_is_reported_and_training_goes_on(tmp_path: Path, s
     assert not (await progress(daemon, lambda job: job.committed_step == 5)).persist_error
 
 
-async def test_bad_requests_are_answered_and_end_the_connection(tmp_path: Path, stack: ExitStack) -> None:
+async def test_bad_requests_are_answered_and_end_the_connection(
+    tmp_path: Path, stack: ExitStack
+) -> None:
     daemon = stack.enter_context(DaemonProcess(tmp_path, "n0"))
     early = stack.enter_context(WorkerClient(daemon))
     assert "register first" in early.ask("acquire", step=1)["error"]
     wrong = stack.enter_context(WorkerClient(daemon))
-    assert "register.rank is 3" in wrong.register(rank=3, world_size=2, layout=layout_of(0, 1))["error"]
+    assert (
+        "register.rank is 3"
+        in wrong.register(rank=3, world_size=2, layout=layout_of(0, 1))["error"]
+    )
     worker = stack.enter_context(WorkerClient(daemon))
     worker.register()
     assert "not held" in worker.ask("seal", slot=0, step=1, small_state={}, finite=True)["error"]
@@ -390,7 +461,9 @@ async def test_bad_requests_are_answered_and_end_the_connection(tmp_path: Path, 
     async with connected(daemon) as stub:
         for job, address, problem in (("No", "", "DNS-1123"), ("job", "s3://x", "absolute path")):
             with pytest.raises(grpc.aio.AioRpcError, match=problem) as caught:
-                await stub.OpenAttempt(checkpoint_pb2.OpenAttemptRequest(attempt=1, world_size=1, job=job, uri=address))
+                await stub.OpenAttempt(
+                    checkpoint_pb2.OpenAttemptRequest(attempt=1, world_size=1, job=job, uri=address)
+                )
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
@@ -405,9 +478,13 @@ async def test_a_state_that_is_not_finite_is_not_kept(tmp_path: Path, stack: Exi
     assert [s.step for s in seen.sealed] == [10] and seen.committed_step == 10
 
 
-async def test_another_job_gets_the_memory_of_one_that_is_done(tmp_path: Path, stack: ExitStack) -> None:
+async def test_another_job_gets_the_memory_of_one_that_is_done(
+    tmp_path: Path, stack: ExitStack
+) -> None:
     slots_bytes = 2 * layout_of(0, 1).slot_bytes
-    daemon = stack.enter_context(DaemonProcess(tmp_path, "n0", arguments=("--staging-limit-bytes", str(slots_bytes))))
+    daemon = stack.enter_context(
+        DaemonProcess(tmp_path, "n0", arguments=("--staging-limit-bytes", str(slots_bytes)))
+    )
     worker = stack.enter_context(WorkerClient(daemon))
     assert worker.register(slots=2)["kind"] == "registered"
     other = stack.enter_context(WorkerClient(daemon))

@@ -1,4 +1,4 @@
-"""The command line against a real cluster: one small job from submission to its checkpoints, as a user would go."""
+"""The command line on a real cluster: small jobs from submission to checkpoint, as users do it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import pty
 import subprocess
 import sys
 import sysconfig
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from tests.harness.deployment import named_metrics, served_names
 from tests.harness.local_cluster import UpProcess, megascale, settle
-from tests.harness.waiting import until
+from tests.harness.waiting import CALL_TIMEOUT_S, until
 
 from megascale.v1 import types_pb2
 from megascale_client import Client, NotPossible, parse_job
@@ -40,7 +42,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def nothing_left(cluster: Path) -> Iterator[None]:
-    """A test that fails leaves no job to the next one."""
+    """A failed test leaves no job to the next one."""
     yield
     settle(cluster / "runs")
 
@@ -50,7 +52,13 @@ def job(name: str, steps: int) -> dict[str, Any]:
     return {
         "name": name,
         "trainer": {
-            "model": {"layers": 1, "hidden_size": 32, "heads": 2, "vocab_size": 257, "sequence_length": 32},
+            "model": {
+                "layers": 1,
+                "hidden_size": 32,
+                "heads": 2,
+                "vocab_size": 257,
+                "sequence_length": 32,
+            },
             "training": {"steps": steps, "global_batch_size": 2, "precision": "fp32"},
             "data": {"sources": [{"prefix": "corpus"}]},
         },
@@ -63,11 +71,13 @@ def objects(text: str) -> list[dict[str, Any]]:
 
 
 def on_a_terminal(*arguments: str) -> str:
-    """What a command shows on a terminal of its own."""
+    """The output of a command on a terminal of its own."""
     master, slave = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "150"}
     command = [sys.executable, "-m", "megascale_cli", *arguments]
-    with subprocess.Popen(command, stdout=slave, stderr=slave, stdin=subprocess.DEVNULL, env=environment) as process:
+    with subprocess.Popen(
+        command, stdout=slave, stderr=slave, stdin=subprocess.DEVNULL, env=environment
+    ) as process:
         os.close(slave)
         shown = b""
         while True:
@@ -105,12 +115,21 @@ def test_a_job_from_submission_to_its_checkpoints(cluster: Path) -> None:
     (listed,) = ask("jobs")
     (shown,) = ask("job", "small")
     assert listed["spec"]["name"] == shown["spec"]["name"] == "small"
-    assert (shown["phase"], shown["step"], shown["attempt"]) == ("JOB_PHASE_SUCCEEDED", str(STEPS), "1")
+    assert (shown["phase"], shown["step"], shown["attempt"]) == (
+        "JOB_PHASE_SUCCEEDED",
+        str(STEPS),
+        "1",
+    )
 
     records = [update["step"] for update in ask("watch", "small") if "step" in update]
     assert [int(record["step"]) for record in records] == list(range(1, STEPS + 1))
     newest, *older = [int(item["step"]) for item in ask("checkpoint", "list", "small")]
-    assert newest == STEPS and older in ([4, 2], [4], [2], [])  # a snapshot is skipped while every slot is busy
+    assert newest == STEPS and older in (
+        [4, 2],
+        [4],
+        [2],
+        [],
+    )  # a snapshot is skipped while every slot is busy
     reasons = [event["reason"] for event in ask("events", "small")]
     assert reasons[0] == "SUBMITTED"
     assert reasons[-1] == "JOB_SUCCEEDED"
@@ -122,13 +141,28 @@ def test_a_job_from_submission_to_its_checkpoints(cluster: Path) -> None:
     verified = megascale("checkpoint", "verify", "checkpoints/small", cwd=cluster)
     assert verified.returncode == 0, verified.stdout + verified.stderr
 
-    for arguments in (["jobs"], ["job", "small"], ["nodes"], ["cluster"], ["explain", "small"], ["logs", "small"]):
+    for arguments in (
+        ["jobs"],
+        ["job", "small"],
+        ["nodes"],
+        ["cluster"],
+        ["explain", "small"],
+        ["logs", "small"],
+    ):
         done = megascale(*arguments, *here, cwd=cluster)
         assert done.returncode == 0, done.stderr
 
-    # On a terminal there is a bar; it has the same facts.
+    # On a terminal there is a bar with the same facts.
     text = on_a_terminal("watch", "small", *here)
-    for word in ("━", f"{STEPS}/{STEPS}", "loss", "tokens/s", "MFU n/a", "attempt 1", "JOB_SUCCEEDED"):
+    for word in (
+        "━",
+        f"{STEPS}/{STEPS}",
+        "loss",
+        "tokens/s",
+        "MFU n/a",
+        "attempt 1",
+        "JOB_SUCCEEDED",
+    ):
         assert word in text
 
     again = megascale("submit", "job.yaml", *here, cwd=cluster)
@@ -153,55 +187,100 @@ def test_the_example_of_the_clients_page_trains_and_fetches(cluster: Path, tmp_p
     assert "JOB_SUCCEEDED: " in done.stdout
     assert f"step {STEPS} is in {tmp_path / 'copy'}" in done.stdout
     assert "checksums verified" in done.stdout
-    assert {file.name for file in (tmp_path / "copy").iterdir()} == {"manifest.json", "rank-00000.safetensors"}
+    assert {file.name for file in (tmp_path / "copy").iterdir()} == {
+        "manifest.json",
+        "rank-00000.safetensors",
+    }
     again = run(str(cluster / "example.yaml"), str(tmp_path / "copy"))
-    assert (again.returncode, "exists" in again.stderr, "Traceback" in again.stderr) == (1, True, False)
+    assert (again.returncode, "exists" in again.stderr, "Traceback" in again.stderr) == (
+        1,
+        True,
+        False,
+    )
 
     here = ("--cluster", str(cluster / "runs"))
-    # Of the snapshots before the last, a busy machine skips some: every slot is still being written.
+    # A busy machine skips some of the snapshots before the last, while every slot is in use.
     known = objects(megascale("checkpoint", "list", "example", *here, "--json").stdout)
     steps = [int(item["step"]) for item in known]
     older = tmp_path / "older"
-    fetched = megascale("checkpoint", "fetch", "example", "--step", str(steps[-1]), "--to", str(older), *here)
+    fetched = megascale(
+        "checkpoint", "fetch", "example", "--step", str(steps[-1]), "--to", str(older), *here
+    )
     assert fetched.returncode == 0, fetched.stderr
     assert json.loads((older / "manifest.json").read_text())["step"] == steps[-1]
-    absent = megascale("checkpoint", "fetch", "example", "--step", "3", "--to", str(tmp_path / "x"), *here)
-    assert (absent.returncode, f"those of steps {', '.join(map(str, steps))}" in absent.stderr) == (4, True)
+    absent = megascale(
+        "checkpoint", "fetch", "example", "--step", "3", "--to", str(tmp_path / "x"), *here
+    )
+    assert (absent.returncode, f"those of steps {', '.join(map(str, steps))}" in absent.stderr) == (
+        4,
+        True,
+    )
 
 
 def losses_until(client: Client, name: str, step: int) -> list[float]:
     """Loss of each step of a running job, the first to ``step``."""
     records = (update.step for update in client.watch(name) if update.HasField("step"))
-    return [record.loss for record in itertools.takewhile(lambda record: record.step <= step, records)]
+    return [
+        record.loss for record in itertools.takewhile(lambda record: record.step <= step, records)
+    ]
 
 
 def test_a_running_job_is_profiled_and_trains_as_if_it_were_not(cluster: Path) -> None:
     here = ("--cluster", str(cluster / "runs"))
     spec = job("profiled", 1_000_000)
-    spec["trainer"] |= {"data": {"sources": [{"prefix": str(cluster / "corpus")}]}, "parallelism": {"pp": 2}}
+    spec["trainer"] |= {
+        "data": {"sources": [{"prefix": str(cluster / "corpus")}]},
+        "parallelism": {"pp": 2},
+    }
     spec["trainer"]["model"]["layers"] = 2
     del spec["checkpoint"]
     with Client.from_run_folder(cluster / "runs") as client:
         client.submit(parse_job(spec))
-        until(lambda: client.get("profiled").step > 5, "some steps", lambda: client.get("profiled").phase_reason)
-        done = megascale("profile", "profiled", "--ranks", "1,0", "--reason", "slow", "--json", *here)
+        until(
+            lambda: client.get("profiled").step > 5,
+            "some steps",
+            lambda: client.get("profiled").phase_reason,
+        )
+        done = megascale(
+            "profile", "profiled", "--ranks", "1,0", "--reason", "slow", "--json", *here
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         (found,) = objects(done.stdout)
         first, last = int(found["first_step"]), int(found["last_step"])
         assert last == first + 1 and found["attempt"] == "1"
-        assert [(trace["rank"], trace["node"]) for trace in found["traces"]] == [(0, "n1"), (1, "n2")]
+        assert [(trace["rank"], trace["node"]) for trace in found["traces"]] == [
+            (0, "n1"),
+            (1, "n2"),
+        ]
         for trace in found["traces"]:
             path = Path(trace["path"])
-            assert path.parent == cluster / "runs/nodes" / trace["node"] / "jobs/profiled/attempt-000001"
-            assert (trace["state"], int(trace["size_bytes"])) == ("TRACE_STATE_WRITTEN", path.stat().st_size)
+            assert (
+                path.parent
+                == cluster / "runs/nodes" / trace["node"] / "jobs/profiled/attempt-000001"
+            )
+            assert (trace["state"], int(trace["size_bytes"])) == (
+                "TRACE_STATE_WRITTEN",
+                path.stat().st_size,
+            )
             events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
             names = {event["name"] for event in events if event.get("cat") == "user_annotation"}
-            assert {name for name in names if name.startswith("step ")} == {f"step {first}", f"step {last}"}
+            assert {name for name in names if name.startswith("step ")} == {
+                f"step {first}",
+                f"step {last}",
+            }
             assert names >= {"forward 0.0", "backward 0.0", "optimizer"}
-        written = [event for event in client.events("jobs/profiled") if event.reason.startswith("PROFILE_")]
-        assert [event.reason for event in written] == ["PROFILE_REQUESTED", "PROFILE_WRITTEN", "PROFILE_WRITTEN"]
+        written = [
+            event for event in client.events("jobs/profiled") if event.reason.startswith("PROFILE_")
+        ]
+        assert [event.reason for event in written] == [
+            "PROFILE_REQUESTED",
+            "PROFILE_WRITTEN",
+            "PROFILE_WRITTEN",
+        ]
         assert f"steps {first} to {last} on ranks 0, 1: slow" in written[0].message
-        assert {event.evidence[0].uri for event in written[1:]} == {trace["path"] for trace in found["traces"]}
+        assert {event.evidence[0].uri for event in written[1:]} == {
+            trace["path"] for trace in found["traces"]
+        }
 
         for options, status, said in (
             (["--first-step", "1"], 5, "step 1 has passed or is too near"),
@@ -210,7 +289,7 @@ def test_a_running_job_is_profiled_and_trains_as_if_it_were_not(cluster: Path) -
             refused = megascale("profile", "profiled", *options, *here)
             assert (refused.returncode, said in refused.stderr) == (status, True), refused.stderr
         far = client.profile("profiled", steps=1, first_step=client.get("profiled").step + 3000)
-        with pytest.raises(NotPossible, match="still under way"):
+        with pytest.raises(NotPossible, match="still in progress"):
             client.profile("profiled", steps=2)
         losses = losses_until(client, "profiled", last + 3)
         client.cancel("profiled", reason="enough")
@@ -222,6 +301,38 @@ def test_a_running_job_is_profiled_and_trains_as_if_it_were_not(cluster: Path) -
         assert losses_until(client, "twin", last + 3) == losses and len(losses) == last + 3
         client.cancel("twin", reason="enough")
         until(lambda: client.get("twin").phase == types_pb2.JOB_PHASE_CANCELLED, "the twin's end")
+
+
+def scraped_names(run_folder: Path) -> set[str]:
+    """Series of all services of the cluster, found as Prometheus finds them."""
+    found: set[str] = set()
+    for group in json.loads((run_folder / "prometheus.json").read_text()):
+        for target in group["targets"]:
+            url = f"http://{target}/metrics"
+            with urllib.request.urlopen(url, timeout=CALL_TIMEOUT_S) as reply:
+                found |= served_names(reply.read().decode())
+    return found
+
+
+def test_services_serve_every_metric_that_a_rule_or_a_panel_names(cluster: Path) -> None:
+    spec = job("scraped", 1_000_000)
+    spec["trainer"]["data"] = {"sources": [{"prefix": str(cluster / "corpus")}]}
+    spec["checkpoint"]["uri"] = str(cluster / "checkpoints" / "scraped")
+    with Client.from_run_folder(cluster / "runs") as client:
+        client.submit(parse_job(spec))
+
+        def missing() -> dict[str, set[str]]:
+            served = scraped_names(cluster / "runs")
+            return {name: who for name, who in named_metrics().items() if name not in served}
+
+        # A node serves where its ranks are only while they run.
+        until(
+            lambda: client.get("scraped").step > 2,
+            "some steps",
+            lambda: client.get("scraped").phase_reason,
+        )
+        assert missing() == {}
+        client.cancel("scraped", reason="enough")
 
 
 def test_a_job_that_runs_is_cancelled_and_a_node_evicted(cluster: Path) -> None:
@@ -237,11 +348,16 @@ def test_a_job_that_runs_is_cancelled_and_a_node_evicted(cluster: Path) -> None:
 
     checked = megascale("evict", "n2", "--reason", "a test", "--check", *here)
     assert checked.returncode == 0, checked.stderr
-    dispositions = {node["name"]: node["disposition"] for node in objects(megascale("nodes", *here).stdout)}
+    dispositions = {
+        node["name"]: node["disposition"] for node in objects(megascale("nodes", *here).stdout)
+    }
     assert dispositions["n2"] == "NODE_DISPOSITION_SCHEDULABLE"
     assert megascale("evict", "n2", "--reason", "a test", *here).returncode == 0
     (node,) = [node for node in objects(megascale("nodes", *here).stdout) if node["name"] == "n2"]
-    assert (node["disposition"], node["disposition_reason"]) == ("NODE_DISPOSITION_QUARANTINED", "a test")
+    assert (node["disposition"], node["disposition_reason"]) == (
+        "NODE_DISPOSITION_QUARANTINED",
+        "a test",
+    )
     assert "a test" in megascale("events", "nodes/n2", *here).stdout
 
 
@@ -258,4 +374,8 @@ def test_mistakes_end_with_their_status_and_no_traceback(cluster: Path) -> None:
         (["evict", "n9", "--reason", "x"], 4, "n9"),
     ):
         done = megascale(*arguments, *here, cwd=cluster)
-        assert (done.returncode, said in done.stderr, "Traceback" in done.stderr) == (status, True, False), done.stderr
+        assert (done.returncode, said in done.stderr, "Traceback" in done.stderr) == (
+            status,
+            True,
+            False,
+        ), done.stderr

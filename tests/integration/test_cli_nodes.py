@@ -1,4 +1,4 @@
-"""Operators' commands and calls against a real cluster: cordon, diagnose, events as they happen, in both clients."""
+"""Operators' commands and calls on a real cluster: cordon, diagnose, events as they happen."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_a_node_is_cordoned_diagnosed_and_put_back(cluster: Path) -> None:
     here = ("--cluster", str(cluster), "--json")
     command = [sys.executable, "-m", "megascale_cli", "events", "nodes/n2", "--follow", *here]
-    # As in the background of a script: SIGINT is ignored when the command starts, and still ends it.
+    # As in the background of a script: the command starts with SIGINT ignored, and SIGINT still
+    # ends it.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         following = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -62,7 +63,10 @@ def test_a_node_is_cordoned_diagnosed_and_put_back(cluster: Path) -> None:
     assert megascale("cordon", "n9", "--reason", "x", *here).returncode == NOT_FOUND
 
     with Client.from_run_folder(cluster) as client:
-        assert client.uncordon("n2", reason="replaced").node.disposition == types_pb2.NODE_DISPOSITION_SCHEDULABLE
+        assert (
+            client.uncordon("n2", reason="replaced").node.disposition
+            == types_pb2.NODE_DISPOSITION_SCHEDULABLE
+        )
         assert [event.reason for event in client.events("nodes/n2")][-1] == "NODE_UNCORDONED"
         with pytest.raises(NotFound, match="n9"):
             client.diagnose("n9")
@@ -73,10 +77,12 @@ def test_a_node_is_cordoned_diagnosed_and_put_back(cluster: Path) -> None:
 
         with ThreadPoolExecutor(1) as pool:
             coming = pool.submit(next, client.watch_events("nodes/n1"))
-            # The stream begins some time after its first event is asked for.
+            # The stream starts some time after its first event is requested.
             until(lambda: put_away_and_back() or coming.done(), "an event as it happens")
             seen = coming.result()
         put_away_and_back()
-        following_event = next(client.watch_events("nodes/n1", resume_token=seen.resume_token)).event
+        following_event = next(
+            client.watch_events("nodes/n1", resume_token=seen.resume_token)
+        ).event
         assert {seen.event.reason, following_event.reason} == {"NODE_CORDONED", "NODE_UNCORDONED"}
         assert following_event.seq == seen.event.seq + 1

@@ -40,7 +40,9 @@ def test_overlap_changes_no_bit(
         for overlap in (False, True)
     ]
     world_size = math.prod(sizes.get(axis, 1) for axis in ("tp", "pp", "dp"))
-    results = pool.run("tests.harness.training:train_in_several_ways", world_size, tmp_path, jobs=jobs)
+    results = pool.run(
+        "tests.harness.training:train_in_several_ways", world_size, tmp_path, jobs=jobs
+    )
     for plain, overlapped in results:
         assert overlapped == plain
         assert "skipped=True" in plain[1]

@@ -1,4 +1,4 @@
-"""The driver as a process: real etcd, real gRPC, executors that speak the real link."""
+"""The driver as a process, with a real etcd, over real gRPC, with agents on real links."""
 
 from __future__ import annotations
 
@@ -20,20 +20,22 @@ from tests.harness.fake_executor import FakeExecutor
 from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
 from megascale.v1 import driver_pb2, job_pb2, link_pb2, types_pb2
-from megascale_common import rpc_errors
 from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.election import campaign
 from megascale_common.etcd.server import EtcdServer
-from megascale_common.process import child_environment
+from megascale_common.node.process import child_environment
+from megascale_common.service import status
+from megascale_common.service.errors import NotLeaderError, ServiceError
 from megascale_driver.core.events import Audit
 from megascale_driver.core.state import Cluster, Node
-from megascale_driver.store import LEADER_KEY, NotLeader, Store
+from megascale_driver.journal.store import LEADER_KEY, Store
 
 __all__ = ["etcd", "etcd_prefix", "etcd_server"]
 
 RUNNING, SUCCEEDED = types_pb2.JOB_PHASE_RUNNING, types_pb2.JOB_PHASE_SUCCEEDED
 START = link_pb2.DESIRED_PHASE_START
-SUSPECT_S, UNCORROBORATED_S = 8.0, 60.0  # what the next slower verdict takes (megascale_driver.core.policy)
+# What the next slower verdict takes (megascale_driver.core.policy).
+SUSPECT_S, UNCORROBORATED_S = 8.0, 60.0
 
 
 @pytest_asyncio.fixture
@@ -43,28 +45,42 @@ async def driver(etcd_server: EtcdServer, tmp_path: Path) -> AsyncIterator[Drive
 
 
 @contextlib.asynccontextmanager
-async def executors(driver: DriverProcess, count: int, steps: int = 0) -> AsyncIterator[list[FakeExecutor]]:
+async def executors(
+    driver: DriverProcess, count: int, steps: int = 0
+) -> AsyncIterator[list[FakeExecutor]]:
     async with contextlib.AsyncExitStack() as stack:
         nodes = [
-            await stack.enter_async_context(FakeExecutor(f"n{i}", driver.token, driver.address, steps=steps))
+            await stack.enter_async_context(
+                FakeExecutor(f"n{i}", driver.token, driver.address, steps=steps)
+            )
             for i in range(1, count + 1)
         ]
         await driver.until_nodes(count)
+        for node in nodes:
+            await node.until_usable()
         yield nodes
 
 
 @contextlib.asynccontextmanager
 async def joined(driver: DriverProcess, name: str) -> AsyncIterator[FakeExecutor]:
-    """One executor that the driver has heard."""
+    """One executor whose heartbeats the driver acknowledges."""
     async with FakeExecutor(name, driver.token, driver.address) as node:
-        await eventually(lambda: bool(node.acks), f"{name} is acknowledged")
+        await node.until_usable()
         yield node
 
 
+def usable_file(driver: DriverProcess, node: str) -> Path:
+    """What an executor in a process of its own makes once the driver may use it."""
+    return driver.address_file.with_name(f"{node}.usable")
+
+
 @contextlib.contextmanager
-def executor_process(driver: DriverProcess, name: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+def executor_process(
+    driver: DriverProcess, name: str, *arguments: str
+) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "tests.harness.fake_executor", "--node", name]
-    command += ["--driver-file", str(driver.address_file), "--token-file", str(driver.token_file), *arguments]
+    command += ["--driver-file", str(driver.address_file), "--token-file", str(driver.token_file)]
+    command += ["--usable-file", str(usable_file(driver, name)), *arguments]
     process = subprocess.Popen(command, env=child_environment(), cwd=here())
     try:
         yield process
@@ -73,10 +89,10 @@ def executor_process(driver: DriverProcess, name: str, *arguments: str) -> Itera
         process.wait()
 
 
-async def refusal(call: Awaitable[object]) -> rpc_errors.RpcError:
+async def refusal(call: Awaitable[object]) -> ServiceError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
-    return rpc_errors.read(caught.value)
+    return status.read(caught.value)
 
 
 def runs(attempt: int) -> Callable[[driver_pb2.Job], bool]:
@@ -100,7 +116,13 @@ async def test_a_job_runs_and_succeeds_and_watchers_see_every_step(driver: Drive
         job = await driver.job("demo")
         assert job.phase == SUCCEEDED
         assert seen == list(range(1, 11)) and resumed == [8, 9, 10]
-        assert reasons == ["SUBMITTED", "PLACED", "ATTEMPT_PREPARING", "ATTEMPT_STARTED", "JOB_SUCCEEDED"]
+        assert reasons == [
+            "SUBMITTED",
+            "PLACED",
+            "ATTEMPT_PREPARING",
+            "ATTEMPT_STARTED",
+            "JOB_SUCCEEDED",
+        ]
         assert (job.attempt, job.step, list(job.nodes)) == (1, 10, ["n1", "n2"])
         started = next(d for d in nodes[1].history if d.phase == START)
         assert list(started.assignment.ranks) == [4, 5, 6, 7]
@@ -111,25 +133,43 @@ async def test_a_job_runs_and_succeeds_and_watchers_see_every_step(driver: Drive
         assert nodes[0].acks[-1].seq and nodes[0].acks[-1].received_at.seconds
 
 
-async def test_a_dead_worker_leads_to_a_new_attempt_that_blames_the_culprit(driver: DriverProcess) -> None:
+async def test_a_dead_worker_leads_to_a_new_attempt_that_blames_the_culprit(
+    driver: DriverProcess,
+) -> None:
     async with executors(driver, 2) as nodes:
-        await driver.submit(small_job("demo", checkpoint__uri="/ckpt", checkpoint__interval_steps=5))
+        await driver.submit(
+            small_job("demo", checkpoint__uri="/ckpt", checkpoint__interval_steps=5)
+        )
         await driver.until_job("demo", runs(1))
-        sealed = [link_pb2.SealedSnapshot(rank=rank, attempt=1, step=15, layout_digest=f"d{rank}") for rank in range(8)]
+        sealed = [
+            link_pb2.SealedSnapshot(rank=rank, attempt=1, step=15, layout_digest=f"d{rank}")
+            for rank in range(8)
+        ]
         for index, node in enumerate(nodes):
             mine = sealed[4 * index : 4 * index + 4]
-            node.report(progress=[link_pb2.CheckpointProgress(job="demo", sealed=mine, committed_step=10,
-                                                              committed_by_attempt=1, manifest_uri="m")])  # fmt: skip
-        nodes[0].checkpoints.restore = link_pb2.RestorePlan(source=types_pb2.RESTORE_SOURCE_MEMORY, step=15)
+            progress = link_pb2.CheckpointProgress(
+                job="demo", sealed=mine, committed_step=10, committed_by_attempt=1, manifest_uri="m"
+            )
+            node.report(progress=[progress])
+        nodes[0].checkpoints.restore = link_pb2.RestorePlan(
+            source=types_pb2.RESTORE_SOURCE_MEMORY, step=15
+        )
         nodes[0].fail(2, kind="COLLECTIVE", error="peer closed the connection")
         nodes[1].fail(5, status=-9)
         await driver.until_job("demo", runs(2))
         opened = nodes[0].checkpoints.opened[-1]
-        assert (opened.attempt, opened.sealed_step, opened.sealed_by_attempt, opened.world_size) == (2, 15, 1, 8)
+        assert (
+            opened.attempt,
+            opened.sealed_step,
+            opened.sealed_by_attempt,
+            opened.world_size,
+        ) == (2, 15, 1, 8)
         job = await driver.job("demo")
         assert (job.restored_step, job.restore_source) == (15, types_pb2.RESTORE_SOURCE_MEMORY)
         assert (job.committed_step, job.restarts, list(job.nodes)) == (10, 1, ["n1", "n2"])
-        stopped = [e.message for e in await driver.events("jobs/demo") if e.reason == "ATTEMPT_STOPPED"]
+        stopped = [
+            e.message for e in await driver.events("jobs/demo") if e.reason == "ATTEMPT_STOPPED"
+        ]
         assert stopped == ["attempt 1 has stopped: rank 5 on node n2 was killed by SIGKILL"]
         nodes[1].fail(4, kind="CHECKPOINT_CORRUPT", error="shard-4 is damaged")
         await driver.until_job("demo", runs(3))
@@ -137,10 +177,12 @@ async def test_a_dead_worker_leads_to_a_new_attempt_that_blames_the_culprit(driv
         assert not (await driver.job("demo")).evicted_nodes
 
 
-async def test_a_killed_node_is_dead_at_once_and_the_spare_takes_over(driver: DriverProcess) -> None:
+async def test_a_killed_node_is_dead_at_once_and_the_spare_takes_over(
+    driver: DriverProcess,
+) -> None:
     async with executors(driver, 2) as nodes:
         with executor_process(driver, "a0") as process:
-            await driver.until_nodes(3)
+            await eventually(usable_file(driver, "a0").exists, "a0 may get work", driver.log)
             await driver.submit(small_job("demo", recovery__spare_nodes=1))
             await driver.until_job("demo", runs(1))
             assert list((await driver.job("demo")).nodes) == ["a0", "n1"]
@@ -152,7 +194,9 @@ async def test_a_killed_node_is_dead_at_once_and_the_spare_takes_over(driver: Dr
         assert [list(n.desired.assignment.ranks) for n in nodes] == [[4, 5, 6, 7], [0, 1, 2, 3]]
         events = {event.reason: event for event in await driver.events("jobs/demo")}
         dead = events["NODE_DEAD"]
-        assert dead.time.ToNanoseconds() / 1e9 - killed_s < SUSPECT_S, "nobody waits for missing heartbeats"
+        assert dead.time.ToNanoseconds() / 1e9 - killed_s < SUSPECT_S, (
+            "it is not detected by missing heartbeats"
+        )
         assert [item.kind for item in dead.evidence] == ["stream", "probe"]
         assert "SPARE_ASSIGNED" in events
         about = [event.reason for event in await driver.events("nodes/a0")]
@@ -167,8 +211,12 @@ async def test_a_restarted_driver_adopts_the_running_job(driver: DriverProcess) 
         epoch = nodes[0].desired.epoch.create_revision
         await driver.kill()
         await driver.start()
-        await eventually(lambda: nodes[0].desired.epoch.create_revision > epoch, "orders of the new term")
-        await driver.until_job("demo", lambda job: job.phase == RUNNING and job.step > before.step + 3)
+        await eventually(
+            lambda: nodes[0].desired.epoch.create_revision > epoch, "orders of the new term"
+        )
+        await driver.until_job(
+            "demo", lambda job: job.phase == RUNNING and job.step > before.step + 3
+        )
         job = await driver.job("demo")
         assert (job.attempt, job.restarts, list(job.nodes)) == (1, 0, ["n1", "n2"])
         assert [d.phase for d in nodes[0].history if d.epoch.create_revision > epoch] == [START]
@@ -187,22 +235,31 @@ async def test_a_standby_names_the_leader_and_takes_over_when_it_resigns(
 
         async def knows_the_leader() -> bool:
             refused = await refusal(standby.stub.ListJobs(driver_pb2.ListJobsRequest()))
-            assert (refused.code, refused.reason) == (grpc.StatusCode.UNAVAILABLE, "NOT_LEADER")
+            assert (refused.code, refused.reason) == ("UNAVAILABLE", "NOT_LEADER")
             return refused.metadata == {"leader": first}
 
         await eventually(knows_the_leader, "the leader's address in the standby's answer")
-        async with FakeExecutor("n1", driver.token, lambda: standby.address() if gone else first) as node:
+        async with FakeExecutor(
+            "n1", driver.token, lambda: standby.address() if gone else first
+        ) as node:
             gone = False
-            await eventually(lambda: node.acks and node.history, "an acknowledgement, and orders of the first")
+            await eventually(
+                lambda: node.acks and node.history, "an acknowledgement, and orders of the first"
+            )
             gone = True
             assert await driver.stop() == 0
             await eventually(standby.leads, "the standby leads")
-            await eventually(lambda: node.desired.epoch.create_revision > 0 and len(node.history) > 1, "its orders")
+            await eventually(
+                lambda: node.desired.epoch.create_revision > 0 and len(node.history) > 1,
+                "its orders",
+            )
     finally:
         await standby.close()
 
 
-async def test_training_and_watchers_go_on_while_etcd_is_away(driver: DriverProcess, etcd_server: EtcdServer) -> None:
+async def test_training_and_watchers_continue_while_etcd_is_away(
+    driver: DriverProcess, etcd_server: EtcdServer
+) -> None:
     async with executors(driver, 2, steps=100_000) as nodes:
         await driver.submit(small_job("demo"))
         await driver.until_job("demo", lambda job: job.phase == RUNNING and job.step > 0)
@@ -212,43 +269,53 @@ async def test_training_and_watchers_go_on_while_etcd_is_away(driver: DriverProc
             await asyncio.sleep(11.0)  # longer than the leader's lease
             step = (await driver.job("demo")).step
             refused = await refusal(
-                driver.stub.SubmitJob(driver_pb2.SubmitJobRequest(spec=small_job("other")), timeout=CALL_TIMEOUT_S)
+                driver.stub.SubmitJob(
+                    driver_pb2.SubmitJobRequest(spec=small_job("other")), timeout=CALL_TIMEOUT_S
+                )
             )
-            expected = (grpc.StatusCode.UNAVAILABLE, "NOT_LEADER")
+            expected = ("UNAVAILABLE", "NOT_LEADER")
             assert (refused.code, refused.reason) == expected, driver.log()[-3000:]
             assert "etcd does not answer" in refused.message
             await driver.until_job("demo", lambda job: job.step > step + 5)
         finally:
             await etcd_server.start()
-        await eventually(lambda: nodes[0].desired.epoch.create_revision > epoch, "orders of the new term")
+        await eventually(
+            lambda: nodes[0].desired.epoch.create_revision > epoch, "orders of the new term"
+        )
         job = await driver.job("demo")
         assert (job.phase, job.attempt, job.restarts) == (RUNNING, 1, 0)
         assert (await driver.submit(small_job("other"))).phase == types_pb2.JOB_PHASE_QUEUED
 
 
 async def test_a_stale_leader_cannot_write(etcd: EtcdClient) -> None:
-    first = await campaign(etcd, LEADER_KEY, b"{}", ttl_s=5)
+    first = await campaign(etcd, LEADER_KEY, b"{}", ttl_s=60)
     stale = Store(etcd, first)
     await stale.load()
     node = Cluster(nodes={"n1": Node("n1")})
     line = Audit("", 1, 0.0, "driver", "driver", "LEADER_ELECTED", "first")
     await stale.commit(Cluster(), node, (line,), deadline_s=5)
     await etcd.delete(LEADER_KEY)
-    second = await campaign(etcd, LEADER_KEY, b"{}", ttl_s=5)
+    second = await campaign(etcd, LEADER_KEY, b"{}", ttl_s=60)
     fresh = Store(etcd, second)
     loaded = await fresh.load()
-    assert list(loaded.cluster.nodes) == ["n1"] and [item.message for item in loaded.audit] == ["first"]
+    assert list(loaded.cluster.nodes) == ["n1"] and [item.message for item in loaded.audit] == [
+        "first"
+    ]
     before = await etcd.get_prefix("")
-    with pytest.raises(NotLeader):
+    with pytest.raises(NotLeaderError):
         await stale.commit(node, Cluster(nodes={**node.nodes, "n2": Node("n2")}), (), deadline_s=5)
     after = await etcd.get_prefix("")
-    assert after.items == before.items, "nothing of the stale leader's write is there"
-    await fresh.commit(loaded.cluster, Cluster(nodes={**node.nodes, "n2": Node("n2")}), (), deadline_s=5)
+    assert after.items == before.items, "nothing of the former leader's write was applied"
+    await fresh.commit(
+        loaded.cluster, Cluster(nodes={**node.nodes, "n2": Node("n2")}), (), deadline_s=5
+    )
     await second.resign()
     await first.resign()
 
 
-async def test_eviction_needs_a_reason_can_be_tried_and_moves_the_job(driver: DriverProcess) -> None:
+async def test_eviction_needs_a_reason_can_be_tried_and_moves_the_job(
+    driver: DriverProcess,
+) -> None:
     async with executors(driver, 3):
         await driver.until_nodes(3)
         await driver.submit(small_job("demo", recovery__spare_nodes=1))
@@ -264,44 +331,64 @@ async def test_eviction_needs_a_reason_can_be_tried_and_moves_the_job(driver: Dr
         assert answer.node.disposition == types_pb2.NODE_DISPOSITION_QUARANTINED
         await driver.until_job("demo", runs(2))
         assert list((await driver.job("demo")).nodes) == ["n3", "n2"]
-        cancelled = await driver.stub.CancelJob(driver_pb2.CancelJobRequest(name="demo", reason="enough"))
+        cancelled = await driver.stub.CancelJob(
+            driver_pb2.CancelJobRequest(name="demo", reason="enough")
+        )
         assert cancelled.job.phase in (types_pb2.JOB_PHASE_STOPPING, types_pb2.JOB_PHASE_CANCELLED)
         await driver.until_job("demo", lambda job: job.phase == types_pb2.JOB_PHASE_CANCELLED)
         await driver.submit(small_job("late", trainer__parallelism__dp=4))
         explained = await driver.stub.ExplainJob(driver_pb2.ExplainJobRequest(name="late"))
-        assert explained.explanation.startswith("job late waits: needs 4 nodes with 4 cpu devices, 2 schedulable nodes")
+        assert explained.explanation.startswith(
+            "job late is waiting: it needs 4 nodes with 4 cpu devices, 2 schedulable nodes"
+        )
         assert "n1 is quarantined (its fan is loud)" in explained.explanation
         assert explained.events[0].reason == "SUBMITTED"
 
 
-async def test_lists_are_paged_and_logs_and_checkpoints_come_from_the_nodes(driver: DriverProcess) -> None:
+async def test_lists_are_paged_and_logs_and_checkpoints_come_from_the_nodes(
+    driver: DriverProcess,
+) -> None:
     async with contextlib.AsyncExitStack() as stack:
         second, first_node = [
             await stack.enter_async_context(joined(driver, name)) for name in ("n2", "n1")
-        ]  # the order in which they join says nothing of their ranks
+        ]  # they do not join in the order of their ranks
         await driver.submit(small_job("demo", checkpoint__uri="/ckpt"))
         await driver.until_job("demo", runs(1))
         first = await driver.stub.ListNodes(driver_pb2.ListNodesRequest(page_size=1))
-        rest = await driver.stub.ListNodes(driver_pb2.ListNodesRequest(page_token=first.next_page_token))
-        assert [n.name for n in (*first.nodes, *rest.nodes)] == ["n1", "n2"] and not rest.next_page_token
+        rest = await driver.stub.ListNodes(
+            driver_pb2.ListNodesRequest(page_token=first.next_page_token)
+        )
+        assert [n.name for n in (*first.nodes, *rest.nodes)] == [
+            "n1",
+            "n2",
+        ] and not rest.next_page_token
         assert list(first.nodes[0].ranks) == [0, 1, 2, 3]
-        page = await driver.stub.ListEvents(driver_pb2.ListEventsRequest(subject="jobs/demo", page_size=2))
+        page = await driver.stub.ListEvents(
+            driver_pb2.ListEventsRequest(subject="jobs/demo", page_size=2)
+        )
         follow = driver_pb2.ListEventsRequest(subject="jobs/demo", page_token=page.next_page_token)
         events = [*page.events, *(await driver.stub.ListEvents(follow)).events]
         assert [e.seq for e in events] == list(range(1, len(events) + 1))
         tail = driver.stub.TailLogs(driver_pb2.TailLogsRequest(job="demo", rank=5, lines=2))
         assert [r.line async for r in tail] == [f"demo attempt 1 rank 5 line {i}" for i in range(2)]
-        first_node.checkpoints.commits = [driver_pb2.Checkpoint(job="demo", step=s) for s in (20, 10)]
+        first_node.checkpoints.commits = [
+            driver_pb2.Checkpoint(job="demo", step=s) for s in (20, 10)
+        ]
         second.checkpoints.commits = []
-        found = await driver.stub.ListCheckpoints(driver_pb2.ListCheckpointsRequest(job="demo", page_size=1))
+        found = await driver.stub.ListCheckpoints(
+            driver_pb2.ListCheckpointsRequest(job="demo", page_size=1)
+        )
         assert [c.step for c in found.checkpoints] == [20] and found.next_page_token
         info = await driver.stub.GetClusterInfo(driver_pb2.GetClusterInfoRequest())
         assert (info.nodes_alive, info.jobs_running, info.leader) == (2, 1, driver.address())
         missing = await refusal(driver.stub.GetJob(driver_pb2.GetJobRequest(name="nobody")))
-        assert (missing.code, missing.reason) == (grpc.StatusCode.NOT_FOUND, "JOB_NOT_FOUND")
+        assert (missing.code, missing.reason) == ("NOT_FOUND", "JOB_NOT_FOUND")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            _ = [r async for r in driver.stub.TailLogs(driver_pb2.TailLogsRequest(job="demo", rank=8))]
-        assert rpc_errors.read(caught.value).fields[0][0] == "rank"
+            _ = [
+                r
+                async for r in driver.stub.TailLogs(driver_pb2.TailLogsRequest(job="demo", rank=8))
+            ]
+        assert status.read(caught.value).fields[0][0] == "rank"
 
 
 def bad_specs() -> list[tuple[str, job_pb2.JobSpec]]:
@@ -335,11 +422,15 @@ def bad_specs() -> list[tuple[str, job_pb2.JobSpec]]:
 async def test_bad_specs_and_requests_are_refused_by_field(driver: DriverProcess) -> None:
     for field, spec in bad_specs():
         refused = await refusal(driver.stub.SubmitJob(driver_pb2.SubmitJobRequest(spec=spec)))
-        assert refused.code is grpc.StatusCode.INVALID_ARGUMENT, field
-        assert field in [name for name, _ in refused.fields] or field in refused.fields[0][0], refused.fields
+        assert refused.code == "INVALID_ARGUMENT", field
+        assert field in [name for name, _ in refused.fields] or field in refused.fields[0][0], (
+            refused.fields
+        )
         assert all(description for _, description in refused.fields)
-    judged = await driver.stub.SubmitJob(driver_pb2.SubmitJobRequest(spec=small_job("x"), validate_only=True))
-    assert judged.job.spec.trainer.training.micro_batch_size == 1
+    validated = await driver.stub.SubmitJob(
+        driver_pb2.SubmitJobRequest(spec=small_job("x"), validate_only=True)
+    )
+    assert validated.job.spec.trainer.training.micro_batch_size == 1
     assert not (await driver.stub.ListJobs(driver_pb2.ListJobsRequest())).jobs
     one = await driver.submit(small_job("demo"), request_id="r1")
     two = await driver.submit(small_job("demo"), request_id="r1")
@@ -347,14 +438,16 @@ async def test_bad_specs_and_requests_are_refused_by_field(driver: DriverProcess
     other = driver_pb2.SubmitJobRequest(spec=small_job("else"), request_id="r1")
     assert (await refusal(driver.stub.SubmitJob(other))).reason == "REQUEST_ID_REUSED"
     again = driver_pb2.SubmitJobRequest(spec=small_job("demo"))
-    assert (await refusal(driver.stub.SubmitJob(again))).code is grpc.StatusCode.ALREADY_EXISTS
+    assert (await refusal(driver.stub.SubmitJob(again))).code == "ALREADY_EXISTS"
     async with FakeExecutor("Bad_Name", driver.token, driver.address) as node:
         await asyncio.sleep(0.3)
         assert not node.acks
     assert not (await driver.stub.ListNodes(driver_pb2.ListNodesRequest())).nodes
 
 
-async def test_a_second_agent_of_a_name_waits_until_the_first_is_gone(driver: DriverProcess) -> None:
+async def test_a_second_agent_of_a_name_waits_until_the_first_is_gone(
+    driver: DriverProcess,
+) -> None:
     async def serves(incarnation: str) -> bool:
         (node,) = (await driver.stub.ListNodes(driver_pb2.ListNodesRequest())).nodes
         return bool(node.incarnation == incarnation)
@@ -362,12 +455,16 @@ async def test_a_second_agent_of_a_name_waits_until_the_first_is_gone(driver: Dr
     async with contextlib.AsyncExitStack() as stack:
         async with FakeExecutor("n1", driver.token, driver.address) as first:
             await driver.until_nodes(1)
-            second = await stack.enter_async_context(FakeExecutor("n1", driver.token, driver.address))
+            second = await stack.enter_async_context(
+                FakeExecutor("n1", driver.token, driver.address)
+            )
             await asyncio.sleep(0.5)
             assert await serves(first.incarnation) and not second.acks
-            # A beat that is too large is dropped, and the link stays.
+            # A heartbeat that is too large is dropped, and the link stays open.
             orders, acks = len(first.history), len(first.acks)
-            first.report(progress=[link_pb2.CheckpointProgress(job="x", persist_error="e" * 70_000)])
+            first.report(
+                progress=[link_pb2.CheckpointProgress(job="x", persist_error="e" * 70_000)]
+            )
             await eventually(lambda: len(first.acks) > acks, "another acknowledgement")
             await asyncio.sleep(0.3)
             assert len(first.history) == orders == 1 and not second.acks
@@ -385,7 +482,9 @@ async def test_a_stopped_executor_is_suspected_and_probed(driver: DriverProcess)
 
         await eventually(dead, "NODE_DEAD")
         events = {event.reason: event for event in await driver.events("nodes/a0")}
-        assert events["NODE_SUSPECT"].time.ToNanoseconds() < events["NODE_DEAD"].time.ToNanoseconds()
+        assert (
+            events["NODE_SUSPECT"].time.ToNanoseconds() < events["NODE_DEAD"].time.ToNanoseconds()
+        )
         assert events["NODE_DEAD"].time.ToNanoseconds() / 1e9 - stopped_s < UNCORROBORATED_S
         assert [item.kind for item in events["NODE_DEAD"].evidence] == ["silence", "corroboration"]
         process.send_signal(signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""Keys, transactions, failover and settled outcomes against a real etcd that is killed, restarted and cut off."""
+"""Keys, transactions, failover and settled outcomes, against a real etcd that fails."""
 
 import asyncio
 import shutil
@@ -21,18 +21,25 @@ from megascale_common.etcd.connection import TlsConfig
 from megascale_common.etcd.errors import (
     EtcdError,
     EtcdUnavailable,
-    InvalidRequest,
+    InvalidEtcdRequest,
     LeaseNotFound,
     UnknownOutcome,
 )
-from megascale_common.etcd.operations import CreateRevisionEquals, Delete, Get, ModRevisionEquals, Put, prefix_end
+from megascale_common.etcd.operations import (
+    CreateRevisionEquals,
+    Delete,
+    Get,
+    ModRevisionEquals,
+    Put,
+    prefix_end,
+)
 from megascale_common.etcd.server import EtcdServer, free_port
 from megascale_common.etcd.settled import Applied, Rejected, txn_settled
-from megascale_common.process import child_environment
+from megascale_common.node.process import child_environment
 
 __all__ = ["etcd", "etcd_prefix", "etcd_server"]  # fixtures
 
-# --- keys, values, transactions ---------------------------------------------------------------------
+# --- keys, values, transactions
 
 
 async def test_put_get_delete(etcd: EtcdClient, etcd_server: EtcdServer, etcd_prefix: str) -> None:
@@ -61,7 +68,9 @@ async def test_prefixes_are_listed_and_deleted_alone(etcd: EtcdClient) -> None:
 async def test_pages_show_one_revision(etcd: EtcdClient) -> None:
     for index in range(40):
         await etcd.put(f"n/{index:02}", b"old")
-    listing, changed = await asyncio.gather(etcd.get_prefix("n/", page_keys=1), etcd.put("n/39", b"new"))
+    listing, changed = await asyncio.gather(
+        etcd.get_prefix("n/", page_keys=1), etcd.put("n/39", b"new")
+    )
     assert [kv.key for kv in listing.items] == [f"n/{index:02}" for index in range(40)]
     assert listing.items[-1].value == (b"new" if changed <= listing.revision else b"old")
     assert all(kv.mod_revision <= listing.revision for kv in listing.items)
@@ -78,32 +87,37 @@ async def test_pages_too_large_to_receive_are_halved(etcd: EtcdClient) -> None:
 
 
 async def test_transaction_takes_one_branch(etcd: EtcdClient) -> None:
-    created = await etcd.txn(compare=[CreateRevisionEquals("k", 0)], success=[Put("k", b"1"), Put("l", b"1")])
+    created = await etcd.txn(
+        compare=[CreateRevisionEquals("k", 0)], success=[Put("k", b"1"), Put("l", b"1")]
+    )
     assert created.succeeded
     refused = await etcd.txn(
-        compare=[ModRevisionEquals("k", 0)], success=[Put("k", b"2")], failure=[Get("k"), Get("absent")]
+        compare=[ModRevisionEquals("k", 0)],
+        success=[Put("k", b"2")],
+        failure=[Get("k"), Get("absent")],
     )
     assert not refused.succeeded
     assert {key: kv.value for key, kv in refused.found.items()} == {"k": b"1"}
     changed = await etcd.txn(
-        compare=[ModRevisionEquals("k", created.revision)], success=[Delete("k", prefix=True), Put("new", b"")]
+        compare=[ModRevisionEquals("k", created.revision)],
+        success=[Delete("k", prefix=True), Put("new", b"")],
     )
     assert changed.succeeded
     assert [kv.key for kv in (await etcd.get_prefix("")).items] == ["l", "new"]
 
 
 async def test_bad_requests_name_the_field(etcd: EtcdClient, etcd_server: EtcdServer) -> None:
-    with pytest.raises(InvalidRequest, match="success: 129 entries"):
+    with pytest.raises(InvalidEtcdRequest, match="success: 129 entries"):
         await etcd.txn(success=[Put(str(index), b"") for index in range(129)])
-    with pytest.raises(InvalidRequest, match="duplicate key"):
+    with pytest.raises(InvalidEtcdRequest, match="duplicate key"):
         await etcd.txn(success=[Put("k", b"1"), Put("k", b"2")])
-    with pytest.raises(InvalidRequest, match="must end with '/'"):
+    with pytest.raises(InvalidEtcdRequest, match="must end with '/'"):
         EtcdClient([etcd_server.endpoint], prefix="megascale")
-    with pytest.raises(InvalidRequest, match="endpoints"):
+    with pytest.raises(InvalidEtcdRequest, match="endpoints"):
         await EtcdClient(["http://localhost:2379"]).__aenter__()
-    with pytest.raises(InvalidRequest, match="key"):
+    with pytest.raises(InvalidEtcdRequest, match="key"):
         await etcd.get("")
-    with pytest.raises(InvalidRequest, match="not open"):
+    with pytest.raises(InvalidEtcdRequest, match="not open"):
         await EtcdClient([etcd_server.endpoint]).get("k")
     with pytest.raises(LeaseNotFound):
         await etcd.put("k", b"", lease_id=4711)
@@ -116,10 +130,12 @@ def test_prefix_end_bounds_exactly_the_prefix(prefix: bytes, key: bytes) -> None
     assert inside == key.startswith(prefix)
 
 
-# --- endpoints that fail ----------------------------------------------------------------------------
+# --- endpoints that fail
 
 
-async def test_failover_past_a_dead_and_a_silent_endpoint(etcd_server: EtcdServer, etcd_prefix: str) -> None:
+async def test_failover_past_a_dead_and_a_silent_endpoint(
+    etcd_server: EtcdServer, etcd_prefix: str
+) -> None:
     dead = f"127.0.0.1:{free_port('127.0.0.1')}"
     async with CuttableProxy(etcd_server.endpoint) as silent:
         endpoints = [dead, silent.endpoint, etcd_server.endpoint]
@@ -149,7 +165,9 @@ async def test_failover_past_an_endpoint_that_never_finishes_connecting(
         assert stored is not None and stored.value == b"1"
 
 
-async def test_nothing_sent_is_told_apart_from_no_answer(etcd_server: EtcdServer, etcd_prefix: str) -> None:
+async def test_nothing_sent_is_another_error_than_no_answer(
+    etcd_server: EtcdServer, etcd_prefix: str
+) -> None:
     async with EtcdClient([f"127.0.0.1:{free_port('127.0.0.1')}"], timeout_s=0.3) as client:
         with pytest.raises(EtcdUnavailable):
             await client.put("k", b"")
@@ -169,7 +187,16 @@ async def test_mutual_tls(etcd_server: EtcdServer, etcd_prefix: str, tmp_path: P
     if openssl is None:
         pytest.skip("no openssl program to make a certificate with")
     maker = await asyncio.create_subprocess_exec(
-        *(openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"),
+        *(
+            openssl,
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:P-256",
+            "-nodes",
+        ),
         *("-days", "1", "-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1"),
         *("-keyout", key, "-out", certificate),
         stderr=subprocess.DEVNULL,
@@ -187,11 +214,11 @@ async def test_mutual_tls(etcd_server: EtcdServer, etcd_prefix: str, tmp_path: P
             async with EtcdClient([proxy.endpoint], timeout_s=0.5, tls=wrong) as client:
                 with pytest.raises(EtcdUnavailable):
                     await client.get("k")
-    with pytest.raises(InvalidRequest, match="tls"):
+    with pytest.raises(InvalidEtcdRequest, match="tls"):
         TlsConfig(certificate, certificate).credentials()
 
 
-# --- outcomes settled by sending again --------------------------------------------------------------
+# --- outcomes settled by sending again
 
 
 @pytest.mark.parametrize("fault", ["reply lost", "reply lost, server killed", "request lost"])
@@ -246,8 +273,10 @@ async def test_a_refused_write_reports_what_stands_there(etcd: EtcdClient) -> No
     assert outcome.current["head"].mod_revision == theirs
 
 
-async def test_a_covered_trace_stays_unknown(etcd: EtcdClient, etcd_server: EtcdServer, etcd_prefix: str) -> None:
-    """Applied, reply lost, then overwritten: nobody can tell any more, and nobody pretends to."""
+async def test_an_overwritten_marker_leaves_the_outcome_unknown(
+    etcd: EtcdClient, etcd_server: EtcdServer, etcd_prefix: str
+) -> None:
+    """Applied, reply lost, then overwritten: the outcome cannot be known, and none is reported."""
     before = await etcd.put("head", b"old")
     txn_id = str(uuid.uuid4())
     async with CuttableProxy(etcd_server.endpoint) as proxy:
@@ -283,11 +312,13 @@ async def test_a_write_that_could_not_be_settled_is_refused_beforehand(etcd: Etc
         ([ModRevisionEquals("head", 0)], [Put("head", b"no id")], txn_id, "marker_key"),
         ([ModRevisionEquals("head", 0)], [put], "short", "txn_id"),
     ):
-        with pytest.raises(InvalidRequest, match=field):
-            await txn_settled(etcd, compare=compare, success=success, marker_key="head", txn_id=an_id)
+        with pytest.raises(InvalidEtcdRequest, match=field):
+            await txn_settled(
+                etcd, compare=compare, success=success, marker_key="head", txn_id=an_id
+            )
 
 
-# --- the server -------------------------------------------------------------------------------------
+# --- the server
 
 
 async def test_a_taken_port_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +328,9 @@ async def test_a_taken_port_is_replaced(tmp_path: Path, monkeypatch: pytest.Monk
         await first.start()
         taken = int(first.endpoint.rsplit(":", 1)[1])
         ports = iter([taken, free_port("127.0.0.1")])
-        monkeypatch.setattr(server_module, "free_port", lambda host: next(ports, None) or free_port(host))
+        monkeypatch.setattr(
+            server_module, "free_port", lambda host: next(ports, None) or free_port(host)
+        )
         await second.start()
         assert second.endpoint != first.endpoint
         assert first.pid is not None and second.pid is not None
@@ -308,7 +341,7 @@ async def test_a_taken_port_is_replaced(tmp_path: Path, monkeypatch: pytest.Monk
         second.kill()
 
 
-async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+async def test_a_server_that_cannot_start_gives_the_reason(tmp_path: Path) -> None:
     server = EtcdServer(tmp_path / "data", extra_arguments=["--no-such-flag"])
     with pytest.raises(EtcdError, match="no-such-flag"):
         await server.start()
@@ -317,12 +350,18 @@ async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
 
 async def test_the_server_dies_with_whoever_started_it(tmp_path: Path) -> None:
     script = (
-        "import asyncio, sys, time; from pathlib import Path; from tests.harness.etcd import make_server\n"
+        "import asyncio, sys, time; from pathlib import Path\n"
+        "from tests.harness.etcd import make_server\n"
         "server = make_server(Path(sys.argv[1])); asyncio.run(server.start())\n"
         "print(server.pid, flush=True); time.sleep(60)"
     )
     starter = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", script, tmp_path / "data", stdout=subprocess.PIPE, env=child_environment()
+        sys.executable,
+        "-c",
+        script,
+        tmp_path / "data",
+        stdout=subprocess.PIPE,
+        env=child_environment(),
     )
     assert starter.stdout is not None
     async with asyncio.timeout(CALL_TIMEOUT_S):

@@ -1,4 +1,4 @@
-"""Leases, watches and elections against a real etcd that is killed, restarted, cut off and compacted."""
+"""Leases, watches and elections on a real etcd that is killed, restarted, cut off, compacted."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ from megascale_common.etcd import rpc_pb2
 from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.connection import Member
 from megascale_common.etcd.election import Leadership, campaign
-from megascale_common.etcd.errors import Compacted, InvalidRequest
+from megascale_common.etcd.errors import Compacted, InvalidEtcdRequest
 from megascale_common.etcd.lease import Lease
 from megascale_common.etcd.operations import ModRevisionEquals, Put
 from megascale_common.etcd.server import EtcdServer
@@ -31,21 +31,24 @@ from megascale_common.etcd.watch import Position, Watch
 
 __all__ = ["etcd", "etcd_prefix", "etcd_server"]  # fixtures
 
-# --- leases -----------------------------------------------------------------------------------------
+# Far above what any test here takes: only a lease whose loss is the point is short.
+LEASE_TTL_S = 60
+
+# Leases
 
 
 async def test_a_kept_lease_outlives_its_ttl_and_close_revokes(etcd: EtcdClient) -> None:
-    lease = await Lease.grant(etcd, 2)  # a second's pause on a busy machine does not lose it
+    lease = await Lease.grant(etcd, 4)  # a pause of seconds on a busy machine does not lose it
     await etcd.put("owner", b"", lease_id=lease.lease_id)
-    await asyncio.sleep(4.2)
-    assert not lease.lost.is_set() and 0.0 < lease.remaining_s() < 2.0
+    await asyncio.sleep(4.5)
+    assert not lease.lost.is_set() and 0.0 < lease.remaining_s() < 4.0
     assert await etcd.get("owner") is not None
     await lease.close()
     assert lease.lost.is_set() and lease.remaining_s() == 0.0
     assert await etcd.get("owner") is None
 
 
-async def test_an_owner_cut_off_knows_before_its_key_goes(
+async def test_an_owner_cut_off_loses_its_lease_before_its_key_is_deleted(
     etcd: EtcdClient, etcd_server: EtcdServer, etcd_prefix: str
 ) -> None:
     async with CuttableProxy(etcd_server.endpoint) as proxy:
@@ -65,13 +68,13 @@ async def test_an_owner_cut_off_knows_before_its_key_goes(
 
 
 async def test_a_lease_revoked_by_another_is_lost(etcd: EtcdClient) -> None:
-    async with await Lease.grant(etcd, 3) as lease:
+    async with await Lease.grant(etcd, 9) as lease:
         request = rpc_pb2.LeaseRevokeRequest(ID=lease.lease_id)
 
         async def revoke(member: Member, timeout_s: float) -> rpc_pb2.LeaseRevokeResponse:
             return await member.lease.LeaseRevoke(request, timeout=timeout_s)
 
-        await etcd.cluster.write("revoke", CALL_TIMEOUT_S, revoke)
+        await etcd.members.write("revoke", CALL_TIMEOUT_S, revoke)
         await asyncio.wait_for(lease.lost.wait(), CALL_TIMEOUT_S)
         assert "revoked" in lease.lost_reason
 
@@ -82,7 +85,7 @@ async def test_a_blocked_event_loop_does_not_prolong_a_lease(etcd: EtcdClient) -
         assert lease.remaining_s() == 0.0
 
 
-# --- watches ----------------------------------------------------------------------------------------
+# Watches
 
 
 async def test_a_watch_over_a_killed_server_has_no_gap_and_no_duplicate(
@@ -118,14 +121,16 @@ async def test_a_large_history_arrives_in_fragments(etcd: EtcdClient) -> None:
     async with Watch(etcd, "f/", start, queue_events=2) as watch:
         await asyncio.sleep(0.2)  # a slow consumer
         seen = await take(watch, 16)
-        assert [event.kv.key for event in seen] == [f"f/{i}/{part}" for i in range(8) for part in "ab"]
+        assert [event.kv.key for event in seen] == [
+            f"f/{i}/{part}" for i in range(8) for part in "ab"
+        ]
     await etcd.delete_prefix("f/")
 
 
 async def test_a_cut_while_catching_up_leaves_no_gap(
     etcd: EtcdClient, etcd_server: EtcdServer, etcd_prefix: str
 ) -> None:
-    """etcd sends a long history in batches of 1000 revisions, each headed with the newest revision."""
+    """etcd sends a long history in batches of 1000 revisions, each with the newest revision."""
     start = await revision_of(etcd) + 1
     revisions = await asyncio.gather(*(etcd.put(f"h/{index}", bytes(200)) for index in range(1100)))
     async with CuttableProxy(etcd_server.endpoint) as proxy:
@@ -154,7 +159,9 @@ async def test_compaction_under_a_watch_is_an_error(etcd: EtcdClient) -> None:
         await etcd.compact(start)
 
 
-async def test_progress_moves_a_quiet_watch_past_compaction(etcd: EtcdClient, etcd_server: EtcdServer) -> None:
+async def test_progress_moves_a_quiet_watch_past_compaction(
+    etcd: EtcdClient, etcd_server: EtcdServer
+) -> None:
     async with Watch(etcd, "quiet/", await revision_of(etcd) + 1) as watch:
         last = [await etcd.put("busy", b"") for _ in range(5)][-1]
 
@@ -176,7 +183,7 @@ async def test_closing_ends_the_iteration(etcd: EtcdClient) -> None:
         await asyncio.sleep(0.05)
     with pytest.raises(StopAsyncIteration):
         await asyncio.wait_for(waiting, CALL_TIMEOUT_S)
-    with pytest.raises(InvalidRequest, match="start_revision"):
+    with pytest.raises(InvalidEtcdRequest, match="start_revision"):
         Watch(etcd, "", 0)
 
 
@@ -198,7 +205,7 @@ def test_positions_survive_a_cut_anywhere(sizes: list[int], cuts: list[tuple[int
     assert delivered == history
 
 
-# --- election ---------------------------------------------------------------------------------------
+# Elections
 
 
 async def test_candidates_lead_one_after_another(etcd_server: EtcdServer, etcd_prefix: str) -> None:
@@ -207,7 +214,9 @@ async def test_candidates_lead_one_after_another(etcd_server: EtcdServer, etcd_p
 
     async def candidate(name: str) -> None:
         async with EtcdClient([etcd_server.endpoint], prefix=etcd_prefix) as client:
-            async with await campaign(client, "leader", name.encode(), ttl_s=2) as leadership:
+            async with await campaign(
+                client, "leader", name.encode(), ttl_s=LEASE_TTL_S
+            ) as leadership:
                 leading.append(name)
                 tokens.append(leadership.create_revision)
                 assert len(leading) == 1, "two leaders at once"
@@ -220,13 +229,17 @@ async def test_candidates_lead_one_after_another(etcd_server: EtcdServer, etcd_p
     assert len(tokens) == 3 and tokens == sorted(set(tokens))
 
 
-async def test_a_paused_former_leader_cannot_write(etcd: EtcdClient, etcd_server: EtcdServer, etcd_prefix: str) -> None:
+async def test_a_paused_former_leader_cannot_write(
+    etcd: EtcdClient, etcd_server: EtcdServer, etcd_prefix: str
+) -> None:
     async with CuttableProxy(etcd_server.endpoint) as proxy:
         async with EtcdClient([proxy.endpoint], prefix=etcd_prefix) as client:
-            former = await campaign(client, "leader", b"a", ttl_s=1)
+            former = await campaign(client, "leader", b"a", ttl_s=3)
             assert (await write_fenced(former, "before")) is not None
             proxy.swallow_requests = True
-            async with await asyncio.wait_for(campaign(etcd, "leader", b"b", ttl_s=1), CALL_TIMEOUT_S) as present:
+            async with await asyncio.wait_for(
+                campaign(etcd, "leader", b"b", ttl_s=LEASE_TTL_S), CALL_TIMEOUT_S
+            ) as present:
                 assert former.lease.lost.is_set()
                 assert present.create_revision > former.create_revision
                 proxy.reset()
@@ -234,7 +247,7 @@ async def test_a_paused_former_leader_cannot_write(etcd: EtcdClient, etcd_server
                 assert isinstance(await write_fenced(present, "present"), Applied)
                 assert await etcd.get("log/after") is None
                 await former.resign()
-                assert await etcd.get("leader") is not None, "resigning touches only one's own term"
+                assert await etcd.get("leader") is not None, "resigning ends only one's own term"
 
 
 async def write_fenced(leadership: Leadership, name: str) -> Applied | Rejected:
@@ -250,8 +263,8 @@ async def write_fenced(leadership: Leadership, name: str) -> Applied | Rejected:
 
 
 async def test_a_campaign_given_up_leaves_no_candidate(etcd: EtcdClient) -> None:
-    async with await campaign(etcd, "leader", b"a", ttl_s=2):
-        waiting = asyncio.create_task(campaign(etcd, "leader", b"b", ttl_s=2))
+    async with await campaign(etcd, "leader", b"a", ttl_s=LEASE_TTL_S):
+        waiting = asyncio.create_task(campaign(etcd, "leader", b"b", ttl_s=LEASE_TTL_S))
         await asyncio.sleep(0.2)
         waiting.cancel()
         with contextlib.suppress(asyncio.CancelledError):

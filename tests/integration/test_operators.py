@@ -1,4 +1,4 @@
-"""Operators at a real driver: cordon, diagnostics, the audit log as a stream, standby, metrics, an end in order."""
+"""What operators use, at a real driver: cordon, diagnostics, audit, standby, metrics, stop."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from tests.harness.fake_executor import FakeExecutor
 from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
 from megascale.v1 import driver_pb2, types_pb2
-from megascale_common import rpc_errors
 from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.server import EtcdServer
+from megascale_common.service import status
+from megascale_common.service.errors import ServiceError
 
 __all__ = ["etcd_server"]
 
 CORDONED, SCHEDULABLE = types_pb2.NODE_DISPOSITION_CORDONED, types_pb2.NODE_DISPOSITION_SCHEDULABLE
 SERVICES = ("megascale.v1.DriverService", "megascale.v1.ExecutorLinkService")
-# One request per call of DriverService that would be answered, or refused for its own sake, by a leader.
+# One request per call of DriverService that a leader would answer, or refuse for its own content.
 REQUESTS: dict[str, Any] = {
     "SubmitJob": driver_pb2.SubmitJobRequest(spec=small_job("x")),
     "GetJob": driver_pb2.GetJobRequest(name="x"),
@@ -61,8 +62,10 @@ async def driver(etcd_server: EtcdServer, tmp_path: Path) -> AsyncIterator[Drive
 
 
 @pytest_asyncio.fixture
-async def standby(driver: DriverProcess, etcd_server: EtcdServer, tmp_path: Path) -> AsyncIterator[DriverProcess]:
-    """A second driver on the same etcd, which has seen who leads."""
+async def standby(
+    driver: DriverProcess, etcd_server: EtcdServer, tmp_path: Path
+) -> AsyncIterator[DriverProcess]:
+    """A second driver on the same etcd that has read who leads."""
     process = DriverProcess(tmp_path, etcd_server.endpoint, driver.prefix, "standby")
     try:
         await process.start(leads=False)
@@ -73,25 +76,33 @@ async def standby(driver: DriverProcess, etcd_server: EtcdServer, tmp_path: Path
 
 
 async def _knows(process: DriverProcess, leader: str) -> bool:
-    refused = await refusal(process.stub.GetClusterInfo(driver_pb2.GetClusterInfoRequest(), timeout=CALL_TIMEOUT_S))
+    refused = await refusal(
+        process.stub.GetClusterInfo(driver_pb2.GetClusterInfoRequest(), timeout=CALL_TIMEOUT_S)
+    )
     return refused.metadata == {"leader": leader}
 
 
 @contextlib.asynccontextmanager
-async def executors(driver: DriverProcess, *names: str, steps: int = 0) -> AsyncIterator[list[FakeExecutor]]:
+async def executors(
+    driver: DriverProcess, *names: str, steps: int = 0
+) -> AsyncIterator[list[FakeExecutor]]:
     async with contextlib.AsyncExitStack() as stack:
         nodes = [
-            await stack.enter_async_context(FakeExecutor(name, driver.token, driver.address, steps=steps))
+            await stack.enter_async_context(
+                FakeExecutor(name, driver.token, driver.address, steps=steps)
+            )
             for name in names
         ]
         await driver.until_nodes(len(names))
+        for node in nodes:
+            await node.until_usable()
         yield nodes
 
 
-async def refusal(call: Awaitable[object]) -> rpc_errors.RpcError:
+async def refusal(call: Awaitable[object]) -> ServiceError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
-    return rpc_errors.read(caught.value)
+    return status.read(caught.value)
 
 
 async def health(process: DriverProcess, service: str) -> str:
@@ -101,7 +112,7 @@ async def health(process: DriverProcess, service: str) -> str:
 
 
 async def next_events(stream: Any, count: int) -> list[tuple[str, str, str]]:
-    """(reason, subject, resume token) of the next so many events."""
+    """(reason, subject, resume token) of the next ``count`` events."""
     async with asyncio.timeout(CALL_TIMEOUT_S):
         updates = [await stream.read() for _ in range(count)]
     return [(update.event.reason, update.event.subject, update.resume_token) for update in updates]
@@ -119,7 +130,10 @@ async def test_cordon_and_uncordon_are_tried_audited_and_kept_in_etcd(
         request.validate_only = False
         for _ in range(2):
             done = await driver.stub.CordonNode(request, metadata=(("megascale-actor", "ada"),))
-            assert (done.node.disposition, done.node.disposition_reason) == (CORDONED, "its link flaps")
+            assert (done.node.disposition, done.node.disposition_reason) == (
+                CORDONED,
+                "its link flaps",
+            )
         event = (await driver.events("nodes/n1"))[-1]
         assert (event.reason, event.actor) == ("NODE_CORDONED", "ada")
         async with EtcdClient([etcd_server.endpoint], prefix=driver.prefix + "/") as etcd:
@@ -130,34 +144,50 @@ async def test_cordon_and_uncordon_are_tried_audited_and_kept_in_etcd(
         assert "n1 is cordoned (its link flaps)" in explained.explanation
         back = driver_pb2.UncordonNodeRequest(name="n1", reason="cable replaced")
         answer = await driver.stub.UncordonNode(back)
-        assert answer.node.disposition == SCHEDULABLE and answer.consequence == "it was cordoned: its link flaps"
+        assert (
+            answer.node.disposition == SCHEDULABLE
+            and answer.consequence == "it was cordoned: its link flaps"
+        )
         await driver.until_job("demo", lambda job: job.phase == types_pb2.JOB_PHASE_RUNNING)
-        assert (await driver.stub.UncordonNode(back)).consequence == "nothing changes: it is so already"
-        evicted = await driver.stub.EvictNode(driver_pb2.EvictNodeRequest(name="n1", reason="smoke"))
-        assert "begins at step 0: it writes no checkpoints" in evicted.consequence
-        refused = await refusal(driver.stub.CordonNode(driver_pb2.CordonNodeRequest(name="n1", reason="r")))
-        assert (refused.code, refused.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "NODE_QUARANTINED")
+        assert (
+            await driver.stub.UncordonNode(back)
+        ).consequence == "nothing changes: the node is in that state already"
+        evicted = await driver.stub.EvictNode(
+            driver_pb2.EvictNodeRequest(name="n1", reason="smoke")
+        )
+        assert "starts at step 0, because the job writes no checkpoints" in evicted.consequence
+        refused = await refusal(
+            driver.stub.CordonNode(driver_pb2.CordonNodeRequest(name="n1", reason="r"))
+        )
+        assert (refused.code, refused.reason) == (
+            "FAILED_PRECONDITION",
+            "NODE_QUARANTINED",
+        )
         missing = driver_pb2.CordonNodeRequest(name="n9", reason="r", validate_only=True)
-        assert (await refusal(driver.stub.CordonNode(missing))).code == grpc.StatusCode.NOT_FOUND
+        assert (await refusal(driver.stub.CordonNode(missing))).code == "NOT_FOUND"
 
 
 async def test_diagnostics_run_on_idle_nodes_only(driver: DriverProcess) -> None:
     async with executors(driver, "n1", "n2", "n3") as nodes:
         await driver.submit(small_job("demo"))
         await driver.until_job("demo", lambda job: job.phase == types_pb2.JOB_PHASE_RUNNING)
-        busy = await refusal(driver.stub.RunDiagnostics(driver_pb2.RunDiagnosticsRequest(node="n1")))
-        assert (busy.code, busy.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "NODE_BUSY")
+        busy = await refusal(
+            driver.stub.RunDiagnostics(driver_pb2.RunDiagnosticsRequest(node="n1"))
+        )
+        assert (busy.code, busy.reason) == ("FAILED_PRECONDITION", "NODE_BUSY")
         assert "ranks 0-3 of job demo" in busy.message and busy.metadata == {"job": "demo"}
         request = driver_pb2.RunDiagnosticsRequest(node="n3")
         found = await driver.stub.RunDiagnostics(request)
         assert [check.name for check in found.checks] == ["device_present", "compute"]
         request.checks.append("disk_room")
-        assert [check.name for check in (await driver.stub.RunDiagnostics(request)).checks] == ["disk_room"]
+        assert [check.name for check in (await driver.stub.RunDiagnostics(request)).checks] == [
+            "disk_room"
+        ]
         nodes[2].gives_way = True
         gave_way = await refusal(driver.stub.RunDiagnostics(request))
-        assert (gave_way.code, gave_way.reason) == (grpc.StatusCode.ABORTED, "REFUSED_BY_NODE")
+        assert (gave_way.code, gave_way.reason) == ("ABORTED", "REFUSED_BY_NODE")
     gone = await refusal(driver.stub.RunDiagnostics(request))
-    assert (gone.code, gone.reason) == (grpc.StatusCode.UNAVAILABLE, "NODE_UNREACHABLE")
+    assert (gone.code, gone.reason) == ("UNAVAILABLE", "NODE_UNREACHABLE")
 
 
 async def test_a_watcher_misses_nothing_when_another_driver_takes_over(
@@ -183,36 +213,54 @@ async def test_a_watcher_misses_nothing_when_another_driver_takes_over(
     assert [reason for reason, _, _ in resumed] == ["NODE_CORDONED", "LEADER_ELECTED"]
     assert resumed[0][2] == seen[1][2], "the same line has the same token at every driver"
     everything = [event.reason for event in await standby.events("")]
-    assert everything == ["LEADER_ELECTED", "NODE_JOINED", "SUBMITTED", "NODE_CORDONED", "LEADER_ELECTED"]
+    assert everything == [
+        "LEADER_ELECTED",
+        "NODE_JOINED",
+        "SUBMITTED",
+        "NODE_CORDONED",
+        "LEADER_ELECTED",
+    ]
     wrong = standby.stub.WatchEvents(driver_pb2.WatchEventsRequest(resume_token="7.nobody"))
     assert (await refusal(wrong.read())).fields[0][0] == "resume_token"
     wrong = standby.stub.WatchEvents(driver_pb2.WatchEventsRequest(subject="racks/r1"))
     assert (await refusal(wrong.read())).fields[0][0] == "subject"
 
 
-async def test_a_standby_answers_nothing_but_who_leads(driver: DriverProcess, standby: DriverProcess) -> None:
-    names = [method.name for method in driver_pb2.DESCRIPTOR.services_by_name["DriverService"].methods]
+async def test_a_standby_answers_nothing_but_who_leads(
+    driver: DriverProcess, standby: DriverProcess
+) -> None:
+    names = [
+        method.name for method in driver_pb2.DESCRIPTOR.services_by_name["DriverService"].methods
+    ]
     assert sorted(names) == sorted(REQUESTS)
     for name in names:
         call = getattr(standby.stub, name)(REQUESTS[name], timeout=CALL_TIMEOUT_S)
         refused = await refusal(call.read() if hasattr(call, "read") else call)
-        assert (refused.code, refused.reason) == (grpc.StatusCode.UNAVAILABLE, "NOT_LEADER"), name
+        assert (refused.code, refused.reason) == ("UNAVAILABLE", "NOT_LEADER"), name
         assert refused.metadata == {"leader": driver.address()}, name
-    assert [await health(standby, name) for name in ("", *SERVICES)] == ["SERVING", "NOT_SERVING", "NOT_SERVING"]
+    assert [await health(standby, name) for name in ("", *SERVICES)] == [
+        "SERVING",
+        "NOT_SERVING",
+        "NOT_SERVING",
+    ]
     assert [await health(driver, name) for name in ("", *SERVICES)] == ["SERVING"] * 3
     assert "megascale_leader 0.0" in scrape(standby) and "megascale_leader 1.0" in scrape(driver)
 
 
-async def test_sigterm_resigns_and_a_standby_leads_at_once(driver: DriverProcess, standby: DriverProcess) -> None:
+async def test_sigterm_resigns_and_a_standby_leads_at_once(
+    driver: DriverProcess, standby: DriverProcess
+) -> None:
     async with executors(driver, "n1"):
         watch = driver.stub.WatchEvents(driver_pb2.WatchEventsRequest())
-        await watch.initial_metadata()  # an open stream does not hold up the end
-        told = health_pb2_grpc.HealthStub(driver.channel).Watch(health_pb2.HealthCheckRequest(service=SERVICES[0]))
-        assert (await told.read()).status == health_pb2.HealthCheckResponse.SERVING
+        await watch.initial_metadata()  # an open stream does not delay the stop
+        status = health_pb2_grpc.HealthStub(driver.channel).Watch(
+            health_pb2.HealthCheckRequest(service=SERVICES[0])
+        )
+        assert (await status.read()).status == health_pb2.HealthCheckResponse.SERVING
         assert await driver.stop() == 0
-        assert (await told.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert (await status.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         await eventually(standby.leads, "the standby leads")
-    assert KEY_REMOVED not in standby.log(), "a leader that stops in order takes its key away itself"
+    assert KEY_REMOVED not in standby.log(), "a leader that stops in order removes its key itself"
     assert await health(standby, SERVICES[0]) == "SERVING"
 
 
@@ -225,13 +273,15 @@ async def test_a_standby_does_not_wait_for_the_lease_of_a_killed_leader(
 
 
 async def test_a_restored_backup_with_a_higher_generation_leads_again(tmp_path: Path) -> None:
-    """As docs/operations.md says."""
+    """As in docs/operations.md."""
     server = EtcdServer(tmp_path / "etcd")
     await server.start()
     etcdctl = Path(sys.executable).with_name("etcdctl")
 
     async def run(*arguments: str) -> None:
-        process = await asyncio.create_subprocess_exec(etcdctl, *arguments, stdout=DEVNULL, stderr=DEVNULL)
+        process = await asyncio.create_subprocess_exec(
+            etcdctl, *arguments, stdout=DEVNULL, stderr=DEVNULL
+        )
         assert await process.wait() == 0, arguments
 
     driver = DriverProcess(tmp_path, server.endpoint)
@@ -239,12 +289,20 @@ async def test_a_restored_backup_with_a_higher_generation_leads_again(tmp_path: 
         await driver.start()
         async with executors(driver, "n1"):
             await driver.stub.CordonNode(driver_pb2.CordonNodeRequest(name="n1", reason="r"))
-            await run("--endpoints", server.endpoint, "snapshot", "save", str(tmp_path / "backup.db"))
+            await run(
+                "--endpoints", server.endpoint, "snapshot", "save", str(tmp_path / "backup.db")
+            )
             before = (await driver.stub.GetClusterInfo(driver_pb2.GetClusterInfoRequest())).epoch
             await driver.kill()
             server.kill()
             shutil.rmtree(tmp_path / "etcd")
-            await run("snapshot", "restore", str(tmp_path / "backup.db"), "--data-dir", str(tmp_path / "etcd"))
+            await run(
+                "snapshot",
+                "restore",
+                str(tmp_path / "backup.db"),
+                "--data-dir",
+                str(tmp_path / "etcd"),
+            )
             await server.start()
             generation = before.cluster_generation + 1
             meta = f'{{"cluster_generation":{generation},"schema_version":1}}'

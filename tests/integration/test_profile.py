@@ -1,4 +1,4 @@
-"""Traces of real ranks: the steps named and no others, the same losses as without, and failures that end nothing."""
+"""Traces of ranks: the named steps and no others, unchanged losses, failures that end nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,12 @@ def pool() -> Iterator[RankPool]:
 
 
 def profiled(
-    pool: RankPool, folder: Path, commands: dict[str, dict[str, Any]], *, pp: int = 1, **options: Any
+    pool: RankPool,
+    folder: Path,
+    commands: dict[str, dict[str, Any]],
+    *,
+    pp: int = 1,
+    **options: Any,
 ) -> list[dict[str, Any]]:
     folder.mkdir()
     job = tiny_job(parallelism={"pp": pp})
@@ -42,7 +47,9 @@ def spans(path: Path) -> list[str]:
     return [name for _, name in found if not name.startswith("gloo:")]
 
 
-def test_every_rank_traces_the_steps_named_and_trains_as_without(pool: RankPool, tmp_path: Path) -> None:
+def test_every_rank_traces_the_steps_named_and_trains_as_without(
+    pool: RankPool, tmp_path: Path
+) -> None:
     commands = {"2": command("one", 3, 4), "5": command("two", 6, 6)}
     with_traces = profiled(pool, tmp_path / "with", commands, pp=2)
     without = profiled(pool, tmp_path / "without", {}, pp=2)
@@ -55,7 +62,11 @@ def test_every_rank_traces_the_steps_named_and_trains_as_without(pool: RankPool,
         names = spans(path)
         assert [name for name in names if name.startswith("step ")] == ["step 3", "step 4"]
         kinds = [name.split()[0] for name in names[: names.index("step 4")]]
-        assert (kinds.count("forward"), kinds.count("backward"), kinds.count("optimizer")) == (8, 8, 1)
+        assert (kinds.count("forward"), kinds.count("backward"), kinds.count("optimizer")) == (
+            8,
+            8,
+            1,
+        )
         sends, receives = ("send_activation", "wait_gradient") if rank == 0 else (
             "send_gradient", "wait_activation",
         )  # fmt: skip
@@ -71,7 +82,9 @@ def test_every_rank_traces_the_steps_named_and_trains_as_without(pool: RankPool,
     assert left == []
 
 
-def test_what_comes_too_late_or_in_between_is_skipped_and_said(pool: RankPool, tmp_path: Path) -> None:
+def test_what_arrives_too_late_or_in_between_is_skipped_with_a_reason(
+    pool: RankPool, tmp_path: Path
+) -> None:
     commands = {
         "2": command("late", 1, 2),
         "3": command("stale", 4, 5, not_after_s=1.0),
@@ -80,8 +93,8 @@ def test_what_comes_too_late_or_in_between_is_skipped_and_said(pool: RankPool, t
     }
     (found,) = profiled(pool, tmp_path / "run", commands)
     answers = {answer["id"]: (answer["state"], answer["detail"]) for answer in found["answers"]}
-    assert answers["late"] == ("skipped", "the word came before step 2, its first step is 1")
-    assert answers["stale"] == ("skipped", "it took too long to come to step 4")
+    assert answers["late"] == ("skipped", "the request arrived before step 2, its first step is 1")
+    assert answers["stale"] == ("skipped", "it took too long to reach step 4")
     assert answers["replaced"] == ("skipped", "another profile was asked for before its first step")
     assert answers["last"] == ("written", "")
     assert spans(tmp_path / "run" / "trace-last-0.json.gz")[0] == "step 7"
@@ -93,7 +106,10 @@ def test_one_profile_at_a_time(pool: RankPool, tmp_path: Path) -> None:
     (found,) = profiled(pool, tmp_path / "run", commands)
     answers = {answer["id"]: (answer["state"], answer["detail"]) for answer in found["answers"]}
     assert answers["first"] == ("written", "")
-    assert answers["second"][0] == "failed" and "before is still being recorded" in answers["second"][1]
+    assert (
+        answers["second"][0] == "failed"
+        and "previous profile is still being recorded" in answers["second"][1]
+    )
 
 
 @pytest.mark.parametrize(
@@ -103,7 +119,7 @@ def test_one_profile_at_a_time(pool: RankPool, tmp_path: Path) -> None:
         ({}, {"file_limit_bytes": 100_000}, "is the disk full?"),
     ],
 )
-def test_a_trace_that_cannot_be_written_is_told_and_training_goes_on(
+def test_a_trace_that_cannot_be_written_is_reported_and_training_goes_on(
     pool: RankPool, tmp_path: Path, more: dict[str, Any], options: dict[str, Any], said: str
 ) -> None:
     (found,) = profiled(pool, tmp_path / "run", {"1": command("lost", 2, 3, **more)}, **options)

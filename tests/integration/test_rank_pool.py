@@ -1,4 +1,4 @@
-"""Ranks that stay between runs: they are the same processes, and one that fails leaves nothing to the next run."""
+"""Ranks that stay between runs: the same processes, and a failed one leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def pool() -> Iterator[RankPool]:
 
 
 def meet(rank: int, world_size: int, folder: Path) -> tuple[int, float]:
-    """Program of one rank: its process, and the sum of all ranks; leaves the process group to whoever cleans up."""
+    """Program of one rank: its process, and the sum of all ranks; the group is left over."""
     dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=world_size)
     total = torch.tensor(1.0 + rank)
     dist.all_reduce(total)
@@ -39,7 +39,9 @@ def trip(rank: int, world_size: int, folder: Path, *, how: str) -> None:
 
 
 def test_ranks_of_a_world_size_stay_and_meet_anew(pool: RankPool, tmp_path: Path) -> None:
-    runs = [pool.run(f"{PROGRAMS}:meet", size, tmp_path / str(n)) for n, size in enumerate((2, 3, 2))]
+    runs = [
+        pool.run(f"{PROGRAMS}:meet", size, tmp_path / str(n)) for n, size in enumerate((2, 3, 2))
+    ]
     assert [[total for _, total in run] for run in runs] == [[3.0] * 2, [6.0] * 3, [3.0] * 2]
     processes = [{process for process, _ in run} for run in runs]
     assert processes[0] == processes[2]
@@ -47,7 +49,9 @@ def test_ranks_of_a_world_size_stay_and_meet_anew(pool: RankPool, tmp_path: Path
 
 
 @pytest.mark.parametrize(("how", "account"), [("raises", "rank trips"), ("dies", "exit status 3")])
-def test_a_failure_takes_its_world_with_it(how: str, account: str, pool: RankPool, tmp_path: Path) -> None:
+def test_a_failure_takes_its_world_with_it(
+    how: str, account: str, pool: RankPool, tmp_path: Path
+) -> None:
     before = pool.run(f"{PROGRAMS}:meet", 2, tmp_path / "before")
     with pytest.raises(RankFailed, match=account) as failure:
         pool.run(f"{PROGRAMS}:trip", 2, tmp_path / "trip", how=how)

@@ -1,4 +1,4 @@
-"""The trainer's side of a snapshot against a real daemon: what is sealed, what is skipped, and what a loss costs."""
+"""The trainer's side of a snapshot against a daemon: sealed, skipped, and what a loss costs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tests.harness.checkpoint_node import TOKEN, DaemonProcess
 from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc
-from megascale_common.checkpoint_layout import ShardLayout, ShardPiece
-from megascale_common.local_messages import RestorePlanMessage
-from megascale_common.rpc import open_channel
-from megascale_executor.trainer.snapshot import Registration, Snapshotter
+from megascale_common.job.restore import RestorePlan, RestoreSource
+from megascale_common.service.channel import open_channel
+from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
+from megascale_trainer.snapshot import RankRegistration, Snapshotter
 
 PIECE = ShardPiece("vector", "master", "float32", (256,), (0,), (256,), 0, 256, 0, primary=True)
 
@@ -43,11 +43,16 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def snapshotter(daemon: DaemonProcess, state: State, *, attempt: int = 1, uri: str = "") -> Snapshotter:
+def snapshotter(
+    daemon: DaemonProcess, state: State, *, attempt: int = 1, uri: str = ""
+) -> Snapshotter:
     sizes = {"tp": 1, "cp": 1, "dp": 1, "pp": 1}
-    registration = Registration("job", attempt, 0, 1, uri, daemon.address if uri else "", 2, sizes)
+    committer = daemon.address if uri else ""
+    registration = RankRegistration("job", attempt, 0, 1, uri, committer, 2, sizes)
     longest_s = 4 * CALL_TIMEOUT_S
-    return Snapshotter(str(daemon.socket), registration, state, torch.device("cpu"), collective_timeout_s=longest_s)
+    return Snapshotter(
+        str(daemon.socket), registration, state, torch.device("cpu"), collective_timeout_s=longest_s
+    )
 
 
 def take(snapshots: Snapshotter, state: State, step: int, *, finite: bool = True) -> None:
@@ -55,7 +60,9 @@ def take(snapshots: Snapshotter, state: State, step: int, *, finite: bool = True
     assert snapshots.reserve(step) == 0
     assert snapshots.take(step, {"skipped_updates": 0}, votes=0)
     snapshots.seal_if_copied(wait=True)
-    assert snapshots.reserve(step + 1) == 1, "a snapshot is not sealed before the result of its step is known"
+    assert snapshots.reserve(step + 1) == 1, (
+        "a snapshot is not sealed before the result of its step is known"
+    )
     snapshots.settle(step, {"skipped_updates": 1}, finite=finite)
     snapshots.seal_if_copied()
 
@@ -63,13 +70,22 @@ def take(snapshots: Snapshotter, state: State, step: int, *, finite: bool = True
 async def open_attempt(daemon: DaemonProcess, uri: str, attempt: int, sealed_step: int = 0) -> str:
     async with open_channel(daemon.address, TOKEN) as channel:
         request = checkpoint_pb2.OpenAttemptRequest(
-            job="job", uri=uri, attempt=attempt, world_size=1, sealed_step=sealed_step, sealed_by_attempt=1
+            job="job",
+            uri=uri,
+            attempt=attempt,
+            world_size=1,
+            sealed_step=sealed_step,
+            sealed_by_attempt=1,
         )
-        stub: checkpoint_pb2_grpc.CheckpointServiceAsyncStub = checkpoint_pb2_grpc.CheckpointServiceStub(channel)
+        stub: checkpoint_pb2_grpc.CheckpointServiceAsyncStub = (
+            checkpoint_pb2_grpc.CheckpointServiceStub(channel)
+        )
         return str((await stub.OpenAttempt(request)).restore.manifest_uri)
 
 
-async def test_a_state_that_was_in_memory_alone_is_taken_again(tmp_path: Path, stack: ExitStack) -> None:
+async def test_a_state_that_was_in_memory_alone_is_taken_again(
+    tmp_path: Path, stack: ExitStack
+) -> None:
     daemon = stack.enter_context(DaemonProcess(tmp_path, "n0"))
     state, uri = State(), str(tmp_path / "checkpoints")
     # Attempt 1 is never opened, as if its last step could not be committed before it ended.
@@ -79,7 +95,7 @@ async def test_a_state_that_was_in_memory_alone_is_taken_again(tmp_path: Path, s
     await open_attempt(daemon, uri, 2, sealed_step=20)
     again, restored = snapshotter(daemon, state, attempt=2, uri=uri), State()
     again._state = restored
-    plan: RestorePlanMessage = {"source": "memory", "step": 20, "written_by_attempt": 1, "manifest_uri": ""}
+    plan = RestorePlan(RestoreSource.MEMORY, 20, written_by_attempt=1)
     small_state = await asyncio.to_thread(again.restore, plan)
     assert small_state == {"skipped_updates": 1} and set(restored.values.tolist()) == {20.0}
     assert await asyncio.to_thread(again.reserve_or_wait, 20, CALL_TIMEOUT_S) == 0
@@ -87,7 +103,10 @@ async def test_a_state_that_was_in_memory_alone_is_taken_again(tmp_path: Path, s
     again.settle(20, small_state, finite=True)
     again.seal_if_copied(wait=True)
     assert await asyncio.to_thread(again.drain, 20, CALL_TIMEOUT_S) == ""
-    assert await open_attempt(daemon, uri, 3) == f"{uri}/attempts/attempt-000002/step-000000020/manifest.json"
+    assert (
+        await open_attempt(daemon, uri, 3)
+        == f"{uri}/attempts/attempt-000002/step-000000020/manifest.json"
+    )
 
 
 def test_a_lost_daemon_costs_snapshots_and_no_memory(tmp_path: Path, stack: ExitStack) -> None:
@@ -99,7 +118,9 @@ def test_a_lost_daemon_costs_snapshots_and_no_memory(tmp_path: Path, stack: Exit
     daemon.stop()
     # The rank has voted for a snapshot and loses its slot before it is taken: training goes on.
     assert snapshots.drain(10, 0.1) == "the checkpoint daemon is gone"
-    assert "slot-" not in Path("/proc/self/maps").read_text(), "a lost daemon's memory is still mapped"
+    assert "slot-" not in Path("/proc/self/maps").read_text(), (
+        "a lost daemon's memory is still mapped"
+    )
     assert not snapshots.take(20, {}, votes=0)
     assert snapshots.reserve(30) == 1
     stack.enter_context(DaemonProcess(tmp_path, "n0", incarnation="i2"))

@@ -1,4 +1,4 @@
-"""A rank that waits in vain for its tensor-parallel peer ends as a victim: nobody takes it for the culprit."""
+"""A rank that waits for a stalled tensor-parallel peer is reported as a victim, not as a cause."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.harness.stalled_peer import end_of_a_stall
 
 
-async def test_who_waits_for_a_stalled_peer_is_a_victim(tmp_path: Path) -> None:
+async def test_a_rank_that_waits_for_a_stalled_peer_is_a_victim(tmp_path: Path) -> None:
     failed, log = await end_of_a_stall(tmp_path, "cpu")
     assert "is not overlapped" not in log
     victim, stalled = failed.workers

@@ -1,4 +1,4 @@
-"""Overlapped products over real shared memory give the plain products' bits, whatever the timing, and fall back."""
+"""Overlapped matmuls over real shared memory: the plain ones' bits at any timing, and fallbacks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,30 @@ def pool() -> Iterator[RankPool]:
 
 
 @pytest.mark.parametrize(
-    ("size", "dtype", "chunks"), [(2, "fp32", [1, 2, 5]), (3, "bf16", [1, 4]), (4, "fp32", [1, 2, 3, 7])]
+    ("size", "dtype", "chunks"),
+    [(2, "fp32", [1, 2, 5]), (3, "bf16", [1, 4]), (4, "fp32", [1, 2, 3, 7])],
 )
-def test_products_are_the_plain_ones(size: int, dtype: str, chunks: list[int], pool: RankPool, tmp_path: Path) -> None:
-    arguments = {"dtype": dtype, "chunks": chunks, "operations": 24, "part_bytes": 4096, "delay_s": 1e-3}
+def test_results_are_the_plain_ones(
+    size: int, dtype: str, chunks: list[int], pool: RankPool, tmp_path: Path
+) -> None:
+    arguments = {
+        "dtype": dtype,
+        "chunks": chunks,
+        "operations": 24,
+        "part_bytes": 4096,
+        "delay_s": 1e-3,
+    }
     for wrong in pool.run(f"{PROGRAMS}:compare", size, tmp_path, **arguments):
+        assert len(wrong) == 2 * len(chunks)
+        assert set(wrong.values()) == {0}, wrong
+
+
+@pytest.mark.parametrize(("size", "chunks"), [(2, [1, 2, 5]), (3, [1, 4]), (4, [1, 2, 3])])
+def test_gemms_in_fp8_are_the_plain_ones(
+    size: int, chunks: list[int], pool: RankPool, tmp_path: Path
+) -> None:
+    arguments = {"chunks": chunks, "operations": 24, "part_rows": 20, "delay_s": 1e-3}
+    for wrong in pool.run("tests.harness.fp8_gemms:compare", size, tmp_path, **arguments):
         assert len(wrong) == 2 * len(chunks)
         assert set(wrong.values()) == {0}, wrong
 
@@ -47,31 +66,46 @@ def test_an_operation_larger_than_its_slot_is_refused(pool: RankPool, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("ranks", "overlap", "one_host", "products", "said"),
+    ("ranks", "overlap", "one_host", "products", "cause"),
     [
-        (2, True, True, "_Counted", ""),
-        (2, False, True, "PlainProducts", ""),
-        (2, True, False, "PlainProducts", "its ranks are on different hosts"),
-        (1, True, True, "PlainProducts", "it has one rank"),
+        (2, True, True, "OverlappedMatmuls", ""),
+        (2, False, True, "PlainMatmuls", ""),
+        (2, True, False, "PlainMatmuls", "its ranks are on different hosts"),
+        (1, True, True, "PlainMatmuls", "it has one rank"),
     ],
-    ids=["overlapped", "not asked for", "two hosts", "one rank"],
+    ids=["overlapped", "not set", "two hosts", "one rank"],
 )
-def test_the_plain_products_are_the_fallback_and_the_log_says_why(
-    ranks: int, overlap: bool, one_host: bool, products: str, said: str, pool: RankPool, tmp_path: Path
+def test_the_plain_matmuls_are_the_fallback_and_the_log_gives_the_cause(
+    ranks: int,
+    overlap: bool,
+    one_host: bool,
+    products: str,
+    cause: str,
+    pool: RankPool,
+    tmp_path: Path,
 ) -> None:
-    for result in pool.run(f"{PROGRAMS}:choice", ranks, tmp_path, overlap=overlap, one_host=one_host):
+    for result in pool.run(
+        f"{PROGRAMS}:choice", ranks, tmp_path, overlap=overlap, one_host=one_host
+    ):
         assert result["products"] == products
-        assert result["log"].count("\n") == (1 if said else 0)
-        assert said in result["log"]
+        assert result["log"].count("\n") == (1 if cause else 0)
+        assert cause in result["log"]
 
 
 @pytest.mark.slow
 def test_bf16_trains_as_the_plain_version(pool: RankPool, tmp_path: Path) -> None:
-    """Activations keep 8 bits and are rounded at other places, which a loss of 5.7 over 256 tokens mostly averages."""
+    """Activations of 8 bits are rounded at other places, which mostly cancels in the loss.
+
+    The loss is 5.7, averaged over 256 tokens.
+    """
     losses = []
     for overlap in (False, True):
-        job = tiny_job(parallelism={"tp": 2, "overlap": {"tp": overlap}}, training={"precision": "bf16"})
-        [first, second] = pool.run("tests.harness.training:train", 2, tmp_path / str(overlap), job=job, steps=6)
+        job = tiny_job(
+            parallelism={"tp": 2, "overlap": {"tp": overlap}}, training={"precision": "bf16"}
+        )
+        [first, second] = pool.run(
+            "tests.harness.training:train", 2, tmp_path / str(overlap), job=job, steps=6
+        )
         assert first["records"] == second["records"]
         losses.append([record["loss"] for record in first["records"]])
     assert losses[1] == pytest.approx(losses[0], abs=1e-2)
@@ -89,7 +123,10 @@ def test_bf16_trains_as_the_plain_version(pool: RankPool, tmp_path: Path) -> Non
 def test_a_layer_gathers_and_scatters_no_more_than_it_must(
     block: str, recompute: str, overlap: bool, per_layer: int, pool: RankPool, tmp_path: Path
 ) -> None:
-    """Once each for a pair of projections and a direction; full recompute repeats all but the layer's last scatter."""
+    """One each for a pair of projections and a direction.
+
+    Full recompute repeats all but the layer's last scatter.
+    """
     counts = []
     for layers in (1, 2):
         job = tiny_job(

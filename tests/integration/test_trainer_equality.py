@@ -1,4 +1,4 @@
-"""Every layout trains as one process does: 20 losses within a stated tolerance, initial weights bit for bit."""
+"""Every layout trains as one process does: losses within a tolerance, initial weights exactly."""
 
 from __future__ import annotations
 
@@ -13,21 +13,29 @@ import pytest
 from tests.harness.ranks import RankPool, rank_pool
 from tests.harness.training import assemble, hiding, tiny_job
 
-from megascale_executor.trainer.step import StepRecord
+from megascale_trainer.trainer import StepRecord
 
 STEPS, FEW_STEPS = 20, 8
-# float32 keeps a loss of 5 to 5e-7; sums in another order differ by that much, and were seen to differ by 2.3e-7
+# float32 keeps a loss of 5 to 5e-7; sums in another order differ by that much, and were seen to
+# differ by 2.3e-7
 LOSS_TOLERANCE = 5e-6
 
 TRAIN = "tests.harness.training:train"
 
-# Overlapped products are made in row chunks: another order of sums inside the library, hence a tolerance and not bits
-# Larger micro-batches where many ranks talk in every layer: fewer, and the grouping of samples is compared as well.
+# Overlapped GEMMs run in row chunks: another order of sums inside the library, hence a tolerance
+# and not bits. Larger micro-batches where many ranks communicate in every layer: fewer of them, and
+# the grouping of samples is compared as well.
 LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
     "one, full recompute": ({"recompute": "full"}, 4),
     "one, selective recompute": ({"recompute": "selective"}, 4),
-    "pp2vpp2dp2, overlapped pp and dp": ({"pp": 2, "virtual_stages": 2, "dp": 2, **hiding("pp", "dp")}, 1),
-    "pp4vpp2, full recompute, overlapped pp": ({"pp": 4, "virtual_stages": 2, "recompute": "full", **hiding("pp")}, 2),
+    "pp2vpp2dp2, overlapped pp and dp": (
+        {"pp": 2, "virtual_stages": 2, "dp": 2, **hiding("pp", "dp")},
+        1,
+    ),
+    "pp4vpp2, full recompute, overlapped pp": (
+        {"pp": 4, "virtual_stages": 2, "recompute": "full", **hiding("pp")},
+        2,
+    ),
     "tp2pp2vpp2 uneven, selective recompute, overlapped tp and pp": (
         {
             "tp": 2,
@@ -75,7 +83,9 @@ def pool() -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="module")
-def reference(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], tuple[Any, Path]]:
+def reference(
+    pool: RankPool, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, int], tuple[Any, Path]]:
     """What one process computes for a model, run once per model and number of steps."""
 
     @functools.cache
@@ -119,8 +129,12 @@ def test_layout_trains_as_one_process(
     results = pool.run(TRAIN, world_size, tmp_path, job=job, steps=steps)
     expected, folder = reference(model, steps)
     for result in results:
-        assert result["records"] == results[0]["records"], "ranks disagree on what they computed together"
-    ours, theirs = ([StepRecord(**record) for record in found["records"]] for found in (results[0], expected))
+        assert result["records"] == results[0]["records"], (
+            "ranks disagree on what they computed together"
+        )
+    ours, theirs = (
+        [StepRecord(**record) for record in found["records"]] for found in (results[0], expected)
+    )
     assert theirs[-1].loss < theirs[0].loss - (0.5 if steps == STEPS else 0.1), (
         "the model did not learn: the comparison proves little"
     )
@@ -129,27 +143,39 @@ def test_layout_trains_as_one_process(
         assert our.z_loss == pytest.approx(their.z_loss, rel=1e-4)
         assert our.gradient_norm == pytest.approx(their.gradient_norm, rel=1e-4)
         assert our.clip_factor == pytest.approx(their.clip_factor, rel=1e-4)
-        assert (our.consumed_tokens, our.learning_rate) == (their.consumed_tokens, their.learning_rate)
+        assert (our.consumed_tokens, our.learning_rate) == (
+            their.consumed_tokens,
+            their.learning_rate,
+        )
     for kind, tolerance in (("initial", 0.0), ("final", 1e-3)):
         values_of = [assemble(tmp_path, kind, world_size), assemble(folder, kind, 1)]
         assert values_of[0].keys() == values_of[1].keys()
         for name in values_of[0]:
-            np.testing.assert_allclose(values_of[0][name], values_of[1][name], rtol=0, atol=tolerance, err_msg=name)
+            np.testing.assert_allclose(
+                values_of[0][name], values_of[1][name], rtol=0, atol=tolerance, err_msg=name
+            )
 
 
 @pytest.mark.parametrize("sizes", [{"pp": 2}, {"pp": 2, "virtual_stages": 2}])
-def test_posting_receives_ahead_changes_no_bit(sizes: dict[str, Any], pool: RankPool, tmp_path: Path) -> None:
+def test_posting_receives_ahead_changes_no_bit(
+    sizes: dict[str, Any], pool: RankPool, tmp_path: Path
+) -> None:
     jobs = [tiny_job(parallelism=sizes | overlap) for overlap in ({}, hiding("pp"))]
-    plain, ahead = (pool.run(TRAIN, 2, tmp_path / str(n), job=job, steps=3) for n, job in enumerate(jobs))
+    plain, ahead = (
+        pool.run(TRAIN, 2, tmp_path / str(n), job=job, steps=3) for n, job in enumerate(jobs)
+    )
     assert ahead == plain
     for rank in range(2):
-        with np.load(tmp_path / f"0/final-{rank}.npz") as theirs, np.load(tmp_path / f"1/final-{rank}.npz") as ours:
+        with (
+            np.load(tmp_path / f"0/final-{rank}.npz") as theirs,
+            np.load(tmp_path / f"1/final-{rank}.npz") as ours,
+        ):
             for name in theirs.files:
                 np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)
 
 
 def test_a_posted_receive_is_entered_when_it_is_waited_for(pool: RankPool, tmp_path: Path) -> None:
-    """A stage that stands still in its own computation must not seem to wait for others (hang diagnosis)."""
+    """A stage that hangs in its own computation must not seem to wait for others."""
     job = tiny_job(parallelism={"pp": 2, **hiding("pp")})
     rows = pool.run("tests.harness.training:posted_receive_rows", 2, tmp_path, job=job)[1]
     (entered, completed), connected = rows["posted"], rows["before"]
@@ -162,7 +188,9 @@ def test_a_job_repeats_and_resumes_bit_for_bit(pool: RankPool, tmp_path: Path) -
     job = tiny_job(parallelism={"tp": 2, "pp": 2, "dp": 2, **hiding("tp", "pp", "dp")})
     program = "tests.harness.training:train_and_resume"
     results = pool.run(program, 8, tmp_path / "first", job=job)
-    assert pool.run(program, 8, tmp_path / "second", job=job) == results, "the same job ran to other bits"
+    assert pool.run(program, 8, tmp_path / "second", job=job) == results, (
+        "the same job ran to other bits"
+    )
     for result in results:
         assert result["resumed"] == result["uninterrupted"] == results[0]["uninterrupted"]
         assert result["states_equal"]
@@ -185,22 +213,32 @@ def test_the_status_page_counts_what_every_group_did(pool: RankPool, tmp_path: P
         for name, (entered, completed) in rows.items():
             assert entered == completed > 0, name
         assert rows["world"][0] == 1
-        assert rows["pp0-1.activation"][0] == 4, "one message for each of the replica's micro-batches"
+        assert rows["pp0-1.activation"][0] == 4, (
+            "one message for each of the replica's micro-batches"
+        )
 
 
 def test_a_rank_that_stalls_fails_its_group_in_time(pool: RankPool, tmp_path: Path) -> None:
-    results = pool.run("tests.harness.training:stall", 4, tmp_path, job=tiny_job(parallelism={"tp": 2, "dp": 2}))
-    # rank 3 stalls for 6 s; its tp peer is rank 2, its dp peer rank 1; rank 0 shares only the world with it
+    results = pool.run(
+        "tests.harness.training:stall", 4, tmp_path, job=tiny_job(parallelism={"tp": 2, "dp": 2})
+    )
+    # rank 3 stalls for 6 s; its tp peer is rank 2, its dp peer rank 1; rank 0 shares only the world
+    # with it
     waited = [result["waited_s"] for result in results]
     assert all(1.5 < seconds < 5.9 for seconds in waited[:3]), waited
-    assert all("imed out" in result["error"] or "onnection" in result["error"] for result in results[:3]), results
+    assert all(
+        "imed out" in result["error"] or "onnection" in result["error"] for result in results[:3]
+    ), results
 
 
 def test_evaluation_is_the_loss_of_a_step_without_the_step(pool: RankPool, tmp_path: Path) -> None:
     program = "tests.harness.training:evaluate"
     one = pool.run(program, 1, tmp_path / "one", job=tiny_job())[0]
     interleaved = {"tp": 2, "pp": 2, "virtual_stages": 2, **hiding("tp", "pp")}
-    for result in [one, *pool.run(program, 4, tmp_path / "interleaved", job=tiny_job(parallelism=interleaved))]:
+    for result in [
+        one,
+        *pool.run(program, 4, tmp_path / "interleaved", job=tiny_job(parallelism=interleaved)),
+    ]:
         assert result["before"][0] == pytest.approx(result["losses"][0], abs=LOSS_TOLERANCE)
         assert result["after"] == result["again"], "an evaluation changes nothing"
         assert result["after"] < result["before"][1], "it saw what training did"

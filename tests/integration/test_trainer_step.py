@@ -1,4 +1,4 @@
-"""One process: the trainer against an independent float64 model, its skipping, its snapshots, its determinism."""
+"""One process: the trainer against a float64 model, its skipping, snapshots and determinism."""
 
 from __future__ import annotations
 
@@ -12,17 +12,33 @@ from tests.harness.reference_model import ReferenceModel
 from tests.harness.training import CPU, micro_batches, pieces_of, sample, tiny_job
 from tests.harness.varlen import use_slow_varlen
 
-from megascale_common.job_config import JobConfig, from_dict
-from megascale_common.status_page import StatusPageWriter, read_status_page
-from megascale_executor.trainer.groups import single_process_groups
-from megascale_executor.trainer.schedule import learning_rate
-from megascale_executor.trainer.step import StepRecord, Trainer
+from megascale_common.job.config import JobConfig, from_accepted
+from megascale_common.node.status_page import StatusPageWriter, read_status_page
+from megascale_trainer.optimizer.learning_rate import learning_rate
+from megascale_trainer.parallel.groups import single_process_groups
+from megascale_trainer.trainer import StepRecord, Trainer
 
 MODELS: dict[str, dict[str, Any]] = {
     "parallel gelu layernorm bias rope": {},
-    "parallel swiglu rmsnorm": {"mlp": "swiglu", "norm": "rmsnorm", "bias": False, "ffn_size": 100, "kv_heads": 2},
-    "serial gelu learned window": {"block": "serial", "positions": "learned", "window": 7, "norm_bias": False},
-    "serial swiglu rmsnorm bias": {"block": "serial", "mlp": "swiglu", "norm": "rmsnorm", "kv_heads": 1},
+    "parallel swiglu rmsnorm": {
+        "mlp": "swiglu",
+        "norm": "rmsnorm",
+        "bias": False,
+        "ffn_size": 100,
+        "kv_heads": 2,
+    },
+    "serial gelu learned window": {
+        "block": "serial",
+        "positions": "learned",
+        "window": 7,
+        "norm_bias": False,
+    },
+    "serial swiglu rmsnorm bias": {
+        "block": "serial",
+        "mlp": "swiglu",
+        "norm": "rmsnorm",
+        "kv_heads": 1,
+    },
 }
 
 
@@ -47,7 +63,7 @@ def _run(trainer: Trainer, first: int, last: int) -> list[StepRecord]:
 def test_attention_by_documents_trains_as_under_a_matrix(
     document_attention: bool, recompute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On CUDA it is a kernel that takes them; here a stand-in, in layers with and without a window."""
+    """On CUDA a kernel takes documents; here a stand-in, in layers with and without a window."""
     job = tiny_job(
         model={"layers": 2, "layer_windows": [7, 0], "kv_heads": 2},
         parallelism={"recompute": recompute},
@@ -56,7 +72,7 @@ def test_attention_by_documents_trains_as_under_a_matrix(
     )
 
     def losses() -> list[float]:
-        trainer = _started(from_dict(job))
+        trainer = _started(from_accepted(job))
         trained = [record.loss for record in _run(trainer, 0, 3)]
         return [*trained, trainer.evaluate([micro_batches(trainer.config, 3, 0)])]
 
@@ -70,7 +86,9 @@ def test_attention_by_documents_trains_as_under_a_matrix(
 
 @pytest.mark.parametrize("name", MODELS)
 def test_trainer_follows_an_independent_model_in_float64(name: str) -> None:
-    config = from_dict(tiny_job(model={**MODELS[name], "layers": 2}, training={"global_batch_size": 2}))
+    config = from_accepted(
+        tiny_job(model={**MODELS[name], "layers": 2}, training={"global_batch_size": 2})
+    )
     trainer = _started(config)
     whole = {key.split("|")[0]: value for key, value in pieces_of(trainer).items()}
     model = ReferenceModel(config, whole)
@@ -78,7 +96,10 @@ def test_trainer_follows_an_independent_model_in_float64(name: str) -> None:
     others = [p for p in model.parameters.values() if p.dim() == 1]
     settings = config.optimizer
     optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}],
+        [
+            {"params": decayed, "weight_decay": settings.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ],
         betas=(settings.beta1, settings.beta2),
         eps=settings.epsilon,
     )
@@ -94,7 +115,9 @@ def test_trainer_follows_an_independent_model_in_float64(name: str) -> None:
         assert record.loss == pytest.approx(entropy.item(), abs=1e-5)
         assert record.z_loss == pytest.approx(z_loss.item(), rel=1e-5)
         assert record.gradient_norm == pytest.approx(norm.item(), rel=1e-4)
-        assert record.clip_factor == pytest.approx(min(1.0, settings.clip_norm / norm.item()), rel=1e-4)
+        assert record.clip_factor == pytest.approx(
+            min(1.0, settings.clip_norm / norm.item()), rel=1e-4
+        )
         assert record.learning_rate == learning_rate(config, step)
         assert (record.step, record.consumed_samples) == (step + 1, 2 * step + 2)
         assert record.consumed_tokens == 32 * record.consumed_samples
@@ -103,20 +126,26 @@ def test_trainer_follows_an_independent_model_in_float64(name: str) -> None:
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("block", ["parallel", "serial"])
 def test_recomputation_changes_no_bit(recompute: str, block: str) -> None:
-    plain = _run(_started(from_dict(tiny_job(model={"block": block}))), 0, 3)
-    again = _run(_started(from_dict(tiny_job(model={"block": block}, parallelism={"recompute": recompute}))), 0, 3)
+    plain = _run(_started(from_accepted(tiny_job(model={"block": block}))), 0, 3)
+    again = _run(
+        _started(
+            from_accepted(tiny_job(model={"block": block}, parallelism={"recompute": recompute}))
+        ),
+        0,
+        3,
+    )
     assert again == plain
 
 
 def test_same_seed_same_bits_and_another_seed_another_run() -> None:
-    first, second = (_run(_started(from_dict(tiny_job())), 0, 3) for _ in range(2))
-    other = _run(_started(from_dict(tiny_job(training={"seed": 7}))), 0, 3)
+    first, second = (_run(_started(from_accepted(tiny_job())), 0, 3) for _ in range(2))
+    other = _run(_started(from_accepted(tiny_job(training={"seed": 7}))), 0, 3)
     assert first == second
     assert first[0].loss != other[0].loss
 
 
 def test_a_restored_trainer_goes_on_bit_for_bit() -> None:
-    config = from_dict(tiny_job())
+    config = from_accepted(tiny_job())
     uninterrupted = _started(config)
     expected = _run(uninterrupted, 0, 6)
     first = _started(config)
@@ -133,7 +162,7 @@ def test_a_restored_trainer_goes_on_bit_for_bit() -> None:
 
 
 def test_a_restore_ignores_what_no_piece_describes() -> None:
-    config = from_dict(tiny_job(model={"vocab_size": 299, "ffn_size": 101}))  # both are padded
+    config = from_accepted(tiny_job(model={"vocab_size": 299, "ffn_size": 101}))  # both are padded
     trainer = _started(config)
     _run(trainer, 0, 2)
     slot = torch.full((trainer.shard_layout().slot_bytes,), 0xAB, dtype=torch.uint8)
@@ -152,7 +181,7 @@ def test_a_restore_ignores_what_no_piece_describes() -> None:
 
 
 def test_a_broken_gradient_skips_the_update_and_training_goes_on() -> None:
-    config = from_dict(tiny_job())
+    config = from_accepted(tiny_job())
     trainer = _started(config)
     _run(trainer, 0, 2)
     before = {name: state.clone() for name, state in trainer.states().items()}
@@ -171,7 +200,7 @@ def test_a_broken_gradient_skips_the_update_and_training_goes_on() -> None:
 
 
 def test_a_batch_without_weight_is_skipped() -> None:
-    trainer = _started(from_dict(tiny_job()))
+    trainer = _started(from_accepted(tiny_job()))
     batches = micro_batches(trainer.config, 0, 0)
     for batch in batches:
         batch.loss_weight.zero_()
@@ -181,33 +210,33 @@ def test_a_batch_without_weight_is_skipped() -> None:
 
 
 def test_clipping_off() -> None:
-    record = _run(_started(from_dict(tiny_job(optimizer={"clip_norm": 0}))), 0, 1)[0]
+    record = _run(_started(from_accepted(tiny_job(optimizer={"clip_norm": 0}))), 0, 1)[0]
     assert record.clip_factor == 1.0
     assert record.gradient_norm > 1.0
 
 
 def test_bf16_learns_with_float32_master_and_gradients() -> None:
-    config = from_dict(tiny_job(training={"precision": "bf16"}))
-    exact, rounded = (_run(_started(c), 0, 8) for c in (from_dict(tiny_job()), config))
+    config = from_accepted(tiny_job(training={"precision": "bf16"}))
+    exact, rounded = (_run(_started(c), 0, 8) for c in (from_accepted(tiny_job()), config))
     for ours, theirs in zip(rounded, exact, strict=True):
         assert ours.loss == pytest.approx(theirs.loss, abs=0.05)
     assert rounded[-1].loss < rounded[0].loss - 0.2
 
 
 def test_wrong_batches_and_slots_are_refused() -> None:
-    trainer = _started(from_dict(tiny_job()))
+    trainer = _started(from_accepted(tiny_job()))
     batches = micro_batches(trainer.config, 0, 0)
     with pytest.raises(ValueError, match="takes 8 micro-batches, got 7"):
         trainer.train_step(batches[:7])
     with pytest.raises(ValueError, match=r"\[B, S\] = \(1, 32\), got \(2, 32\)"):
-        wide = from_dict(tiny_job(training={"micro_batch_size": 2, "global_batch_size": 16}))
+        wide = from_accepted(tiny_job(training={"micro_batch_size": 2, "global_batch_size": 16}))
         trainer.train_step(micro_batches(wide, 0, 0))
     with pytest.raises(ValueError, match="a slot of this rank is uint8"):
         trainer.load_from(torch.zeros(10, dtype=torch.uint8))
 
 
 def test_the_status_page_names_the_micro_batch(tmp_path: Path) -> None:
-    config = from_dict(tiny_job())
+    config = from_accepted(tiny_job())
     status = StatusPageWriter(tmp_path / "page", rank=0, attempt=1)
     trainer = _trainer(config, status)
     trainer.initialise()

@@ -27,10 +27,14 @@ def up(tmp_path: Path) -> Iterator[UpProcess]:
 
 
 async def alive_nodes(folder: Path) -> dict[str, str]:
-    """Names and switches of the nodes that the driver finds alive."""
+    """Names and switches of the nodes that are alive for the driver."""
     async with AsyncClient.from_run_folder(folder) as client:
         alive = types_pb2.NODE_LIVENESS_ALIVE
-        return {node.name: node.topology["switch"] async for node in client.nodes() if node.liveness == alive}
+        return {
+            node.name: node.topology["switch"]
+            async for node in client.nodes()
+            if node.liveness == alive
+        }
 
 
 async def test_life_of_a_cluster(up: UpProcess) -> None:
@@ -40,28 +44,32 @@ async def test_life_of_a_cluster(up: UpProcess) -> None:
     assert (up.folder.parent / "current").resolve() == up.folder.resolve()
     assert (up.folder / "token").stat().st_mode & 0o777 == 0o600
     # Each node is a process group of its own, with all its processes in it.
-    groups = {name: {os.getpgid(pid) for pid in up.node_pids(name).values()} for name in ("n1", "n2")}
+    groups = {
+        name: {os.getpgid(pid) for pid in up.node_pids(name).values()} for name in ("n1", "n2")
+    }
     assert groups == {"n1": {state["nodes"]["n1"]["pid"]}, "n2": {state["nodes"]["n2"]["pid"]}}
 
-    # The folder is taken.
+    # The run folder is in use.
     second = megascale("up", "--run-folder", str(up.folder), *OPTIONS)
     assert second.returncode == 1
     assert "in use by another" in second.stderr
 
-    # A driver that dies is started again, and the nodes find it.
+    # A driver that ends is restarted, and the nodes link to it.
     os.kill(state["driver"]["pid"], signal.SIGKILL)
-    until(lambda: up.seen("driver_exited") and len(up.seen("driver_ready")) == 2, "driver restarted")
+    until(
+        lambda: up.seen("driver_exited") and len(up.seen("driver_ready")) == 2, "driver restarted"
+    )
     assert up.state["driver"]["pid"] != state["driver"]["pid"]
     async with AsyncClient.from_run_folder(up.folder) as client:
         assert (await client.cluster_info()).cluster == "local"
 
-    # So is etcd, on its data; the driver leads again and takes orders.
+    # So is etcd, with its data; the driver leads again and accepts requests.
     os.kill(state["etcd"]["pid"], signal.SIGKILL)
     until(lambda: len(up.seen("etcd_ready")) == 2, "etcd restarted")
     async with AsyncClient.from_run_folder(up.folder) as client:
         assert (await client.evict("n2", reason="a test")).node.disposition_reason == "a test"
 
-    # A node that dies stays away, and that is said.
+    # A node that ends is reported and not restarted.
     up.kill_node("n2")
     (report,) = until(lambda: up.seen("node_exited"), "end of the node reported")
     assert (report["node"], report["exit_status"]) == ("n2", -signal.SIGKILL)
@@ -77,7 +85,12 @@ async def test_life_of_a_cluster(up: UpProcess) -> None:
 
 @pytest.mark.parametrize(
     ("wanted", "visible", "needed", "found"),
-    [("auto", None, 3, "cuda"), ("auto", None, 4, "cpu"), ("auto", "0,2", 3, "cpu"), ("cpu", None, 1, "cpu")],
+    [
+        ("auto", None, 3, "cuda"),
+        ("auto", None, 4, "cpu"),
+        ("auto", "0,2", 3, "cpu"),
+        ("cpu", None, 1, "cpu"),
+    ],
 )
 def test_gpus_are_counted_without_torch(
     tmp_path: Path,
@@ -88,7 +101,9 @@ def test_gpus_are_counted_without_torch(
     found: str,
 ) -> None:
     tool = tmp_path / "nvidia-smi"
-    tool.write_text('#!/bin/sh\nfor i in 0 1 2; do echo "GPU $i: Some Model (UUID: GPU-$i)"; done\n')
+    tool.write_text(
+        '#!/bin/sh\nfor i in 0 1 2; do echo "GPU $i: Some Model (UUID: GPU-$i)"; done\n'
+    )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -115,8 +130,10 @@ if "megascale_checkpoint" in sys.orig_argv:
 """
 
 
-async def test_ready_means_that_the_daemons_of_all_nodes_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent that waits in vain for its daemon (5 s) dials without it: the node is alive, and not yet of use."""
+async def test_ready_means_that_the_daemons_of_all_nodes_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent waits 5 s for its daemon and then links without it: the node is alive, not ready."""
     (tmp_path / "slow").mkdir()
     (tmp_path / "slow" / "sitecustomize.py").write_text(SLOW_DAEMON)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "slow"), prepend=os.pathsep)
@@ -126,7 +143,9 @@ async def test_ready_means_that_the_daemons_of_all_nodes_serve(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_cluster_in_the_background_of_a_script_ends_on_a_signal(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_cluster_in_the_background_of_a_script_ends_on_a_signal(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     """A shell without job control starts background commands with SIGINT ignored."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -139,7 +158,7 @@ def test_a_cluster_in_the_background_of_a_script_ends_on_a_signal(tmp_path: Path
         until_gone(everything, "all processes gone")
 
 
-def test_a_cluster_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_cluster_that_cannot_start_reports_why_and_leaves_nothing(tmp_path: Path) -> None:
     options = ("--run-folder", str(tmp_path / "x"), "--etcd-endpoints", "127.0.0.1:1")
     wrong_name = megascale("up", "--cluster", "Not A Name", *OPTIONS)
     assert wrong_name.returncode == 2

@@ -1,21 +1,26 @@
-"""The driver's core against a simulated cluster: seeded faults, invariants after every event, liveness afterwards."""
+"""The driver's core in a simulated cluster: random faults, invariants, recovery afterwards."""
 
 from __future__ import annotations
 
 import pytest
 from tests.harness.simulated_cluster import SimulatedCluster, demo_job, digest
 
-from megascale_driver.core.events import CordonRequested, EvictRequested, JobSubmitted, UncordonRequested
+from megascale_driver.core.events import (
+    CordonRequested,
+    EvictRequested,
+    JobSubmitted,
+    UncordonRequested,
+)
 from megascale_driver.core.state import Cluster, Disposition, JobPhase
 
 FAULT_ROUNDS = 25
 ROUND_S = 6.0
-SETTLE_S = 260.0  # a start deadline, a stop deadline, and the slowest verdict over silence
+SETTLE_S = 260.0  # a start deadline, a stop deadline and the slowest verdict about silence
 DONE = (JobPhase.RUNNING, JobPhase.SUCCEEDED, JobPhase.FAILED, JobPhase.CANCELLED)
 
 
 class Invariants:
-    """What must hold after every round, whatever happened."""
+    """What must hold after every round, whatever faults it had."""
 
     def __init__(self, world: SimulatedCluster) -> None:
         self._world = world
@@ -33,9 +38,13 @@ class Invariants:
             ranks = [rank for slot in job.slots for rank in slot.ranks]
             assert not job.slots or ranks == list(range(job.config.layout.world_size))
             for slot in job.slots:
-                assert len(slot.ranks) % job.config.parallelism.tp == 0, "tensor parallelism stays inside a node"
+                assert len(slot.ranks) % job.config.parallelism.tp == 0, (
+                    "tensor parallelism stays inside a node"
+                )
             assert job.reason
-            assert job.committed_step <= self._world.committed.get(job.name, 0), "nobody believes a liar"
+            assert job.committed_step <= self._world.committed.get(job.name, 0), (
+                "false reports change nothing"
+            )
         self._no_two_attempts_run()
         self._log_is_gapless()
 
@@ -45,12 +54,21 @@ class Invariants:
         assert len(used) == len(set(used)), f"a node is in two places: {used}"
 
     def _no_two_attempts_run(self) -> None:
-        """Nodes that the driver has not given up never run an older attempt beside the present one."""
+        """A node that is not given up never runs an older attempt beside the current one."""
         for node in self._world.nodes.values():
             job = self._world.state.jobs.get(node.job)
-            if job is None or not node.up or node.lies or job.phase is JobPhase.QUEUED or node.attempt >= job.attempt:
+            if (
+                job is None
+                or not node.up
+                or node.lies
+                or job.phase is JobPhase.QUEUED
+                or node.attempt >= job.attempt
+            ):
                 continue
-            assert node.name in job.evicted or not node.connected or not node.workers_run(), (node, job)
+            assert node.name in job.evicted or not node.connected or not node.workers_run(), (
+                node,
+                job,
+            )
 
     def _log_is_gapless(self) -> None:
         for line in self._world.audit[self._audited :]:
@@ -62,7 +80,9 @@ class Invariants:
 def hurt(world: SimulatedCluster) -> None:
     """One random fault."""
     name = world.random.choice(list(world.nodes))
-    kind = world.random.choice(["crash", "pause", "partition", "kill", "kill", "failover", "none", "none"])
+    kind = world.random.choice(
+        ["crash", "pause", "partition", "kill", "kill", "failover", "none", "none"]
+    )
     if kind == "crash":
         world.crash(name, world.random.uniform(0.5, 40.0))
     elif kind == "pause":
@@ -76,7 +96,7 @@ def hurt(world: SimulatedCluster) -> None:
 
 
 def history(seed: int) -> SimulatedCluster:
-    """Faults for a while, then none."""
+    """A cluster after some rounds with faults and then some without."""
     world = SimulatedCluster(seed, nodes=7)
     rules = Invariants(world)
     world.nodes["n6"].lies = seed % 2 == 0
@@ -94,15 +114,17 @@ def history(seed: int) -> SimulatedCluster:
     return world
 
 
-def meddle(world: SimulatedCluster) -> None:
-    """One random word of an operator, who is not always right."""
+def intervene(world: SimulatedCluster) -> None:
+    """One random request of an operator, helpful or not."""
     name = world.random.choice(list(world.nodes))
-    kind = world.random.choice([CordonRequested, CordonRequested, EvictRequested, UncordonRequested, UncordonRequested])
+    kind = world.random.choice(
+        [CordonRequested, CordonRequested, EvictRequested, UncordonRequested, UncordonRequested]
+    )
     world.feed(kind(world.now_s, name, "thinks it best", "ada"))
 
 
 @pytest.mark.parametrize("seed", range(100, 112))
-def test_jobs_run_again_when_operators_meddle_with_faulty_nodes(seed: int) -> None:
+def test_jobs_run_again_when_operators_change_faulty_nodes_at_random(seed: int) -> None:
     world = SimulatedCluster(seed, nodes=7)
     rules = Invariants(world)
     world.run(2.0)
@@ -110,7 +132,7 @@ def test_jobs_run_again_when_operators_meddle_with_faulty_nodes(seed: int) -> No
     world.feed(JobSubmitted(world.now_s, demo_job("b", dp=1, spares=0), "test"))
     for _ in range(FAULT_ROUNDS):
         hurt(world)
-        meddle(world)
+        intervene(world)
         world.run(world.random.uniform(0.5, ROUND_S))
         rules.check()
     for name in world.nodes:
@@ -130,7 +152,7 @@ def test_jobs_run_again_after_any_history_of_faults(seed: int) -> None:
     for job in world.state.jobs.values():
         assert job.phase in DONE, (job.phase, job.reason, world.audit[-12:])
     for job_name, _, restore in world.opened:
-        if restore.source == "STORAGE":
+        if restore.source == "storage":
             assert restore.step <= world.committed[job_name]
 
 
@@ -167,7 +189,7 @@ def test_a_crashed_node_is_found_at_once_and_its_spare_takes_over() -> None:
     assert job.evicted == (lost,) and job.restarts == 1
 
 
-def test_a_stopped_node_with_open_sockets_is_acted_upon_within_fifteen_seconds() -> None:
+def test_a_stopped_node_with_open_sockets_is_dead_within_fifteen_seconds() -> None:
     for seed in range(5):
         world = running(seed, nodes=3)
         world.run(seed * 1.1)
@@ -183,7 +205,7 @@ def test_survivors_restore_from_their_own_memory_after_a_worker_died() -> None:
     world.kill_worker(world.state.jobs["a"].slots[1].node)
     world.run(15.0)
     _, attempt, restore = world.opened[-1]
-    assert attempt == 2 and restore.source == "MEMORY"
+    assert attempt == 2 and restore.source == "memory"
     assert restore.step >= 5
 
 
@@ -194,7 +216,7 @@ def test_a_new_leader_adopts_a_running_job_without_a_new_attempt() -> None:
     assert (world.state.jobs["a"].attempt, world.state.jobs["a"].phase) == (1, JobPhase.RUNNING)
 
 
-def test_a_blind_driver_does_not_take_the_jobs_apart() -> None:
+def test_a_driver_that_is_cut_off_does_not_tear_jobs_apart() -> None:
     world = SimulatedCluster(6, nodes=40, switches=4)
     world.run(2.0)
     for number in range(20):
@@ -216,7 +238,7 @@ def test_a_blind_driver_does_not_take_the_jobs_apart() -> None:
     assert all(job.phase is JobPhase.RUNNING for job in world.state.jobs.values())
 
 
-def test_an_evicted_node_gets_no_work_and_its_job_moves_on() -> None:
+def test_an_evicted_node_gets_no_work_and_its_job_continues_elsewhere() -> None:
     world = running(7, nodes=3)
     victim = world.state.jobs["a"].slots[0].node
     world.feed(EvictRequested(world.now_s, victim, "bad fan", "operator"))
@@ -224,7 +246,7 @@ def test_an_evicted_node_gets_no_work_and_its_job_moves_on() -> None:
     job = world.state.jobs["a"]
     assert job.phase is JobPhase.RUNNING and victim not in [slot.node for slot in job.slots]
     assert world.state.nodes[victim].disposition is Disposition.QUARANTINED
-    assert job.restarts == 0, "an operator's order costs the job none of its restarts"
+    assert job.restarts == 0, "an operator's request costs the job no restart"
     world.failover()
     assert world.state.nodes[victim].disposition is Disposition.QUARANTINED
 
@@ -235,7 +257,7 @@ def test_a_job_that_fails_without_progress_ends_with_the_reason() -> None:
     for _ in range(6):
         for node in world.nodes.values():
             world.kill_worker(node.name)
-        world.steps["a"] = (0, 0, world.now_s + 1e6)  # nothing is completed any more
+        world.steps["a"] = (0, 0, world.now_s + 1e6)  # no further step is completed
         world.run(15.0)
     job = world.state.jobs["a"]
     assert job.phase is JobPhase.FAILED

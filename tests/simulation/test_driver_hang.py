@@ -1,4 +1,4 @@
-"""Jobs that stand still with all processes alive, in the simulated cluster."""
+"""Jobs that hang with all processes alive, in the simulated cluster."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from megascale_driver.core.explain import explain
 from megascale_driver.core.state import Disposition, Job, JobPhase
 
 
-def running(nodes: int, *, step_s: float = 0.5, run_s: float = 20.0, **recovery: int) -> SimulatedCluster:
+def running(
+    nodes: int, *, step_s: float = 0.5, run_s: float = 20.0, **recovery: int
+) -> SimulatedCluster:
     """A world in which job ``a`` has run for a while."""
     world = SimulatedCluster(1, nodes=nodes, switches=1)
     world.step_s = step_s
@@ -36,11 +38,17 @@ def test_a_job_that_stands_still_is_restarted_and_no_node_is_evicted() -> None:
     world.run(50.0)
     assert not times_of(world, "HANG_SUSPECTED")
     text = explain(world.state, "a", world.now_s, world.policy)
-    assert "no rank has completed a step for 50 s (limit 60 s); rank 4 on node" in text and "in phase STEP" in text
+    assert (
+        "no rank has completed a step for 50 s (limit 60 s); rank 4 on node" in text
+        and "in phase STEP" in text
+    )
     world.run(40.0)
     (line,) = [line for line in world.audit if line.reason == "HANG_SUSPECTED"]
     assert 60.0 <= line.at_s - stalled_at_s <= 60.0 + 2 * world.policy.heartbeat_interval_s
-    assert f"rank 4 on node {nodes[1]} stands in phase STEP" in line.message and "rank 0" not in line.message
+    assert (
+        f"rank 4 on node {nodes[1]} is in phase STEP" in line.message
+        and "rank 0" not in line.message
+    )
     assert line.evidence[0].source == f"nodes/{nodes[1]}/ranks/4" and len(line.evidence) == 8
     job = job_of(world)
     assert (job.phase, job.attempt, job.restarts) == (JobPhase.RUNNING, 2, 1)
@@ -49,18 +57,20 @@ def test_a_job_that_stands_still_is_restarted_and_no_node_is_evicted() -> None:
     assert "no rank" not in explain(world.state, "a", world.now_s, world.policy)
 
 
-def test_a_node_that_holds_the_job_up_twice_in_a_row_is_left_by_it() -> None:
+def test_a_job_leaves_a_node_that_holds_it_up_twice_in_a_row() -> None:
     world = running(3)
     nodes = [slot.node for slot in job_of(world).slots]
     world.nodes[nodes[1]].stalled_until_attempt = 10
     world.run(90.0)
     assert len(times_of(world, "HANG_SUSPECTED")) == 1 and not job_of(world).evicted
-    world.run(1000.0)  # the second attempt never leaves its warm-up, whose limit is a generous one
+    world.run(1000.0)  # the second attempt never leaves its warm-up, which has a longer limit
     job = job_of(world)
     assert len(times_of(world, "HANG_SUSPECTED")) == 2
     assert job.evicted == (nodes[1],) and nodes[1] not in [slot.node for slot in job.slots]
     assert (job.phase, job.attempt) == (JobPhase.RUNNING, 3)
-    assert world.state.nodes[nodes[1]].disposition is Disposition.SCHEDULABLE, "other jobs may still use it"
+    assert world.state.nodes[nodes[1]].disposition is Disposition.SCHEDULABLE, (
+        "other jobs may still use it"
+    )
 
 
 def test_budgets_end_a_job_that_hangs_again_and_again() -> None:
@@ -75,7 +85,7 @@ def test_slow_steps_of_a_known_pace_are_no_hang() -> None:
     assert len(job_of(world).step_times) >= 3
     world.nodes[job_of(world).slots[0].node].stalled_until_attempt = 1
     world.run(200.0)
-    assert not times_of(world, "HANG_SUSPECTED"), "five times the known pace is not over"
+    assert not times_of(world, "HANG_SUSPECTED"), "the limit of five step times is not reached"
     world.run(100.0)
     assert len(times_of(world, "HANG_SUSPECTED")) == 1
 
@@ -92,14 +102,14 @@ def test_warm_up_takes_its_time() -> None:
     assert len(times_of(world, "HANG_SUSPECTED")) == 1
 
 
-def test_a_silent_node_is_judged_by_its_silence() -> None:
+def test_a_silent_node_is_dead_by_its_silence_and_not_a_hang() -> None:
     world = running(3)
     world.pause(job_of(world).slots[1].node, 300.0)
     world.run(120.0)
     assert times_of(world, "NODE_DEAD") and not times_of(world, "HANG_SUSPECTED")
 
 
-def test_the_clock_of_a_job_starts_anew_with_a_new_leader() -> None:
+def test_the_clock_of_a_job_restarts_with_a_new_leader() -> None:
     world = running(2)
     world.nodes[job_of(world).slots[0].node].stalled_until_attempt = 1
     world.run(50.0)
@@ -107,5 +117,5 @@ def test_the_clock_of_a_job_starts_anew_with_a_new_leader() -> None:
     failed_over_at_s = world.now_s
     world.run(55.0)
     assert not times_of(world, "HANG_SUSPECTED") and job_of(world).attempt == 1
-    world.run(900.0)  # its pace is not known to the new leader
+    world.run(900.0)  # the new leader does not know the job's pace
     assert times_of(world, "HANG_SUSPECTED")[0] - failed_over_at_s >= world.policy.hang.warmup_s

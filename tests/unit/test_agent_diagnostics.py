@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from megascale.v1 import types_pb2
-from megascale_common import job_config
-from megascale_common.local_messages import SelfChecked
+from megascale_common.job import config as job_config
+from megascale_common.node.messages import SelfChecked
+from megascale_common.service.errors import DeviceQueryError
 from megascale_executor.diagnostics import device_present, disk_room, memory_room, rank_checks
-from megascale_executor.diagnostics.devices import DeviceFacts, DeviceQueryError, parse_gpus
+from megascale_executor.diagnostics.devices import DeviceFacts, parse_gpus
 from megascale_executor.diagnostics.finding import Finding, failures, verdict_of
-from megascale_executor.trainer import self_check
+from megascale_trainer.process import self_check
 
 _SMI = "0, GPU-aa, NVIDIA H200, 143771\n1, GPU-bb, NVIDIA H200, 143771\n"
 
@@ -30,15 +31,21 @@ def test_gpus_as_nvidia_smi_lists_them() -> None:
 def test_device_that_is_gone_or_exchanged_fails() -> None:
     registered = parse_gpus(_SMI)
     exchanged = DeviceFacts(1, "cuda", "GPU-cc", "NVIDIA H200", 1)
-    verdicts = [finding.verdict for finding in device_present.compare(registered, [registered[0], exchanged], 0.0)]
+    verdicts = [
+        finding.verdict
+        for finding in device_present.compare(registered, [registered[0], exchanged], 0.0)
+    ]
     assert verdicts == ["PASS", "FAIL"]
-    assert [f.verdict for f in device_present.compare(registered, registered[:1], 0.0)] == ["PASS", "FAIL"]
+    assert [f.verdict for f in device_present.compare(registered, registered[:1], 0.0)] == [
+        "PASS",
+        "FAIL",
+    ]
 
 
 def test_disk_room(tmp_path: Path) -> None:
     assert disk_room.check(tmp_path).verdict in ("PASS", "DEGRADED")
     assert disk_room.check(tmp_path / "absent").verdict == "FAIL"
-    assert [disk_room.judge("d", size, 0.0).verdict for size in (1 << 20, 1 << 29, 1 << 31)] == [
+    assert [disk_room.evaluate("d", size, 0.0).verdict for size in (1 << 20, 1 << 29, 1 << 31)] == [
         "FAIL",
         "DEGRADED",
         "PASS",
@@ -47,7 +54,7 @@ def test_disk_room(tmp_path: Path) -> None:
 
 def _config(uri: str) -> job_config.JobConfig:
     model = {"layers": 2, "hidden_size": 64, "heads": 2, "vocab_size": 256, "sequence_length": 16}
-    return job_config.from_dict(
+    return job_config.from_accepted(
         {
             "name": "j",
             "model": model,
@@ -62,15 +69,20 @@ def test_memory_need_counts_every_parameter() -> None:
     # 2 layers of 12 h^2 weights, embedding and head; tp cuts them, dp does not; norms come on top.
     weights = 2 * 12 * 64**2 + 2 * 256 * 64
     wanted = memory_room.need(_config("/c"), [0, 1, 2, 3])
-    # Each dp replica: 4 bytes weight + 4 gradient; once over both: 12 bytes of states, twice in staging.
-    assert 2 * 8 * weights + 12 * weights < wanted.state_bytes < 1.1 * (2 * 8 * weights + 12 * weights)
+    # Each dp replica: 4 bytes weight + 4 gradient; once over both: 12 bytes of states, twice in
+    # staging.
+    assert (
+        2 * 8 * weights + 12 * weights < wanted.state_bytes < 1.1 * (2 * 8 * weights + 12 * weights)
+    )
     assert 24 * weights < wanted.staging_bytes < 1.1 * 24 * weights
     assert memory_room.need(_config(""), [0]).staging_bytes == 0
 
 
 def test_memory_room_verdicts() -> None:
     wanted = memory_room.MemoryNeed(state_bytes=600, staging_bytes=200)
-    assert [memory_room.check_host(wanted, size, on_cpu=True).verdict for size in (700, 900, 2000)] == [
+    assert [
+        memory_room.check_host(wanted, size, on_cpu=True).verdict for size in (700, 900, 2000)
+    ] == [
         "FAIL",
         "DEGRADED",
         "PASS",
@@ -86,11 +98,22 @@ def test_missing_answer_fails_and_one_rank_is_skipped_not_passed() -> None:
     answer: SelfChecked = {
         "kind": "self_checked",
         "rank": 0,
-        "results": [{"name": "compute", "target": "cpu:0", "verdict": "PASS", "detail": "", "elapsed_s": 0.1}],
+        "results": [
+            {
+                "name": "compute",
+                "target": "cpu:0",
+                "verdict": "PASS",
+                "detail": "",
+                "elapsed_s": 0.1,
+            }
+        ],
     }
-    alone = rank_checks.judge(["cpu:0"], {0: answer}, 0.0)
-    assert [(finding.name, finding.verdict) for finding in alone] == [("compute", "PASS"), ("all_reduce", "SKIPPED")]
-    both = rank_checks.judge(["cpu:0", "cpu:1"], {0: answer, 1: "no answer within 15 s"}, 0.0)
+    alone = rank_checks.evaluate(["cpu:0"], {0: answer}, 0.0)
+    assert [(finding.name, finding.verdict) for finding in alone] == [
+        ("compute", "PASS"),
+        ("all_reduce", "SKIPPED"),
+    ]
+    both = rank_checks.evaluate(["cpu:0", "cpu:1"], {0: answer, 1: "no answer within 15 s"}, 0.0)
     assert [finding.target for finding in failures(both)] == ["cpu:1"]
     assert verdict_of("SPLENDID") == "FAIL"
 
@@ -120,5 +143,8 @@ def test_compute_check_sees_one_wrong_element(monkeypatch: pytest.MonkeyPatch) -
 
 def test_known_product_equals_an_independent_one() -> None:
     left, right, tile = self_check._known_product(64)
-    exact = [[sum(int(a) * int(b) for a, b in zip(row, column, strict=True)) for column in right.T] for row in left]
+    exact = [
+        [sum(int(a) * int(b) for a, b in zip(row, column, strict=True)) for column in right.T]
+        for row in left
+    ]
     assert np.array_equal(np.array(exact), np.tile(tile, (4, 4)))

@@ -1,4 +1,4 @@
-"""The node's link against a real gRPC peer: what goes wrong while a message is built ends neither link nor agent."""
+"""The link against a real gRPC peer: an error in a message ends neither link nor agent."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def test_a_hello_or_heartbeat_that_cannot_be_built_is_built_again(tmp_path
     running = asyncio.create_task(link.run())
     try:
         await driver.until(lambda: len(driver.beats) >= 2)
-        assert {told.node for told in driver.hellos} == {"n0"} and link.connected
+        assert {hello.node for hello in driver.hellos} == {"n0"} and link.connected
         assert driver.beats[0].seq == 1, "the driver sees no gap"
         assert not running.done()
         running.cancel()

@@ -9,11 +9,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megascale_executor.agent.logs import MAX_SIGNATURES, LogScanner, follow, signature, tail
+from megascale_executor.agent.rank_logs import MAX_SIGNATURES, LogScanner, follow, signature, tail
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.text(st.characters(codec="ascii", exclude_characters="\r\n"), max_size=20)), st.integers(0, 30))
+@given(
+    st.lists(st.text(st.characters(codec="ascii", exclude_characters="\r\n"), max_size=20)),
+    st.integers(0, 30),
+)
 def test_tail_is_the_end_of_the_file(tmp_path: Path, lines: list[str], count: int) -> None:
     path = tmp_path / "rank.log"
     text = "".join(f"{line}\n" for line in lines)
@@ -27,7 +30,11 @@ def test_tail_reads_across_blocks(tmp_path: Path) -> None:
     path = tmp_path / "rank.log"
     path.write_text("".join(f"line {number:06d} {'x' * 50}\n" for number in range(20_000)))
     found, _ = tail(path, 5_000)
-    assert len(found) == 5_000 and found[0].startswith("line 015000") and found[-1].startswith("line 019999")
+    assert (
+        len(found) == 5_000
+        and found[0].startswith("line 015000")
+        and found[-1].startswith("line 019999")
+    )
 
 
 async def test_follow_gives_what_is_written_up_to_the_end(tmp_path: Path) -> None:
@@ -81,7 +88,12 @@ def test_scanner_counts_each_line_once_and_is_bounded(tmp_path: Path) -> None:
     assert max(len(each.sample_line.encode()) for each in found.values()) <= 512
     with logs[0].open("a") as log:
         log.write("or: 9 is bad\n")
-    assert [(each.signature, each.count) for each in scanner.collect()] == [("ValueError: # is bad", 1)]
+    assert [(each.signature, each.count) for each in scanner.collect()] == [
+        ("ValueError: # is bad", 1)
+    ]
     with logs[0].open("a") as log:
-        log.writelines(f"error of kind {chr(97 + number // 26)}{chr(97 + number % 26)}\n" for number in range(600))
+        log.writelines(
+            f"error of kind {chr(97 + number // 26)}{chr(97 + number % 26)}\n"
+            for number in range(600)
+        )
     assert len(scanner.collect()) == MAX_SIGNATURES

@@ -1,4 +1,4 @@
-"""Small parts of the agent: options, folders, assignments, step records, budgets, room, heartbeat size."""
+"""Small parts of the agent: options, folders, assignments, step records, budgets, heartbeats."""
 
 from __future__ import annotations
 
@@ -14,23 +14,28 @@ import pytest
 from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale.v1 import link_pb2
-from megascale_common import job_config
-from megascale_common.rank_layout import RankLayout
-from megascale_executor.agent import children, folders, host, tasks, template
-from megascale_executor.agent.assignment import AssignmentError, check_assignment, readers_of
+from megascale_common.job import config as job_config
+from megascale_common.job.rank_layout import RankLayout
+from megascale_common.service.errors import AssignmentError, OptionError, TemplateError
+from megascale_common.service.wire_text import encodable
+from megascale_executor.agent import asyncio_tasks, child_processes, folders, template_process
+from megascale_executor.agent.assignment import check_assignment, readers_of
 from megascale_executor.agent.channels import MessageChannel
-from megascale_executor.agent.children import RestartBudget
-from megascale_executor.agent.config import OptionError, parse_devices, parse_topology
+from megascale_executor.agent.child_processes import RestartBudget
+from megascale_executor.agent.config import parse_devices, parse_topology
+from megascale_executor.agent.heartbeat import host_counters
 from megascale_executor.agent.link import MAX_HEARTBEAT_BYTES, addresses_from, fit
-from megascale_executor.agent.status import encodable
 from megascale_executor.agent.step_reports import StepReports, to_proto
-from megascale_executor.agent.template import TemplateError
 from megascale_executor.agent.template_keeper import TemplateKeeper
 
 
 def test_devices_and_topology() -> None:
     assert parse_devices("0-2,5") == (0, 1, 2, 5)
-    assert parse_topology(["switch=s0,rack=r1", "host=h"]) == {"switch": "s0", "rack": "r1", "host": "h"}
+    assert parse_topology(["switch=s0,rack=r1", "host=h"]) == {
+        "switch": "s0",
+        "rack": "r1",
+        "host": "h",
+    }
 
 
 @pytest.mark.parametrize("text", ["", "a", "1-", "0-100000"])
@@ -47,17 +52,42 @@ def test_bad_devices_name_the_option(text: str) -> None:
         (["--cluster", "c", "--driver", "127.0.0.1:1"], "--token-file"),
     ],
 )
-def test_wrong_options_are_one_line_and_status_2(tmp_path: Path, options: list[str], words: str) -> None:
-    command = [sys.executable, "-m", "megascale_executor.agent", "--node", "n0", "--token-file", "absent"]
-    command += ["--device", "cpu", "--devices", "0", "--run-folder", ".", "--address-file", "a", *options]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=CALL_TIMEOUT_S, cwd=tmp_path, check=False)
+def test_wrong_options_are_one_line_and_status_2(
+    tmp_path: Path, options: list[str], words: str
+) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "megascale_executor.agent",
+        "--node",
+        "n0",
+        "--token-file",
+        "absent",
+    ]
+    command += [
+        "--device",
+        "cpu",
+        "--devices",
+        "0",
+        "--run-folder",
+        ".",
+        "--address-file",
+        "a",
+        *options,
+    ]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=CALL_TIMEOUT_S, cwd=tmp_path, check=False
+    )
     assert ended.returncode == 2
     assert words in ended.stderr and "Traceback" not in ended.stderr
 
 
 def test_agent_never_imports_torch() -> None:
-    code = "import sys, megascale_executor.agent.node as _; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=CALL_TIMEOUT_S, check=False).returncode == 0
+    code = "import sys, megascale_executor.agent.node_agent as _; sys.exit('torch' in sys.modules)"
+    assert (
+        subprocess.run([sys.executable, "-c", code], timeout=CALL_TIMEOUT_S, check=False).returncode
+        == 0
+    )
 
 
 def test_driver_file_is_read_anew(tmp_path: Path) -> None:
@@ -67,8 +97,12 @@ def test_driver_file_is_read_anew(tmp_path: Path) -> None:
     assert addresses_from((), file) == ["127.0.0.1:1", "127.0.0.1:2"]
 
 
-def test_socket_folder_of_a_dead_owner_goes_and_of_a_living_one_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    with tempfile.TemporaryDirectory(dir="/tmp") as runtime:  # pytest's own folders are too long for sockets
+def test_socket_folder_of_a_dead_owner_goes_and_of_a_living_one_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with tempfile.TemporaryDirectory(
+        dir="/tmp"
+    ) as runtime:  # pytest's own folders are too long for sockets
         monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
         mine = folders.create_socket_folder("c", "n", "one")
         dead = folders.create_socket_folder("c", "n", "two")
@@ -95,7 +129,7 @@ def test_readers_share_a_data_parallel_rank() -> None:
 
 def _config(dp: int) -> job_config.JobConfig:
     model = {"layers": 1, "hidden_size": 8, "heads": 1, "vocab_size": 8, "sequence_length": 4}
-    return job_config.from_dict(
+    return job_config.from_accepted(
         {
             "name": "j",
             "model": model,
@@ -118,13 +152,22 @@ def _config(dp: int) -> job_config.JobConfig:
 def test_contradictory_assignments_are_refused(
     ranks: list[int], devices: list[int], rank_nodes: list[str], words: str
 ) -> None:
-    given = link_pb2.AttemptAssignment(job="j", attempt=1, ranks=ranks, devices=devices, rank_nodes=rank_nodes)
+    given = link_pb2.AttemptAssignment(
+        job="j", attempt=1, ranks=ranks, devices=devices, rank_nodes=rank_nodes
+    )
     with pytest.raises(AssignmentError, match=words):
         check_assignment(given, _config(2), "n", {0, 1})
 
 
 def test_step_record_on_the_wire() -> None:
-    record = {"step": 3, "loss": 2.5, "step_time_s": 0.25, "completed_at_s": 1e9, "mfu_causal": None, "votes": 1}
+    record = {
+        "step": 3,
+        "loss": 2.5,
+        "step_time_s": 0.25,
+        "completed_at_s": 1e9,
+        "mfu_causal": None,
+        "votes": 1,
+    }
     message = to_proto(record)
     assert (message.step, message.loss, message.step_time.ToMilliseconds()) == (3, 2.5, 250)
     assert message.completed_at.seconds == 1_000_000_000 and not message.HasField("mfu_causal")
@@ -154,14 +197,20 @@ def test_heartbeat_is_cut_to_its_limit() -> None:
         logs=[link_pb2.LogFingerprint(signature="s", sample_line="x" * 512) for _ in range(32)],
     )
     short = fit(beat)
-    assert short.ByteSize() <= MAX_HEARTBEAT_BYTES and len(short.workers) == 64 and short.workers[0].error
+    assert (
+        short.ByteSize() <= MAX_HEARTBEAT_BYTES
+        and len(short.workers) == 64
+        and short.workers[0].error
+    )
 
 
 def test_a_heartbeat_after_hundreds_of_jobs_still_tells_what_is_held() -> None:
     held = link_pb2.CheckpointProgress(job="now", sealed=[link_pb2.SealedSnapshot(rank=1, step=5)])
     old = [link_pb2.CheckpointProgress(job=f"j{i}", manifest_uri="m" * 200) for i in range(600)]
     short = fit(link_pb2.Heartbeat(checkpoints=[*old, held], failure="f" * 4000))
-    assert short.ByteSize() <= MAX_HEARTBEAT_BYTES and [item.job for item in short.checkpoints] == ["now"]
+    assert short.ByteSize() <= MAX_HEARTBEAT_BYTES and [item.job for item in short.checkpoints] == [
+        "now"
+    ]
 
 
 def test_a_name_serves_one_agent_of_a_folder(tmp_path: Path) -> None:
@@ -174,10 +223,15 @@ def test_a_name_serves_one_agent_of_a_folder(tmp_path: Path) -> None:
 
 def test_what_a_worker_says_always_fits_a_message() -> None:
     text = encodable("No such file: /data/\udcff.bin")
-    assert text == "No such file: /data/?.bin" and link_pb2.WorkerStatus(error=text).SerializeToString()
+    assert (
+        text == "No such file: /data/?.bin"
+        and link_pb2.WorkerStatus(error=text).SerializeToString()
+    )
 
 
-async def test_an_essential_part_that_is_cancelled_from_within_ends_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_essential_part_that_is_cancelled_from_within_ends_the_agent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     killed: list[int] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid))
 
@@ -185,11 +239,13 @@ async def test_an_essential_part_that_is_cancelled_from_within_ends_the_agent(mo
         raise asyncio.CancelledError
 
     with pytest.raises(asyncio.CancelledError):
-        await tasks.essential(part())
+        await asyncio_tasks.essential(part())
     assert killed == [os.getpid()]
 
 
-async def test_a_template_that_hangs_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_template_that_hangs_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = Path(__file__).parents[1] / "harness" / "scripted_template.py"
     keeper = TemplateKeeper([sys.executable, str(script)], tmp_path / "template.log")
     keeper.begin()
@@ -198,16 +254,19 @@ async def test_a_template_that_hangs_is_replaced(tmp_path: Path, monkeypatch: py
         pid = keeper.pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
-        monkeypatch.setattr(template, "FORK_TIMEOUT_S", 0.2)
-        monkeypatch.setattr(children, "TERMINATE_GRACE_S", 0.2)
-        with (tmp_path / "log").open("wb") as log, pytest.raises(TemplateError, match="forked nothing"):
+        monkeypatch.setattr(template_process, "FORK_TIMEOUT_S", 0.2)
+        monkeypatch.setattr(child_processes, "TERMINATE_GRACE_S", 0.2)
+        with (
+            (tmp_path / "log").open("wb") as log,
+            pytest.raises(TemplateError, match="forked nothing"),
+        ):
             await first.fork(0, log.fileno(), log.fileno())
         async with asyncio.timeout(CALL_TIMEOUT_S):
             second = await keeper.ready()
         assert second is not first and keeper.pid != pid
         ours, theirs = MessageChannel.pair()
         with theirs, (tmp_path / "log").open("wb") as log:
-            monkeypatch.setattr(template, "FORK_TIMEOUT_S", CALL_TIMEOUT_S)
+            monkeypatch.setattr(template_process, "FORK_TIMEOUT_S", CALL_TIMEOUT_S)
             process = await second.fork(0, theirs.fileno(), log.fileno())
         process.kill()
         ours.close()
@@ -220,9 +279,11 @@ def test_counters_from_proc(tmp_path: Path) -> None:
     (tmp_path / "loadavg").write_text("1.50 1.0 0.5 1/100 42\n")
     (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable: 60 kB\n")
     columns = " ".join(str(number) for number in range(1, 17))
-    (tmp_path / "net/dev").write_text(f"Inter-| x\n face | y\n    lo: {columns}\n  eth0:{columns}\n  ib0: {columns}\n")
-    found = host.host_counters(tmp_path, tmp_path)
+    (tmp_path / "net/dev").write_text(
+        f"Inter-| x\n face | y\n    lo: {columns}\n  eth0:{columns}\n  ib0: {columns}\n"
+    )
+    found = host_counters(tmp_path, tmp_path)
     assert (found.load_1min, found.memory_available_bytes) == (1.5, 60 * 1024)
     assert (found.network_received_bytes, found.network_sent_bytes) == (2, 18)
     assert found.staging_free_bytes > 0
-    assert host.host_counters(tmp_path / "absent", tmp_path / "absent") == link_pb2.HostCounters()
+    assert host_counters(tmp_path / "absent", tmp_path / "absent") == link_pb2.HostCounters()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megascale.v1 import link_pb2, types_pb2
-from megascale_common import framing
+from megascale_common.node import framing
 from megascale_executor.agent.attempt import AttemptKey
 from megascale_executor.agent.channels import MessageChannel
 from megascale_executor.agent.profiles import MAX_DETAIL_CHARS, Profiles, part_of
@@ -21,7 +21,7 @@ class Desk:
     """Ranks 4 and 5 of a node, with the workers' ends of their sockets."""
 
     def __init__(self, folder: Path) -> None:
-        self.told = 0
+        self.reported = 0
         self.ends: dict[int, socket.socket] = {}
         self.workers: list[Worker] = []
         for rank in (4, 5):
@@ -31,7 +31,7 @@ class Desk:
         self.profiles = Profiles(folder, self._note)
 
     def _note(self) -> None:
-        self.told += 1
+        self.reported += 1
 
     def want(self, profile: str, *ranks: int) -> None:
         command = link_pb2.ProfileCommand(id=profile, first_step=7, last_step=8, ranks=ranks)
@@ -50,22 +50,31 @@ class Desk:
         self.profiles.take(rank, {**message, "detail": detail})
 
     def reports(self) -> list[tuple[str, int, str]]:
-        return [(r.profile, r.rank, types_pb2.TraceState.Name(r.state)) for r in self.profiles.reports]
+        return [
+            (r.profile, r.rank, types_pb2.TraceState.Name(r.state)) for r in self.profiles.reports
+        ]
 
 
-def test_a_command_goes_once_to_the_workers_of_its_ranks_and_their_answers_are_kept(tmp_path: Path) -> None:
+def test_a_command_goes_once_to_the_workers_of_its_ranks_and_their_answers_are_kept(
+    tmp_path: Path,
+) -> None:
     desk = Desk(tmp_path)
     for _ in range(3):  # the desired state comes again and again
         desk.want("p1", 5, 9)
     assert desk.received(4) is None
     path = tmp_path / "jobs/demo/attempt-000003/trace-steps-7-8-rank-00005.json.gz"
     assert desk.received(5) == {
-        "kind": "profile", "id": "p1", "first_step": 7, "last_step": 8, "path": str(path), "not_after_s": 1000.0,
-    }  # fmt: skip
+        "kind": "profile",
+        "id": "p1",
+        "first_step": 7,
+        "last_step": 8,
+        "path": str(path),
+        "not_after_s": 1000.0,
+    }
     assert desk.received(5) is None
     desk.answer(5, "p1", "written")
     desk.answer(5, "older", "written")
-    assert (desk.reports(), desk.told) == ([("p1", 5, "TRACE_STATE_WRITTEN")], 1)
+    assert (desk.reports(), desk.reported) == ([("p1", 5, "TRACE_STATE_WRITTEN")], 1)
     desk.want("p2", 4, 5)
     assert desk.reports() == []
     desk.answer(4, "p2", "failed", "x" * 1000)
@@ -75,11 +84,16 @@ def test_a_command_goes_once_to_the_workers_of_its_ranks_and_their_answers_are_k
         desk.answer(4, "p2", "nonsense")
 
 
-def test_a_worker_that_is_gone_has_failed_and_an_ended_attempt_leaves_no_half_file(tmp_path: Path) -> None:
+def test_a_worker_that_is_gone_has_failed_and_an_ended_attempt_leaves_no_half_file(
+    tmp_path: Path,
+) -> None:
     desk = Desk(tmp_path)
     desk.ends[5].close()
     desk.want("p1", 5)
-    assert desk.reports() == [("p1", 5, "TRACE_STATE_FAILED")] and "the peer is gone" in desk.profiles.reports[0].detail
+    assert (
+        desk.reports() == [("p1", 5, "TRACE_STATE_FAILED")]
+        and "the peer is gone" in desk.profiles.reports[0].detail
+    )
     (tmp_path / ".trace-steps-7-8-rank-00005.json.gz.raw").touch()
     (tmp_path / "trace-steps-1-2-rank-00005.json.gz").touch()
     desk.profiles.forget(tmp_path)

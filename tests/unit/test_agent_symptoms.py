@@ -10,13 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale_common.status_page import GroupRow, Phase, Status, StatusPageWriter
+from megascale_common.node.status_page import GroupRow, Phase, Status, StatusPageWriter
 from megascale_executor.agent.symptoms import STOPPED, overdue, stands_still, waited_in_vain
 
 ABORTED = -int(signal.SIGABRT)
-CAUGHT = "[rank1]:[E] [PG ID 2 Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7) ran for 4 s"
-FOUND = "[rank1]:[E ProcessGroupNCCL.cpp:1895] [PG ID 2] Process group watchdog thread terminated with exception:"
-WARNED = "[rank1]:[W ProcessGroupNCCL.cpp:4561] using GPU 1 to perform barrier as devices are currently unknown"
+CAUGHT = (
+    "[rank1]:[E] [PG ID 2 Rank 1] Watchdog caught collective operation timeout: "
+    "WorkNCCL(SeqNum=7) ran for 4 s"
+)
+FOUND = (
+    "[rank1]:[E ProcessGroupNCCL.cpp:1895] [PG ID 2] "
+    "Process group watchdog thread terminated with exception:"
+)
+WARNED = (
+    "[rank1]:[W ProcessGroupNCCL.cpp:4561] "
+    "using GPU 1 to perform barrier as devices are currently unknown"
+)
 
 
 def status(*rows: GroupRow) -> Status:
@@ -28,15 +37,19 @@ def status(*rows: GroupRow) -> Status:
     st.lists(st.sampled_from([0, 5, 40, 60, 61, 90]), max_size=4),
     st.sampled_from([1.0, 30.0, 100.0]),
 )
-def test_an_operation_is_overdue_when_it_is_under_way_for_the_timeout(began_s: list[int], timeout_s: float) -> None:
-    """Of all rows the oldest counts; 0: nothing is under way."""
+def test_an_operation_is_overdue_when_it_is_in_progress_for_the_timeout(
+    began_s: list[int], timeout_s: float
+) -> None:
+    """Of all rows the oldest counts; 0: nothing is in progress."""
     rows = [GroupRow(f"g{n}", 8, 8 - (at_s > 0), at_s * 10**9) for n, at_s in enumerate(began_s)]
-    said = overdue(status(*rows), timeout_s, 100 * 10**9)
+    found = overdue(status(*rows), timeout_s, 100 * 10**9)
     oldest_s = min((at_s for at_s in began_s if at_s), default=None)
-    assert bool(said) == (oldest_s is not None and 100 - oldest_s >= timeout_s)
-    if said and oldest_s:
+    assert bool(found) == (oldest_s is not None and 100 - oldest_s >= timeout_s)
+    if found and oldest_s:
         group = f"g{began_s.index(oldest_s)}"
-        assert said.startswith(f"its operation 8 in group {group} was under way for {100 - oldest_s}.0 s")
+        assert found.startswith(
+            f"its operation 8 in group {group} was in progress for {100 - oldest_s}.0 s"
+        )
 
 
 def test_without_a_page_nothing_is_overdue() -> None:
@@ -57,10 +70,10 @@ def test_a_rank_stands_still_when_its_page_is_old(tmp_path: Path) -> None:
     ("exit_status", "kind", "victim"),
     [
         (1, "OTHER", True),  # some library's error of a lost context
-        (-9, "OTHER", True),  # it had said so before the agent stopped all
-        (ABORTED, "", True),  # a destructor met it
+        (-9, "OTHER", True),  # it had reported it before the agent stopped all
+        (ABORTED, "", True),  # in a destructor
         (ABORTED, STOPPED, True),  # and was still writing its core
-        (-9, "", False),  # by an operator's hand, who saw it hang
+        (-9, "", False),  # by an operator who saw it hang
         (-11, "", False),
         (0, "", False),
         (1, "DATA", False),
@@ -74,8 +87,8 @@ def test_who_ends_inside_an_overdue_operation_is_a_victim(
     row = writer.row("tp")
     writer.enter(row)
     for timeout_s, expected in ((0.0, victim), (60.0, False)):
-        said = waited_in_vain(exit_status, kind, tmp_path / "log", tmp_path / "page", timeout_s)
-        assert bool(said) == expected
+        found = waited_in_vain(exit_status, kind, tmp_path / "log", tmp_path / "page", timeout_s)
+        assert bool(found) == expected
     writer.complete(row)
     assert waited_in_vain(exit_status, kind, tmp_path / "log", tmp_path / "page", 0.0) == ""
 
@@ -85,14 +98,28 @@ def test_who_ends_inside_an_overdue_operation_is_a_victim(
     [
         ([CAUGHT], CAUGHT),
         ([WARNED, CAUGHT, f"{FOUND} [Rank 1] Watchdog caught collective operation timeout"], FOUND),
-        ([f"{FOUND} NCCL error: remote process exited", "frame #3: c10d::ProcessGroupNCCL::WorkNCCL"], FOUND),
-        ([f"{FOUND} CUDA error: an illegal memory access", "frame #3: c10d::ProcessGroupNCCL::WorkNCCL"], ""),
+        (
+            [
+                f"{FOUND} NCCL error: remote process exited",
+                "frame #3: c10d::ProcessGroupNCCL::WorkNCCL",
+            ],
+            FOUND,
+        ),
+        (
+            [
+                f"{FOUND} CUDA error: an illegal memory access",
+                "frame #3: c10d::ProcessGroupNCCL::WorkNCCL",
+            ],
+            "",
+        ),
         ([WARNED, "free(): invalid pointer"], ""),
     ],
     ids=["timeout", "timeout and end", "a peer is gone", "its own device", "its own fault"],
 )
-def test_an_abort_by_the_watchdog_is_told_by_the_log(lines: list[str], why: str, tmp_path: Path) -> None:
+def test_an_abort_by_the_watchdog_is_told_by_the_log(
+    lines: list[str], why: str, tmp_path: Path
+) -> None:
     (tmp_path / "log").write_text("\n".join(lines))
-    said = waited_in_vain(ABORTED, "", tmp_path / "log", tmp_path / "page", 60.0)
-    assert said.startswith(why) and bool(said) == bool(why)
+    found = waited_in_vain(ABORTED, "", tmp_path / "log", tmp_path / "page", 60.0)
+    assert found.startswith(why) and bool(found) == bool(why)
     assert waited_in_vain(1, "OTHER", tmp_path / "log", tmp_path / "page", 60.0) == ""

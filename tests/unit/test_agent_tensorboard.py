@@ -1,4 +1,4 @@
-"""Event files against a reader made from the formats' own descriptions: protobuf's decoder and bit by bit CRC-32C."""
+"""Event files, read back by protobuf's own decoder and a CRC-32C that goes bit by bit."""
 
 from __future__ import annotations
 
@@ -42,9 +42,11 @@ def unmask(masked: int) -> int:
 
 
 def event_class() -> Any:
-    """``tensorflow.Event`` as far as scalars go, with the field numbers of tensorflow/core/util/event.proto."""
+    """The scalars of ``tensorflow.Event``, numbered as in tensorflow/core/util/event.proto."""
     kinds = descriptor_pb2.FieldDescriptorProto
-    file = descriptor_pb2.FileDescriptorProto(name="event.proto", package="tensorflow", syntax="proto3")
+    file = descriptor_pb2.FileDescriptorProto(
+        name="event.proto", package="tensorflow", syntax="proto3"
+    )
     event, summary = file.message_type.add(name="Event"), file.message_type.add(name="Summary")
     value = summary.nested_type.add(name="Value")
     for name, number, kind in (
@@ -54,7 +56,11 @@ def event_class() -> Any:
     ):
         event.field.add(name=name, number=number, type=kind, label=kinds.LABEL_OPTIONAL)
     event.field.add(
-        name="summary", number=5, type=kinds.TYPE_MESSAGE, type_name=".tensorflow.Summary", label=kinds.LABEL_OPTIONAL
+        name="summary",
+        number=5,
+        type=kinds.TYPE_MESSAGE,
+        type_name=".tensorflow.Summary",
+        label=kinds.LABEL_OPTIONAL,
     )
     summary.field.add(
         name="value",
@@ -64,7 +70,9 @@ def event_class() -> Any:
         label=kinds.LABEL_REPEATED,
     )
     value.field.add(name="tag", number=1, type=kinds.TYPE_STRING, label=kinds.LABEL_OPTIONAL)
-    value.field.add(name="simple_value", number=2, type=kinds.TYPE_FLOAT, label=kinds.LABEL_OPTIONAL)
+    value.field.add(
+        name="simple_value", number=2, type=kinds.TYPE_FLOAT, label=kinds.LABEL_OPTIONAL
+    )
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("tensorflow.Event"))
@@ -98,12 +106,18 @@ def test_every_number_of_the_record_is_a_scalar_at_its_step(tmp_path: Path) -> N
     assert (first.step, first.wall_time) == (300, RECORD["completed_at_s"])
     values = {value.tag: value.simple_value for value in first.summary.value}
     assert values.keys() == {"loss", "gradient_norm", "z_loss", "consumed_tokens"}
-    assert (values["loss"], values["z_loss"], values["consumed_tokens"]) == (2.5, math.inf, float(1 << 40))
+    assert (values["loss"], values["z_loss"], values["consumed_tokens"]) == (
+        2.5,
+        math.inf,
+        float(1 << 40),
+    )
     assert math.isnan(values["gradient_norm"])
     assert {value.tag for value in second.summary.value} - values.keys() == {"evaluation_loss"}
 
 
-def test_what_cannot_be_written_costs_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_written_costs_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_text("in the way")
     file = EventFile(tmp_path / "file")
     file.add(RECORD)

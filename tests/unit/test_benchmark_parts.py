@@ -1,4 +1,4 @@
-"""What benchmarks ask for and what they make of times: options, sweeps, presets, gains, loss curves."""
+"""Parts of the benchmarks: options, sweeps, presets, summaries of times, gains, loss curves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks import compare_losses, timing
 from benchmarks.ablation import ladder
 from benchmarks.launch import Journal
 from benchmarks.options import entry_of, read_sweep
-from benchmarks.presets import PRESETS, Refused, job
+from benchmarks.presets import PRESETS, ConfigurationRefused, job
 from benchmarks.report import table, text
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,12 +39,21 @@ def test_presets_are_the_models_of_the_peers_rows() -> None:
 
 
 def test_a_comparison_has_the_measured_configuration_last() -> None:
-    options = ["--tp", "2", "--overlap", "dp,tp", "--against", "overlap=none", "--against", "deterministic=true"]
+    options = [
+        "--tp",
+        "2",
+        "--overlap",
+        "dp,tp",
+        "--against",
+        "overlap=none",
+        "--against",
+        "deterministic=true",
+    ]
     entry = entry_of(options)
     assert [variant.run.overlap for variant in entry.variants] == [(), ("tp", "dp")]
     assert [variant.run.deterministic for variant in entry.variants] == [True, False]
     assert entry.run.tp == 2
-    assert entry.rounds == 5, "five A/B pairs unless told otherwise"
+    assert entry.rounds == 5, "five A/B pairs by default"
     assert entry_of(["--tp", "2"]).rounds == 1
 
 
@@ -60,7 +69,12 @@ def test_a_ladder_adds_one_thing_after_the_other() -> None:
         "+ DP overlap",
         "+ larger batch",
     ], "no row for a pipeline that is not there"
-    assert [variant.run.overlap for variant in entry.variants][2:] == [(), ("tp",), ("tp", "dp"), ("tp", "dp")]
+    assert [variant.run.overlap for variant in entry.variants][2:] == [
+        (),
+        ("tp",),
+        ("tp", "dp"),
+        ("tp", "dp"),
+    ]
     assert [variant.run.kernels for variant in entry.variants] == ["torch"] * 2 + ["triton"] * 4
     assert entry.run.global_batch == 384
 
@@ -75,18 +89,26 @@ def test_a_ladder_adds_one_thing_after_the_other() -> None:
         ({"rows": [{"row": "x"}], "against": {"block": "serial"}}, "either rows or"),
     ],
 )
-def test_a_mistake_in_a_sweep_is_refused_with_its_place(values: dict[str, object], names: str, tmp_path: Path) -> None:
+def test_a_mistake_in_a_sweep_is_refused_with_its_place(
+    values: dict[str, object], names: str, tmp_path: Path
+) -> None:
     path = tmp_path / "sweep.json"
     path.write_text(json.dumps([{"name": "good"}, {"name": "bad", **values}]))
-    with pytest.raises(Refused, match=r"entry 1 \(bad\)") as refusal:
+    with pytest.raises(ConfigurationRefused, match=r"entry 1 \(bad\)") as refusal:
         read_sweep(path, [])
     assert names in str(refusal.value)
 
 
+def test_a_sweep_that_is_not_json_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "sweep.json").write_text("[{")
+    with pytest.raises(ConfigurationRefused, match="is not JSON"):
+        read_sweep(tmp_path / "sweep.json", [])
+
+
 def test_a_layout_that_does_not_fit_is_refused_with_a_remedy() -> None:
-    with pytest.raises(Refused, match="is not the 8 ranks"):
+    with pytest.raises(ConfigurationRefused, match="is not the 8 ranks"):
         job(entry_of(["--tp", "16"]).run, 8, cuda=True)
-    with pytest.raises(Refused, match="global_batch_size"):
+    with pytest.raises(ConfigurationRefused, match="global_batch_size"):
         job(entry_of(["--global-batch", "9"]).run, 8, cuda=True)
 
 
@@ -105,15 +127,15 @@ def test_a_summary_lies_within_its_times(times_s: list[float]) -> None:
     assert sum(time_s <= found["p90"] for time_s in times_s) >= 0.9 * len(times_s)
 
 
-def test_a_gain_is_told_pair_by_pair() -> None:
+def test_a_gain_is_computed_pair_by_pair() -> None:
     found = timing.gain([100.0, 200.0, 100.0], [110.0, 190.0, 150.0])
     assert found["median"] == pytest.approx(0.1)
     assert (found["min"], found["max"]) == (pytest.approx(-0.05), pytest.approx(0.5))
     assert timing.exposed([2.0, 4.0], [1.5, 3.0])["share"] == pytest.approx(0.25)
 
 
-def test_the_ideal_bubble_is_told_over_the_work() -> None:
-    # the second stage waits for one micro-batch's forward and backward, and has four to do
+def test_the_ideal_bubble_is_relative_to_the_work() -> None:
+    # The second stage waits for one micro-batch's forward and backward, and computes four.
     assert timing.ideal_bubble(2, 1, 4) == pytest.approx(1 / 4)
     assert timing.ideal_bubble(2, 2, 16) == pytest.approx(1 / 32)
     assert timing.ideal_bubble(1, 1, 4) == 0.0
@@ -130,16 +152,28 @@ def test_losses_that_lie_on_each_other() -> None:
     assert compare_losses.compare([1.0], [math.nan], 0.1)["max_difference"] == math.inf
 
 
-def test_compare_losses_fails_on_a_difference_and_on_a_shorter_run(tmp_path: Path) -> None:
+def test_compare_losses_fails_on_a_difference_and_on_a_shorter_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     files = {"a": [3.0, 2.0], "b": [3.0, 2.5], "c": [3.0]}
     for name, losses in files.items():
-        lines = [json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses, start=1)]
+        lines = [
+            json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses, start=1)
+        ]
         (tmp_path / name).write_text("\n".join(reversed(lines)))
     a, b, c = (str(tmp_path / name) for name in files)
     assert compare_losses.main([a, a]) == 0
     assert compare_losses.main([a, b, "--tolerance", "0.5"]) == 0
     assert compare_losses.main([a, b, "--tolerance", "0.4"]) == 1
     assert compare_losses.main([a, c]) == 1
+    capsys.readouterr()
+    assert compare_losses.main([a, b, c]) == 1
+    found = json.loads(capsys.readouterr().out)["comparisons"]
+    assert [one["file"] for one in found] == [b, c]
+    (tmp_path / "other").write_text('{"step": 1}')
+    for unreadable in ("none", "other"):
+        assert compare_losses.main([a, str(tmp_path / unreadable)]) == 2
+        assert unreadable in capsys.readouterr().err
 
 
 def test_results_read_as_text() -> None:
@@ -155,4 +189,7 @@ def test_results_read_as_text() -> None:
         "| + kernels | 12,346 | 52.3% / 54.1% | +10.0% (-2.0% to +20.0%, 5 pairs) "
         "| +10.0% (-2.0% to +20.0%, 5 pairs) | +1.7 |"
     )
-    assert text({"name": "30b", "failed": "OutOfMemoryError: no room"}) == "30b: failed: OutOfMemoryError: no room"
+    assert (
+        text({"name": "30b", "failed": "OutOfMemoryError: no room"})
+        == "30b: failed: OutOfMemoryError: no room"
+    )

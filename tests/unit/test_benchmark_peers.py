@@ -1,4 +1,4 @@
-"""Rows against peers: both sides of a row run the same model and batch, and the table tells their ratio."""
+"""Rows against peers: both sides run the same model and batch, and the table has their ratio."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from benchmarks.peers import bar, pair
 from benchmarks.presets import job
 
 PEERS = Path(__file__).resolve().parents[2] / "benchmarks" / "peers"
-ROWS = [row for devices in (2, 4, 8) for row in json.loads((PEERS / f"rows-{devices}.json").read_text())]
+ROWS = [
+    row for devices in (2, 4, 8) for row in json.loads((PEERS / f"rows-{devices}.json").read_text())
+]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['name']}")
-def test_both_sides_of_a_row_have_the_same_model_and_batch(row: pair.Row, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_sides_of_a_row_have_the_same_model_and_batch(
+    row: pair.Row, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = pair.command(row, "bar", 10, Path("results"))[2:]
     module = importlib.import_module(f"benchmarks.peers.{row['bar']}")
     lines: list[dict[str, object]] = []
@@ -28,14 +32,29 @@ def test_both_sides_of_a_row_have_the_same_model_and_batch(row: pair.Row, monkey
         run = entry_of(to_arguments({**row["shape"], "steps": 10, **options})).run
         ours = job(run, row["devices"], cuda=True)
         assert run.kernels == "triton"
-        assert {axis for axis in ("tp", "pp", "dp") if getattr(ours.parallelism, axis) > 1} == set(run.overlap)
+        assert {axis for axis in ("tp", "pp", "dp") if getattr(ours.parallelism, axis) > 1} == set(
+            run.overlap
+        )
         shape = bar.describe(ours, bar.parser(None).parse_args(["--preset", run.preset]))
         assert {key: theirs[key] for key in shape} == shape
         llama = row["bar"] == "torchtitan"
-        assert (ours.model.mlp, ours.model.norm) == (("swiglu", "rmsnorm") if llama else ("gelu", "layernorm"))
+        assert (ours.model.mlp, ours.model.norm) == (
+            ("swiglu", "rmsnorm") if llama else ("gelu", "layernorm")
+        )
         assert ours.model.bias != llama
         if llama:
             assert ours.model.ffn_width == bar.swiglu(ours, 256).model.ffn_width
+
+
+def test_a_row_that_cannot_run_and_rows_that_cannot_be_read_end_with_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = bar.parser(None).parse_args(["--preset", "7b", "--tp", "3"])
+    with pytest.raises(SystemExit) as refused:
+        bar.job_of(options, 8)
+    assert refused.value.code == 2
+    assert "is not the 8 ranks" in capsys.readouterr().err
+    assert pair.main(["--rows", str(tmp_path / "none.json")]) == 2
 
 
 def test_a_layer_of_swiglu_has_nearly_the_weights_of_ours() -> None:
@@ -45,14 +64,22 @@ def test_a_layer_of_swiglu_has_nearly_the_weights_of_ours() -> None:
     assert 3 * theirs.model.ffn_width == pytest.approx(2 * ours.model.ffn_width, rel=0.01)
 
 
-def test_a_ratio_is_told_pair_by_pair() -> None:
+def test_a_ratio_is_reported_pair_by_pair() -> None:
     def line(side: str, number: int, speed: float) -> dict[str, object]:
         figures = {"tokens_per_s_per_device": speed, "mfu_causal": speed / 200}
         return {"row": "7b", "side": side, "round": number, **figures}
 
-    lines = [line("bar", 0, 100.0), line("ours", 0, 110.0), line("bar", 1, 100.0), line("ours", 1, 120.0)]
+    lines = [
+        line("bar", 0, 100.0),
+        line("ours", 0, 110.0),
+        line("bar", 1, 100.0),
+        line("ours", 1, 120.0),
+    ]
     lines += [line("bar", 2, 500.0), {"row": "7b", "side": "ours", "round": 2, "failed": "no room"}]
-    lines += [line("second", 0, 50.0), {"row": "30b", "side": "bar", "round": 0, "failed": "no room"}]
+    lines += [
+        line("second", 0, 50.0),
+        {"row": "30b", "side": "bar", "round": 0, "failed": "no room"},
+    ]
     lines.append({"row": "30b", "side": "ours", "round": 0, "failed": "no room"})
     assert pair.table(lines).splitlines()[2:] == [
         "| 7b: ours | 100 | 115 | 50.0%, 57.5% | 1.150 (1.100 to 1.200, 2 pairs) |",

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale_checkpoint.commit_log import CommitLog, Record
-from megascale_checkpoint.errors import CheckpointError, SupersededError
 from megascale_checkpoint.storage import FileStorage
+from megascale_common.service.errors import ServiceError, SupersededError
 
 
 class MemoryStorage:
-    """Storage in a dictionary. ``before`` runs before every operation: where another writer may come in between."""
+    """Storage in a dictionary; ``before`` runs before every operation, as another writer might."""
 
     uri = "memory"
 
@@ -50,20 +50,22 @@ class MemoryStorage:
 
     def names(self, folder: str) -> list[str]:
         self._before()
-        return sorted(name.removeprefix(f"{folder}/") for name in self.files if name.startswith(f"{folder}/"))
+        return sorted(
+            name.removeprefix(f"{folder}/") for name in self.files if name.startswith(f"{folder}/")
+        )
 
     def remove_unfinished(self, folder: str) -> int:
         return 0  # files appear whole here
 
 
 def act(log: CommitLog, attempt: int, step: int) -> None:
-    """Open (step 0) or commit; losing is a fair outcome."""
+    """Open (step 0) or commit; a refusal is a valid outcome."""
     try:
         if step == 0:
             log.append_open(attempt, dict)
         else:
             log.append_commit(attempt, step, {"manifest": f"m{attempt}-{step}"})
-    except CheckpointError:
+    except ServiceError:
         pass
 
 
@@ -74,7 +76,7 @@ def read_all(files: dict[str, bytes]) -> list[Record]:
     return log.records
 
 
-# Each entry: operations of the first writer that pass before the second one acts, and what it does then.
+# Each entry: how many operations of the first writer pass before the second one acts, and its act.
 INTERRUPTIONS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 4)), max_size=8)
 
 
@@ -128,11 +130,11 @@ def test_a_later_attempt_fences_by_name(tmp_path: Path) -> None:
     new.append_open(2, dict)
     with pytest.raises(SupersededError, match="attempt 1 is superseded: attempt 2"):
         old.append_commit(1, 10, {})
-    with pytest.raises(CheckpointError, match="never opened"):
+    with pytest.raises(ServiceError, match="never opened"):
         new.append_commit(3, 10, {})
 
 
-def test_a_damaged_record_is_passed_over_by_name(tmp_path: Path) -> None:
+def test_a_damaged_record_is_skipped_and_named(tmp_path: Path) -> None:
     log = CommitLog(FileStorage(tmp_path))
     log.append_open(1, dict)
     log.append_commit(1, 10, {"manifest": "m"})
@@ -150,5 +152,5 @@ def test_a_removed_record_stops_the_log(tmp_path: Path) -> None:
     log.append_open(1, dict)
     log.append_commit(1, 10, {})
     (tmp_path / "commits" / "000000000001.json").unlink()
-    with pytest.raises(CheckpointError, match=r"000000000001\.json is missing"):
+    with pytest.raises(ServiceError, match=r"000000000001\.json is missing"):
         CommitLog(FileStorage(tmp_path)).append_open(2, dict)

@@ -1,4 +1,4 @@
-"""Damage is refused by name: any flipped bit, any missing tail, any missing file; and the checkpoint before is used."""
+"""Damaged files are refused by name (flipped bits, missing bytes) and an older state is used."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 from megascale_checkpoint import restore
 from megascale_checkpoint.commands import app
 from megascale_checkpoint.commit_log import CommitLog
-from megascale_checkpoint.decision import Decision, Sealed, decide
-from megascale_checkpoint.errors import DamagedError, NotFoundError, RequestError, UnusableError
+from megascale_checkpoint.restore_decision import RestoreDecision, SealedStep, decide
 from megascale_checkpoint.storage import FileStorage
-from megascale_common.checkpoint_layout import ShardLayout, ShardPiece
+from megascale_common.service.errors import DamagedError, NotFoundError, RequestError, UnusableError
+from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
 VALUES = {"matrix": np.arange(60, dtype=np.float32).reshape(6, 10)}
 FILE = "attempts/attempt-000001/step-000000010/rank-00001.safetensors"
@@ -59,7 +59,7 @@ def test_files_are_standard_safetensors(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A checkpoint that tests may damage if they put it right again: its folder and its manifest's address."""
+    """A checkpoint that tests may damage if they repair it: its folder and its manifest's URI."""
     folder = tmp_path_factory.mktemp("checkpoint")
     return folder, write_checkpoint(folder, LAYOUTS, VALUES)
 
@@ -70,7 +70,7 @@ def test_a_flipped_bit_is_never_loaded(written: tuple[Path, str], data: st.DataO
     folder, uri = written
     path = folder / FILE
     size = path.stat().st_size
-    # Most of a small file is padding of the header: aim at what carries meaning as often as at the rest.
+    # Most of a small file is padding of the header: bytes with meaning are drawn just as often.
     header, tail = st.integers(0, 8 * 1500), st.integers(8 * (size - 240), 8 * size - 1)
     bit = data.draw(header | tail | st.integers(0, 8 * size - 1))
     flip(path, bit)
@@ -93,11 +93,13 @@ def test_a_truncated_file_is_refused_by_name(tmp_path: Path, keep: int) -> None:
     with pytest.raises(DamagedError) as caught:
         read(uri, 1)
     assert caught.value.file == str(path)
-    # Each rank looks at the files that it needs; all of them are looked at when the attempt is opened.
+    # Each rank reads the files that it needs; all of them are checked when the attempt is opened.
     assert read(uri, 0) == image_of(LAYOUTS[0], VALUES)
     with pytest.raises(UnusableError) as unusable:
         decision(tmp_path)
-    assert str(caught.value) in str(unusable.value), "the job must not begin again from step 0 unasked"
+    assert str(caught.value) in str(unusable.value), (
+        "the job must not start over from step 0 unasked"
+    )
     assert decision(tmp_path, sealed=9) == ("memory", 9, (str(caught.value),))
 
 
@@ -110,15 +112,19 @@ def test_a_file_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
         read(uri, 1)
 
 
-def decided(root: Path, sealed: int = 0, refused: tuple[int, ...] = (), load_uri: str = "") -> Decision:
+def decided(
+    root: Path, sealed: int = 0, refused: tuple[int, ...] = (), load_uri: str = ""
+) -> RestoreDecision:
     log = CommitLog(FileStorage(root))
     log.refresh()
-    return decide(log, str(root), Sealed(sealed, 1), frozenset(refused), load_uri)
+    return decide(log, str(root), SealedStep(sealed, 1), frozenset(refused), load_uri)
 
 
-def decision(root: Path, sealed: int = 0, refused: tuple[int, ...] = ()) -> tuple[str, int, tuple[str, ...]]:
+def decision(
+    root: Path, sealed: int = 0, refused: tuple[int, ...] = ()
+) -> tuple[str, int, tuple[str, ...]]:
     made = decided(root, sealed, refused)
-    return made.source, made.step, made.passed_over
+    return made.plan.source, made.plan.step, made.passed_over
 
 
 def test_a_job_without_a_state_of_its_own_starts_from_another_jobs(tmp_path: Path) -> None:
@@ -126,20 +132,22 @@ def test_a_job_without_a_state_of_its_own_starts_from_another_jobs(tmp_path: Pat
     own.mkdir()
     newest = [write_checkpoint(other, LAYOUTS, VALUES, step=step) for step in (10, 20)][-1]
     made = decided(own, load_uri=str(other))
-    assert (made.source, made.step, made.manifest_uri) == ("storage", 20, newest)
-    assert made.attempt == 0, "no attempt of this job wrote it"
-    assert decided(own, refused=(20,), load_uri=str(other)).step == 10
+    assert (made.plan.source, made.plan.step, made.plan.manifest_uri) == ("storage", 20, newest)
+    assert made.plan.written_by_attempt == 0, "no attempt of this job wrote it"
+    assert decided(own, refused=(20,), load_uri=str(other)).plan.step == 10
     # with a state of its own, sealed or committed, the other job's newer one does not count
-    assert decided(own, sealed=15, load_uri=str(other)).source == "memory"
+    assert decided(own, sealed=15, load_uri=str(other)).plan.source == "memory"
     write_checkpoint(own, LAYOUTS, VALUES, step=15)
     made = decided(own, load_uri=str(other))
-    assert (made.step, made.attempt) == (15, 1)
+    assert (made.plan.step, made.plan.written_by_attempt) == (15, 1)
 
 
 def test_nothing_to_start_from_is_an_error_not_a_start_from_scratch(tmp_path: Path) -> None:
     own, other = tmp_path / "own", tmp_path / "other"
     own.mkdir()
-    with pytest.raises(NotFoundError, match=f"load_uri {tmp_path}/nowhere holds no complete checkpoint"):
+    with pytest.raises(
+        NotFoundError, match=f"load_uri {tmp_path}/nowhere holds no complete checkpoint"
+    ):
         decided(own, load_uri=str(tmp_path / "nowhere"))
     write_checkpoint(other, LAYOUTS, VALUES, step=10)
     next((other / FILE).parent.glob("*.safetensors")).unlink()
@@ -169,12 +177,12 @@ def test_the_newest_whole_state_is_restored(tmp_path: Path) -> None:
     assert decision(tmp_path, sealed=9)[:2] == ("memory", 9)
 
 
-def test_storage_that_does_not_answer_says_nothing_about_the_checkpoint(tmp_path: Path) -> None:
+def test_storage_that_does_not_answer_is_no_evidence_of_damage(tmp_path: Path) -> None:
     uri = write_checkpoint(tmp_path, LAYOUTS, VALUES)
     whole, manifest = tmp_path / FILE, Path(uri)
     broken = whole.with_name("elsewhere")
     whole.rename(broken)
-    whole.symlink_to(whole)  # every look at it ends in ELOOP
+    whole.symlink_to(whole)  # every access ends in ELOOP
     with pytest.raises(OSError, match="symbolic links"):
         read(uri, 1)
     with pytest.raises(OSError, match="symbolic links"):
@@ -182,7 +190,9 @@ def test_storage_that_does_not_answer_says_nothing_about_the_checkpoint(tmp_path
     whole.unlink()
     broken.rename(whole)
     manifest.rename(broken)
-    with pytest.raises(RequestError, match="is missing on this node: is the checkpoint folder shared"):
+    with pytest.raises(
+        RequestError, match="is missing on this node: is the checkpoint folder shared"
+    ):
         read(uri, 1)
     with pytest.raises(UnusableError, match="is missing"):
         decision(tmp_path)
@@ -191,7 +201,7 @@ def test_storage_that_does_not_answer_says_nothing_about_the_checkpoint(tmp_path
 def test_list_and_verify_without_a_cluster(tmp_path: Path) -> None:
     runner = CliRunner()
     missing = runner.invoke(app, ["list", str(tmp_path)])
-    assert missing.exit_code == 2 and "holds no commit log" in missing.output
+    assert "holds no commit log" in str(missing.exception)  # the CLI prints it
     for step in (10, 20):
         write_checkpoint(tmp_path, LAYOUTS, VALUES, step=step)
     listed = runner.invoke(app, ["list", str(tmp_path), "--json"])
@@ -201,13 +211,17 @@ def test_list_and_verify_without_a_cluster(tmp_path: Path) -> None:
     (tmp_path / FILE).unlink()
     verified = runner.invoke(app, ["verify", str(tmp_path)])
     assert verified.exit_code == 1
-    assert "step 20 of attempt 1: whole" in verified.output and f"{tmp_path / FILE}: is missing" in verified.output
+    assert (
+        "step 20 of attempt 1: whole" in verified.output
+        and f"{tmp_path / FILE}: is missing" in verified.output
+    )
 
 
 def test_small_states_come_back_per_rank(tmp_path: Path) -> None:
     states = [{"position": 10, "random": rank} for rank in range(2)]
     uri = write_checkpoint(tmp_path, LAYOUTS, VALUES, small_states=states)
     found = [
-        restore.fill(uri, 10, rank, LAYOUTS[rank], memoryview(bytearray(LAYOUTS[rank].slot_bytes))) for rank in (0, 1)
+        restore.fill(uri, 10, rank, LAYOUTS[rank], memoryview(bytearray(LAYOUTS[rank].slot_bytes)))
+        for rank in (0, 1)
     ]
     assert [filled.small_state for filled in found] == states

@@ -1,26 +1,31 @@
-"""What the daemon tells of its jobs stays small, however many have passed through the node."""
+"""The progress that the daemon reports stays small, however many jobs the node has run."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from megascale_checkpoint.committer_client import CommitterClient
 from megascale_checkpoint.concurrency import Pools
 from megascale_checkpoint.jobs import KEPT_JOBS, Jobs
-from megascale_checkpoint.reporting import Reporter
 from megascale_checkpoint.staging import StagingFolder
 
 
-def test_only_the_newest_jobs_that_hold_nothing_are_told_of(tmp_path: Path) -> None:
+def test_of_jobs_without_slots_only_the_newest_are_reported(tmp_path: Path) -> None:
     staging = StagingFolder(tmp_path / "staging", "test", "n0", "i0")
     pools = Pools()
     try:
-        jobs = Jobs(staging, pools, Reporter("token"))
+        jobs = Jobs(staging, pools, CommitterClient("token"))
         jobs.job("first").note_commit(10, 1, "m")
         for number in range(500):
             jobs.job(f"j{number}").note_commit(number + 1, 1, "m")
             jobs.job("first")  # in use all the time
-        told = {progress.job: progress.committed_step for progress in jobs.progress()}
-        assert len(told) == KEPT_JOBS and told["first"] == 10 and told["j499"] == 500 and "j0" not in told
+        reported = {progress.job: progress.committed_step for progress in jobs.progress()}
+        assert (
+            len(reported) == KEPT_JOBS
+            and reported["first"] == 10
+            and reported["j499"] == 500
+            and "j0" not in reported
+        )
     finally:
         pools.close()
         staging.remove()

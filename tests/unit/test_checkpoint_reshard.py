@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from tests.harness.checkpoint_files import image_of, slot_bytes, write_checkpoint
 
 from megascale_checkpoint import restore
-from megascale_checkpoint.errors import RequestError
-from megascale_checkpoint.reshard import CoverageError, check_coverage, flat_boxes
-from megascale_common.checkpoint_layout import ShardLayout, ShardPiece
-from megascale_common.job_config import from_dict
-from megascale_common.parameter_table import parameter_table, shard_layout
+from megascale_checkpoint.reshard import check_coverage, flat_boxes
+from megascale_common.job.config import from_accepted
+from megascale_common.service.errors import CoverageError, RequestError
+from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
+from megascale_common.sizes.parameter_table import parameter_table, shard_layout
 
 SHAPES = {"matrix": (6, 5), "cube": (4, 3, 2), "vector": (7,), "scalar": (1,)}
 VALUES = {
@@ -41,7 +41,7 @@ def test_flat_boxes_are_the_flat_range(shape: list[int], data: st.DataObject) ->
 
 @st.composite
 def layouts(draw: st.DrawFn) -> list[ShardLayout]:
-    """Parameters cut along one axis over tp, each box into flat ranges over dp; vectors may be replicated over tp."""
+    """Parameters cut along one axis over tp and flat over dp; vectors may be replicated over tp."""
     tp, dp = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     pieces: list[list[ShardPiece]] = [[] for _ in range(tp * dp)]
     for name, shape in SHAPES.items():
@@ -53,8 +53,10 @@ def layouts(draw: st.DrawFn) -> list[ShardLayout]:
             if not replicated:
                 start[axis], stop[axis] = tp_cuts[t], tp_cuts[t + 1]
             size = math.prod(b - a for a, b in zip(start, stop, strict=True))
-            # Replicas are cut alike, as the same flat buffer layout does.
-            dp_cuts = _cuts(draw, size, dp) if not replicated else [size * d // dp for d in range(dp + 1)]
+            # Replicas are cut alike, because their ranks have the same layout of flat buffers.
+            dp_cuts = (
+                _cuts(draw, size, dp) if not replicated else [size * d // dp for d in range(dp + 1)]
+            )
             for d in range(dp):
                 box = (shape, tuple(start), tuple(stop), dp_cuts[d], dp_cuts[d + 1])
                 primary = not replicated or t == 0
@@ -78,7 +80,7 @@ def _pack(pieces: list[ShardPiece], gap: int) -> ShardLayout:
 @settings(max_examples=60, deadline=None)
 @given(layouts(), layouts())
 def test_any_layout_loads_any_other(written: list[ShardLayout], wanted: list[ShardLayout]) -> None:
-    # In tmpfs, where the many syncs of so many files cost nothing.
+    # In tmpfs, where fsync of so many files costs nothing.
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         uri = write_checkpoint(Path(folder), written, VALUES)
         for rank, layout in enumerate(wanted):
@@ -103,7 +105,9 @@ GRIDS = [(1, 1, 1, 1), (2, 2, 1, 2), (4, 1, 1, 1), (1, 4, 1, 1), (1, 1, 1, 4), (
 
 def _trainer_layouts(tp: int, pp: int, virtual_stages: int, dp: int) -> list[ShardLayout]:
     values = {"name": "t", "model": MODEL, "training": {"steps": 1, "global_batch_size": 4}}
-    config = from_dict({**values, "parallelism": {"tp": tp, "pp": pp, "virtual_stages": virtual_stages, "dp": dp}})
+    config = from_accepted(
+        {**values, "parallelism": {"tp": tp, "pp": pp, "virtual_stages": virtual_stages, "dp": dp}}
+    )
     return [shard_layout(parameter_table(config, rank)) for rank in range(tp * pp * dp)]
 
 
@@ -135,15 +139,30 @@ def test_the_same_layout_reads_only_what_it_needs(tmp_path: Path) -> None:
 
 
 def _half(rank: int) -> ShardLayout:
-    matrix = ShardPiece("matrix", "master", "float32", (6, 5), (3 * rank, 0), (3 * rank + 3, 5), 0, 15, 0, primary=True)
-    vector = ShardPiece("vector", "master", "float32", (7,), (0,), (7,), 0, 7, 64, primary=rank == 0)
+    matrix = ShardPiece(
+        "matrix",
+        "master",
+        "float32",
+        (6, 5),
+        (3 * rank, 0),
+        (3 * rank + 3, 5),
+        0,
+        15,
+        0,
+        primary=True,
+    )
+    vector = ShardPiece(
+        "vector", "master", "float32", (7,), (0,), (7,), 0, 7, 64, primary=rank == 0
+    )
     return ShardLayout((matrix, vector), slot_bytes((matrix, vector)))
 
 
 def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
     uri = write_checkpoint(tmp_path, [_half(0), _half(1)], VALUES)
     other = replace(_half(0).pieces[0], global_shape=(12, 5))
-    with pytest.raises(RequestError, match=r"does not fit this job: matrix \(master\) is float32 \(6, 5\)"):
+    with pytest.raises(
+        RequestError, match=r"does not fit this job: matrix \(master\) is float32 \(6, 5\)"
+    ):
         restore.fill(uri, 10, 0, ShardLayout((other,), 4096), memoryview(bytearray(4096)))
     missing = replace(_half(0).pieces[0], name="gate")
     with pytest.raises(RequestError, match=r"gate \(master\): nothing is stored"):
@@ -151,10 +170,14 @@ def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "ranges", [[(0, 10), (12, 30)], [(0, 15), (14, 30)], [(0, 29)], [(1, 30)]], ids=["gap", "overlap", "end", "start"]
+    "ranges",
+    [[(0, 10), (12, 30)], [(0, 15), (14, 30)], [(0, 29)], [(1, 30)]],
+    ids=["gap", "overlap", "end", "start"],
 )
-def test_gaps_and_overlaps_are_seen(ranges: list[tuple[int, int]]) -> None:
-    whole = ShardPiece("matrix", "master", "float32", (6, 5), (0, 0), (6, 5), 0, 30, 0, primary=True)
+def test_gaps_and_overlaps_are_detected(ranges: list[tuple[int, int]]) -> None:
+    whole = ShardPiece(
+        "matrix", "master", "float32", (6, 5), (0, 0), (6, 5), 0, 30, 0, primary=True
+    )
     check_coverage([whole])
     with pytest.raises(CoverageError):
         check_coverage([replace(whole, flat_start=a, flat_stop=b) for a, b in ranges])
@@ -162,12 +185,27 @@ def test_gaps_and_overlaps_are_seen(ranges: list[tuple[int, int]]) -> None:
         check_coverage([replace(whole, stop=(5, 5), flat_stop=25)])
 
 
-def test_small_state_is_the_ranks_own_in_the_same_layout_and_rank_0s_in_another(tmp_path: Path) -> None:
+def test_small_state_is_the_ranks_own_in_the_same_layout_and_rank_0s_in_another(
+    tmp_path: Path,
+) -> None:
     halves = [_half(rank) for rank in range(2)]
     uri = write_checkpoint(tmp_path, halves, VALUES, small_states=[{"of": 0}, {"of": 1}])
     whole = _pack(
-        [replace(_half(0).pieces[0], start=(0, 0), stop=VALUES["matrix"].shape, flat_stop=VALUES["matrix"].size)], 0
+        [
+            replace(
+                _half(0).pieces[0],
+                start=(0, 0),
+                stop=VALUES["matrix"].shape,
+                flat_stop=VALUES["matrix"].size,
+            )
+        ],
+        0,
     )
-    for rank, layout, expected in ((0, halves[0], 0), (1, halves[1], 1), (1, whole, 0), (7, whole, 0)):
+    for rank, layout, expected in (
+        (0, halves[0], 0),
+        (1, halves[1], 1),
+        (1, whole, 0),
+        (7, whole, 0),
+    ):
         image = memoryview(bytearray(layout.slot_bytes))
         assert restore.fill(uri, 10, rank, layout, image).small_state == {"of": expected}

@@ -1,4 +1,4 @@
-"""The slot state machine: what is needed is never overwritten, whatever order things happen in."""
+"""The slot state machine: a slot that is needed is never overwritten, in any order of calls."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from megascale_checkpoint.errors import RequestError
-from megascale_checkpoint.slots import Phase, Seal, SlotTable
+from megascale_checkpoint.slots import SlotPhase, SlotSeal, SlotTable
+from megascale_common.service.errors import RequestError
 
 
-def seal(step: int, attempt: int = 1) -> Seal:
-    return Seal(attempt, step, "digest", (), {})
+def seal(step: int, attempt: int = 1) -> SlotSeal:
+    return SlotSeal(attempt, step, "digest", (), {})
 
 
 class SlotMachine(RuleBasedStateMachine):
-    """Random calls, with a model of what must survive: the newest seal, and all that waits or is read."""
+    """Random calls, with a model of what must survive: the newest seal, pending and read slots."""
 
     @initialize(count=st.integers(2, 4))
     def start(self, count: int) -> None:
@@ -24,9 +24,9 @@ class SlotMachine(RuleBasedStateMachine):
         self.step, self.attempt = 0, 1
         self.writing: list[int] = []
         self.lent: list[int] = []
-        self.persisting: list[tuple[int, Seal]] = []
+        self.persisting: list[tuple[int, SlotSeal]] = []
         self.persisted: list[tuple[int, int]] = []
-        self.newest: Seal | None = None
+        self.newest: SlotSeal | None = None
 
     @rule()
     def acquire(self) -> None:
@@ -144,4 +144,4 @@ def test_seal_must_name_the_step_that_was_acquired() -> None:
         table.begin_seal(index, 6)
     with pytest.raises(RequestError, match="nothing to release"):
         table.release(1 - index)
-    assert table.at(index).phase is Phase.WRITING
+    assert table.at(index).phase is SlotPhase.WRITING

@@ -1,4 +1,4 @@
-"""Staging memory: allocated for real or refused, private, and removed when its owner is gone."""
+"""Staging memory: fully allocated or refused, private, and removed when its owner has ended."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megascale_checkpoint.errors import StagingError
 from megascale_checkpoint.staging import OWNER_FILE, StagingFolder
+from megascale_common.service.errors import LimitError
 
 PAGE = 4096
 
@@ -26,7 +26,9 @@ def test_slots_are_allocated_private_files(tmp_path: Path) -> None:
     assert [len(slot.view) for slot in slots] == [3 * PAGE] * 3
     assert staging.used_bytes == 9 * PAGE
     for slot in slots:
-        assert slot.path.stat().st_blocks * 512 >= 3 * PAGE, "a hole would be SIGBUS on a full tmpfs"
+        assert slot.path.stat().st_blocks * 512 >= 3 * PAGE, (
+            "a hole would be SIGBUS on a full tmpfs"
+        )
         assert slot.path.stat().st_mode & 0o777 == 0o600
     assert (tmp_path / "staging").stat().st_mode & 0o777 == 0o700
     slots[0].view[0:4] = b"data"
@@ -41,22 +43,30 @@ def test_three_slots_where_a_full_host_has_room_else_two_else_refused(tmp_path: 
     small = folder(tmp_path, "b", full_host - 1)
     assert len(small.allocate("job", 0, PAGE, 0)) == 2
     assert len(small.allocate("job", 1, PAGE, 4)) == 4
-    with pytest.raises(StagingError, match=r"no room for the snapshot slots of rank 2 of job.*--staging-limit-bytes"):
+    with pytest.raises(
+        LimitError,
+        match=r"no room for the snapshot slots of rank 2 of job.*--staging-limit-bytes",
+    ):
         small.allocate("job", 2, 30 * PAGE, 2)
     assert small.used_bytes == 6 * PAGE
 
 
 def test_folders_of_dead_owners_go_at_the_next_start(tmp_path: Path) -> None:
     crash = (
-        "import os, sys; from pathlib import Path; from megascale_checkpoint.staging import StagingFolder;"
-        "s = StagingFolder(Path(sys.argv[1]), 'c', 'n', 'dead'); s.allocate('job', 0, 4096, 2); os._exit(9)"
+        "import os, sys; from pathlib import Path\n"
+        "from megascale_checkpoint.staging import StagingFolder\n"
+        "staging = StagingFolder(Path(sys.argv[1]), 'c', 'n', 'dead')\n"
+        "staging.allocate('job', 0, 4096, 2)\n"
+        "os._exit(9)\n"
     )
     subprocess.run([sys.executable, "-c", crash, str(tmp_path / "staging")], check=False)
     left = tmp_path / "staging" / "c" / "n"
     assert (left / "dead" / "job" / "rank-00000" / "slot-0").exists()
     folder(tmp_path, "other-boot").allocate("job", 0, PAGE, 2)
     owner = json.loads((left / "other-boot" / OWNER_FILE).read_text())
-    (left / "other-boot" / OWNER_FILE).write_text(json.dumps({**owner, "boot_id": "an earlier boot"}))
+    (left / "other-boot" / OWNER_FILE).write_text(
+        json.dumps({**owner, "boot_id": "an earlier boot"})
+    )
     living = folder(tmp_path, "living")
     assert sorted(p.name for p in left.iterdir() if p.is_dir()) == ["living"]
     again = folder(tmp_path, "beside")
@@ -76,14 +86,14 @@ def test_a_pid_that_was_given_to_another_process_is_not_the_owner(tmp_path: Path
 
 def test_two_living_daemons_cannot_share_an_incarnation(tmp_path: Path) -> None:
     folder(tmp_path)
-    with pytest.raises(StagingError, match="another checkpoint daemon uses"):
+    with pytest.raises(LimitError, match="another checkpoint daemon uses"):
         folder(tmp_path)
 
 
 def test_a_folder_open_to_others_is_refused(tmp_path: Path) -> None:
     os.mkdir(tmp_path / "staging")
     os.chmod(tmp_path / "staging", 0o777)
-    with pytest.raises(StagingError, match="mode 0700"):
+    with pytest.raises(LimitError, match="mode 0700"):
         folder(tmp_path)
 
 
@@ -103,7 +113,7 @@ def test_slots_that_could_not_be_renewed_are_given_back_once(tmp_path: Path) -> 
     slots = staging.allocate("job", 0, PAGE, 2)
     hindrance = tmp_path / "elsewhere"
     slots[0].path.parent.rename(hindrance)
-    with pytest.raises(StagingError, match="cannot be made anew"):
+    with pytest.raises(LimitError, match="cannot be allocated again"):
         staging.renew(slots[0])
     hindrance.rename(slots[0].path.parent)
     staging.free(slots)

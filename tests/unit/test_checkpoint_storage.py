@@ -1,4 +1,4 @@
-"""File storage: whole files or none, never overwritten, never outside the root."""
+"""File storage: complete files or none, never overwritten, never outside the root."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megascale_checkpoint.errors import RequestError
 from megascale_checkpoint.storage import FileStorage, open_storage
+from megascale_common.service.errors import RequestError
 
 
 def test_exactly_one_creator_wins(tmp_path: Path) -> None:
@@ -44,7 +44,11 @@ def test_reading_parts_and_sizes(tmp_path: Path) -> None:
     target = memoryview(bytearray(4))
     assert storage.read_into("file", 3, target) == 4 and bytes(target) == b"3456"
     assert storage.read_into("file", 8, target) == 2
-    assert storage.size("file") == 10 and storage.size("none") is None and storage.size("file/x") is None
+    assert (
+        storage.size("file") == 10
+        and storage.size("none") is None
+        and storage.size("file/x") is None
+    )
     assert storage.names("none") == [] and storage.names("commits") == []
 
 
@@ -54,7 +58,9 @@ def test_paths_stay_below_the_root(tmp_path: Path, path: str) -> None:
         FileStorage(tmp_path / "root").read(path)
 
 
-@pytest.mark.parametrize("uri", ["s3://bucket/x", "relative/path", "file://host/path", "hdfs://n/x"])
+@pytest.mark.parametrize(
+    "uri", ["s3://bucket/x", "relative/path", "file://host/path", "hdfs://n/x"]
+)
 def test_other_uris_are_refused_with_a_remedy(uri: str) -> None:
     with pytest.raises(RequestError, match="give an absolute path"):
         open_storage(uri)

@@ -66,29 +66,38 @@ def test_help_lists_every_command_without_loading_a_service(tmp_path: Path) -> N
     program = (
         "import sys\nfrom megascale_cli.app import build_app\n"
         "try:\n build_app()(['--help'], prog_name='megascale')\nexcept SystemExit: pass\n"
-        "rooms = ('megascale_driver', 'megascale_executor', 'megascale_checkpoint', 'megascale_common', 'torch')\n"
-        "print('LOADED', [name for name in rooms if name in sys.modules])\n"
+        "names = ('driver', 'executor', 'trainer', 'checkpoint', 'common')\n"
+        "modules = [f'megascale_{name}' for name in names] + ['torch']\n"
+        "print('LOADED', [name for name in modules if name in sys.modules])\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=True
+    )
     assert "LOADED []" in done.stdout
     for command in COMMANDS:
         assert f" {command} " in done.stdout
     assert "Exit status" in done.stdout
 
 
-PARTS = {"data": ["tokenize", "inspect"], "pipeline": ["draw"], "checkpoint": ["list", "fetch", "verify"]}
-WHOLE = [name if not part else f"{name} {part}" for name in COMMANDS for part in PARTS.get(name, [""])]
+PARTS = {
+    "data": ["tokenize", "inspect"],
+    "pipeline": ["draw"],
+    "checkpoint": ["list", "fetch", "verify"],
+}
+WHOLE = [
+    name if not part else f"{name} {part}" for name in COMMANDS for part in PARTS.get(name, [""])
+]
 
 
 @pytest.mark.parametrize("command", WHOLE)
-def test_every_command_teaches_with_an_example(runner: CliRunner, command: str) -> None:
+def test_every_command_has_help_with_an_example(runner: CliRunner, command: str) -> None:
     result = runner.invoke(build_app(), [*command.split(), "--help"], env={"COLUMNS": "200"})
     assert result.exit_code == 0
     assert f"Example: megascale {command}" in result.output
     assert "--json" in result.output
 
 
-def test_help_answers_what_a_newcomer_asks(runner: CliRunner) -> None:
+def test_help_answers_a_newcomers_first_questions(runner: CliRunner) -> None:
     output = runner.invoke(build_app(), ["-h"], env={"COLUMNS": "120"}).output
     for command in (
         "megascale submit job.yaml",
@@ -106,15 +115,25 @@ def test_help_answers_what_a_newcomer_asks(runner: CliRunner) -> None:
 
 @pytest.mark.parametrize(
     ("words", "expected"),
-    [("megascale su", "submit"), ("megascale checkpoint f", "fetch"), ("megascale plan --dev", "--dev")],
+    [
+        ("megascale su", "submit"),
+        ("megascale checkpoint f", "fetch"),
+        ("megascale plan --dev", "--dev"),
+    ],
 )
 def test_a_shell_completes_commands_and_options(words: str, expected: str, tmp_path: Path) -> None:
     environment = {**os.environ, "_MEGASCALE_COMPLETE": "complete_bash"}
     environment |= {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
     done = subprocess.run(
-        [sys.executable, "-m", "megascale_cli"], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "megascale_cli"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert any(line.startswith(expected) for line in done.stdout.splitlines()), done.stdout + done.stderr
+    assert any(line.startswith(expected) for line in done.stdout.splitlines()), (
+        done.stdout + done.stderr
+    )
 
 
 def test_completion_is_installed_for_the_shell_in_use(tmp_path: Path) -> None:
@@ -126,34 +145,53 @@ def test_completion_is_installed_for_the_shell_in_use(tmp_path: Path) -> None:
     assert "_MEGASCALE_COMPLETE" in (tmp_path / ".bash_completions" / "megascale.sh").read_text()
 
 
-def test_entry_points_and_the_lists_of_what_is_ours_agree() -> None:
+def test_entry_points_and_the_lists_of_our_commands_agree() -> None:
     project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())
     ours = {**plugins.KNOWN, **plugins.FUNCTIONS, "checkpoint": plugins.CHECKPOINT}
-    assert project["project"]["entry-points"][plugins.GROUP] == {name: known.target for name, known in ours.items()}
+    assert project["project"]["entry-points"][plugins.GROUP] == {
+        name: known.target for name, known in ours.items()
+    }
 
 
 def test_init_and_plan_lead_from_nothing_to_what_a_job_needs(runner: CliRunner) -> None:
     written = runner.invoke(build_app(), ["init", "--output", "First Try.yaml"])
-    assert (written.exit_code, "megascale plan First Try.yaml" in written.output) == (exits.OK, True)
-    shown = runner.invoke(build_app(), ["plan", "First Try.yaml", "--devices-per-node", "4"], env={"COLUMNS": "200"})
+    assert (written.exit_code, "megascale plan First Try.yaml" in written.output) == (
+        exits.OK,
+        True,
+    )
+    shown = runner.invoke(
+        build_app(), ["plan", "First Try.yaml", "--devices-per-node", "4"], env={"COLUMNS": "200"}
+    )
     assert shown.exit_code == exits.OK
-    lines = ["first-try", "853,504 parameters", "FLOPs a token", "2,048 tokens a step", "8 ranks: 2 nodes of 4 devices"]
+    lines = [
+        "first-try",
+        "853,504 parameters",
+        "FLOPs a token",
+        "2,048 tokens a step",
+        "8 ranks: 2 nodes of 4 devices",
+    ]
     for words in (*lines, "pipeline stage 1: parameters", "checkpoint   9.8 MiB"):
         assert words in shown.output
     assert "peer memory" not in shown.output
     overlapped = Path("First Try.yaml").read_text().replace("#tp: false", "tp: true")
     Path("overlapped.yaml").write_text(overlapped)
     shown = runner.invoke(build_app(), ["plan", "overlapped.yaml"], env={"COLUMNS": "200"})
-    assert shown.output.count(", peer memory 256.0 KiB") == 2, "128 tokens, 2 sequences, 128 columns, fp32, two slots"
+    assert shown.output.count(", peer memory 256.0 KiB") == 2, (
+        "128 tokens, 2 sequences, 128 columns, fp32, two slots"
+    )
     as_json = json.loads(runner.invoke(build_app(), ["plan", "First Try.yaml", "--json"]).output)
     assert (as_json["parameters"], as_json["refused"]) == (853_504, [])
     on_stdout = runner.invoke(build_app(), ["init", "--output", "-", "--name", "first-try"]).output
     assert on_stdout == Path("First Try.yaml").read_text()
-    too_large = runner.invoke(build_app(), ["plan", "First Try.yaml", "--device-memory-gib", "0.001"])
+    too_large = runner.invoke(
+        build_app(), ["plan", "First Try.yaml", "--device-memory-gib", "0.001"]
+    )
     assert (too_large.exit_code, "refused parallelism" in too_large.output) == (exits.USAGE, True)
 
 
-def test_commands_are_found_without_the_packages_metadata(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_are_found_without_the_packages_metadata(
+    runner: CliRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As from a source tree with PYTHONPATH alone."""
     monkeypatch.setattr(metadata, "entry_points", lambda **_: [])
     assert runner.invoke(build_app(), ["init"]).exit_code == exits.OK
@@ -178,7 +216,7 @@ def test_commands_are_found_without_the_packages_metadata(runner: CliRunner, mon
         ["cluster"],
     ],
 )
-def test_no_cluster_is_told_with_the_remedy(runner: CliRunner, arguments: list[str]) -> None:
+def test_no_cluster_is_an_error_with_a_remedy(runner: CliRunner, arguments: list[str]) -> None:
     result = runner.invoke(build_app(), arguments)
     assert result.exit_code == exits.UNAVAILABLE
     assert "megascale up" in result.stderr
@@ -188,7 +226,9 @@ def test_no_cluster_is_told_with_the_remedy(runner: CliRunner, arguments: list[s
     assert json.loads(as_json.stderr)["kind"] == "ClusterNotFound"
 
 
-def test_a_bad_job_file_is_refused_before_any_cluster_is_looked_for(runner: CliRunner, tmp_path: Path) -> None:
+def test_a_bad_job_file_is_refused_before_a_cluster_is_searched(
+    runner: CliRunner, tmp_path: Path
+) -> None:
     (tmp_path / "job.yaml").write_text("name: a\ntrainer: {model: {layerz: 2}}\n")
     result = runner.invoke(build_app(), ["submit", "job.yaml"])
     assert result.exit_code == exits.USAGE
@@ -237,7 +277,9 @@ def test_version_is_that_of_the_package(runner: CliRunner) -> None:
 
 def test_an_absent_command_names_what_to_install(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        plugins.run_plugin("not-there", plugins.Known("x", extra="executor"), [], "megascale not-there")
+        plugins.run_plugin(
+            "not-there", plugins.Plugin("x", extra="executor"), [], "megascale not-there"
+        )
     assert ended.value.code == exits.USAGE
     assert "pip install 'megascale[executor]'" in capsys.readouterr().err
 
@@ -249,7 +291,9 @@ def test_a_command_whose_import_fails_names_what_to_install(tmp_path: Path) -> N
         "from megascale_cli.app import build_app\n"
         "build_app()(['data', 'tokenize', 'x'], prog_name='megascale')\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
     assert done.returncode == exits.USAGE
     assert "megascale[executor]" in done.stderr
     assert "Traceback" not in done.stderr
@@ -266,3 +310,37 @@ def test_a_forwarded_command_gets_its_own_help_and_arguments(tmp_path: Path) -> 
         )
         assert "Traceback" not in done.stderr
     assert json.loads(done.stdout)["nodes"] == ["n1", "n2"]
+
+
+class Damaged(Exception):
+    """What a service raises: a gRPC code and a stable word."""
+
+    reason, code = "DAMAGED", "DATA_LOSS"
+
+
+class Misused(Exception):
+    """What a package without gRPC raises."""
+
+    reason = "BAD_DATA"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "reason"),
+    [
+        (Damaged("shard-1 is cut short"), exits.FAILED, "DAMAGED"),
+        (Misused("corpus.idx is not an index"), exits.USAGE, "BAD_DATA"),
+        (FileNotFoundError(2, "No such file or directory", "job.json"), exits.USAGE, "FILE"),
+        (NotFound("no job x", reason="JOB_NOT_FOUND"), exits.NOT_FOUND, "JOB_NOT_FOUND"),
+    ],
+)
+def test_an_error_of_an_added_command_is_printed_like_our_own(
+    error: Exception, status: int, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exits.report(error, as_json=False) == status
+    assert capsys.readouterr().err.startswith("error: ")
+    assert exits.report(error, as_json=True) == status
+    assert json.loads(capsys.readouterr().err)["reason"] == reason
+
+
+def test_a_defect_of_an_added_command_keeps_its_traceback() -> None:
+    assert exits.report(ZeroDivisionError("x"), as_json=False) is None

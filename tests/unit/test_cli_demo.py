@@ -1,4 +1,4 @@
-"""The demo's plan, verdict and pictures, without a cluster."""
+"""The demo's plan, claims and pictures, without a cluster."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from megascale.v1 import driver_pb2, types_pb2
 from megascale_cli.demo import render
-from megascale_cli.demo.judge import (
+from megascale_cli.demo.claims import (
     Kill,
     differing_steps,
-    judge_recovery,
-    judge_twin,
     make_report,
     max_abs_difference,
     missing_steps,
+    recovery_claims,
+    twin_claims,
 )
-from megascale_cli.demo.plan import Plan, PlanError, choose_plan
+from megascale_cli.demo.plan import DemoPlan, PlanError, choose_plan
 from megascale_cli.demo.recording import Recording
 from megascale_client import parse_job
 
@@ -49,9 +49,11 @@ REPORT_FIELDS = [
 ]
 
 
-def plan(**changes: Any) -> Plan:
-    values: dict[str, Any] = dict(device="cpu", nodes=3, devices_per_node=4, tp=2, pp=2, dp=2, steps=12)
-    return Plan(**{**values, **changes})
+def plan(**changes: Any) -> DemoPlan:
+    values: dict[str, Any] = dict(
+        device="cpu", nodes=3, devices_per_node=4, tp=2, pp=2, dp=2, steps=12
+    )
+    return DemoPlan(**{**values, **changes})
 
 
 def at(offset_s: float) -> Timestamp:
@@ -60,14 +62,18 @@ def at(offset_s: float) -> Timestamp:
     return stamp
 
 
-def record(recording: Recording, attempt: int, step: int, offset_s: float, loss: float | None = None) -> None:
+def record(
+    recording: Recording, attempt: int, step: int, offset_s: float, loss: float | None = None
+) -> None:
     value = 5.0 / step if loss is None else loss
     made = types_pb2.StepRecord(attempt=attempt, step=step, loss=value, completed_at=at(offset_s))
     recording.add(driver_pb2.WatchJobResponse(step=made))
 
 
 def event(recording: Recording, reason: str, subject: str, offset_s: float) -> None:
-    made = types_pb2.Event(reason=reason, subject=subject, time=at(offset_s), message=reason.lower())
+    made = types_pb2.Event(
+        reason=reason, subject=subject, time=at(offset_s), message=reason.lower()
+    )
     recording.add(driver_pb2.WatchJobResponse(event=made))
 
 
@@ -82,7 +88,9 @@ def interrupted() -> tuple[Recording, Kill]:
     for step in range(1, 8):
         record(run, 1, step, step)
     event(run, "NODE_DEAD", "nodes/n1", 9.0)
-    job(run, attempt=2, nodes=["n3", "n2"], phase=types_pb2.JOB_PHASE_STARTING, evicted_nodes=["n1"])
+    job(
+        run, attempt=2, nodes=["n3", "n2"], phase=types_pb2.JOB_PHASE_STARTING, evicted_nodes=["n1"]
+    )
     event(run, "ATTEMPT_STARTED", "jobs/demo", 11.5)
     for step in range(5, 13):
         record(run, 2, step, 8 + step)
@@ -109,7 +117,7 @@ def uninterrupted() -> Recording:
 
 def test_a_run_that_shows_everything_is_accepted() -> None:
     run, kill = interrupted()
-    claims = [*judge_recovery(plan(), run, kill), *judge_twin(plan(), run, uninterrupted(), True)]
+    claims = [*recovery_claims(plan(), run, kill), *twin_claims(plan(), run, uninterrupted(), True)]
     assert [claim.text for claim in claims if not claim.holds] == []
 
 
@@ -120,32 +128,38 @@ def test_the_report_has_the_agreed_fields_and_times() -> None:
     assert report["fault_to_detected_s"] == 1.5
     assert report["detected_to_restarted_s"] == 2.5
     assert report["fault_to_first_new_step_s"] == 5.5
-    assert (report["steps_lost"], report["resumed_from_step"], report["restore_source"]) == (3, 4, "storage")
+    assert (report["steps_lost"], report["resumed_from_step"], report["restore_source"]) == (
+        3,
+        4,
+        "storage",
+    )
     assert (report["loss_after_resume_matches"], report["max_loss_abs_diff"]) == (True, 0.0)
     assert (report["nodes"], report["evicted_nodes"]) == (["n1", "n2", "n3"], ["n1"])
     assert (report["first_loss"], report["final_loss"]) == (5.0, 5.0 / 12)
 
 
-def test_on_gpus_the_report_gives_the_difference_instead_of_a_verdict() -> None:
+def test_on_gpus_the_report_has_the_largest_difference_of_losses() -> None:
     run, kill = interrupted()
     twin = uninterrupted()
     twin.records[1, 8].loss += 0.25
     gpu = plan(device="cuda", devices_per_node=2, dp=1)
     report = make_report(gpu, run, twin, kill, ["n1"], 1.0)
     assert (report.loss_after_resume_matches, report.max_loss_abs_diff) == (None, 0.25)
-    assert all(claim.holds for claim in judge_twin(gpu, run, twin, True))
+    assert all(claim.holds for claim in twin_claims(gpu, run, twin, True))
 
 
 def failing(run: Recording, kill: Kill | None) -> list[str]:
-    return [claim.text for claim in judge_recovery(plan(), run, kill) if not claim.holds]
+    return [claim.text for claim in recovery_claims(plan(), run, kill) if not claim.holds]
 
 
-def test_each_thing_that_is_not_seen_is_told() -> None:
+def test_each_thing_that_is_not_observed_fails_its_claim() -> None:
     assert failing(interrupted()[0], None) == ["one active node is killed outright"]
     run, kill = interrupted()
     assert "at least two" in failing(run, Kill(kill.at, "n1", (2,), 8, 0))[0]
     assert failing(run, Kill(kill.at, "n1", (2, 4), 8, 1)) == ["all processes of the node are dead"]
-    assert failing(run, Kill(kill.at + 60, "n1", (2, 4), 8, 0)) == ["the driver finds the node dead"]
+    assert failing(run, Kill(kill.at + 60, "n1", (2, 4), 8, 0)) == [
+        "the driver finds the node dead"
+    ]
     run.job.restore_source = types_pb2.RESTORE_SOURCE_NONE
     assert "from storage" in failing(run, kill)[0]
     run, kill = interrupted()
@@ -159,24 +173,26 @@ def test_each_thing_that_is_not_seen_is_told() -> None:
     assert failing(run, kill) == ["every step has its record"]
 
 
-def test_the_smallest_change_of_one_loss_is_seen() -> None:
+def test_the_smallest_change_of_one_loss_is_detected() -> None:
     run, twin = interrupted()[0], uninterrupted()
     twin.records[1, 9].loss = math.nextafter(twin.records[1, 9].loss, math.inf)
-    (claim,) = [claim for claim in judge_twin(plan(), run, twin, True) if not claim.holds]
+    (claim,) = [claim for claim in twin_claims(plan(), run, twin, True) if not claim.holds]
     assert claim.text.startswith("every step's loss")
     assert "steps 9 differ" in claim.seen
 
 
-def test_a_repeated_step_with_another_loss_is_seen() -> None:
+def test_a_repeated_step_with_another_loss_is_detected() -> None:
     run = interrupted()[0]
     run.records[1, 6].loss += 1e-12
-    failed = [claim.text for claim in judge_twin(plan(), run, uninterrupted(), True) if not claim.holds]
+    failed = [
+        claim.text for claim in twin_claims(plan(), run, uninterrupted(), True) if not claim.holds
+    ]
     assert failed == ["the steps repeated after the restart give the same losses as before it"]
 
 
 def test_a_twin_on_other_or_restarted_nodes_is_refused() -> None:
     run = interrupted()[0]
-    assert not judge_twin(plan(), run, uninterrupted(), False)[0].holds
+    assert not twin_claims(plan(), run, uninterrupted(), False)[0].holds
 
 
 def test_comparisons_treat_gaps_and_nan_as_different() -> None:
@@ -187,9 +203,17 @@ def test_comparisons_treat_gaps_and_nan_as_different() -> None:
     assert max_abs_difference({1: 1.0}, {2: 1.0}) == math.inf
 
 
-def choose(**changes: Any) -> Plan:
+def choose(**changes: Any) -> DemoPlan:
     values: dict[str, Any] = dict(
-        device="auto", gpus=0, nodes=None, devices_per_node=None, tp=None, pp=None, dp=None, steps=48, sabotage="none"
+        device="auto",
+        gpus=0,
+        nodes=None,
+        devices_per_node=None,
+        tp=None,
+        pp=None,
+        dp=None,
+        steps=48,
+        sabotage="none",
     )
     return choose_plan(**{**values, **changes})
 
@@ -197,7 +221,14 @@ def choose(**changes: Any) -> Plan:
 def test_the_plan_follows_the_machine() -> None:
     cpu, gpu = choose(), choose(gpus=8)
     assert (cpu.device, cpu.nodes, cpu.devices_per_node, cpu.world_size) == ("cpu", 3, 4, 8)
-    assert (gpu.device, gpu.nodes, gpu.devices_per_node, gpu.tp, gpu.pp, gpu.dp) == ("cuda", 3, 2, 2, 2, 1)
+    assert (gpu.device, gpu.nodes, gpu.devices_per_node, gpu.tp, gpu.pp, gpu.dp) == (
+        "cuda",
+        3,
+        2,
+        2,
+        2,
+        1,
+    )
     assert choose(gpus=5).device == "cpu"
     small = choose(device="cuda", gpus=2, devices_per_node=1, tp=1, pp=1, dp=1)
     assert (small.nodes, small.active_nodes) == (2, 1)
@@ -206,7 +237,7 @@ def test_the_plan_follows_the_machine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         (dict(nodes=2), "one node must be spare"),
         (dict(devices_per_node=3, tp=1), "do not fill nodes"),
@@ -216,13 +247,17 @@ def test_the_plan_follows_the_machine() -> None:
         (dict(device="cuda", gpus=4), "more than the 4 GPUs"),
     ],
 )
-def test_options_that_do_not_fit_are_refused_with_a_remedy(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(PlanError, match=said):
+def test_options_that_do_not_fit_are_refused_with_a_remedy(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
         choose(**changes)
 
 
-@pytest.mark.parametrize("chosen", [choose(), choose(gpus=8), choose(tp=1, pp=1, dp=1, devices_per_node=1)])
-def test_the_job_is_one_that_the_client_understands(chosen: Plan) -> None:
+@pytest.mark.parametrize(
+    "chosen", [choose(), choose(gpus=8), choose(tp=1, pp=1, dp=1, devices_per_node=1)]
+)
+def test_the_job_is_one_that_the_client_understands(chosen: DemoPlan) -> None:
     spec = parse_job(chosen.job("demo", Path("/corpus"), Path("/checkpoints")))
     model = spec.trainer.model
     parameters = 12 * model.layers * model.hidden_size**2 + 2 * model.vocab_size * model.hidden_size
@@ -234,7 +269,10 @@ def test_the_job_is_one_that_the_client_understands(chosen: Plan) -> None:
 def test_timeline_and_curve_show_the_kill_in_its_place(tmp_path: Path) -> None:
     run, kill = interrupted()
     lines = render.timeline(run, kill)
-    order = [next(i for i, line in enumerate(lines) if word in line) for word in ("SIGKILL", "NODE_DEAD", "STARTED")]
+    order = [
+        next(i for i, line in enumerate(lines) if word in line)
+        for word in ("SIGKILL", "NODE_DEAD", "STARTED")
+    ]
     assert order == sorted(order)
     drawn = render.curve(run.losses(), 7, 4)
     assert sum(line.count("x") for line in drawn[:-1]) == 1

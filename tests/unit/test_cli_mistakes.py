@@ -1,4 +1,4 @@
-"""What users get wrong: each mistake is told in a sentence with the remedy, has its exit status, and no traceback."""
+"""Mistakes of users: each is reported in a sentence with the remedy, without a traceback."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from megascale_cli.exits import REFUSED, UNAVAILABLE, USAGE
 JOB: dict[str, Any] = {
     "name": "a",
     "trainer": {
-        "model": {"layers": 2, "hidden_size": 16, "heads": 2, "vocab_size": 257, "sequence_length": 16},
+        "model": {
+            "layers": 2,
+            "hidden_size": 16,
+            "heads": 2,
+            "vocab_size": 257,
+            "sequence_length": 16,
+        },
         "training": {"steps": 2, "global_batch_size": 2},
         "data": {"sources": [{"prefix": "corpus"}]},
     },
@@ -29,7 +35,7 @@ def changed(**model: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with files to be wrong about."""
+    """A folder with files for the mistakes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MEGASCALE_RUN_FOLDER", raising=False)
     files = {
@@ -56,9 +62,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "said"),
+    ("arguments", "status", "message"),
     [
-        # Wrong words.
+        # Wrong usage.
         ("sumbit good.yaml", USAGE, "No such command"),
         ("submit", USAGE, "Missing argument"),
         ("jobs --al", USAGE, "No such option"),
@@ -104,19 +110,23 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("checkpoint verify /nowhere", USAGE, "checkpoint.uri"),
     ],
 )
-def test_a_mistake_is_told(folder: Path, arguments: str, status: int, said: str) -> None:
-    result = CliRunner().invoke(build_app(), arguments.split(), env={"COLUMNS": "200", "TERM": "dumb"})
+def test_a_mistake_is_reported(folder: Path, arguments: str, status: int, message: str) -> None:
+    result = CliRunner().invoke(
+        build_app(), arguments.split(), env={"COLUMNS": "200", "TERM": "dumb"}
+    )
     text = result.stdout + result.stderr
-    assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
-    assert (result.exit_code, said in text) == (status, True), text
+    assert result.exception is None or isinstance(result.exception, SystemExit), repr(
+        result.exception
+    )
+    assert (result.exit_code, message in text) == (status, True), text
     assert "Traceback" not in text
 
 
-def test_a_token_of_somebody_else_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_users_token_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path) -> str:
         raise PermissionError(13, "Permission denied", str(path))
 
     app = build_app()
-    monkeypatch.setattr(Path, "read_text", refuse)  # root may read everything
+    monkeypatch.setattr(Path, "read_text", refuse)  # root can read everything
     result = CliRunner().invoke(app, ["jobs", "--cluster", "stale"])
     assert (result.exit_code, "not yours to read" in result.stderr) == (REFUSED, True)

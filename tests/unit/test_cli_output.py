@@ -1,4 +1,4 @@
-"""How answers look: text of users and machines is shown as it is, whatever it contains."""
+"""The format of answers: text of users and machines is shown unchanged, whatever it contains."""
 
 from __future__ import annotations
 
@@ -25,12 +25,16 @@ def shown(text: str) -> str:
 
 def test_brackets_in_messages_are_no_markup() -> None:
     event = types_pb2.Event(reason="WORKER_EXITED", subject="nodes/n1", message=NASTY)
-    job = driver_pb2.Job(spec=job_pb2.JobSpec(name="x"), phase=types_pb2.JOB_PHASE_FAILED, phase_reason=NASTY)
+    job = driver_pb2.Job(
+        spec=job_pb2.JobSpec(name="x"), phase=types_pb2.JOB_PHASE_FAILED, phase_reason=NASTY
+    )
     assert NASTY in shown(output.event_text(event))
     assert NASTY in shown("\n".join(output.job_lines(job)))
 
 
-def test_a_long_message_is_one_clipped_line_and_whole_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_message_is_one_clipped_line_and_whole_in_json(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     event = types_pb2.Event(reason="X", message="first\n" + "long " * 100)
     text = shown(output.event_text(event))
     assert len(text.splitlines()) == 1
@@ -39,16 +43,24 @@ def test_a_long_message_is_one_clipped_line_and_whole_in_json(capsys: pytest.Cap
     assert json.loads(capsys.readouterr().out)["message"] == event.message
 
 
-def test_json_has_proto_names_and_fields_at_their_default(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_proto_names_and_fields_at_their_default(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     output.print_json(driver_pb2.Job(committed_step=7))
     value = json.loads(capsys.readouterr().out)
-    assert (value["committed_step"], value["restored_step"], value["phase"]) == ("7", "0", "JOB_PHASE_UNSPECIFIED")
+    assert (value["committed_step"], value["restored_step"], value["phase"]) == (
+        "7",
+        "0",
+        "JOB_PHASE_UNSPECIFIED",
+    )
 
 
 def test_mfu_is_shown_twice_or_not_at_all() -> None:
     assert output.mfu_text(types_pb2.StepRecord()) == "n/a"
     assert output.mfu_text(types_pb2.StepRecord(mfu_causal=0.5, mfu_full=0.55)) == "50.0%/55.0%"
-    line = output.step_text(types_pb2.StepRecord(step=3, loss=2.5, tokens_per_s=12_345.6, attempt=2), 100)
+    line = output.step_text(
+        types_pb2.StepRecord(step=3, loss=2.5, tokens_per_s=12_345.6, attempt=2), 100
+    )
     assert "step   3/100" in line
     assert "loss 2.5000" in line
     assert "12,346 tokens/s" in line
@@ -57,10 +69,15 @@ def test_mfu_is_shown_twice_or_not_at_all() -> None:
 
 def test_phase_and_enum_names_are_short() -> None:
     assert shown(output.phase_text(types_pb2.JOB_PHASE_RUNNING)).strip() == "running"
-    assert output.short(types_pb2.RestoreSource, types_pb2.RESTORE_SOURCE_STORAGE, "RESTORE_SOURCE_") == "storage"
+    assert (
+        output.short(types_pb2.RestoreSource, types_pb2.RESTORE_SOURCE_STORAGE, "RESTORE_SOURCE_")
+        == "storage"
+    )
 
 
-@pytest.mark.parametrize(("ago_s", "text"), [(0, "0s"), (59, "59s"), (120, "2m"), (7_200, "2h"), (3 * 86_400, "3d")])
+@pytest.mark.parametrize(
+    ("ago_s", "text"), [(0, "0s"), (59, "59s"), (120, "2m"), (7_200, "2h"), (3 * 86_400, "3d")]
+)
 def test_ages_have_the_largest_fitting_unit(ago_s: int, text: str) -> None:
     stamp = Timestamp()
     stamp.FromMicroseconds(int((time.time() - ago_s) * 1e6))
@@ -68,6 +85,8 @@ def test_ages_have_the_largest_fitting_unit(ago_s: int, text: str) -> None:
     assert output.age(Timestamp()) == output.local_time(Timestamp()) == "-"
 
 
-@pytest.mark.parametrize(("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 40, "5.0 TiB")])
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 40, "5.0 TiB")]
+)
 def test_sizes_have_a_unit(size: int, text: str) -> None:
     assert output.size_text(size) == text

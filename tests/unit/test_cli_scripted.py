@@ -60,16 +60,31 @@ def profile(name: str, *states: types_pb2.TraceState.ValueType) -> driver_pb2.Pr
     made = driver_pb2.Profile(id=name, first_step=7, last_step=8)
     for rank, state in enumerate(states):
         detail = "" if state == types_pb2.TRACE_STATE_WRITTEN else "the disk is full"
-        made.traces.add(rank=rank, node="n1", path=f"/{rank}.json.gz", state=state, size_bytes=2048, detail=detail)
+        made.traces.add(
+            rank=rank,
+            node="n1",
+            path=f"/{rank}.json.gz",
+            state=state,
+            size_bytes=2048,
+            detail=detail,
+        )
     return made
 
 
-async def test_a_profile_is_awaited_and_a_missing_trace_is_a_failed_command(driver: ScriptedDriver) -> None:
+async def test_a_profile_is_awaited_and_a_missing_trace_is_a_failed_command(
+    driver: ScriptedDriver,
+) -> None:
     pending, written, failed = (
         types_pb2.TRACE_STATE_PENDING, types_pb2.TRACE_STATE_WRITTEN, types_pb2.TRACE_STATE_FAILED,
     )  # fmt: skip
-    driver.profiles = [profile("p1", pending, pending), profile("p1", written, pending), profile("p1", written, failed)]
-    status, output, _ = await run("profile", "x", "--steps", "2", "--ranks", "0,1", "--reason", "slow")
+    driver.profiles = [
+        profile("p1", pending, pending),
+        profile("p1", written, pending),
+        profile("p1", written, failed),
+    ]
+    status, output, _ = await run(
+        "profile", "x", "--steps", "2", "--ranks", "0,1", "--reason", "slow"
+    )
     assert status == FAILED and driver.profiles == []
     assert output.splitlines() == [
         "job x: steps 7 to 8 will be profiled",
@@ -78,10 +93,15 @@ async def test_a_profile_is_awaited_and_a_missing_trace_is_a_failed_command(driv
         "open a trace at https://ui.perfetto.dev (it is read in the browser; nothing is uploaded)",
     ]
     sent = driver.requests[0]
-    assert (list(sent.ranks), sent.steps, sent.first_step, sent.reason) == ([0, 1], 2, 0, "slow") and sent.request_id
+    assert (list(sent.ranks), sent.steps, sent.first_step, sent.reason) == (
+        [0, 1],
+        2,
+        0,
+        "slow",
+    ) and sent.request_id
     driver.profiles = [profile("p2", pending)]
     status, _, errors = await run("profile", "x")
-    assert (status, "another profile was asked for since" in errors) == (REFUSED, True)
+    assert (status, "another profile was requested since" in errors) == (REFUSED, True)
     driver.requests.clear()
     status, output, _ = await run("profile", "x", "--no-wait", "--json")
     assert (status, json.loads(output)["id"], len(driver.requests)) == (OK, "p1", 1)
@@ -91,7 +111,9 @@ async def test_a_failed_check_is_a_failed_command(driver: ScriptedDriver) -> Non
     driver.verdicts = {"disk_room": types_pb2.CHECK_VERDICT_FAIL}
     status, output, _ = await run("diagnose", "n1")
     assert (status, "device_present" in output, "pass" in output) == (OK, True, True)
-    status, output, _ = await run("diagnose", "n1", "--check", "disk_room", "--check", "matrix_product", "--json")
+    status, output, _ = await run(
+        "diagnose", "n1", "--check", "disk_room", "--check", "matrix_product", "--json"
+    )
     verdicts = {check["name"]: check["verdict"] for check in map(json.loads, output.splitlines())}
     assert (status, verdicts) == (
         FAILED,
@@ -100,23 +122,32 @@ async def test_a_failed_check_is_a_failed_command(driver: ScriptedDriver) -> Non
 
 
 @pytest.mark.parametrize("name", ["", "n1"])
-async def test_events_are_those_of_the_cluster_or_of_a_job(driver: ScriptedDriver, name: str) -> None:
+async def test_events_are_those_of_the_cluster_or_of_a_job(
+    driver: ScriptedDriver, name: str
+) -> None:
     driver.updates = [1, 2]
     status, output, _ = await run("events", *([name] if name else []), "--json")
     assert (status, [json.loads(line)["seq"] for line in output.splitlines()]) == (OK, ["1", "2"])
     assert driver.requests[0].subject == (f"jobs/{name}" if name else "")
 
 
-async def test_events_are_followed_across_a_lost_driver_until_ctrl_c(driver: ScriptedDriver) -> None:
+async def test_events_are_followed_across_a_lost_driver_until_ctrl_c(
+    driver: ScriptedDriver,
+) -> None:
     driver.updates, driver.break_after = [1, 2], 2
     process = await start("events", "nodes/n1", "--follow", "--json")
     assert process.stdout is not None
 
     async def line() -> int:
         assert process.stdout is not None
-        return int(json.loads(await asyncio.wait_for(process.stdout.readline(), CALL_TIMEOUT_S))["seq"])
+        return int(
+            json.loads(await asyncio.wait_for(process.stdout.readline(), CALL_TIMEOUT_S))["seq"]
+        )
 
-    assert [await line() for _ in range(2)] == [1, 2]  # once each, though they are in the list and in the stream
+    assert [await line() for _ in range(2)] == [
+        1,
+        2,
+    ]  # once each, though they are in the list and in the stream
     driver.updates.append(3)  # the stream breaks before it
     assert await line() == 3
     driver.updates.append(4)
@@ -126,8 +157,10 @@ async def test_events_are_followed_across_a_lost_driver_until_ctrl_c(driver: Scr
     assert (process.returncode, output, errors) == (INTERRUPTED, b"", b"")
 
 
-@pytest.mark.parametrize(("words", "names"), [("cordon n", ["n0", "n1", "n2"]), ("diagnose n2", ["n2"])])
-async def test_a_shell_offers_the_clusters_names(
+@pytest.mark.parametrize(
+    ("words", "names"), [("cordon n", ["n0", "n1", "n2"]), ("diagnose n2", ["n2"])]
+)
+async def test_a_shell_completes_the_clusters_names(
     driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch, words: str, names: list[str]
 ) -> None:
     monkeypatch.setenv("_MEGASCALE_COMPLETE", "complete_bash")
@@ -138,7 +171,9 @@ async def test_a_shell_offers_the_clusters_names(
     assert (await run())[1].split() == []
 
 
-async def test_a_refused_job_is_told_field_by_field(driver: ScriptedDriver, tmp_path: Path) -> None:
+async def test_a_refused_job_is_reported_field_by_field(
+    driver: ScriptedDriver, tmp_path: Path
+) -> None:
     (tmp_path / "job.yaml").write_text("name: [1]\n")
     status, _, errors = await run("submit", str(tmp_path / "job.yaml"))
     assert (status, "name: expected text" in errors, driver.requests) == (USAGE, True, [])

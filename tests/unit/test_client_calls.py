@@ -1,4 +1,4 @@
-"""The client against a scripted driver on a real socket: errors, retries, leader hints, resumed watches."""
+"""The client against a scripted driver on a socket: errors, retries, leader hints, watches."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from megascale_client import (
     ServiceFailure,
     Unavailable,
 )
-from megascale_common.rpc import RpcServer, Tls
-from megascale_common.rpc_errors import RpcError
+from megascale_common.service.server import RpcServer, Tls
+from megascale_common.service.status import of_code
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ async def driver() -> AsyncIterator[ScriptedDriver]:
 async def test_a_status_becomes_its_error_with_reason_and_message(
     driver: ScriptedDriver, code: grpc.StatusCode, kind: type[MegascaleError]
 ) -> None:
-    driver.errors = [RpcError(code, "SOME_REASON", "a sentence")]
+    driver.errors = [of_code(code.name, "SOME_REASON", "a sentence")]
     async with AsyncClient(driver.address, TOKEN) as client:
         with pytest.raises(kind, match="a sentence") as caught:
             await client.get("x")
@@ -60,20 +60,23 @@ async def test_a_status_becomes_its_error_with_reason_and_message(
 
 async def test_refused_fields_become_problems(driver: ScriptedDriver) -> None:
     fields = [("trainer.model.heads", "not a multiple of tp"), ("name", "empty")]
-    driver.errors = [RpcError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_JOB", "bad job", fields=fields)]
+    driver.errors = [of_code("INVALID_ARGUMENT", "INVALID_JOB", "bad job", fields=fields)]
     async with AsyncClient(driver.address, TOKEN) as client:
         with pytest.raises(InvalidJob) as caught:
             await client.submit(job_pb2.JobSpec())
     assert [(p.field, p.problem) for p in caught.value.problems] == fields
 
 
-async def test_a_refused_field_of_another_call_is_no_refused_job(driver: ScriptedDriver) -> None:
+async def test_a_refused_field_of_another_call_is_not_a_refused_job(driver: ScriptedDriver) -> None:
     fields = [("rank", "9 is not one of the job's 8 ranks")]
-    driver.errors = [RpcError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID", "bad", fields=fields)]
+    driver.errors = [of_code("INVALID_ARGUMENT", "INVALID", "bad", fields=fields)]
     async with AsyncClient(driver.address, TOKEN) as client:
         with pytest.raises(InvalidRequest, match="rank: 9 is not one") as caught:
             await anext(client.logs("x", rank=9))
-    assert (type(caught.value), [p.field for p in caught.value.problems]) == (InvalidRequest, ["rank"])
+    assert (type(caught.value), [p.field for p in caught.value.problems]) == (
+        InvalidRequest,
+        ["rank"],
+    )
 
 
 async def test_a_wrong_token_is_not_allowed(driver: ScriptedDriver) -> None:
@@ -83,7 +86,7 @@ async def test_a_wrong_token_is_not_allowed(driver: ScriptedDriver) -> None:
 
 
 async def test_a_mutation_is_repeated_with_the_same_request_id(driver: ScriptedDriver) -> None:
-    driver.errors = [RpcError(grpc.StatusCode.UNAVAILABLE, "", "not yet")] * 2
+    driver.errors = [of_code("UNAVAILABLE", "", "not yet")] * 2
     async with AsyncClient(driver.address, TOKEN, retry_for_s=5) as client:
         await client.submit(job_pb2.JobSpec(name="one"))
         await client.submit(job_pb2.JobSpec(name="two"))
@@ -92,26 +95,28 @@ async def test_a_mutation_is_repeated_with_the_same_request_id(driver: ScriptedD
     assert fourth not in ("", first)
 
 
-async def test_a_standby_names_the_leader_and_the_call_goes_there(driver: ScriptedDriver) -> None:
+async def test_a_call_goes_to_the_leader_that_a_standby_reports(driver: ScriptedDriver) -> None:
     leader = await start_driver()
     hint = {"leader": leader.address}
-    driver.errors = [RpcError(grpc.StatusCode.UNAVAILABLE, "NOT_LEADER", "standby", metadata=hint)]
+    driver.errors = [of_code("UNAVAILABLE", "NOT_LEADER", "standby", metadata=hint)]
     async with AsyncClient(driver.address, TOKEN, retry_for_s=5) as client:
         assert (await client.get("x")).spec.name == "x"
         assert (len(driver.requests), len(leader.requests)) == (1, 1)
     await leader.server.stop(0)
 
 
-async def test_two_standbys_that_name_each_other_end_in_unavailable(driver: ScriptedDriver) -> None:
+async def test_standbys_that_report_each_other_as_leader_end_in_unavailable(
+    driver: ScriptedDriver,
+) -> None:
     hint = {"leader": driver.address}
-    driver.errors = [RpcError(grpc.StatusCode.UNAVAILABLE, "NOT_LEADER", "standby", metadata=hint)] * 1000
+    driver.errors = [of_code("UNAVAILABLE", "NOT_LEADER", "standby", metadata=hint)] * 1000
     async with AsyncClient(driver.address, TOKEN, retry_for_s=0.3) as client:
         with pytest.raises(Unavailable, match="standby"):
             await client.get("x")
     assert len(driver.requests) < 40
 
 
-async def test_nobody_there_is_unavailable_within_the_time_allowed() -> None:
+async def test_no_driver_is_unavailable_after_the_time_allowed() -> None:
     async with AsyncClient("127.0.0.1:1", TOKEN, retry_for_s=0.3) as client:
         with pytest.raises(Unavailable, match=r"no driver answered within 0\.3 s"):
             await client.get("x")
@@ -120,19 +125,26 @@ async def test_nobody_there_is_unavailable_within_the_time_allowed() -> None:
 def self_signed(folder: Path) -> Tls:
     """Key and certificate of a driver on 127.0.0.1."""
     key, certificate = folder / "key.pem", folder / "certificate.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    command += ["-days", "1", "-subj", "/CN=driver", "-addext", "subjectAltName=IP:127.0.0.1"]
-    subprocess.run([*command, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
+    command = [
+        *("openssl", "req", "-x509", "-nodes", "-days", "1"),
+        *("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"),
+        *("-subj", "/CN=driver", "-addext", "subjectAltName=IP:127.0.0.1"),
+    ]
+    subprocess.run(
+        [*command, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True
+    )
     return Tls(key, certificate)
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl for its certificate")
 async def test_a_driver_with_tls_is_reached_by_its_certificate_only(tmp_path: Path) -> None:
     tls = self_signed(tmp_path)
     server = RpcServer(TOKEN, tls=tls)
     driver_pb2_grpc.add_DriverServiceServicer_to_server(ScriptedDriver(), server.server)  # type: ignore[abstract]
     address = await server.start("127.0.0.1:0", ["megascale.v1.DriverService"])
-    async with AsyncClient(address, TOKEN, root_certificate=tls.certificate, retry_for_s=5) as client:
+    async with AsyncClient(
+        address, TOKEN, root_certificate=tls.certificate, retry_for_s=5
+    ) as client:
         assert (await client.get("x")).spec.name == "x"
     async with AsyncClient(address, TOKEN, retry_for_s=0.2) as client:
         with pytest.raises(Unavailable):
@@ -145,7 +157,9 @@ async def test_lists_are_fetched_page_by_page(driver: ScriptedDriver) -> None:
         assert [node.name async for node in client.nodes()] == ["n0", "n1", "n2"]
 
 
-async def test_a_watch_resumes_after_the_last_update_at_the_new_address(driver: ScriptedDriver, tmp_path: Path) -> None:
+async def test_a_watch_resumes_after_the_last_update_at_the_new_address(
+    driver: ScriptedDriver, tmp_path: Path
+) -> None:
     successor = await start_driver()
     (tmp_path / "token").write_text(TOKEN)
     (tmp_path / "driver.address").write_text(driver.address)
@@ -158,11 +172,13 @@ async def test_a_watch_resumes_after_the_last_update_at_the_new_address(driver: 
             if len(seen) == 2:
                 (tmp_path / "driver.address").write_text(successor.address)
     assert seen == [1, 2, 3, 4]
-    assert [request.resume_token for request in successor.requests if hasattr(request, "resume_token")] == ["2"]
+    assert [
+        request.resume_token for request in successor.requests if hasattr(request, "resume_token")
+    ] == ["2"]
     await successor.server.stop(0)
 
 
-async def test_a_stream_that_ends_before_the_job_is_taken_up_again(driver: ScriptedDriver) -> None:
+async def test_a_stream_that_ends_before_the_job_is_opened_again(driver: ScriptedDriver) -> None:
     driver.updates, driver.phase = [1, 2], types_pb2.JOB_PHASE_RUNNING
     seen = []
     async with AsyncClient(driver.address, TOKEN, retry_for_s=5) as client:
@@ -175,7 +191,7 @@ async def test_a_stream_that_ends_before_the_job_is_taken_up_again(driver: Scrip
     assert seen == [1, 2, 3]
 
 
-async def test_a_new_driver_that_begins_anew_gives_nothing_twice(driver: ScriptedDriver) -> None:
+async def test_updates_that_a_new_driver_repeats_are_yielded_once(driver: ScriptedDriver) -> None:
     driver.updates, driver.break_after = [1, 2, 3, 4], 3
     driver.forgets_tokens = True
     async with AsyncClient(driver.address, TOKEN, retry_for_s=5) as client:
@@ -183,14 +199,16 @@ async def test_a_new_driver_that_begins_anew_gives_nothing_twice(driver: Scripte
 
 
 async def test_a_watch_of_no_job_is_not_found(driver: ScriptedDriver) -> None:
-    driver.errors = [RpcError(grpc.StatusCode.NOT_FOUND, "JOB_NOT_FOUND", "no job x")]
+    driver.errors = [of_code("NOT_FOUND", "JOB_NOT_FOUND", "no job x")]
     async with AsyncClient(driver.address, TOKEN) as client:
         with pytest.raises(NotFound):
             async for _ in client.watch("x"):
                 pass
 
 
-def test_a_run_folder_without_a_cluster_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_folder_without_a_cluster_is_an_error_with_a_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("MEGASCALE_RUN_FOLDER", raising=False)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ClusterNotFound, match="megascale up"):

@@ -1,4 +1,4 @@
-"""Fetching a checkpoint: a verified copy, all or nothing, and damage by the file's name."""
+"""Fetching a checkpoint: a verified copy, all or nothing; damage is reported by file."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ async def client(driver: ScriptedDriver) -> AsyncIterator[AsyncClient]:
 
 @pytest.fixture
 async def driver(stored: Path) -> AsyncIterator[ScriptedDriver]:
-    """A driver whose job has checkpoints of steps 8 (on storage) and 4 (gone from there)."""
+    """A driver whose job has checkpoints of steps 8 (on storage) and 4 (removed from there)."""
     scripted = await start_driver()
     for step, folder in ((8, stored), (4, stored.with_name("gone"))):
         uri = f"{folder}/manifest.json"
-        scripted.checkpoints.append(driver_pb2.Checkpoint(job="a", step=step, attempt=1, manifest_uri=uri))
+        scripted.checkpoints.append(
+            driver_pb2.Checkpoint(job="a", step=step, attempt=1, manifest_uri=uri)
+        )
     yield scripted
     await scripted.server.stop(0)
 
@@ -52,18 +54,26 @@ def stored(tmp_path: Path) -> Path:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
-async def test_the_newest_checkpoint_is_copied_whole(client: AsyncClient, stored: Path, tmp_path: Path) -> None:
-    told: list[tuple[int, int]] = []
-    got = await client.fetch_checkpoint("a", to=tmp_path / "new" / "copy", progress=lambda *size: told.append(size))
+async def test_the_newest_checkpoint_is_copied_whole(
+    client: AsyncClient, stored: Path, tmp_path: Path
+) -> None:
+    reported: list[tuple[int, int]] = []
+    got = await client.fetch_checkpoint(
+        "a", to=tmp_path / "new" / "copy", progress=lambda *size: reported.append(size)
+    )
     assert content(got.folder) == content(stored)
     assert got.folder == tmp_path / "new" / "copy"
     total = sum(map(len, FILES.values()))
     assert (got.job, got.step, got.size_bytes, got.verified) == ("a", 8, total, "checksums")
-    assert (told[0], told[-1]) == ((0, total), (total, total))
-    assert told == sorted(told)
+    assert (reported[0], reported[-1]) == ((0, total), (total, total))
+    assert reported == sorted(reported)
     # The copy is a checkpoint as the original is.
     storage, manifest = manifests.load(f"{got.folder}/manifest.json")
     manifests.check_sizes(storage, manifest)
@@ -72,9 +82,13 @@ async def test_the_newest_checkpoint_is_copied_whole(client: AsyncClient, stored
 async def test_a_file_uri_is_an_address_too(
     client: AsyncClient, driver: ScriptedDriver, stored: Path, tmp_path: Path
 ) -> None:
-    driver.checkpoints[0].manifest_uri = (stored / "manifest.json").as_uri()  # its blank is escaped
+    driver.checkpoints[0].manifest_uri = (
+        stored / "manifest.json"
+    ).as_uri()  # the blank in it is escaped
     (tmp_path / "empty").mkdir()
-    assert content((await client.fetch_checkpoint("a", 8, to=tmp_path / "empty")).folder) == content(stored)
+    assert content(
+        (await client.fetch_checkpoint("a", 8, to=tmp_path / "empty")).folder
+    ) == content(stored)
 
 
 def flip(path: Path) -> None:
@@ -88,26 +102,31 @@ def cut(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "damage", "said"),
+    ("name", "damage", "message"),
     [
         ("rank-00001.safetensors", cut, "149999 bytes where 150000"),
         ("rank-00001.safetensors", flip, "fails its checksum"),
         ("rank-00000.safetensors", Path.unlink, "is missing"),
         ("manifest.json", flip, "manifest.json"),
-        ("manifest.json", cut, "is no manifest"),
+        ("manifest.json", cut, "is not a manifest"),
     ],
 )
 async def test_damage_is_refused_by_name_and_leaves_nothing(
-    client: AsyncClient, stored: Path, tmp_path: Path, name: str, damage: Callable[[Path], None], said: str
+    client: AsyncClient,
+    stored: Path,
+    tmp_path: Path,
+    name: str,
+    damage: Callable[[Path], None],
+    message: str,
 ) -> None:
     damage(stored / name)
-    with pytest.raises(DamagedCheckpoint, match=said) as refused:
+    with pytest.raises(DamagedCheckpoint, match=message) as refused:
         await client.fetch_checkpoint("a", to=tmp_path / "out" / "copy")
     assert name in str(refused.value)
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
 
 
-async def test_without_xxhash_sizes_are_compared_and_that_is_said(
+async def test_without_xxhash_sizes_are_compared_and_the_result_has_that(
     client: AsyncClient, stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "xxhash", None)
@@ -118,7 +137,9 @@ async def test_without_xxhash_sizes_are_compared_and_that_is_said(
         await client.fetch_checkpoint("a", to=tmp_path / "other")
 
 
-async def test_a_manifest_cannot_point_outside_its_folder(client: AsyncClient, stored: Path, tmp_path: Path) -> None:
+async def test_a_manifest_cannot_point_outside_its_folder(
+    client: AsyncClient, stored: Path, tmp_path: Path
+) -> None:
     file = manifests.File("../secret", 1, checksum(b"x"), 0, "digest")
     manifest = manifests.Manifest("a", 1, 8, 1, {}, (file,), {}, {}, manifests.now())
     (stored / "manifest.json").write_bytes(manifests.encode(manifest))
@@ -126,17 +147,19 @@ async def test_a_manifest_cannot_point_outside_its_folder(client: AsyncClient, s
         await client.fetch_checkpoint("a", to=tmp_path / "copy")
 
 
-async def test_what_cannot_be_fetched_says_why(client: AsyncClient, driver: ScriptedDriver, tmp_path: Path) -> None:
+async def test_what_cannot_be_fetched_has_a_reason(
+    client: AsyncClient, driver: ScriptedDriver, tmp_path: Path
+) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()
     cases: list[tuple[int | None, Path, type[MegascaleError], str]] = [
         (5, tmp_path / "copy", NotFound, "has those of steps 8, 4"),
         (4, tmp_path / "copy", NotPossible, "machine that sees it"),
         (8, tmp_path / "taken", NotPossible, "taken"),
-        (8, Path("/proc/nowhere/copy"), NotPossible, "may write to"),
+        (8, Path("/proc/nowhere/copy"), NotPossible, "can write to"),
     ]
-    for step, to, kind, said in cases:
-        with pytest.raises(kind, match=said):
+    for step, to, kind, message in cases:
+        with pytest.raises(kind, match=message):
             await client.fetch_checkpoint("a", step, to=to)
     driver.checkpoints[0].manifest_uri = "s3://bucket/manifest.json"
     with pytest.raises(NotPossible, match="only file storage"):
@@ -156,7 +179,9 @@ async def test_a_cancelled_fetch_stops_and_leaves_nothing(
     def progress(done_bytes: int, total_bytes: int) -> None:
         loop.call_soon_threadsafe(started.set)
 
-    fetch = asyncio.create_task(client.fetch_checkpoint("a", to=tmp_path / "out" / "copy", progress=progress))
+    fetch = asyncio.create_task(
+        client.fetch_checkpoint("a", to=tmp_path / "out" / "copy", progress=progress)
+    )
     await started.wait()
     fetch.cancel()
     with pytest.raises(asyncio.CancelledError):

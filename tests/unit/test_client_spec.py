@@ -1,7 +1,8 @@
-"""job.yaml to JobSpec: what is understood, and what each mistake is told."""
+"""job.yaml to JobSpec: what is accepted, and the message of each mistake."""
 
 from __future__ import annotations
 
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ import yaml
 from megascale.v1 import job_pb2
 from megascale_client import InvalidJob, load_job, parse_job
 from megascale_client.spec import short_names
-from megascale_common.job_spec import from_proto
-from megascale_common.job_validation import validate
+from megascale_common.job import config as job_config
+from megascale_common.job.config import from_mapping
+from megascale_common.job.problems import JobError
+from megascale_common.job.validation import validate
+from megascale_common.job.wire.spec import from_proto
 
 
 def good() -> dict[str, Any]:
@@ -31,23 +35,41 @@ def good() -> dict[str, Any]:
                 "mlp": "swiglu",
             },
             "parallelism": {"tp": 2, "stage_layers": [3, 1], "recompute": "none"},
-            "training": {"steps": 10, "global_batch_size": 4, "precision": "bf16", "deterministic": True},
-            "optimizer": {"learning_rate": 3e-4, "clip_norm": 0},
-            "data": {"sources": [{"prefix": "corpus", "weight": 2}], "tokenizer": {"kind": "bytes"}},
+            "training": {
+                "steps": 10,
+                "global_batch_size": 4,
+                "precision": "bf16",
+                "deterministic": True,
+            },
+            "optimizer": {
+                "name": "momentum",
+                "options": {"momentum": 0.9, "warmup": "1e-3", "nesterov": 1},
+                "learning_rate": 3e-4,
+                "clip_norm": 0,
+            },
+            "data": {
+                "sources": [{"prefix": "corpus", "weight": 2}],
+                "tokenizer": {"kind": "bytes"},
+            },
         },
         "checkpoint": {"uri": "checkpoints", "interval_steps": 5},
         "recovery": {"spare_nodes": 1},
     }
 
 
-def test_every_kind_of_field_is_understood() -> None:
+def test_every_kind_of_field_is_read() -> None:
     spec = parse_job(good())
-    assert (spec.name, spec.priority, dict(spec.labels)) == ("a-job", 3, {"team": "red", "run": "7"})
+    assert (spec.name, spec.priority, dict(spec.labels)) == (
+        "a-job",
+        3,
+        {"team": "red", "run": "7"},
+    )
     assert spec.trainer.model.mlp == job_pb2.MLP_SWIGLU
     assert list(spec.trainer.parallelism.stage_layers) == [3, 1]
     assert spec.trainer.training.precision == job_pb2.PRECISION_BF16
     assert spec.trainer.training.deterministic is True
     assert spec.trainer.optimizer.clip_norm == 0.0
+    assert dict(spec.trainer.optimizer.options) == {"momentum": 0.9, "warmup": 1e-3, "nesterov": 1}
     assert spec.trainer.data.sources[0].weight == 2.0
 
 
@@ -63,35 +85,87 @@ def test_short_names_leave_out_the_unspecified_value() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "field", "said"),
+    ("path", "value", "field", "message"),
     [
         (["nmae"], "x", "nmae", "did you mean 'name'?"),
-        (["trainer", "model", "hiden_size"], 64, "trainer.model.hiden_size", "did you mean 'hidden_size'?"),
+        (
+            ["trainer", "model", "hiden_size"],
+            64,
+            "trainer.model.hiden_size",
+            "did you mean 'hidden_size'?",
+        ),
         (["trainer", "zzz"], 1, "trainer.zzz", "known here: model, parallelism"),
         (["trainer", "model", "layers"], "four", "trainer.model.layers", "expected a whole number"),
         (["trainer", "model", "layers"], 2.5, "trainer.model.layers", "expected a whole number"),
         (["trainer", "model", "layers"], True, "trainer.model.layers", "expected a whole number"),
-        (["trainer", "model", "layers"], 2**31, "trainer.model.layers", "from -2147483648 to 2147483647"),
-        (["trainer", "training", "precision"], "fp16", "trainer.training.precision", "not one of bf16, fp32"),
-        (["trainer", "training", "precision"], "PRECISION_BF16", "trainer.training.precision", "did you mean 'bf16'?"),
-        (["trainer", "training", "deterministic"], "yes", "trainer.training.deterministic", "expected true or false"),
+        (
+            ["trainer", "model", "layers"],
+            2**31,
+            "trainer.model.layers",
+            "2147483648 is out of range; give -2147483648 to 2147483647",
+        ),
+        (
+            ["trainer", "training", "precision"],
+            "fp16",
+            "trainer.training.precision",
+            "not one of bf16, fp32",
+        ),
+        (
+            ["trainer", "training", "precision"],
+            "PRECISION_BF16",
+            "trainer.training.precision",
+            "did you mean 'bf16'?",
+        ),
+        (
+            ["trainer", "training", "deterministic"],
+            "yes",
+            "trainer.training.deterministic",
+            "expected true or false",
+        ),
         (
             ["trainer", "optimizer", "learning_rate"],
             "fast",
             "trainer.optimizer.learning_rate",
-            "expected a finite number",
+            "expected a number",
         ),
-        (["trainer", "optimizer", "learning_rate"], float("nan"), "trainer.optimizer.learning_rate", "finite"),
-        (["trainer", "parallelism", "stage_layers"], 4, "trainer.parallelism.stage_layers", "expected a list"),
-        (["trainer", "parallelism", "stage_layers"], [2, "x"], "trainer.parallelism.stage_layers[1]", "whole number"),
-        (["trainer", "data", "sources"], ["corpus"], "trainer.data.sources[0]", "expected a mapping of prefix, weight"),
-        (["trainer", "data", "sources"], [{"perfix": "c"}], "trainer.data.sources[0].perfix", "did you mean 'prefix'?"),
+        (
+            ["trainer", "optimizer", "learning_rate"],
+            float("nan"),
+            "trainer.optimizer.learning_rate",
+            "nan is not finite",
+        ),
+        (
+            ["trainer", "parallelism", "stage_layers"],
+            4,
+            "trainer.parallelism.stage_layers",
+            "expected a list",
+        ),
+        (
+            ["trainer", "parallelism", "stage_layers"],
+            [2, "x"],
+            "trainer.parallelism.stage_layers[1]",
+            "whole number",
+        ),
+        (
+            ["trainer", "data", "sources"],
+            ["corpus"],
+            "trainer.data.sources[0]",
+            "expected a mapping; got 'corpus'; known here: prefix, weight",
+        ),
+        (
+            ["trainer", "data", "sources"],
+            [{"perfix": "c"}],
+            "trainer.data.sources[0].perfix",
+            "did you mean 'prefix'?",
+        ),
         (["labels"], ["a"], "labels", "expected a mapping"),
         (["name"], 7, "name", "put it in quotes"),
-        (["checkpoint"], "here", "checkpoint", "expected a mapping of uri"),
+        (["checkpoint"], "here", "checkpoint", "expected a mapping; got 'here'; known here: uri"),
     ],
 )
-def test_a_mistake_is_told_by_its_dotted_path(path: list[str], value: Any, field: str, said: str) -> None:
+def test_a_mistake_is_reported_with_its_dotted_path(
+    path: list[str], value: Any, field: str, message: str
+) -> None:
     values = good()
     place = values
     for key in path[:-1]:
@@ -101,11 +175,75 @@ def test_a_mistake_is_told_by_its_dotted_path(path: list[str], value: Any, field
         parse_job(values)
     (problem,) = caught.value.problems
     assert problem.field == field
-    assert said in str(problem)
+    assert message in str(problem)
     assert field in str(caught.value)
 
 
-def test_all_mistakes_are_told_at_once() -> None:
+SAME_MISTAKES: list[tuple[str, Any]] = [
+    ("model.hiden_size", 64),
+    ("model.zzz", 1),
+    ("model", "here"),
+    ("model.layers", "four"),
+    ("model.layers", 2.5),
+    ("model.layers", True),
+    ("model.layers", "x" * 100),
+    ("model.mlp", "relu"),
+    ("model.mlp", "MLP_SWIGLU"),
+    ("training.precision", "fp16"),
+    ("training.precision", "PRECISION_BF16"),
+    ("training.precision", 16),
+    ("training.kernels", "cuda"),
+    ("training.deterministic", "yes"),
+    ("optimizer.learning_rate", "fast"),
+    ("optimizer.learning_rate", [1]),
+    ("optimizer.learning_rate", True),
+    ("optimizer.options", 0.9),
+    ("optimizer.options.momentum", "much"),
+    ("optimizer.options.momentum", float("inf")),
+    ("parallelism.stage_layers", 4),
+    ("parallelism.stage_layers", [2, "x"]),
+    ("data.sources", ["corpus"]),
+    ("data.sources", [{"perfix": "/c"}]),
+    ("data.tokenizer.path", 7),
+]
+
+
+@pytest.mark.parametrize(("path", "value"), SAME_MISTAKES)
+def test_client_and_services_report_a_mistake_in_the_same_words(path: str, value: Any) -> None:
+    values = good()
+    *sections, name = path.split(".")
+    place = values["trainer"]
+    for section in sections:
+        place = place[section]
+    place[name] = value
+    with pytest.raises(InvalidJob) as caught:
+        parse_job(values)
+    with pytest.raises(JobError) as refused:
+        from_mapping(values)
+    services = {f"trainer.{p.field}": (p.problem, p.remedy) for p in refused.value.problems}
+    (problem,) = caught.value.problems
+    assert services[problem.field] == (problem.problem, problem.remedy)
+
+
+def test_a_root_or_a_map_that_is_no_mapping_is_reported_in_the_same_words() -> None:
+    with pytest.raises(InvalidJob) as caught:
+        parse_job({**good(), "labels": ["a"]})
+    with pytest.raises(JobError) as refused:
+        from_mapping({**good(), "labels": ["a"]})
+    assert str(caught.value.problems[0]) in map(str, refused.value.problems)
+    with pytest.raises(InvalidJob, match=r"job: expected a mapping; got \[1\]; known here: name"):
+        parse_job([1])
+    with pytest.raises(JobError, match=r"job: expected a mapping; got \[1\]; known here: name"):
+        from_mapping([1])
+
+
+def test_both_sides_list_the_values_of_every_choice_in_the_same_order() -> None:
+    config = vars(job_config)
+    for enum in job_pb2.DESCRIPTOR.enum_types_by_name.values():
+        assert tuple(short_names(enum)) == typing.get_args(config[enum.name]), enum.name
+
+
+def test_all_mistakes_are_reported_at_once() -> None:
     values = good()
     values["nmae"] = 1
     values["trainer"]["model"]["layers"] = "four"
@@ -127,8 +265,13 @@ def test_paths_start_at_the_folder_of_the_file_and_uris_stay(tmp_path: Path) -> 
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(values))
     spec = load_job(file)
-    assert [source.prefix for source in spec.trainer.data.sources] == [str(tmp_path / "corpus"), "/absolute/corpus"]
-    assert [source.prefix for source in spec.trainer.evaluation.sources] == [str(tmp_path / "held-out")]
+    assert [source.prefix for source in spec.trainer.data.sources] == [
+        str(tmp_path / "corpus"),
+        "/absolute/corpus",
+    ]
+    assert [source.prefix for source in spec.trainer.evaluation.sources] == [
+        str(tmp_path / "held-out")
+    ]
     assert spec.checkpoint.uri == str(tmp_path / "checkpoints")
     assert Path(spec.checkpoint.load_uri).resolve() == tmp_path.parent / "other" / "checkpoints"
     values["checkpoint"]["uri"] = "file:///somewhere"
@@ -144,25 +287,25 @@ def test_a_number_in_scientific_notation_without_a_point_is_a_number(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("name: [", "is not valid YAML"),
         ("name: a\nname: b\n", "'name' is given twice"),
-        ("- 1\n", "expected a mapping of name"),
-        ("", "expected a mapping of name"),
+        ("- 1\n", "job: expected a mapping; got"),
+        ("", "job: expected a mapping; got"),
         ("\x00\x01", "is not valid YAML"),
         ("name: !!python/object:os.system {}\n", "is not valid YAML"),
     ],
 )
-def test_a_bad_file_is_named(tmp_path: Path, text: str, said: str) -> None:
+def test_the_message_about_a_bad_file_has_its_path(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "job.yaml"
     file.write_text(text)
     with pytest.raises(InvalidJob, match=str(file)) as caught:
         load_job(file)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_an_absent_or_oversized_file_is_named(tmp_path: Path) -> None:
+def test_the_message_about_an_absent_or_oversized_file_has_its_path(tmp_path: Path) -> None:
     with pytest.raises(InvalidJob, match=r"absent\.yaml.*\n.*No such file"):
         load_job(tmp_path / "absent.yaml")
     big = tmp_path / "big.yaml"

@@ -1,4 +1,4 @@
-"""The synchronous client: the same methods as the asynchronous one, on a private thread that always ends."""
+"""The synchronous client: the methods of the asynchronous one, run by a thread that always ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import typing
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, TypeVar
 
-import grpc
 import pytest
 from tests.harness.scripted_driver import TOKEN, ScriptedDriver, start_driver
 from tests.harness.waiting import CALL_TIMEOUT_S
@@ -22,19 +21,37 @@ from tests.harness.waiting import CALL_TIMEOUT_S
 import megascale_client
 from megascale.v1 import job_pb2, types_pb2
 from megascale_client import AsyncClient, Client, InvalidRequest, NotFound
-from megascale_common.rpc_errors import RpcError
+from megascale_common.service.status import of_code
 
 Result = TypeVar("Result")
 
 EXPORTED = {
     *("AsyncClient", "Client", "TERMINAL_PHASES", "FetchedCheckpoint", "FieldProblem"),
     *("find_run_folder", "load_job", "parse_job"),
-    *("MegascaleError", "InvalidJob", "InvalidRequest", "NotFound", "AlreadyExists", "NotPossible", "NotAllowed"),
+    *(
+        "MegascaleError",
+        "InvalidJob",
+        "InvalidRequest",
+        "NotFound",
+        "AlreadyExists",
+        "NotPossible",
+        "NotAllowed",
+    ),
     *("DamagedCheckpoint", "LimitReached", "Unavailable", "ClusterNotFound", "ServiceFailure"),
 }
 METHODS = {
     *("from_run_folder", "close", "cluster_info"),
-    *("submit", "get", "jobs", "watch", "cancel", "explain", "logs", "checkpoints", "fetch_checkpoint"),
+    *(
+        "submit",
+        "get",
+        "jobs",
+        "watch",
+        "cancel",
+        "explain",
+        "logs",
+        "checkpoints",
+        "fetch_checkpoint",
+    ),
     *("profile", "profiled"),
     *("nodes", "evict", "cordon", "uncordon", "diagnose", "events", "watch_events"),
 }
@@ -59,7 +76,7 @@ async def in_thread(driver: ScriptedDriver, action: Callable[[Client], Result]) 
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(CALL_TIMEOUT_S):
-        while not condition():  # noqa: ASYNC110 - it is looked at, nobody tells
+        while not condition():  # noqa: ASYNC110 - a state without an event
             await asyncio.sleep(0.01)
 
 
@@ -74,35 +91,47 @@ def test_the_exported_names_are_frozen() -> None:
 
 
 @pytest.mark.parametrize("name", ["__init__", *sorted(METHODS - {"from_run_folder"})])
-def test_a_method_takes_and_gives_the_same_in_both_clients(name: str) -> None:
+def test_a_method_takes_and_returns_the_same_in_both_clients(name: str) -> None:
     ours, theirs = getattr(Client, name), getattr(AsyncClient, name)
-    assert list(inspect.signature(ours).parameters.values()) == list(inspect.signature(theirs).parameters.values())
-    gives, given = typing.get_type_hints(ours)["return"], typing.get_type_hints(theirs)["return"]
-    if typing.get_origin(given) is AsyncIterator:
-        assert (typing.get_origin(gives), typing.get_args(gives)) == (Iterator, typing.get_args(given))
+    assert list(inspect.signature(ours).parameters.values()) == list(
+        inspect.signature(theirs).parameters.values()
+    )
+    returned, expected = (
+        typing.get_type_hints(ours)["return"],
+        typing.get_type_hints(theirs)["return"],
+    )
+    if typing.get_origin(expected) is AsyncIterator:
+        assert typing.get_origin(returned) is Iterator
+        assert typing.get_args(returned) == typing.get_args(expected)
     else:
-        assert gives == given
+        assert returned == expected
 
 
-async def test_calls_and_iterators_give_what_the_driver_says(driver: ScriptedDriver) -> None:
+async def test_calls_and_iterators_return_the_drivers_answers(driver: ScriptedDriver) -> None:
     driver.updates = [1, 2, 3]
     driver.verdicts = {"matrix_product": types_pb2.CHECK_VERDICT_FAIL}
 
     def use(client: Client) -> None:
-        assert client.submit(job_pb2.JobSpec(name="a")).spec.name == client.get("a").spec.name == "a"
+        assert client.submit(job_pb2.JobSpec(name="a")).spec.name == "a"
+        assert client.get("a").spec.name == "a"
         assert [node.name for node in client.nodes()] == ["n0", "n1", "n2"]
         assert [update.step.step for update in client.watch("a")] == [1, 2, 3]
         assert list(client.logs("a", rank=0, lines=2)) == ["line 0", "line 1"]
         assert client.cordon("n1", reason="fan").node.disposition_reason == "fan"
-        assert client.uncordon("n1", reason="fixed").node.disposition == types_pb2.NODE_DISPOSITION_SCHEDULABLE
-        verdicts = {check.name: check.verdict for check in client.diagnose("n1", checks=["matrix_product"])}
+        assert (
+            client.uncordon("n1", reason="fixed").node.disposition
+            == types_pb2.NODE_DISPOSITION_SCHEDULABLE
+        )
+        verdicts = {
+            check.name: check.verdict for check in client.diagnose("n1", checks=["matrix_product"])
+        }
         assert verdicts == {"matrix_product": types_pb2.CHECK_VERDICT_FAIL}
         assert [event.seq for event in client.events()] == [1, 2, 3]
 
     await in_thread(driver, use)
 
 
-async def test_an_error_of_the_tree_comes_through(driver: ScriptedDriver) -> None:
+async def test_an_error_of_the_tree_is_raised(driver: ScriptedDriver) -> None:
     def use(client: Client) -> None:
         with pytest.raises(NotFound, match="no job x"):
             client.get("x")
@@ -110,13 +139,13 @@ async def test_an_error_of_the_tree_comes_through(driver: ScriptedDriver) -> Non
             next(client.watch_events("nonsense"))
 
     driver.errors = [
-        RpcError(grpc.StatusCode.NOT_FOUND, "JOB_NOT_FOUND", "no job x"),
-        RpcError(grpc.StatusCode.INVALID_ARGUMENT, "", "subject"),
+        of_code("NOT_FOUND", "JOB_NOT_FOUND", "no job x"),
+        of_code("INVALID_ARGUMENT", "", "subject"),
     ]
     await in_thread(driver, use)
 
 
-async def test_events_go_on_after_the_last_one_seen(driver: ScriptedDriver) -> None:
+async def test_events_continue_after_the_last_one(driver: ScriptedDriver) -> None:
     driver.updates, driver.break_after = [5, 6, 7, 8], 2
 
     def use(client: Client) -> list[int]:
@@ -124,7 +153,9 @@ async def test_events_go_on_after_the_last_one_seen(driver: ScriptedDriver) -> N
         return [next(found).event.seq for _ in range(4)]
 
     assert await in_thread(driver, use) == [5, 6, 7, 8]
-    tokens = [request.resume_token for request in driver.requests if hasattr(request, "resume_token")]
+    tokens = [
+        request.resume_token for request in driver.requests if hasattr(request, "resume_token")
+    ]
     assert tokens == ["", "2"]
 
 
@@ -142,23 +173,27 @@ async def test_an_iterator_left_early_ends_its_stream(driver: ScriptedDriver) ->
     await until(lambda: driver.open_streams == 0)
 
 
-async def test_closing_ends_a_call_of_another_thread_and_leaves_no_thread(driver: ScriptedDriver) -> None:
+async def test_closing_ends_a_call_of_another_thread_and_leaves_no_thread(
+    driver: ScriptedDriver,
+) -> None:
     client = Client(driver.address, TOKEN)
     lines = client.logs("x", rank=0, lines=1, follow=True)
     assert await asyncio.to_thread(next, lines) == "line 0"
     waiting = asyncio.create_task(asyncio.to_thread(next, lines, None))
-    await asyncio.sleep(0.2)  # until it waits for a line that never comes
+    await asyncio.sleep(0.2)  # so that it waits for a line that never comes
     await asyncio.to_thread(client.close)
     with pytest.raises(RuntimeError, match="closed while"):
         await waiting
     await asyncio.to_thread(client.close)
     with pytest.raises(RuntimeError, match="closed"):
         client.get("x")
-    await until(lambda: not any(thread.name == "megascale-client" for thread in threading.enumerate()))
+    await until(
+        lambda: not any(thread.name == "megascale-client" for thread in threading.enumerate())
+    )
 
 
 async def test_it_works_where_the_callers_thread_runs_a_loop(driver: ScriptedDriver) -> None:
-    """As in a notebook: the driver stands in another process's place only because this loop is blocked meanwhile."""
+    """As in a notebook. The driver runs in another thread, because this loop is blocked."""
     second = threading.Thread(target=lambda: asyncio.run(serve_until(started, done)))
     started: list[str] = []
     done = threading.Event()
@@ -183,7 +218,7 @@ async def serve_until(started: list[str], done: threading.Event) -> None:
 PROGRAM = """
 import signal, sys
 from megascale_client import Client
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a script, and by some CI
+signal.signal(signal.SIGINT, signal.default_int_handler)  # scripts and some CI ignore it
 client = Client(sys.argv[1], sys.argv[2])
 lines = client.logs("x", rank=0, lines=1, follow=True)
 try:
@@ -194,18 +229,20 @@ except KeyboardInterrupt:
 """
 
 
-async def test_ctrl_c_ends_the_stream_and_the_client_goes_on(driver: ScriptedDriver) -> None:
+async def test_ctrl_c_ends_the_stream_and_leaves_the_client_usable(driver: ScriptedDriver) -> None:
     command = [sys.executable, "-c", PROGRAM, driver.address, TOKEN]
-    process = await asyncio.to_thread(subprocess.Popen, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = await asyncio.to_thread(
+        subprocess.Popen, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
 
     def finish() -> tuple[Any, Any]:
         assert process.stdout is not None
         assert process.stdout.readline() == b"line 0\n"
-        time.sleep(0.2)  # until it waits for the next line
+        time.sleep(0.2)  # so that it waits for the next line
         os.kill(process.pid, signal.SIGINT)
         return process.communicate(timeout=CALL_TIMEOUT_S)
 
-    # The client is never closed, and one iterator is still there when the interpreter ends: nothing hangs.
+    # The client is never closed, and one iterator is open at exit: the interpreter must not hang.
     output, errors = await asyncio.to_thread(finish)
     assert (output, errors, process.returncode) == (b"interrupted x\n", b"", 0)
     await until(lambda: driver.open_streams == 0)

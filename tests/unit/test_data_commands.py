@@ -1,4 +1,4 @@
-"""`megascale data`: what a person does with it, and what they are told when it goes wrong."""
+"""`megascale data`: what a person does with it, and the messages when it goes wrong."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from megascale_executor.data_commands import app
-from megascale_executor.trainer.data.errors import DataError
-from megascale_executor.trainer.data.indexed import IndexedDataset
-from megascale_executor.trainer.data.tokenizer import END_OF_DOCUMENT, BpeTokenizer, ByteTokenizer
+from megascale_trainer.commands.data import app
+from megascale_trainer.data.errors import DataError
+from megascale_trainer.data.indexed import IndexedDataset
+from megascale_trainer.data.tokenizer import END_OF_DOCUMENT, BpeTokenizer, ByteTokenizer
 
-TEXTS = {"b.txt": "hello hello world\n", "a.txt": "grüße, 世界\n", "deep/c.txt": "def f(x): return x\n" * 20}
+TEXTS = {
+    "b.txt": "hello hello world\n",
+    "a.txt": "grüße, 世界\n",
+    "deep/c.txt": "def f(x): return x\n" * 20,
+}
 
 
 @pytest.fixture
@@ -29,7 +33,9 @@ def texts(tmp_path: Path) -> Path:
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
+    return CliRunner().invoke(
+        app, [str(argument) for argument in arguments], env={"COLUMNS": "200"}
+    )
 
 
 def as_json(*arguments: object) -> dict[str, object]:
@@ -44,20 +50,40 @@ def test_bytes_keep_every_byte_in_the_order_of_the_names(texts: Path, tmp_path: 
     prefix = tmp_path / "out" / "corpus"
     summary = as_json("tokenize", texts, "--output", prefix)
     corpus = IndexedDataset(prefix)
-    documents = [bytes(corpus.read(number)[:-1].tolist()) for number in range(corpus.document_count)]
+    documents = [
+        bytes(corpus.read(number)[:-1].tolist()) for number in range(corpus.document_count)
+    ]
     names = ["a.txt", "b.txt", "deep/c.txt", "picture.bin"]
-    assert documents == [(texts / name).read_bytes() for name in names], "the empty file is left out"
+    assert documents == [(texts / name).read_bytes() for name in names], (
+        "the empty file is left out"
+    )
     assert all(corpus.read(number)[-1] == 256 for number in range(4))
     assert summary["documents"] == 4
-    assert summary["tokens"] == corpus.token_count == sum(len(document) + 1 for document in documents)
+    assert (
+        summary["tokens"] == corpus.token_count == sum(len(document) + 1 for document in documents)
+    )
     assert summary["vocab_size"] == 257
-    assert summary["bin_sha256"] == hashlib.sha256((tmp_path / "out" / "corpus.bin").read_bytes()).hexdigest()
+    assert (
+        summary["bin_sha256"]
+        == hashlib.sha256((tmp_path / "out" / "corpus.bin").read_bytes()).hexdigest()
+    )
     assert summary["tokenizer_sha256"] == ""
 
 
 def test_bpe_is_trained_saved_and_read_back(texts: Path, tmp_path: Path) -> None:
     prefix = tmp_path / "corpus"
-    summary = as_json("tokenize", texts, "-o", prefix, "--glob", "**/*.txt", "--tokenizer", "bpe", "--vocab-size", 300)
+    summary = as_json(
+        "tokenize",
+        texts,
+        "-o",
+        prefix,
+        "--glob",
+        "**/*.txt",
+        "--tokenizer",
+        "bpe",
+        "--vocab-size",
+        300,
+    )
     file = Path(str(summary["tokenizer_file"]))
     assert summary["tokenizer_sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
     assert 257 < int(str(summary["vocab_size"])) <= 300
@@ -67,13 +93,19 @@ def test_bpe_is_trained_saved_and_read_back(texts: Path, tmp_path: Path) -> None
     assert [document["text"] for document in shown] == [
         TEXTS[name] + END_OF_DOCUMENT for name in ("a.txt", "b.txt", "deep/c.txt")
     ]
-    again = as_json("tokenize", texts, "-o", tmp_path / "again", "--glob", "**/*.txt", "--tokenizer", file)
-    assert again["bin_sha256"] == summary["bin_sha256"], "a tokenizer file gives the same tokens as its training run"
+    again = as_json(
+        "tokenize", texts, "-o", tmp_path / "again", "--glob", "**/*.txt", "--tokenizer", file
+    )
+    assert again["bin_sha256"] == summary["bin_sha256"], (
+        "a tokenizer file gives the same tokens as its training run"
+    )
 
 
 def test_limits_and_globs_choose_whole_files(texts: Path, tmp_path: Path) -> None:
     size = (texts / "a.txt").stat().st_size + (texts / "b.txt").stat().st_size
-    summary = as_json("tokenize", texts, "-o", tmp_path / "c", "--glob", "*.txt", "--max-bytes", size)
+    summary = as_json(
+        "tokenize", texts, "-o", tmp_path / "c", "--glob", "*.txt", "--max-bytes", size
+    )
     assert (summary["documents"], summary["input_bytes"]) == (2, size)
     summary = as_json("tokenize", texts, "-o", tmp_path / "d", "--max-bytes", size - 1)
     assert summary["documents"] == 1
@@ -98,16 +130,32 @@ def test_the_plain_output_is_for_people(texts: Path, tmp_path: Path) -> None:
         (["tokenize", "texts", "-o", "c", "--max-bytes", "3"], "within --max-bytes 3"),
         (["tokenize", "texts", "-o", "texts/a.txt/c"], "texts/a.txt"),
         (["tokenize", "texts", "-o", "made"], "add --overwrite"),
-        (["tokenize", "texts", "-o", "c", "--tokenizer", "words"], "tokenizer 'words' is not known"),
-        (["tokenize", "texts", "-o", "c", "--tokenizer", "absent.json"], "absent.json: cannot be read"),
-        (["tokenize", "texts", "-o", "c", "--tokenizer", "bad.json"], "bad.json: not a Hugging Face tokenizers file"),
-        (["tokenize", "texts", "-o", "c", "--tokenizer", "bpe", "--vocab-size", "10"], "at least 257"),
+        (
+            ["tokenize", "texts", "-o", "c", "--tokenizer", "words"],
+            "tokenizer 'words' is not known",
+        ),
+        (
+            ["tokenize", "texts", "-o", "c", "--tokenizer", "absent.json"],
+            "absent.json: cannot be read",
+        ),
+        (
+            ["tokenize", "texts", "-o", "c", "--tokenizer", "bad.json"],
+            "bad.json: not a Hugging Face tokenizers file",
+        ),
+        (
+            ["tokenize", "texts", "-o", "c", "--tokenizer", "bpe", "--vocab-size", "10"],
+            "at least 257",
+        ),
         (["inspect", "absent"], "absent.idx: cannot be read"),
         (["inspect", "made", "--tokenizer", "words"], "tokenizer 'words' is not known"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(
-    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], complaint: str
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    complaint: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.json").write_text("{}")

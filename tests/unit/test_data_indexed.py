@@ -1,4 +1,4 @@
-"""The indexed dataset format: bytes as Megatron's tools write and read them, and refusal of damaged files by name."""
+"""The indexed dataset format: bytes as Megatron's tools use them, damaged files refused by name."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.harness.corpus import write_corpus
 
-from megascale_executor.trainer.data.errors import DataError
-from megascale_executor.trainer.data.indexed import IndexedDataset, bin_path, idx_path, token_dtype
-from megascale_executor.trainer.data.indexed_writer import IndexedWriter
+from megascale_trainer.data.errors import DataError
+from megascale_trainer.data.indexed import IndexedDataset, bin_path, idx_path, token_dtype
+from megascale_trainer.data.indexed_writer import IndexedWriter
 
 
 def index_by_hand(code: int, itemsize: int, lengths: list[int], boundaries: list[int]) -> bytes:
-    """An ``.idx`` written field by field from the format's description, sharing no code with the product."""
+    """An ``.idx`` written field by field from the format's description, without product code."""
     data = b"MMIDIDX\x00\x00" + struct.pack("<Q", 1) + struct.pack("<B", code)
     data += struct.pack("<Q", len(lengths)) + struct.pack("<Q", len(boundaries))
     data += b"".join(struct.pack("<i", length) for length in lengths)
@@ -30,7 +30,9 @@ def index_by_hand(code: int, itemsize: int, lengths: list[int], boundaries: list
     return data + b"".join(struct.pack("<q", boundary) for boundary in boundaries)
 
 
-@pytest.mark.parametrize(("code", "letter"), [(1, "B"), (2, "b"), (3, "h"), (4, "i"), (5, "q"), (8, "H")])
+@pytest.mark.parametrize(
+    ("code", "letter"), [(1, "B"), (2, "b"), (3, "h"), (4, "i"), (5, "q"), (8, "H")]
+)
 def test_reads_what_another_writer_wrote(tmp_path: Path, code: int, letter: str) -> None:
     """Three sequences in two documents, every integer dtype of the format."""
     prefix = tmp_path / "corpus"
@@ -75,7 +77,10 @@ def test_writer_reports_the_digest_of_the_tokens(tmp_path: Path) -> None:
 
 def test_an_interrupted_write_leaves_the_old_corpus_alone(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path / "corpus", [[1, 2, 3]])
-    with pytest.raises(ValueError, match="do not fit uint16"), IndexedWriter(prefix, np.dtype("<u2")) as writer:
+    with (
+        pytest.raises(ValueError, match="do not fit uint16"),
+        IndexedWriter(prefix, np.dtype("<u2")) as writer,
+    ):
         writer.add_document(np.array([4]))
         writer.add_document(np.array([70_000]))
     assert IndexedDataset(prefix).read(0).tolist() == [1, 2, 3]
@@ -97,7 +102,8 @@ def _patch(path: Path, offset: int, data: bytes) -> None:
     path.write_bytes(content)
 
 
-# The corpus has two sequences: header 34 bytes, lengths at 34, offsets at 42, boundaries at 58, end at 82.
+# The corpus has two sequences: header 34 bytes, lengths at 34, offsets at 42, boundaries at 58, end
+# at 82.
 @pytest.mark.parametrize(
     ("suffix", "damage", "complaint"),
     [
@@ -113,12 +119,26 @@ def _patch(path: Path, offset: int, data: bytes) -> None:
         ("idx", lambda path: _patch(path, 9, struct.pack("<Q", 2)), "version 2"),
         ("idx", lambda path: _patch(path, 17, b"\x07"), "dtype code 7"),
         ("idx", lambda path: _patch(path, 34, struct.pack("<i", -1)), "negative length"),
-        ("idx", lambda path: _patch(path, 34, struct.pack("<2i", 1, 4)), "byte offsets do not follow"),
-        ("idx", lambda path: _patch(path, 58, struct.pack("<q", 1)), "boundaries do not run from 0 to 2"),
-        ("idx", lambda path: _patch(path, 66, struct.pack("<q", 9)), "boundaries do not run from 0 to 2"),
+        (
+            "idx",
+            lambda path: _patch(path, 34, struct.pack("<2i", 1, 4)),
+            "byte offsets do not follow",
+        ),
+        (
+            "idx",
+            lambda path: _patch(path, 58, struct.pack("<q", 1)),
+            "boundaries do not run from 0 to 2",
+        ),
+        (
+            "idx",
+            lambda path: _patch(path, 66, struct.pack("<q", 9)),
+            "boundaries do not run from 0 to 2",
+        ),
     ],
 )
-def test_damage_is_refused_by_name(tmp_path: Path, suffix: str, damage: object, complaint: str) -> None:
+def test_damage_is_refused_by_name(
+    tmp_path: Path, suffix: str, damage: object, complaint: str
+) -> None:
     prefix = write_corpus(tmp_path / "corpus", [[1, 2, 3], [4, 5]])
     assert callable(damage)
     damage(tmp_path / f"corpus.{suffix}")

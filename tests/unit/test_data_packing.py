@@ -1,4 +1,4 @@
-"""Blend and packing: what every sample holds, and that it depends on nothing but its number and the data."""
+"""Blend and packing: what every sample holds, and that only its number and the data decide it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.harness.corpus import data_job
 
-from megascale_common.job_config import DataSource
-from megascale_executor.trainer.batch import MicroBatch
-from megascale_executor.trainer.data.blend import MAX_PERIOD, Blend, parts_of
-from megascale_executor.trainer.data.errors import DataError
-from megascale_executor.trainer.data.packing import SampleStream, sample_numbers
+from megascale_common.job.config import DataSource
+from megascale_trainer.batch import MicroBatch
+from megascale_trainer.data.blend import MAX_PERIOD, Blend, parts_of
+from megascale_trainer.data.errors import DataError
+from megascale_trainer.data.packing import SampleStream, sample_numbers
 
 UNBOUNDED_VOCABULARY = 1 << 30
 EXPECTED_ORDER = [0, 3, 4, 2, 7, 5, 9, 1, 8, 6]  # seed 7, source 0, epoch 0, ten documents
@@ -24,7 +24,7 @@ EXPECTED_ORDER = [0, 3, 4, 2, 7, 5, 9, 1, 8, 6]  # seed 7, source 0, epoch 0, te
 
 @dataclass
 class InMemory:
-    """A corpus whose tokens name their document and place: document * 1000 + place (+ a base for each corpus)."""
+    """A corpus whose tokens name document and place: document * 1000 + place (+ a base)."""
 
     lengths: list[int]
     base: int = 0
@@ -46,7 +46,9 @@ def stream_of(
     seed: int = 7,
     document_attention: bool = True,
 ) -> SampleStream:
-    sources = [DataSource(prefix="memory", weight=weight) for weight in weights or [1.0] * len(corpora)]
+    sources = [
+        DataSource(prefix="memory", weight=weight) for weight in weights or [1.0] * len(corpora)
+    ]
     job = data_job(
         sources,
         sequence_length=sequence_length,
@@ -69,14 +71,20 @@ def test_each_token_of_an_epoch_is_an_input_once_and_documents_stay_whole(
     total, epochs = sum(lengths), 3
     samples = [stream.sample(number) for number in range(-(-epochs * total // sequence_length))]
     inputs = np.concatenate([sample["tokens"] for sample in samples])
-    everything = {document * 1000 + place for document, length in enumerate(lengths) for place in range(length)}
+    everything = {
+        document * 1000 + place
+        for document, length in enumerate(lengths)
+        for place in range(length)
+    }
     for epoch in range(epochs):
         tokens = inputs[epoch * total : (epoch + 1) * total].tolist()
         assert set(tokens) == everything
         assert len(tokens) == len(everything)
         follows = np.diff(tokens) == 1
         opens = np.array(tokens[1:]) % 1000 == 0
-        assert (follows != opens).all(), "inside an epoch a token continues its document or opens the next"
+        assert (follows != opens).all(), (
+            "inside an epoch a token continues its document or opens the next"
+        )
 
 
 @settings(max_examples=60, deadline=None)
@@ -107,13 +115,20 @@ def test_targets_weights_and_positions_follow_from_the_tokens(
 
 
 @settings(max_examples=60, deadline=None)
-@given(lengths=corpus_lengths, sequence_length=st.integers(1, 12), rows=st.integers(1, 4), number=st.integers(0, 99))
-def test_a_micro_batch_knows_its_packed_documents_cut_where_a_sequence_ends(
+@given(
+    lengths=corpus_lengths,
+    sequence_length=st.integers(1, 12),
+    rows=st.integers(1, 4),
+    number=st.integers(0, 99),
+)
+def test_a_micro_batch_holds_its_packed_documents_cut_where_a_sequence_ends(
     lengths: list[int], sequence_length: int, rows: int, number: int
 ) -> None:
     stream = stream_of([InMemory(lengths)], sequence_length=sequence_length)
     samples = [stream.sample(number + row) for row in range(rows)]
-    batch = MicroBatch.from_numpy({name: np.stack([sample[name] for sample in samples]) for name in samples[0]})
+    batch = MicroBatch.from_numpy(
+        {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
+    )
     tokens = batch.tokens.flatten().tolist()
     opens = [n for n, token in enumerate(tokens) if n % sequence_length == 0 or token % 1000 == 0]
     assert batch.documents.bounds.tolist() == [*opens, len(tokens)]
@@ -136,15 +151,19 @@ def test_the_order_of_documents_changes_with_epoch_seed_and_source() -> None:
         first_tokens(stream_of([InMemory(lengths)], sequence_length=5), 0),
         first_tokens(stream_of([InMemory(lengths)], sequence_length=5), 40),
         first_tokens(stream_of([InMemory(lengths)], sequence_length=5, seed=8), 0),
-        first_tokens(stream_of([InMemory(lengths), InMemory(lengths)], [1, 1], sequence_length=5), 0),
+        first_tokens(
+            stream_of([InMemory(lengths), InMemory(lengths)], [1, 1], sequence_length=5), 0
+        ),
     }
     assert len(orders) == 4
 
 
 def test_the_order_of_documents_is_the_one_of_earlier_releases() -> None:
-    """A run resumed under another release or numpy must meet the same data: these values may never change."""
+    """A run resumed under another release or numpy must get the same data: never change these."""
     stream = stream_of([InMemory([4] * 10)], sequence_length=4)
-    assert [int(stream.sample(number)["tokens"][0]) // 1000 for number in range(10)] == EXPECTED_ORDER
+    assert [
+        int(stream.sample(number)["tokens"][0]) // 1000 for number in range(10)
+    ] == EXPECTED_ORDER
 
 
 @settings(max_examples=30, deadline=None)
@@ -152,7 +171,9 @@ def test_the_order_of_documents_is_the_one_of_earlier_releases() -> None:
     lengths=st.lists(corpus_lengths, min_size=1, max_size=3),
     reads=st.lists(st.integers(0, 200), min_size=1, max_size=8),
 )
-def test_a_sample_does_not_depend_on_what_was_read_before(lengths: list[list[int]], reads: list[int]) -> None:
+def test_a_sample_does_not_depend_on_what_was_read_before(
+    lengths: list[list[int]], reads: list[int]
+) -> None:
     """Resume at any sample equals the uninterrupted stream."""
     corpora = [InMemory(one, base=number * 100_000) for number, one in enumerate(lengths)]
     weights = [float(number + 1) for number in range(len(corpora))]
@@ -177,12 +198,16 @@ def test_a_global_batch_is_the_same_samples_in_the_same_order_at_any_dp(
     assert by_rule.tolist() == list(range(first, first + rows * micro_batches * dp))
 
 
-weight_lists = st.lists(st.one_of(st.integers(1, 50), st.floats(0.01, 100, allow_nan=False)), min_size=1, max_size=5)
+weight_lists = st.lists(
+    st.one_of(st.integers(1, 50), st.floats(0.01, 100, allow_nan=False)), min_size=1, max_size=5
+)
 
 
 @settings(max_examples=40, deadline=None)
 @given(weights=weight_lists)
-def test_a_blend_is_never_a_sample_ahead_and_numbers_each_source_without_gaps(weights: list[float]) -> None:
+def test_a_blend_is_never_a_sample_ahead_and_numbers_each_source_without_gaps(
+    weights: list[float],
+) -> None:
     blend = Blend(weights)
     shares = [part / blend.period for part in blend.parts]
     counts: Counter[int] = Counter()
@@ -192,14 +217,24 @@ def test_a_blend_is_never_a_sample_ahead_and_numbers_each_source_without_gaps(we
         counts[source] += 1
         assert counts[source] < shares[source] * (sample + 1) + 1
     far = 10**9 * blend.period
-    assert [blend.locate(far + sample)[0] for sample in range(20)] == [blend.locate(sample)[0] for sample in range(20)]
+    assert [blend.locate(far + sample)[0] for sample in range(20)] == [
+        blend.locate(sample)[0] for sample in range(20)
+    ]
 
 
 @pytest.mark.parametrize(
     ("weights", "parts"),
-    [([1], [1]), ([0.7, 0.3], [7, 3]), ([1, 2], [1, 2]), ([0.5, 0.5], [1, 1]), ([0.1, 0.2, 0.7], [1, 2, 7])],
+    [
+        ([1], [1]),
+        ([0.7, 0.3], [7, 3]),
+        ([1, 2], [1, 2]),
+        ([0.5, 0.5], [1, 1]),
+        ([0.1, 0.2, 0.7], [1, 2, 7]),
+    ],
 )
-def test_weights_written_as_decimals_are_met_exactly(weights: list[float], parts: list[int]) -> None:
+def test_weights_written_as_decimals_are_met_exactly(
+    weights: list[float], parts: list[int]
+) -> None:
     assert parts_of(weights) == parts
 
 

@@ -1,4 +1,4 @@
-"""What operators do to nodes, in the core; the audit log with its tokens; the driver's figures for Prometheus."""
+"""Operators' requests on nodes in the core, the audit log with its tokens, the driver's metrics."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.harness.simulated_cluster import SimulatedCluster, demo_job
 from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale.v1 import types_pb2
-from megascale_common.clock import VirtualClock
-from megascale_driver.audit_log import AuditLog, canonical, token_of
+from megascale_common.service.clock import VirtualClock
+from megascale_common.service.errors import ExpiredError
 from megascale_driver.core.events import (
     Audit,
     CancelRequested,
@@ -30,9 +30,9 @@ from megascale_driver.core.events import (
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.state import Disposition, JobPhase
 from megascale_driver.engine import Engine
-from megascale_driver.handlers import until_set
+from megascale_driver.journal.audit_log import AuditLog, canonical, token_of
 from megascale_driver.metrics import DriverMetrics
-from megascale_driver.watch import TokenExpired
+from megascale_driver.streams import until_set
 
 CHANGES: dict[str, type[EvictRequested | CordonRequested | UncordonRequested]] = {
     "evict": EvictRequested,
@@ -65,17 +65,28 @@ def test_a_cordoned_node_keeps_its_ranks_and_gets_no_new_ones() -> None:
     busy, spare = used(world)[0], world.state.jobs["a"].spares[0]
     assert ask(world, "cordon", busy) == ""
     world.run(5.0)
-    assert (world.state.jobs["a"].attempt, used(world)[0]) == (1, busy), "what runs there goes on"
+    assert (world.state.jobs["a"].attempt, used(world)[0]) == (1, busy), (
+        "the attempt on it continues"
+    )
     line = next(line for line in world.audit if line.reason == "NODE_CORDONED")
-    assert (line.log, line.subject, line.actor, line.mode) == ("a", f"nodes/{busy}", "ada", "ENFORCE")
-    assert line.outcome == "attempt 1 of job a goes on there"
+    assert (line.log, line.subject, line.actor, line.mode) == (
+        "a",
+        f"nodes/{busy}",
+        "ada",
+        "ENFORCE",
+    )
+    assert line.outcome == "attempt 1 of job a continues"
     world.kill_worker(used(world)[1])
     world.run(15.0)
     job = world.state.jobs["a"]
-    assert (job.phase, job.attempt) == (JobPhase.RUNNING, 2) and busy not in used(world) and spare in used(world)
+    assert (
+        (job.phase, job.attempt) == (JobPhase.RUNNING, 2)
+        and busy not in used(world)
+        and spare in used(world)
+    )
 
 
-def test_a_cordoned_spare_is_a_spare_no_longer_until_it_is_put_back() -> None:
+def test_a_cordoned_node_is_no_spare_until_it_is_uncordoned() -> None:
     world = running()
     spare = world.state.jobs["a"].spares[0]
     ask(world, "cordon", spare)
@@ -86,7 +97,7 @@ def test_a_cordoned_spare_is_a_spare_no_longer_until_it_is_put_back() -> None:
     assert world.state.nodes[spare].disposition_reason == ""
 
 
-def test_a_quarantined_node_that_is_put_back_serves_the_job_that_left_it() -> None:
+def test_an_uncordoned_node_serves_the_job_that_left_it_for_its_quarantine() -> None:
     world = running()
     guilty = used(world)[0]
     ask(world, "evict", guilty)
@@ -105,15 +116,21 @@ def test_a_quarantined_node_that_is_put_back_serves_the_job_that_left_it() -> No
     assert guilty in used(world)
 
 
-def test_asking_for_what_is_so_changes_nothing_and_unknown_nodes_are_refused() -> None:
+def test_a_disposition_that_a_node_has_changes_nothing_and_unknown_nodes_are_refused() -> None:
     world = running()
     before, lines = world.state.nodes["n0"], len(world.audit)
-    assert ask(world, "uncordon", "n0") == "" and world.state.nodes["n0"] is before and len(world.audit) == lines
+    assert (
+        ask(world, "uncordon", "n0") == ""
+        and world.state.nodes["n0"] is before
+        and len(world.audit) == lines
+    )
     ask(world, "cordon", "n0", RequestKey("r1", "d1"))
     assert [line.reason for line in world.audit[lines:]] == ["NODE_CORDONED"]
     ask(world, "uncordon", "n0")
     ask(world, "cordon", "n0", RequestKey("r1", "d1"))
-    assert world.state.nodes["n0"].disposition is Disposition.SCHEDULABLE, "a repeated request was carried out before"
+    assert world.state.nodes["n0"].disposition is Disposition.SCHEDULABLE, (
+        "the repeated request was carried out before"
+    )
     assert ask(world, "cordon", "n1", RequestKey("r1", "d2")) == "REQUEST_ID_REUSED"
     assert ask(world, "cordon", "n9") == ask(world, "uncordon", "n9") == "NODE_NOT_FOUND"
 
@@ -143,7 +160,9 @@ async def taken(stream: AsyncIterator[Audit], count: int) -> list[tuple[str, int
 
 
 @given(st.lists(st.sampled_from(["", "a", "b"]), max_size=40), st.integers(0, 40))
-def test_a_token_continues_at_every_driver_that_loads_the_same_log(logs: list[str], cut: int) -> None:
+def test_a_token_continues_at_every_driver_that_loads_the_same_log(
+    logs: list[str], cut: int
+) -> None:
     seqs: dict[str, int] = {}
     keys = []
     for log in logs:
@@ -155,16 +174,25 @@ def test_a_token_continues_at_every_driver_that_loads_the_same_log(logs: list[st
         first.extend([line])
     second.load(lines)
     for index, line in enumerate(lines):
-        assert list(first.behind(token_of(line))) == list(second.behind(token_of(line))) == lines[index + 1 :]
+        assert (
+            list(first.behind(token_of(line)))
+            == list(second.behind(token_of(line)))
+            == lines[index + 1 :]
+        )
     assert first.behind("") == lines
 
 
 def test_lines_of_one_commit_have_one_order() -> None:
     lines = lines_of(("b", 1), ("", 7), ("a", 3), ("a", 2))
-    assert [(line.log, line.seq) for line in canonical(lines)] == [("", 7), ("a", 2), ("a", 3), ("b", 1)]
+    assert [(line.log, line.seq) for line in canonical(lines)] == [
+        ("", 7),
+        ("a", 2),
+        ("a", 3),
+        ("b", 1),
+    ]
 
 
-async def test_followers_see_what_comes_across_a_reload_and_only_what_they_want() -> None:
+async def test_followers_get_new_lines_across_a_reload_and_only_those_they_want() -> None:
     log = AuditLog()
     log.load(lines_of(("a", 1), ("b", 1)))
     everything = log.follow("", lambda line: True)
@@ -174,24 +202,28 @@ async def test_followers_see_what_comes_across_a_reload_and_only_what_they_want(
     assert await taken(only_b, 2) == [("b", 1), ("b", 2)]
     waiting = asyncio.create_task(taken(everything, 1))
     await asyncio.sleep(0)
-    log.load(lines_of(("a", 1), ("b", 1), ("a", 2), ("b", 2), ("", 1)))  # a new term of the same process
+    log.load(
+        lines_of(("a", 1), ("b", 1), ("a", 2), ("b", 2), ("", 1))
+    )  # a new term of the same process
     assert await waiting == [("", 1)]
 
 
-@pytest.mark.parametrize("token", ["x", "1", "a.1", "-1.a", "9.a", "1.nobody", "0.a", "999999999999999999999.a"])
+@pytest.mark.parametrize(
+    "token", ["x", "1", "a.1", "-1.a", "9.a", "1.nobody", "0.a", "999999999999999999999.a"]
+)
 def test_foreign_tokens_are_refused(token: str) -> None:
     log = AuditLog()
     log.load(lines_of(("a", 1)))
     with pytest.raises(ValueError) as caught:
         log.behind(token)
-    assert not isinstance(caught.value, TokenExpired)
+    assert not isinstance(caught.value, ExpiredError)
 
 
 def test_a_token_of_a_dropped_line_has_expired() -> None:
     log = AuditLog(held=10)
     log.extend(lines_of(*(("a", seq) for seq in range(1, 6000))))
     assert [line.seq for line in log] == list(range(5990, 6000))
-    with pytest.raises(TokenExpired, match="newest 10"):
+    with pytest.raises(ExpiredError, match="newest 10"):
         log.follow("5.a", lambda line: True)
     assert [line.seq for line in log.behind("5995.a")] == [5996, 5997, 5998, 5999]
 
@@ -213,10 +245,12 @@ async def test_a_stream_ends_when_its_event_is_set() -> None:
     assert seen == [1, 2]
 
 
-def figures(registry: CollectorRegistry, name: str) -> dict[tuple[str, ...], float]:
-    """Samples of one name, by their labels' values (but for a histogram's bounds)."""
-    samples = [sample for metric in registry.collect() for sample in metric.samples if sample.name == name]
-    return {tuple(sample.labels.values()): sample.value for sample in samples}
+def samples(registry: CollectorRegistry, name: str) -> dict[tuple[str, ...], float]:
+    """Samples of one name, by the values of their labels."""
+    found = [
+        sample for metric in registry.collect() for sample in metric.samples if sample.name == name
+    ]
+    return {tuple(sample.labels.values()): sample.value for sample in found}
 
 
 def record(attempt: int, step: int, mfu: float | None = None) -> types_pb2.StepRecord:
@@ -227,8 +261,10 @@ def record(attempt: int, step: int, mfu: float | None = None) -> types_pb2.StepR
     return made
 
 
-def observe(world: SimulatedCluster, engine: Engine, metrics: DriverMetrics, seconds: float) -> None:
-    """Let time pass in small rounds and show the observer each change, as the engine does after its commits."""
+def observe(
+    world: SimulatedCluster, engine: Engine, metrics: DriverMetrics, seconds: float
+) -> None:
+    """Advance in small rounds and report each change to the metrics, as the engine does."""
     for _ in range(int(seconds / 0.25)):
         old, lines = world.state, len(world.audit)
         world.run(0.25)
@@ -244,27 +280,30 @@ def test_steps_recoveries_and_events_are_counted() -> None:
     for step in (1, 2):
         metrics.step("a", record(1, step, mfu=0.4 if step == 2 else None))
     registry = metrics.registry
-    assert figures(registry, "megascale_step_duration_seconds_count") == {("a",): 2}
-    assert figures(registry, "megascale_step_duration_seconds_sum") == {("a",): 0.5}
-    assert figures(registry, "megascale_tokens_total") == {("a",): 500}
-    assert figures(registry, "megascale_mfu_ratio") == {("a", "causal"): 0.4, ("a", "full"): 0.4}
-    assert figures(registry, "megascale_leader") == {(): 0}
-    assert figures(registry, "megascale_jobs") == {}, "a standby does not tell what it does not know"
+    assert samples(registry, "megascale_step_duration_seconds_count") == {("a",): 2}
+    assert samples(registry, "megascale_step_duration_seconds_sum") == {("a",): 0.5}
+    assert samples(registry, "megascale_tokens_total") == {("a",): 500}
+    assert samples(registry, "megascale_mfu_ratio") == {("a", "causal"): 0.4, ("a", "full"): 0.4}
+    assert samples(registry, "megascale_leader") == {(): 0}
+    assert samples(registry, "megascale_jobs") == {}, (
+        "a standby does not report a state that it does not have"
+    )
     world.kill_worker(used(world)[0])
     observe(world, engine, metrics, 20.0)
     assert world.state.jobs["a"].attempt == 2
     metrics.step("a", record(2, 3))
     metrics.step("a", record(2, 4))
-    # Placement follows in the very event that ends the stop: nothing was waited for, so there is no "schedule".
-    counts = figures(registry, "megascale_recovery_duration_seconds_count")
+    # The event that ends the stop also places the next attempt. No time passes in QUEUED, so there
+    # is no "schedule" part.
+    counts = samples(registry, "megascale_recovery_duration_seconds_count")
     assert counts == {(part,): 1 for part in ("stop", "prepare", "start", "first_step", "total")}
-    sums = figures(registry, "megascale_recovery_duration_seconds_sum")
+    sums = samples(registry, "megascale_recovery_duration_seconds_sum")
     parts = sum(seconds for (part,), seconds in sums.items() if part != "total")
     assert sums[("total",)] == pytest.approx(parts, abs=0.01) and parts > 0
-    assert figures(registry, "megascale_events_total")[("WORKER_EXITED",)] >= 1
+    assert samples(registry, "megascale_events_total")[("WORKER_EXITED",)] >= 1
 
 
-def test_series_of_an_ended_job_go_after_a_while() -> None:
+def test_series_of_an_ended_job_are_dropped_after_an_hour() -> None:
     world = running()
     clock = VirtualClock()
     engine = Engine(Policy(), clock, "token", "here")
@@ -274,6 +313,6 @@ def test_series_of_an_ended_job_go_after_a_while() -> None:
     world.feed(CancelRequested(world.now_s, "a", "enough", "ada"))
     world.run(10.0)
     engine.state, engine.clock = world.state, world.clock
-    assert figures(metrics.registry, "megascale_loss") == {("a",): 2.5}
+    assert samples(metrics.registry, "megascale_loss") == {("a",): 2.5}
     world.run(3700.0)
-    assert figures(metrics.registry, "megascale_loss") == {}
+    assert samples(metrics.registry, "megascale_loss") == {}

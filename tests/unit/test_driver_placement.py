@@ -13,7 +13,10 @@ def node(name: str, count: int = 4, switch: str = "s0", kind: str = "cpu") -> Ca
 
 
 nodes = st.lists(
-    st.tuples(st.integers(0, 9), st.sampled_from(["s0", "s1", "s2"]), st.sampled_from(["cpu", "cuda"])), max_size=12
+    st.tuples(
+        st.integers(0, 9), st.sampled_from(["s0", "s1", "s2"]), st.sampled_from(["cpu", "cuda"])
+    ),
+    max_size=12,
 ).map(lambda items: [node(f"n{i}", *item) for i, item in enumerate(items)])
 
 
@@ -23,8 +26,13 @@ def test_a_placement_holds_every_rank_once_in_whole_groups_of_one_kind(
 ) -> None:
     by_name = {c.name: c for c in candidates}
     parts = place(tp * groups, tp, candidates)
-    room = {kind: sum(len(c.devices) // tp * tp for c in candidates if c.kind == kind) for kind in ("cpu", "cuda")}
-    assert (parts is None) == (max(room.values()) < tp * groups), "it is placed exactly when there is room"
+    room = {
+        kind: sum(len(c.devices) // tp * tp for c in candidates if c.kind == kind)
+        for kind in ("cpu", "cuda")
+    }
+    assert (parts is None) == (max(room.values()) < tp * groups), (
+        "it is placed exactly when there is room"
+    )
     if parts is None:
         return
     assert [rank for part in parts for rank in part.ranks] == list(range(tp * groups))
@@ -45,7 +53,12 @@ def test_a_placement_holds_every_rank_once_in_whole_groups_of_one_kind(
 
 
 def test_one_switch_is_preferred_and_the_smallest_that_suffices() -> None:
-    candidates = [node("a", switch="s0"), node("b", switch="s1"), node("c", switch="s1"), node("d", switch="s2")]
+    candidates = [
+        node("a", switch="s0"),
+        node("b", switch="s1"),
+        node("c", switch="s1"),
+        node("d", switch="s2"),
+    ]
     candidates += [node("e", switch="s2"), node("f", switch="s2")]
     parts = place(8, 2, candidates)
     assert parts is not None and [part.node for part in parts] == ["b", "c"]
@@ -68,7 +81,7 @@ def test_survivors_keep_their_ranks_and_named_spares_come_first() -> None:
         assert ranks["spare"] == next(part.ranks for part in parts if part.node == lost)
 
 
-def test_what_is_too_small_or_of_another_kind_does_not_stand_in() -> None:
+def test_nodes_too_small_or_of_another_kind_replace_no_lost_node() -> None:
     parts = place(8, 2, [node("n1"), node("n2")])
     assert parts is not None
     survivors = {"n1": node("n1")}

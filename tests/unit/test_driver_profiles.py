@@ -1,4 +1,4 @@
-"""Profiles in the driver's core: which steps are named, who is told, what is refused, how each trace is settled."""
+"""Profiles in the driver's core: steps, commands to nodes, refusals, the end of each trace."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.harness.desk import POLICY, Desk, exited
 
-from megascale_driver import codec
 from megascale_driver.core.events import CancelRequested, ProfileRequested, RequestKey
-from megascale_driver.core.profiles import STEPS_UNDER_WAY
+from megascale_driver.core.profiles import STEPS_IN_PROGRESS
 from megascale_driver.core.state import (
     AttemptPhase,
     Job,
@@ -23,6 +22,7 @@ from megascale_driver.core.state import (
     TraceReport,
     TraceState,
 )
+from megascale_driver.journal import codec
 
 RUNNING = AttemptPhase.RUNNING
 STEP_S = 0.5
@@ -52,7 +52,7 @@ def command(desk: Desk, node: str) -> ProfileCommand | None:
     return desk.state.nodes[node].desired.profile
 
 
-def tell(desk: Desk, node: str, *reports: TraceReport) -> None:
+def report_traces(desk: Desk, node: str, *reports: TraceReport) -> None:
     desk.report(node, RUNNING, traces=reports)
 
 
@@ -60,42 +60,58 @@ def states(desk: Desk) -> list[TraceState]:
     return [trace.state for trace in profile(desk).traces]
 
 
-def test_the_nodes_of_the_ranks_are_told_and_each_trace_is_settled_once() -> None:
+def test_the_ranks_nodes_get_the_command_and_each_trace_is_settled_once() -> None:
     desk = running()
     assert desk.feed(asked(desk)) == ""
     found = profile(desk)
-    assert (found.first_step, found.last_step) == (10 + STEPS_UNDER_WAY + 4, 10 + STEPS_UNDER_WAY + 5)
+    assert (found.first_step, found.last_step) == (
+        10 + STEPS_IN_PROGRESS + 4,
+        10 + STEPS_IN_PROGRESS + 5,
+    )
     assert [(trace.rank, trace.node) for trace in found.traces] == [(1, "n1"), (6, "n2")]
     assert PurePosixPath(found.traces[1].path).name == "trace-steps-16-17-rank-00006.json.gz"
     first, second = command(desk, "n1"), command(desk, "n2")
     assert first is not None and second is not None
     assert (first.ranks, second.ranks) == ((1,), (6,))
-    assert (first.id, first.first_step, first.last_step) == (second.id, second.first_step, second.last_step)
+    assert (first.id, first.first_step, first.last_step) == (
+        second.id,
+        second.first_step,
+        second.last_step,
+    )
 
     written = TraceReport(found.id, 1, TraceState.WRITTEN, 1234)
     for _ in range(3):  # heartbeats repeat it
-        tell(desk, "n1", written)
+        report_traces(desk, "n1", written)
     assert states(desk) == [TraceState.WRITTEN, TraceState.PENDING] and command(desk, "n1") is None
-    tell(desk, "n2", TraceReport(found.id, 6, TraceState.SKIPPED, detail="the word came late"))
+    report_traces(
+        desk, "n2", TraceReport(found.id, 6, TraceState.SKIPPED, detail="the command came late")
+    )
     assert states(desk) == [TraceState.WRITTEN, TraceState.SKIPPED] and command(desk, "n2") is None
     lines = [line for line in desk.audit if line.reason.startswith("PROFILE_")]
     assert [(line.reason, line.actor) for line in lines] == [
-        ("PROFILE_REQUESTED", "ada"), ("PROFILE_WRITTEN", "nodes/n1"), ("PROFILE_MISSED", "nodes/n2"),
-    ]  # fmt: skip
+        ("PROFILE_REQUESTED", "ada"),
+        ("PROFILE_WRITTEN", "nodes/n1"),
+        ("PROFILE_MISSED", "nodes/n2"),
+    ]
     assert "steps 16 to 17 on ranks 1, 6: slow" in lines[0].message
-    assert "node n1" in lines[1].message and f"{found.traces[0].path} (1234 bytes)" in lines[1].message
-    assert lines[1].evidence[0].uri == found.traces[0].path and "the word came late" in lines[2].message
-    assert desk.feed(asked(desk, newest_step=20)) == "", "the next one may come now"
+    assert (
+        "node n1" in lines[1].message and f"{found.traces[0].path} (1234 bytes)" in lines[1].message
+    )
+    assert (
+        lines[1].evidence[0].uri == found.traces[0].path
+        and "the command came late" in lines[2].message
+    )
+    assert desk.feed(asked(desk, newest_step=20)) == "", "the next profile may be requested now"
 
 
-def test_what_is_not_this_nodes_to_say_changes_nothing() -> None:
+def test_reports_of_foreign_ranks_or_older_profiles_change_nothing() -> None:
     desk = running()
     desk.feed(asked(desk))
     own_id = profile(desk).id
-    tell(desk, "n2", TraceReport(own_id, 1, TraceState.WRITTEN))
-    tell(desk, "n1", TraceReport("older", 1, TraceState.WRITTEN))
-    tell(desk, "n1", TraceReport(own_id, 0, TraceState.WRITTEN))
-    tell(desk, "n1", TraceReport(own_id, 1, TraceState.PENDING))
+    report_traces(desk, "n2", TraceReport(own_id, 1, TraceState.WRITTEN))
+    report_traces(desk, "n1", TraceReport("older", 1, TraceState.WRITTEN))
+    report_traces(desk, "n1", TraceReport(own_id, 0, TraceState.WRITTEN))
+    report_traces(desk, "n1", TraceReport(own_id, 1, TraceState.PENDING))
     assert states(desk) == [TraceState.PENDING] * 2
     assert "PROFILE_WRITTEN" not in desk.reasons()
 
@@ -106,13 +122,15 @@ def test_what_is_not_this_nodes_to_say_changes_nothing() -> None:
         ("JOB_NOT_FOUND", "", {"job": "b"}),
         ("NO_STEP_YET", "attempt 1", {"newest_step": 0}),
         ("NO_STEP_YET", "attempt 1", {"step_time_s": 0.0}),
-        ("FIRST_STEP_PASSED", "step 10 is done, and the word reaches all ranks in time from step 16 on",
-         {"first_step": 15}),
-        ("STEPS_BEYOND_END", "ends with 100000", {"newest_step": 99_998}),
+        ("FIRST_STEP_PASSED", "step 10 is done, and the request reaches all ranks in time from "
+         "step 16 on", {"first_step": 15}),
+        ("STEPS_BEYOND_END", "ends with step 100000", {"newest_step": 99_998}),
         ("STEPS_TOO_FAR", "within 60", {"first_step": 9000}),
     ],
 )  # fmt: skip
-def test_what_cannot_be_profiled_is_refused_with_the_numbers(refusal: str, words: str, changes: dict[str, Any]) -> None:
+def test_what_cannot_be_profiled_is_refused_with_the_numbers(
+    refusal: str, words: str, changes: dict[str, Any]
+) -> None:
     desk = running()
     lines = len(desk.audit)
     _, outcome = desk.ask(asked(desk, **changes))
@@ -132,10 +150,10 @@ def test_one_at_a_time_on_a_running_job_and_a_repeated_request_is_the_same_one()
     assert desk.feed(asked(desk, request=RequestKey("r2", "d1"))) == "PROFILE_PENDING"
 
 
-def test_an_attempt_that_ends_loses_what_is_not_written_and_the_next_knows_nothing_of_it() -> None:
+def test_an_attempt_that_ends_loses_missing_traces_and_the_next_does_not_inherit_them() -> None:
     desk = running()
     desk.feed(asked(desk))
-    tell(desk, "n1", TraceReport(profile(desk).id, 1, TraceState.WRITTEN, 1))
+    report_traces(desk, "n1", TraceReport(profile(desk).id, 1, TraceState.WRITTEN, 1))
     desk.fail("n2", exited(5, desk.now_s))
     assert desk.job().phase is JobPhase.STOPPING
     assert states(desk) == [TraceState.WRITTEN, TraceState.LOST]
@@ -147,7 +165,7 @@ def test_an_attempt_that_ends_loses_what_is_not_written_and_the_next_knows_nothi
     assert desk.feed(asked(desk)) == "" and profile(desk).attempt == 2
 
 
-def test_a_cancelled_job_loses_its_profile_and_a_silent_node_is_not_awaited_for_ever() -> None:
+def test_a_cancelled_job_loses_its_profile_and_silent_nodes_are_given_up() -> None:
     desk = running()
     desk.feed(asked(desk))
     limit_s = profile(desk).not_after_s + POLICY.profile_write_s
@@ -172,9 +190,12 @@ def test_a_profile_outlives_the_leader() -> None:
 
 
 @given(
-    newest=st.integers(1, 10**6), step_s=st.floats(1e-4, 120.0), steps=st.integers(1, 20), later=st.integers(-5, 2000)
+    newest=st.integers(1, 10**6),
+    step_s=st.floats(1e-4, 120.0),
+    steps=st.integers(1, 20),
+    later=st.integers(-5, 2000),
 )
-def test_the_steps_named_are_ahead_of_what_any_rank_may_do_before_it_hears(
+def test_the_chosen_steps_are_ahead_of_any_rank_when_the_command_arrives(
     newest: int, step_s: float, steps: int, later: int
 ) -> None:
     desk = running()
@@ -183,7 +204,7 @@ def test_the_steps_named_are_ahead_of_what_any_rank_may_do_before_it_hears(
         return
     found = profile(desk)
     assert found.last_step - found.first_step + 1 == steps
-    lead = found.first_step - newest - STEPS_UNDER_WAY
+    lead = found.first_step - newest - STEPS_IN_PROGRESS
     assert lead * step_s >= POLICY.profile_lead_s > (lead - 1) * step_s
     assert found.not_after_s > desk.now_s + (found.last_step - newest) * step_s
     other = running()

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.v1 import link_pb2, types_pb2
-from megascale_common.rank_layout import RankLayout
-from megascale_common.status_page import Phase, StatusPageWriter, read_status_page
+from megascale_common.job.rank_layout import RankLayout
+from megascale_common.node.status_page import Phase, StatusPageWriter, read_status_page
 from megascale_driver import wire
 from megascale_driver.analysis.progress import (
     MAX_STEP_TIMES,
@@ -25,7 +25,7 @@ from megascale_driver.analysis.progress import (
     standing,
     suspects,
 )
-from megascale_executor.agent.status import worker_status
+from megascale_executor.agent.worker_status import worker_status
 from megascale_executor.agent.workers import Worker
 
 LIMITS = HangLimits()
@@ -65,20 +65,28 @@ def test_the_sample_is_bounded_and_its_p99_is_one_of_its_greatest(intervals: lis
 
 
 def test_standstill_counts_up_to_the_oldest_beat_from_the_newest_write() -> None:
-    beats = [Beat("n0", 1000.0, (0,), (status(0, 70.0),)), Beat("n1", 996.0, (1,), (status(1, 80.0),))]
+    beats = [
+        Beat("n0", 1000.0, (0,), (status(0, 70.0),)),
+        Beat("n1", 996.0, (1,), (status(1, 80.0),)),
+    ]
     found = standing(beats, PACE, 0.0, LIMITS)
     assert found is not None and (found.still_s, found.limit_s, found.hangs) == (66.0, 60.0, True)
     found = standing(beats, PACE, 950.0, LIMITS)
     assert found is not None and found.still_s == 46.0 and not found.hangs
     silent = standing([beats[0], Beat("n1", 935.0, (1,), (status(1, 80.0),))], PACE, 0.0, LIMITS)
-    assert silent is not None and silent.still_s == 5.0, "a node that is not heard of proves nothing"
+    assert silent is not None and silent.still_s == 5.0, "a node without heartbeats proves nothing"
 
 
-@given(st.lists(st.tuples(st.floats(0, 500), st.floats(0, 500)), min_size=1, max_size=8), st.floats(0, 500))
+@given(
+    st.lists(st.tuples(st.floats(0, 500), st.floats(0, 500)), min_size=1, max_size=8),
+    st.floats(0, 500),
+)
 def test_a_rank_that_advances_within_the_limit_rules_a_hang_out(
     others: list[tuple[float, float]], fresh_age_s: float
 ) -> None:
-    beats = [Beat(f"n{i}", 1000.0 - at, (i,), (status(i, age),)) for i, (at, age) in enumerate(others)]
+    beats = [
+        Beat(f"n{i}", 1000.0 - at, (i,), (status(i, age),)) for i, (at, age) in enumerate(others)
+    ]
     beats.append(Beat("fresh", 1000.0, (99,), (status(99, fresh_age_s),)))
     found = standing(beats, PACE, 0.0, LIMITS)
     assert found is not None
@@ -99,8 +107,9 @@ def test_ranks_in_a_longer_phase_and_ranks_that_are_done() -> None:
 
 
 def test_the_rank_that_has_not_entered_is_found_through_a_chain_of_waiting() -> None:
-    # dp 2 x pp 2: ranks 0, 1 are stage 0; 2, 3 stage 1. Rank 3 is stuck in its own code, rank 1 waits for its
-    # gradient, rank 0 for rank 1 in the reduction over dp, rank 2 for all in the world.
+    # dp 2 x pp 2: ranks 0, 1 are stage 0; 2, 3 stage 1. Rank 3 is stuck in its own code, rank 1
+    # waits for its gradient, rank 0 for rank 1 in the reduction over dp, rank 2 for all in the
+    # world.
     layout = RankLayout(dp=2, pp=2)
     assert suspected(
         layout,
@@ -122,7 +131,7 @@ def test_a_group_that_all_members_entered_is_suspected_when_others_wait_for_it()
     ) == [0, 1]
 
 
-def test_where_operations_do_not_tell_the_first_to_stop_are_suspected() -> None:
+def test_without_evidence_from_operations_the_first_to_stop_are_suspected() -> None:
     layout = RankLayout(dp=3)
     assert suspected(layout, status(0, 60.0), status(1, 75.0), status(2, 60.5)) == [1]
     assert suspected(layout, status(0, 60.0), status(1, 60.1), status(2, 60.2)) == [2, 1, 0]
@@ -138,7 +147,9 @@ def test_a_page_that_cannot_be_read_is_suspected_first() -> None:
     assert [view.rank for view in suspects(found.ranks, RankLayout(dp=2))] == [1]
 
 
-def test_the_status_page_reaches_the_driver_with_its_operations_once_it_stands_still(tmp_path: Path) -> None:
+def test_the_status_page_reaches_the_driver_with_its_operations_once_it_stands_still(
+    tmp_path: Path,
+) -> None:
     page = StatusPageWriter(tmp_path / "page", rank=3, attempt=1)
     row = page.row("world")
     page.update(step=9, phase=Phase.STEP)
@@ -147,8 +158,11 @@ def test_the_status_page_reaches_the_driver_with_its_operations_once_it_stands_s
     assert status is not None
     for age_s, operations in ((0.5, ()), (2.0, (OperationCount("world", 1, 0),))):
         message = worker_status(
-            Worker(3, cast(Any, None), tmp_path / "log", tmp_path / "page"), status.updated_ns + round(age_s * 1e9)
+            Worker(3, cast(Any, None), tmp_path / "log", tmp_path / "page"),
+            status.updated_ns + round(age_s * 1e9),
         )
         beat = link_pb2.Heartbeat(workers=[message, link_pb2.WorkerStatus(rank=4)])
-        assert wire.report(beat, types_pb2.Epoch()).statuses == (RankStatus(3, 9, "STEP", age_s, operations),)
+        assert wire.report(beat, types_pb2.Epoch()).statuses == (
+            RankStatus(3, 9, "STEP", age_s, operations),
+        )
     page.close()

@@ -1,4 +1,4 @@
-"""The core, event by event: attempts, blame, budgets, deadlines, requests, and what it says about itself."""
+"""The core, event by event: attempts, blame, budgets, deadlines, requests, explanations."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 from tests.harness.desk import POLICY, Desk, exited
 from tests.harness.simulated_cluster import demo_job
 
+from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_driver.core.events import (
     AttemptOpened,
     CancelRequested,
@@ -34,8 +35,7 @@ from megascale_driver.core.state import (
     Liveness,
     Progress,
     Report,
-    Restore,
-    Sealed,
+    SealedSnapshot,
 )
 
 
@@ -66,9 +66,17 @@ def test_the_way_to_running_is_prepare_then_start() -> None:
 
 
 def test_the_earliest_explicit_failure_is_the_culprit_and_peers_show_symptoms(desk: Desk) -> None:
-    desk.fail("n1", exited(0, 1001.2, kind="COLLECTIVE", error="peer closed"), exited(1, 1001.3, -9, "STOPPED"))
+    desk.fail(
+        "n1",
+        exited(0, 1001.2, kind="COLLECTIVE", error="peer closed"),
+        exited(1, 1001.3, -9, "STOPPED"),
+    )
     assert desk.job().phase is JobPhase.STOPPING and not desk.job().evicted
-    desk.fail("n2", exited(5, 1001.5, error="Traceback\nValueError: bad shape"), exited(4, 1001.6, -9, "STOPPED"))
+    desk.fail(
+        "n2",
+        exited(5, 1001.5, error="Traceback\nValueError: bad shape"),
+        exited(4, 1001.6, -9, "STOPPED"),
+    )
     desk.stop()
     assert desk.job().attempt == 2 and desk.job().node_failures == {"n2": 1}
     stopped = next(line for line in desk.audit if line.reason == "ATTEMPT_STOPPED")
@@ -82,7 +90,7 @@ def test_a_node_that_dies_while_its_peers_report_symptoms_is_the_culprit(desk: D
     desk.feed(StreamReset(desk.now_s, "n2", "n2-1"))
     assert isinstance(desk.effects[-1], Probe)
     desk.report("n1", AttemptPhase.IDLE)
-    assert desk.job().phase is JobPhase.STOPPING, "nobody knows yet what has become of n2"
+    assert desk.job().phase is JobPhase.STOPPING, "whether n2 is gone is not known yet"
     desk.feed(ProbeResult(desk.now_s, "n2", "n2-1", "refused"))
     assert (desk.job().attempt, desk.job().evicted) == (2, ("n2",))
     assert [slot.node for slot in desk.job().slots] == ["n1", "n3"]
@@ -96,7 +104,7 @@ def test_the_next_attempt_waits_until_every_node_has_stopped(desk: Desk) -> None
     stale = desk.state.nodes["n1"]
     report = Report(desired_version=stale.desired_version - 1, phase=AttemptPhase.IDLE)
     desk.feed(NodeReport(desk.now_s, "n1", "n1-1", report))
-    assert desk.job().phase is JobPhase.STOPPING, "that report was older than the order to stop"
+    assert desk.job().phase is JobPhase.STOPPING, "the report is older than the order to stop"
     for _ in range(4):
         desk.wait(3.0)
         desk.report("n2", AttemptPhase.IDLE)
@@ -120,7 +128,9 @@ def test_a_failed_self_check_quarantines_its_node() -> None:
     assert desk.reasons().count("NODE_EVICTED") == 1
 
 
-ROOM = Check("memory_room", "FAIL", "host", "needs 9000.0 MiB of 4000.0 MiB: give the node fewer ranks")
+ROOM = Check(
+    "memory_room", "FAIL", "host", "needs 9000.0 MiB of 4000.0 MiB: give the node fewer ranks"
+)
 
 
 def test_a_job_that_fits_on_no_node_ends_and_costs_no_node() -> None:
@@ -129,7 +139,10 @@ def test_a_job_that_fits_on_no_node_ends_and_costs_no_node() -> None:
     desk.report("n1", AttemptPhase.FAILED, checks=(ROOM,))
     desk.report("n2", AttemptPhase.FAILED, checks=(ROOM,))
     desk.stop()
-    assert desk.job().phase is JobPhase.FAILED and "needs 9000.0 MiB of 4000.0 MiB" in desk.job().reason
+    assert (
+        desk.job().phase is JobPhase.FAILED
+        and "needs 9000.0 MiB of 4000.0 MiB" in desk.job().reason
+    )
     assert {node.disposition for node in desk.state.nodes.values()} == {Disposition.SCHEDULABLE}
     assert not desk.state.breaker.evictions
 
@@ -153,7 +166,7 @@ def test_a_quarantine_by_self_check_ends_with_the_incarnation_that_failed_it() -
     assert desk.disposition("n1") == "SCHEDULABLE" and not desk.job().evicted
     desk.feed(EvictRequested(desk.now_s, "n1", "broken fan", "me"))
     desk.hello("n1", boot=3)
-    assert desk.disposition("n1") == "QUARANTINED", "a person said so"
+    assert desk.disposition("n1") == "QUARANTINED", "an operator quarantined it"
 
 
 def test_self_checks_that_fail_everywhere_do_not_quarantine_the_fleet() -> None:
@@ -162,39 +175,61 @@ def test_self_checks_that_fail_everywhere_do_not_quarantine_the_fleet() -> None:
     for _ in range(8):
         if desk.job().active:
             for slot in desk.job().slots:
-                desk.report(slot.node, AttemptPhase.FAILED, checks=(Check("compute", "FAIL", "cpu0", "wrong"),))
+                desk.report(
+                    slot.node,
+                    AttemptPhase.FAILED,
+                    checks=(Check("compute", "FAIL", "cpu0", "wrong"),),
+                )
             desk.stop()
     gone = [n.name for n in desk.state.nodes.values() if n.disposition is Disposition.QUARANTINED]
     assert len(gone) == POLICY.breaker_nodes
 
 
 @pytest.mark.parametrize(("status", "kind"), [(-11, ""), (0, "OTHER")])
-def test_a_rank_that_only_lost_its_peer_is_not_the_culprit_of_its_node(desk: Desk, status: int, kind: str) -> None:
+def test_a_rank_that_only_lost_its_peer_is_not_the_culprit_of_its_node(
+    desk: Desk, status: int, kind: str
+) -> None:
     stopped = exited(6, 1000.9, -9, "STOPPED")
-    desk.fail("n2", exited(4, 1001.0, kind="COLLECTIVE", error="peer"), exited(5, 1001.1, status, kind), stopped)
+    desk.fail(
+        "n2",
+        exited(4, 1001.0, kind="COLLECTIVE", error="peer"),
+        exited(5, 1001.1, status, kind),
+        stopped,
+    )
     desk.stop()
     assert desk.job().node_failures == {"n2": 1}
-    assert any(line.reason == "ATTEMPT_STOPPED" and "rank 5 on node n2" in line.message for line in desk.audit)
+    assert any(
+        line.reason == "ATTEMPT_STOPPED" and "rank 5 on node n2" in line.message
+        for line in desk.audit
+    )
 
 
 def test_a_damaged_checkpoint_is_refused_and_blames_no_node(desk: Desk) -> None:
     job = desk.job()
-    desk.state = replace(desk.state, jobs={"a": replace(job, restore=Restore("STORAGE", 30, 1, "m"))})
-    desk.fail("n2", exited(5, 1001.0, -9), exited(4, 1002.0, kind="CHECKPOINT_CORRUPT", error="shard-4 damaged"))
+    desk.state = replace(
+        desk.state, jobs={"a": replace(job, restore=RestorePlan(RestoreSource.STORAGE, 30, 1, "m"))}
+    )
+    desk.fail(
+        "n2",
+        exited(5, 1001.0, -9),
+        exited(4, 1002.0, kind="CHECKPOINT_CORRUPT", error="shard-4 damaged"),
+    )
     desk.stop()
     job = desk.job()
     assert (job.refused_steps, job.node_failures, job.evicted, job.restarts) == ((30,), {}, (), 1)
     assert job.restarts_without_progress == 0 and "CHECKPOINT_REFUSED" in desk.reasons()
 
 
-def test_a_node_that_fails_again_and_again_is_left_and_the_budget_ends_the_job(desk: Desk) -> None:
+def test_a_job_leaves_a_node_that_fails_repeatedly_and_ends_with_its_budget(desk: Desk) -> None:
     for attempt in range(1, 4):
         desk.fail("n2", exited(5, 1001.0, -11))
         desk.stop()
         assert desk.job().attempt == attempt + 1
         if attempt < 3:
             desk.run()
-    assert [slot.node for slot in desk.job().slots] == ["n1", "n3"] and desk.job().evicted == ("n2",)
+    assert [slot.node for slot in desk.job().slots] == ["n1", "n3"] and desk.job().evicted == (
+        "n2",
+    )
     assert desk.state.nodes["n2"].disposition is Disposition.SCHEDULABLE
     limit = desk.job().config.recovery.max_restarts_without_progress
     state = desk.state
@@ -203,7 +238,9 @@ def test_a_node_that_fails_again_and_again_is_left_and_the_budget_ends_the_job(d
     desk.fail("n1", exited(0, 1001.0, error="ValueError: the job's own mistake"))
     desk.stop()
     assert desk.job().phase is JobPhase.FAILED
-    assert "max_restarts_without_progress" in desk.job().reason and "own mistake" in desk.job().reason
+    assert (
+        "max_restarts_without_progress" in desk.job().reason and "own mistake" in desk.job().reason
+    )
 
 
 def test_progress_clears_what_was_counted_in_a_row(desk: Desk) -> None:
@@ -212,11 +249,17 @@ def test_progress_clears_what_was_counted_in_a_row(desk: Desk) -> None:
         desk.fail("n2", exited(5, 1001.0, -11))
         desk.stop()
         desk.run()
-    assert (desk.job().restarts, desk.job().restarts_without_progress, desk.job().node_failures) == (3, 0, {"n2": 1})
+    assert (
+        desk.job().restarts,
+        desk.job().restarts_without_progress,
+        desk.job().node_failures,
+    ) == (3, 0, {"n2": 1})
 
 
-@pytest.mark.parametrize(("phase", "limit_s"), [(JobPhase.PREPARING, 300.0), (JobPhase.STARTING, 900.0)])
-def test_a_phase_that_takes_too_long_names_who_is_late(phase: JobPhase, limit_s: float) -> None:
+@pytest.mark.parametrize(
+    ("phase", "limit_s"), [(JobPhase.PREPARING, 300.0), (JobPhase.STARTING, 900.0)]
+)
+def test_a_phase_that_takes_too_long_names_the_late_nodes(phase: JobPhase, limit_s: float) -> None:
     desk = Desk("n1", "n2", "n3")
     desk.submit()
     if phase is JobPhase.STARTING:
@@ -226,7 +269,9 @@ def test_a_phase_that_takes_too_long_names_who_is_late(phase: JobPhase, limit_s:
     waited_s = 0.0
     while waited_s < limit_s - 5.0:
         desk.report("n1", ready)
-        desk.report("n2", AttemptPhase.PREPARING if phase is JobPhase.PREPARING else AttemptPhase.STARTING)
+        desk.report(
+            "n2", AttemptPhase.PREPARING if phase is JobPhase.PREPARING else AttemptPhase.STARTING
+        )
         desk.wait(5.0)
         waited_s += 5.0
     assert desk.job().phase is phase
@@ -235,7 +280,7 @@ def test_a_phase_that_takes_too_long_names_who_is_late(phase: JobPhase, limit_s:
     assert desk.job().stop_reason.endswith("not ready: n2")
 
 
-def test_a_lateness_of_all_is_the_fault_of_none() -> None:
+def test_if_all_nodes_are_late_none_is_blamed() -> None:
     desk = Desk("n1", "n2", "n3")
     desk.submit()
     for _ in range(61):
@@ -278,16 +323,20 @@ def test_a_node_that_comes_back_before_the_verdict_is_alive_again(desk: Desk) ->
     assert desk.liveness("n2") == "ALIVE" and desk.job().attempt == 1
 
 
-def test_a_refused_probe_proves_nothing_while_the_link_stands(desk: Desk) -> None:
+def test_a_refused_probe_proves_nothing_while_the_link_is_open(desk: Desk) -> None:
     desk.feed(ProbeResult(desk.now_s, "n2", "n2-1", "refused"))
     assert desk.state.nodes["n2"].liveness is Liveness.ALIVE
     desk.feed(StreamReset(desk.now_s, "n2", "an older incarnation"))
     desk.feed(ProbeResult(desk.now_s, "n2", "an older incarnation", "refused"))
-    assert desk.state.nodes["n2"].liveness is Liveness.ALIVE and desk.job().phase is JobPhase.RUNNING
+    assert (
+        desk.state.nodes["n2"].liveness is Liveness.ALIVE and desk.job().phase is JobPhase.RUNNING
+    )
 
 
-def test_commits_are_believed_only_of_attempts_that_were_issued(desk: Desk) -> None:
-    desk.report("n1", AttemptPhase.RUNNING, progress=(Progress("a", (), 40, 7), Progress("ghost", (), 9, 1)))
+def test_commits_count_only_of_attempts_that_were_issued(desk: Desk) -> None:
+    desk.report(
+        "n1", AttemptPhase.RUNNING, progress=(Progress("a", (), 40, 7), Progress("ghost", (), 9, 1))
+    )
     assert desk.job().committed_step == 0
     desk.report("n1", AttemptPhase.RUNNING, progress=(Progress("a", (), 40, 1, "file:///m"),))
     desk.report("n1", AttemptPhase.RUNNING, progress=(Progress("a", (), 30, 1),))
@@ -295,7 +344,7 @@ def test_commits_are_believed_only_of_attempts_that_were_issued(desk: Desk) -> N
     assert desk.reasons().count("CHECKPOINT_COMMITTED") == 1
 
 
-def test_completed_steps_prove_that_silent_nodes_are_there(desk: Desk) -> None:
+def test_completed_steps_prove_that_silent_nodes_are_alive(desk: Desk) -> None:
     for step in range(1, 30):
         desk.now_s += 1.0
         desk.feed(Tick(desk.now_s, (("a", 1, step),)))
@@ -312,7 +361,7 @@ def test_a_blocked_loop_suspends_verdicts_over_silence(desk: Desk) -> None:
     assert all(node.liveness is not Liveness.ALIVE for node in desk.state.nodes.values())
 
 
-def test_the_committer_is_asked_again_and_then_given_up() -> None:
+def test_the_committer_is_called_again_and_then_given_up() -> None:
     desk = Desk("n1", "n2")
     desk.feed(JobSubmitted(desk.now_s, demo_job("a", spares=0), "me"))
     for name in ("n1", "n2"):
@@ -323,16 +372,18 @@ def test_the_committer_is_asked_again_and_then_given_up() -> None:
         desk.feed(OpenFailed(desk.now_s, "a", 1, "disk is gone"))
         desk.wait(1.1)
     assert desk.job().phase is JobPhase.STOPPING and "disk is gone" in desk.job().stop_reason
-    late = AttemptOpened(desk.now_s, "a", 1, Restore(), "n1:2")
+    late = AttemptOpened(desk.now_s, "a", 1, RestorePlan(), "n1:2")
     desk.feed(late)
-    assert desk.job().phase is JobPhase.STOPPING, "an answer that came too late starts nothing"
+    assert desk.job().phase is JobPhase.STOPPING, "a late answer starts nothing"
 
 
 def test_only_a_snapshot_that_every_rank_still_holds_counts_as_sealed(desk: Desk) -> None:
     job = replace(desk.job(), attempt=2)
 
     def hold(node: str, ranks: range, *steps: tuple[int, int], digest: str = "d") -> None:
-        sealed = tuple(Sealed(rank, attempt, step, digest) for rank in ranks for step, attempt in steps)
+        sealed = tuple(
+            SealedSnapshot(rank, attempt, step, digest) for rank in ranks for step, attempt in steps
+        )
         desk.report(node, AttemptPhase.RUNNING, progress=(Progress("a", sealed),))
 
     hold("n1", range(4), (10, 1), (20, 1))
@@ -341,7 +392,9 @@ def test_only_a_snapshot_that_every_rank_still_holds_counts_as_sealed(desk: Desk
     assert sealed_everywhere(job, desk.state.nodes) == (20, 1)
     assert sealed_everywhere(replace(job, refused_steps=(20,)), desk.state.nodes) == (10, 1)
     hold("n2", range(4, 8), (10, 1), (20, 2))
-    assert sealed_everywhere(job, desk.state.nodes) == (10, 1), "another attempt's snapshot is not the same state"
+    assert sealed_everywhere(job, desk.state.nodes) == (10, 1), (
+        "another attempt's snapshot is not the same state"
+    )
     hold("n2", range(4, 7), (10, 1))
     assert sealed_everywhere(job, desk.state.nodes) == (0, 0)
     hold("n2", range(4, 8), (10, 1), digest="")
@@ -354,7 +407,10 @@ def test_a_request_is_carried_out_once(desk: Desk) -> None:
     key = RequestKey("r1", "digest")
     event = JobSubmitted(desk.now_s, demo_job("b"), "me", key)
     assert desk.feed(event) == "" and desk.feed(event) == ""
-    assert desk.feed(JobSubmitted(desk.now_s, demo_job("c"), "me", RequestKey("r1", "other"))) == "REQUEST_ID_REUSED"
+    assert (
+        desk.feed(JobSubmitted(desk.now_s, demo_job("c"), "me", RequestKey("r1", "other")))
+        == "REQUEST_ID_REUSED"
+    )
     assert desk.feed(JobSubmitted(desk.now_s, demo_job("b"), "me")) == "JOB_EXISTS"
     assert desk.feed(EvictRequested(desk.now_s, "nobody", "x", "me")) == "NODE_NOT_FOUND"
     assert "c" not in desk.state.jobs
@@ -362,7 +418,7 @@ def test_a_request_is_carried_out_once(desk: Desk) -> None:
     assert not desk.state.requests
 
 
-def test_cancel_stops_at_once_and_stays(desk: Desk) -> None:
+def test_cancel_stops_at_once_and_for_good(desk: Desk) -> None:
     desk.feed(CancelRequested(desk.now_s, "a", "enough", "me"))
     assert all(desk.state.nodes[name].desired.phase is DesiredPhase.IDLE for name in ("n1", "n2"))
     desk.stop()
@@ -372,20 +428,25 @@ def test_cancel_stops_at_once_and_stays(desk: Desk) -> None:
     assert desk.job().attempt == 1
 
 
-def test_a_waiting_job_says_what_it_waits_for(desk: Desk) -> None:
+def test_explain_names_what_a_waiting_job_waits_for(desk: Desk) -> None:
     desk.feed(EvictRequested(desk.now_s, "n3", "bad fan", "me"))
     desk.feed(JobSubmitted(desk.now_s, demo_job("b"), "me"))
     assert explain(desk.state, "b", desk.now_s, POLICY) == (
-        "job b waits: needs 2 nodes with 4 cpu devices, 0 schedulable nodes are idle; "
+        "job b is waiting: it needs 2 nodes with 4 cpu devices, 0 schedulable nodes are idle; "
         "n1 runs job a; n2 runs job a; n3 is quarantined (bad fan)"
     )
-    assert explain(desk.state, "a", desk.now_s, POLICY) == "job a runs attempt 1 on n1, n2; its last known step is 0"
+    assert (
+        explain(desk.state, "a", desk.now_s, POLICY)
+        == "job a runs attempt 1 on n1, n2; its last known step is 0"
+    )
 
 
 def test_higher_priority_goes_first() -> None:
     desk = Desk()
     for name, priority in (("low", 0), ("high", 5)):
-        desk.feed(JobSubmitted(desk.now_s, replace(demo_job(name, spares=0), priority=priority), "me"))
+        desk.feed(
+            JobSubmitted(desk.now_s, replace(demo_job(name, spares=0), priority=priority), "me")
+        )
     desk.hello("n1")
     desk.hello("n2")
     desk.report("n1", AttemptPhase.IDLE)
@@ -396,8 +457,11 @@ def test_higher_priority_goes_first() -> None:
 
 def test_a_new_leader_places_nothing_before_the_known_nodes_had_time_to_return() -> None:
     desk = Desk("n1", "n2", "n3", "n4")
-    desk.state = replace(desk.state, nodes={n: replace(v, liveness=Liveness.UNKNOWN, connected=False)
-                                            for n, v in desk.state.nodes.items()})  # fmt: skip
+    unknown = {
+        name: replace(node, liveness=Liveness.UNKNOWN, connected=False)
+        for name, node in desk.state.nodes.items()
+    }
+    desk.state = replace(desk.state, nodes=unknown)
     desk.feed(LeaderStarted(desk.now_s, "there"))
     desk.submit()
     for name in ("n3", "n4"):
@@ -412,7 +476,9 @@ def test_a_new_leader_places_nothing_before_the_known_nodes_had_time_to_return()
 
 
 def test_a_step_that_was_refused_counts_again_when_a_later_attempt_commits_it(desk: Desk) -> None:
-    job = replace(desk.job(), refused_steps=(30, 40), committed_step=40, committed_by_attempt=1, attempt=2)
+    job = replace(
+        desk.job(), refused_steps=(30, 40), committed_step=40, committed_by_attempt=1, attempt=2
+    )
     desk.state = replace(desk.state, jobs={**desk.state.jobs, "a": job})
     desk.report("n1", AttemptPhase.RUNNING, progress=(Progress("a", (), 40, 1, "file:///old"),))
     assert desk.job().refused_steps == (30, 40)

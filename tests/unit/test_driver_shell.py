@@ -1,4 +1,4 @@
-"""The driver's shell in parts: codec, feeds with resume tokens, errors on the wire, clocks, dead predecessors."""
+"""Parts of the driver's shell: codec, feeds, links, errors on the wire, clocks, a dead leader."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ from tests.harness.simulated_cluster import SimulatedCluster, demo_job
 from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale.v1 import driver_pb2, link_pb2, types_pb2
-from megascale_common import rpc_errors
-from megascale_common.clock import SystemClock, VirtualClock
-from megascale_common.etcd.connection import Cluster
+from megascale_common.etcd.connection import EtcdMembers
 from megascale_common.etcd.errors import EtcdUnavailable
 from megascale_common.etcd.server import free_port
-from megascale_driver import codec, predecessor, wire
+from megascale_common.job.restore import RestorePlan, RestoreSource
+from megascale_common.service import status
+from megascale_common.service.clock import SystemClock, VirtualClock
+from megascale_common.service.errors import CodecError, ExpiredError
+from megascale_driver import wire
 from megascale_driver.core.events import Audit, Evidence, JobSubmitted
 from megascale_driver.core.policy import Policy
-from megascale_driver.core.state import Identity, Job, Node, Sealed, Slot, differs
-from megascale_driver.links import Link, Links
-from megascale_driver.store import MAX_BYTES_PER_TXN, MAX_KEYS_PER_TXN, chunks
-from megascale_driver.watch import ENDED_UPDATES, KEPT_ENDED, RING_UPDATES, Feeds, TokenExpired
+from megascale_driver.core.state import Identity, Job, Node, NodeSlot, SealedSnapshot, differs
+from megascale_driver.feeds import ENDED_UPDATES, KEPT_ENDED, RING_UPDATES, JobFeeds
+from megascale_driver.journal import codec, predecessor
+from megascale_driver.journal.store import MAX_BYTES_PER_TXN, MAX_KEYS_PER_TXN, chunks
+from megascale_driver.open_links import Link, OpenLinks
 
 
 def test_every_stored_value_is_read_back_equal() -> None:
@@ -44,40 +47,63 @@ def test_every_stored_value_is_read_back_equal() -> None:
     node = world.state.nodes["n1"]
     stored = codec.load(Node, codec.dump(node))
     assert stored.identity == node.identity
-    assert stored.report is None, "what heartbeats say is not stored"
+    assert stored.report is None, "reports are not stored"
     for line in world.audit:
         assert codec.load(Audit, codec.dump(line)) == line
 
 
-@given(st.builds(Audit, st.text(), st.integers(0), st.floats(0, 1e10), *[st.text()] * 6, st.integers(0),
-                 st.lists(st.builds(Evidence, st.text(), st.text(), st.text())).map(tuple), st.text()))  # fmt: skip
+evidence = st.lists(st.builds(Evidence, st.text(), st.text(), st.text())).map(tuple)
+audit_lines = st.builds(
+    Audit,
+    st.text(),
+    st.integers(0),
+    st.floats(0, 1e10),
+    *[st.text()] * 6,
+    st.integers(0),
+    evidence,
+    st.text(),
+)
+
+
+@given(audit_lines)
 def test_any_audit_line_is_read_back_equal(line: Audit) -> None:
     assert codec.load(Audit, codec.dump(line)) == line
 
 
 def test_a_damaged_value_is_refused_by_field() -> None:
-    good = json.loads(codec.dump(Slot("n1", (0, 1), (0, 1))))
-    assert codec.load(Slot, json.dumps({**good, "from_a_later_build": 1}).encode()) == Slot("n1", (0, 1), (0, 1))
-    for change, named in (({"ranks": [0, "x"]}, r"Slot\.ranks\[1\]"), ({"ranks": 3}, r"Slot\.ranks")):
-        with pytest.raises(codec.CodecError, match=named):
-            codec.load(Slot, json.dumps({**good, **change}).encode())
-    with pytest.raises(codec.CodecError, match="JSON"):
-        codec.load(Sealed, b"{")
+    good = json.loads(codec.dump(NodeSlot("n1", (0, 1), (0, 1))))
+    assert codec.load(NodeSlot, json.dumps({**good, "from_a_later_build": 1}).encode()) == NodeSlot(
+        "n1", (0, 1), (0, 1)
+    )
+    for change, named in (
+        ({"ranks": [0, "x"]}, r"NodeSlot\.ranks\[1\]"),
+        ({"ranks": 3}, r"NodeSlot\.ranks"),
+    ):
+        with pytest.raises(CodecError, match=named):
+            codec.load(NodeSlot, json.dumps({**good, **change}).encode())
+    with pytest.raises(CodecError, match="JSON"):
+        codec.load(SealedSnapshot, b"{")
 
 
 def record(attempt: int, step: int) -> types_pb2.StepRecord:
     return types_pb2.StepRecord(attempt=attempt, step=step)
 
 
-async def collect(feeds: Feeds, token: str) -> list[driver_pb2.WatchJobResponse]:
+async def collect(feeds: JobFeeds, token: str) -> list[driver_pb2.WatchJobResponse]:
     return [update async for update in feeds.of("a").follow(token)]
 
 
 async def test_watchers_resume_behind_their_token_without_gap_or_repetition() -> None:
-    feeds = Feeds()
+    feeds = JobFeeds()
     feed = feeds.of("a")
-    assert [feed.add_step(record(1, s)) for s in (1, 2, 2, 1, 3)] == [True, True, False, False, True]
-    assert feed.add_step(record(2, 1)), "a new attempt counts anew"
+    assert [feed.add_step(record(1, s)) for s in (1, 2, 2, 1, 3)] == [
+        True,
+        True,
+        False,
+        False,
+        True,
+    ]
+    assert feed.add_step(record(2, 1)), "the steps of a new attempt start again"
     first = asyncio.create_task(collect(feeds, ""))
     await asyncio.sleep(0)
     feed.add_event(types_pb2.Event(seq=1, reason="X"))
@@ -90,12 +116,12 @@ async def test_watchers_resume_behind_their_token_without_gap_or_repetition() ->
         assert await collect(feeds, update.resume_token) == updates[position + 1 :]
     other_process = "0123456789ab-3"
     assert await collect(feeds, other_process) == updates
-    with pytest.raises(ValueError, match="resume_token"):
+    with pytest.raises(ValueError, match="WatchJob returned"):
         await collect(feeds, "nonsense")
 
 
 async def test_feeds_of_ended_jobs_are_kept_whole_for_late_watchers_then_their_tail_only() -> None:
-    feeds = Feeds()
+    feeds = JobFeeds()
     for number in range(KEPT_ENDED + 1):
         name = f"j{number}"
         for step in range(ENDED_UPDATES + 10):
@@ -108,28 +134,35 @@ async def test_feeds_of_ended_jobs_are_kept_whole_for_late_watchers_then_their_t
     assert tail[-1].HasField("job") and tail[-2].step.step == ENDED_UPDATES + 10
 
 
-def test_a_rival_of_a_living_link_is_known_by_its_incarnation() -> None:
-    links = Links()
-    links.add(Link("n1", Identity("one"), heard_at_s=100.0))
+def test_a_second_agent_of_a_live_node_is_detected_by_its_incarnation() -> None:
+    links = OpenLinks()
+    links.add(Link("n1", Identity("one"), received_at_s=100.0))
     assert links.rival("n1", "two", 95.0) and not links.rival("n2", "two", 95.0)
-    assert not links.rival("n1", "one", 95.0), "it dials again"
-    assert not links.rival("n1", "two", 101.0), "the other has been silent"
-    links.open()[0].close()
+    assert not links.rival("n1", "one", 95.0), "the same agent dials again"
+    assert not links.rival("n1", "two", 101.0), "the other one is silent"
+    links.all()[0].close()
     assert not links.rival("n1", "two", 95.0)
 
 
 @pytest.mark.parametrize("number", ["\u00b2", "9" * 5000, "-1", ""])
 async def test_numbers_of_tokens_are_plain_and_short(number: str) -> None:
-    feeds = Feeds()
+    feeds = JobFeeds()
     feeds.of("a").add_step(record(1, 1))
     ring = (await anext(feeds.of("a").follow(""))).resume_token.partition("-")[0]
-    with pytest.raises(ValueError, match="resume_token"):
+    with pytest.raises(ValueError, match="WatchJob returned"):
         await anext(feeds.of("a").follow(f"{ring}-{number}"))
 
 
-@given(st.lists(st.integers(0, MAX_BYTES_PER_TXN + 10), max_size=6).flatmap(st.permutations), st.integers(0, 250))
-def test_a_commit_is_cut_into_transactions_that_etcd_takes(sizes_bytes: list[int], small: int) -> None:
-    changes: list[tuple[str, bytes | None]] = [(f"k{i}", bytes(size)) for i, size in enumerate(sizes_bytes)]
+@given(
+    st.lists(st.integers(0, MAX_BYTES_PER_TXN + 10), max_size=6).flatmap(st.permutations),
+    st.integers(0, 250),
+)
+def test_a_commit_is_cut_into_transactions_that_etcd_takes(
+    sizes_bytes: list[int], small: int
+) -> None:
+    changes: list[tuple[str, bytes | None]] = [
+        (f"k{i}", bytes(size)) for i, size in enumerate(sizes_bytes)
+    ]
     changes += [(f"s{i}", None) for i in range(small)]
     parts = list(chunks(changes))
     assert [change for part in parts for change in part] == changes
@@ -148,31 +181,41 @@ def test_the_texts_of_a_hello_are_cut() -> None:
     assert len(codec.dump(Node("n1", wire.identity(hello)))) < 64 << 10
 
 
-async def test_a_token_that_fell_off_the_ring_is_refused() -> None:
-    feeds = Feeds()
+async def test_a_token_that_is_no_longer_in_the_ring_is_refused() -> None:
+    feeds = JobFeeds()
     feed = feeds.of("a")
     feed.add_step(record(1, 1))
     token = (await anext(feed.follow(""))).resume_token
     for step in range(2, RING_UPDATES + 3):
         feed.add_step(record(1, step))
-    with pytest.raises(TokenExpired, match="1 updates"):
+    with pytest.raises(ExpiredError, match="1 updates"):
         await anext(feed.follow(token))
 
 
 def test_an_error_carries_its_reason_metadata_and_fields() -> None:
-    error = rpc_errors.RpcError(
-        grpc.StatusCode.INVALID_ARGUMENT, "BAD", "no", metadata={"leader": "h:1"}, fields=[("a.b", "is wrong")]
+    error = status.of_code(
+        "INVALID_ARGUMENT",
+        "BAD",
+        "no",
+        metadata={"leader": "h:1"},
+        fields=[("a.b", "is wrong")],
     )
-    trailing = grpc.aio.Metadata(("grpc-status-details-bin", error.to_status().SerializeToString()))
-    received = grpc.aio.AioRpcError(grpc.StatusCode.INVALID_ARGUMENT, grpc.aio.Metadata(), trailing, "no")
-    again = rpc_errors.read(received)
+    trailing = grpc.aio.Metadata(
+        ("grpc-status-details-bin", status.to_status(error).SerializeToString())
+    )
+    received = grpc.aio.AioRpcError(
+        grpc.StatusCode.INVALID_ARGUMENT, grpc.aio.Metadata(), trailing, "no"
+    )
+    again = status.read(received)
     assert (again.code, again.reason, again.message) == (error.code, "BAD", "no")
     assert (again.metadata, again.fields) == ({"leader": "h:1"}, (("a.b", "is wrong"),))
-    bare = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "gone")
-    assert rpc_errors.read(bare).reason == "UNKNOWN"
+    bare = grpc.aio.AioRpcError(
+        grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "gone"
+    )
+    assert status.read(bare).reason == "UNKNOWN"
 
 
-def test_clocks_never_go_back() -> None:
+def test_clocks_never_run_backwards() -> None:
     system, virtual = SystemClock(), VirtualClock(10.0)
     assert system.now_s() <= system.now_s()
     virtual.advance(2.5)
@@ -181,39 +224,57 @@ def test_clocks_never_go_back() -> None:
         virtual.advance(-1.0)
 
 
-def test_the_ladder_of_timeouts_holds() -> None:
+def test_timeouts_scale_with_the_interval_and_keep_their_order() -> None:
     policy = Policy.for_interval(10.0)
     assert (policy.suspect_after_s, policy.dead_after_s) == (16.0, 28.0)
     with pytest.raises(ValueError, match="suspect"):
         dataclasses.replace(policy, suspect_after_s=5.0)
 
 
-def test_the_value_of_the_leader_key_tells_whether_its_process_is_there() -> None:
+def test_the_value_of_the_leader_key_shows_whether_its_process_is_gone() -> None:
     mine = predecessor.self_description("127.0.0.1:1")
     assert predecessor.is_gone(json.dumps(mine).encode()) is False
-    assert predecessor.is_gone(json.dumps({**mine, "started": "1"}).encode()) is True, "the process id was taken anew"
+    assert predecessor.is_gone(json.dumps({**mine, "started": "1"}).encode()) is True, (
+        "the process id belongs to another process now"
+    )
     child = os.fork()
     if not child:
         os._exit(0)
     os.waitpid(child, 0)
     assert predecessor.is_gone(json.dumps({**mine, "pid": child}).encode()) is True
     foreign: object
-    for foreign in ({**mine, "boot_id": "another host"}, {**mine, "pid_namespace": "pid:[1]"}, {}, [], "x"):
+    for foreign in (
+        {**mine, "boot_id": "another host"},
+        {**mine, "pid_namespace": "pid:[1]"},
+        {},
+        [],
+        "x",
+    ):
         assert predecessor.is_gone(json.dumps(foreign).encode()) is False, "no evidence, no verdict"
     assert predecessor.is_gone(b"not json") is False
 
 
-def test_an_etcd_that_is_away_is_given_up_in_time_every_time() -> None:
-    """The lease's keeper rests on this: a wait that never ends would hide that leadership is over."""
+def test_waits_for_an_absent_etcd_end_in_time_every_time() -> None:
+    """A wait that never ended would keep the lease from reporting that the leadership is over."""
 
     async def give_up() -> None:
-        cluster = Cluster([f"127.0.0.1:{free_port('127.0.0.1')}"], None)
+        members = EtcdMembers([f"127.0.0.1:{free_port('127.0.0.1')}"], None)
         try:
             async with asyncio.timeout(CALL_TIMEOUT_S):
                 for number in range(400):
                     with contextlib.suppress(EtcdUnavailable):
-                        await cluster.member(0.00002 * (number % 100))
+                        await members.member(0.00002 * (number % 100))
         finally:
-            await cluster.close()
+            await members.close()
 
-    uvloop.run(give_up())  # the services' loop, whose timers of less than a millisecond fire together
+    # The services' event loop, whose timers of less than a millisecond fire together.
+    uvloop.run(give_up())
+
+
+def test_a_restore_plan_that_an_earlier_version_stored_is_read() -> None:
+    stored = b'{"source":"STORAGE","step":40,"written_by_attempt":2,"manifest_uri":"file:///m"}'
+    plan = codec.load(RestorePlan, stored)
+    assert plan == RestorePlan(RestoreSource.STORAGE, 40, 2, "file:///m")
+    assert codec.load(RestorePlan, codec.dump(plan)) == plan
+    with pytest.raises(CodecError, match="TAPE"):
+        codec.load(RestorePlan, stored.replace(b"STORAGE", b"TAPE"))

@@ -1,4 +1,4 @@
-"""What keeps the control plane up when its parts refuse or fail: campaigns, restarts of `megascale up`, tokens."""
+"""What keeps the control plane up when its parts fail: campaigns, restarts, the token."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ from typing import Any
 import pytest
 from tests.harness.waiting import CALL_TIMEOUT_S
 
-from megascale_common import rpc
-from megascale_common.clock import SystemClock
 from megascale_common.etcd.errors import ResourceExhausted
+from megascale_common.service.clock import SystemClock
+from megascale_common.service.errors import ClusterError
+from megascale_common.service.server import RpcServer
+from megascale_common.service.token import read_or_create_token
 from megascale_driver import leadership
 from megascale_driver.core.policy import Policy
 from megascale_driver.engine import Engine, first_of
 from megascale_driver.leadership import Leader
 from megascale_driver.platform import local
-from megascale_driver.platform.local import ClusterError, LocalCluster, LocalOptions
+from megascale_driver.platform.local import LocalCluster, LocalOptions
 
 
 class FullEtcd:
-    """An etcd whose disk quota is spent: every call is refused."""
+    """An etcd without disk quota: every call is refused."""
 
     def __init__(self) -> None:
         self.calls = 0
         self.many = asyncio.Event()
-        self.cluster = self
+        self.members = self
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
         async def refuse(*arguments: object, **options: object) -> None:
@@ -41,7 +43,9 @@ class FullEtcd:
         return refuse
 
 
-async def test_a_driver_waits_while_etcd_refuses_its_campaign(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_driver_waits_while_etcd_refuses_its_campaign(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(leadership, "RETRY_S", 0.01)
     etcd: Any = FullEtcd()
     leader = Leader(etcd, Engine(Policy(), SystemClock(), "t", "127.0.0.1:1"))
@@ -55,7 +59,7 @@ async def test_a_driver_waits_while_etcd_refuses_its_campaign(monkeypatch: pytes
 
 
 async def test_a_cancellation_is_obeyed_at_every_moment_of_a_wait() -> None:
-    for moment in range(1, 8):  # before its first step there is no wait to cancel
+    for moment in range(1, 8):  # before the task has started there is no wait to cancel
         event = asyncio.Event()
         event.set()
         waiting = asyncio.create_task(first_of(event.wait(), asyncio.Event().wait()))
@@ -66,10 +70,14 @@ async def test_a_cancellation_is_obeyed_at_every_moment_of_a_wait() -> None:
         assert waiting.cancelled() == accepted, moment
 
 
-async def test_up_goes_on_without_a_driver_that_cannot_stand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_up_continues_without_a_driver_that_never_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(local, "RESTART_DELAYS_S", (0.0,))
-    said: list[str] = []
-    cluster = LocalCluster(LocalOptions(run_folder=tmp_path), lambda event, fields: said.append(event))
+    reported: list[str] = []
+    cluster = LocalCluster(
+        LocalOptions(run_folder=tmp_path), lambda event, fields: reported.append(event)
+    )
     starts = 0
 
     async def start() -> None:
@@ -80,13 +88,15 @@ async def test_up_goes_on_without_a_driver_that_cannot_stand(monkeypatch: pytest
     for _ in range(local.MAX_RESTARTS + 5):
         await cluster._restart("driver", start)
     assert starts == local.MAX_RESTARTS
-    assert said == ["driver_exited", "driver_failed"] * local.MAX_RESTARTS + ["driver_given_up"]
+    assert reported == ["driver_exited", "driver_failed"] * local.MAX_RESTARTS + ["driver_given_up"]
 
 
 def test_the_token_is_made_once_whole_and_never_empty(tmp_path: Path) -> None:
     path = tmp_path / "token"
     found: list[str] = []
-    threads = [threading.Thread(target=lambda: found.append(rpc.read_or_create_token(path))) for _ in range(8)]
+    threads = [
+        threading.Thread(target=lambda: found.append(read_or_create_token(path))) for _ in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -95,6 +105,6 @@ def test_the_token_is_made_once_whole_and_never_empty(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
     path.write_text("\n")
     with pytest.raises(ValueError, match="delete it and restart the cluster"):
-        rpc.read_or_create_token(path)
+        read_or_create_token(path)
     with pytest.raises(ValueError, match="empty or damaged"):
-        rpc.RpcServer("")
+        RpcServer("")

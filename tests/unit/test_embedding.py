@@ -1,4 +1,4 @@
-"""The embedding of one tp rank: its own rows, zeros for the others' tokens, and gradients that do not pile up."""
+"""The embedding of one tp rank: its own rows, zeros elsewhere, gradients that do not pile up."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megascale_executor.trainer.model.embedding import _lookup
-from megascale_executor.trainer.model.weights import Weight
+from megascale_trainer.model.embedding import _lookup
+from megascale_trainer.weights import Weight
 
 ROWS, WIDTH = 100, 3
 
@@ -20,7 +20,9 @@ class _Places(TorchDispatchMode):
         super().__init__()
         self.indices: list[torch.Tensor] = []
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if "index_put" in str(function):
             self.indices += args[1]
         return function(*args, **(kwargs or {}))
@@ -28,7 +30,9 @@ class _Places(TorchDispatchMode):
 
 def test_tokens_of_other_ranks_are_zeros_and_do_not_gather_in_one_row() -> None:
     """On CUDA one warp after the other adds what lands in the same row."""
-    local = torch.arange(-ROWS, 3 * ROWS)[:, None]  # each of 400 tokens once, on the second of four ranks
+    local = torch.arange(-ROWS, 3 * ROWS)[
+        :, None
+    ]  # each of 400 tokens once, on the second of four ranks
     table = Weight(torch.randn(ROWS, WIDTH).requires_grad_(), torch.ones(ROWS, WIDTH))
     own = local[:, 0].ge(0) & local[:, 0].lt(ROWS)
     found = _lookup(local, table)

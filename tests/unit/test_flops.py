@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.harness.training import tiny_job
 
-from megascale_common.flops import flops_per_token, mean_keys, mfu, peak_bf16_flops
-from megascale_common.job_config import ModelConfig
+from megascale_common.job.config import ModelConfig, from_accepted
+from megascale_common.sizes.flops import flops_per_token, mean_keys, mfu, peak_bf16_flops
+from megascale_common.sizes.parameter_table import parameter_table
 
 SEVEN_B = ModelConfig(layers=32, hidden_size=4096, heads=32, vocab_size=51200, sequence_length=2048)
 
@@ -27,11 +31,34 @@ def test_seven_billion_parameters_cost_what_they_should() -> None:
 
 def test_grouped_heads_and_gates_change_the_gemms() -> None:
     model = ModelConfig(
-        layers=1, hidden_size=64, heads=4, kv_heads=2, ffn_size=96, mlp="swiglu", vocab_size=100, sequence_length=8
+        layers=1,
+        hidden_size=64,
+        heads=4,
+        kv_heads=2,
+        ffn_size=96,
+        mlp="swiglu",
+        vocab_size=100,
+        sequence_length=8,
     )
     q = 64 * 64
     kv = 2 * 64 * 32
     assert flops_per_token(model).gemm == 6 * (2 * q + kv + 3 * 64 * 96 + 64 * 100)
+
+
+@pytest.mark.parametrize("block", ["parallel", "serial"])
+@pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
+def test_every_weight_but_the_tables_is_multiplied_once(block: str, mlp: str) -> None:
+    """A multiply-add per weight and token, forward and twice backward; norms and biases aside."""
+    config = from_accepted(
+        tiny_job(model={"block": block, "mlp": mlp, "kv_heads": 2, "positions": "learned"})
+    )
+    table = parameter_table(config, 0)
+    weights = sum(
+        math.prod(piece.global_shape)
+        for piece in table.slices
+        if piece.decay and piece.name not in ("embedding.weight", "positions.weight")
+    )
+    assert flops_per_token(config.model).gemm == 6 * weights
 
 
 @given(sequence=st.integers(1, 40), window=st.integers(0, 50))

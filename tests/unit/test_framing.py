@@ -1,4 +1,4 @@
-"""Messages survive any splitting of the byte stream, descriptors arrive, and bad input is refused."""
+"""Messages survive any split of the byte stream, descriptors arrive, bad input is refused."""
 
 from __future__ import annotations
 
@@ -10,16 +10,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale_common import framing
+from megascale_common.node import framing
 
-messages = st.lists(st.dictionaries(st.text(max_size=8), st.integers() | st.text(max_size=20), max_size=4), max_size=5)
+messages = st.lists(
+    st.dictionaries(st.text(max_size=8), st.integers() | st.text(max_size=20), max_size=4),
+    max_size=5,
+)
 
 
 @given(messages, st.integers(1, 7))
-def test_decoder_does_not_depend_on_how_bytes_are_split(sent: list[framing.Message], size: int) -> None:
+def test_decoder_does_not_depend_on_how_bytes_are_split(
+    sent: list[framing.Message], size: int
+) -> None:
     data = b"".join(framing.encode(message) for message in sent)
     decoder = framing.Decoder()
-    received = [message for i in range(0, len(data), size) for message in decoder.feed(data[i : i + size])]
+    received = [
+        message for i in range(0, len(data), size) for message in decoder.feed(data[i : i + size])
+    ]
     assert received == sent
 
 

@@ -8,9 +8,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from megascale_common.status_page import StatusPageWriter, read_status_page
-from megascale_executor.trainer import groups, worker
-from megascale_executor.trainer.groups import Edges, Group, Groups
+from megascale_common.node.status_page import StatusPageWriter, read_status_page
+from megascale_trainer.parallel import groups
+from megascale_trainer.parallel.groups import Edges, Group, Groups
+from megascale_trainer.process import worker
 
 
 class _Device:
@@ -36,7 +37,9 @@ class _Device:
         return Event()
 
 
-def test_each_operation_is_counted_when_the_device_has_done_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_operation_is_counted_when_the_device_has_done_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device = _Device()
     monkeypatch.setattr(groups.torch.cuda, "Event", device.event)
     page = StatusPageWriter(tmp_path / "page", rank=0, attempt=1)
@@ -56,7 +59,7 @@ def test_each_operation_is_counted_when_the_device_has_done_it(tmp_path: Path, m
     assert row() == (5, 0)
     device.reached = 2
     group.poll()
-    assert row() == (5, 2), "the others are still under way"
+    assert row() == (5, 2), "the others are still in progress"
     device.reached = 4
     with group.operation(on_cuda):
         pass
@@ -70,7 +73,7 @@ def test_each_operation_is_counted_when_the_device_has_done_it(tmp_path: Path, m
 def test_a_rank_that_fails_leaves_on_the_page_what_its_device_was_doing(
     lost: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host looked away: what has ended since is struck off, unless the device does not answer any more."""
+    """Operations that have ended since the last poll leave the page, unless the device is lost."""
     device = _Device()
     monkeypatch.setattr(groups.torch.cuda, "Event", device.event)
     page = StatusPageWriter(tmp_path / "page", rank=0, attempt=1)

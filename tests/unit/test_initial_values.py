@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale_executor.trainer.model.initial_values import normal
+from megascale_trainer.model.initial_values import normal
 
 
 @given(start=st.integers(0, 5000), length=st.integers(0, 300), seed=st.integers(0, 2**40))

@@ -1,10 +1,8 @@
-"""A job for people: fields with true comments and defaults, files that `init` writes, and what `plan` works out."""
+"""A job for people: comments and defaults of fields, files of `init`, and figures of `plan`."""
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,16 +10,24 @@ from typing import Any
 
 import pytest
 import yaml
+from docs import generate_job_spec, pages
 
 from megascale_cli.jobfile import init
 from megascale_client import load_job, parse_job
-from megascale_common import job_spec, job_validation
-from megascale_common.job_fields import REQUIRED, Field, MessageFields, job_fields, proto_comments
-from megascale_driver.job_plan import plan_job
-from megascale_driver.job_template import PRESETS, job_template
+from megascale_common.job import validation as job_validation
+from megascale_common.job.wire import spec as job_spec
+from megascale_common.job.wire.fields import (
+    REQUIRED,
+    Field,
+    MessageFields,
+    job_fields,
+    proto_comments,
+)
+from megascale_driver.commands.init import PRESETS, job_template
+from megascale_driver.commands.plan import plan_job
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-# Defaults that a comment tells in words.
+# Fields whose comment has the default in words.
 WORDS = {"ffn_size", "kv_heads", "stage_layers", "slots"}
 
 
@@ -37,20 +43,20 @@ FIELDS = dict(fields(job_fields()))
 
 
 @pytest.mark.parametrize("where", FIELDS)
-def test_a_field_has_a_comment_that_tells_its_true_default(where: str) -> None:
+def test_a_field_has_a_comment_with_its_true_default(where: str) -> None:
     field = FIELDS[where]
     assert field.comment.endswith(".")
-    told = re.search(r"[Dd]efault (\S+?)[.;,]?(?:\s|$)", field.comment)
+    stated = re.search(r"[Dd]efault (\S+?)[.;,]?(?:\s|$)", field.comment)
     if field.default is REQUIRED:
         assert "Required." in field.comment or field.message is not None
-        assert told is None
-    elif told is not None and field.name not in WORDS:
-        assert yaml.safe_load(told[1]) == field.default or float(told[1]) == field.default
+        assert stated is None
+    elif stated is not None and field.name not in WORDS:
+        assert yaml.safe_load(stated[1]) == field.default or float(stated[1]) == field.default
     elif field.message is None and field.name not in WORDS:
-        assert field.default in ("", {}, (), 0)  # nothing, which needs no words
+        assert field.default in ("", {}, (), 0)  # empty, which needs no comment
 
 
-def test_comments_are_found_where_they_stand() -> None:
+def test_comments_are_found_by_message_and_field() -> None:
     text = """
     // A thing.
     message Thing {
@@ -66,7 +72,7 @@ def test_comments_are_found_where_they_stand() -> None:
     // Colours.
     enum Colour {
       COLOUR_UNSPECIFIED = 0;
-      // Like blood.
+      // As a stop sign.
       COLOUR_RED = 1;
     }
     """
@@ -77,7 +83,7 @@ def test_comments_are_found_where_they_stand() -> None:
         "Thing.other": "Inside.",
         "Colour": "Colours.",
         "Colour.COLOUR_UNSPECIFIED": "",
-        "Colour.COLOUR_RED": "Like blood.",
+        "Colour.COLOUR_RED": "As a stop sign.",
     }
 
 
@@ -87,38 +93,46 @@ def test_the_cli_offers_the_presets_that_there_are() -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_what_init_writes_is_acceptable_and_shows_every_field_at_its_default(preset: str, tmp_path: Path) -> None:
+def test_what_init_writes_is_acceptable_and_shows_every_field_at_its_default(
+    preset: str, tmp_path: Path
+) -> None:
     text = job_template(preset, "a-job")
     (tmp_path / "job.yaml").write_text(text)
     config = job_spec.from_proto(load_job(tmp_path / "job.yaml"))
     assert job_validation.validate(config) == []
     for where in FIELDS:
-        if not where.startswith("trainer.evaluation.sources."):  # no item there: its fields stand in the comment
+        # The list of evaluation.sources is empty: a comment shows the fields of its items.
+        if not where.startswith("trainer.evaluation.sources."):
             assert re.search(rf"^ *(- |#)?{where.rpartition('.')[2]}:", text, re.M), where
-    # With every default line taken at its word, the job is the same.
+    # With every default uncommented the job is the same.
     (tmp_path / "all.yaml").write_text(re.sub(r"^( *)#(\w+: )", r"\1\2", text, flags=re.M))
     assert len(re.findall(r"^ *#\w+: ", text, re.M)) > 30
     assert job_spec.from_proto(load_job(tmp_path / "all.yaml")) == config
 
 
 @pytest.mark.parametrize("name", ["no", "123", "true", "null", "1e5"])
-def test_a_name_that_yaml_would_take_for_something_else_stays_a_name(name: str) -> None:
+def test_a_name_that_yaml_would_read_as_another_type_stays_a_name(name: str) -> None:
     assert parse_job(yaml.safe_load(job_template("tiny", name))).name == name
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_size_in_a_presets_summary_is_what_plan_finds(preset: str) -> None:
     text = job_template(preset, "x")
-    told = re.search(r"A job: ([\d.]+) (million|billion) parameters on (\d+)", text)
-    assert told is not None
-    plan = plan_job(parse_job(yaml.safe_load(text.replace("prefix: corpus", "prefix: /corpus"))), 8, 0)
-    digits = len(told[1].partition(".")[2])
-    assert f"{plan['parameters'] / {'million': 1e6, 'billion': 1e9}[told[2]]:.{digits}f}" == told[1]
-    assert plan["world_size"] == int(told[3])
+    stated = re.search(r"A job: ([\d.]+) (million|billion) parameters on (\d+)", text)
+    assert stated is not None
+    plan = plan_job(
+        parse_job(yaml.safe_load(text.replace("prefix: corpus", "prefix: /corpus"))), 8, 0
+    )
+    digits = len(stated[1].partition(".")[2])
+    assert (
+        f"{plan['parameters'] / {'million': 1e6, 'billion': 1e9}[stated[2]]:.{digits}f}"
+        == stated[1]
+    )
+    assert plan["world_size"] == int(stated[3])
 
 
 def spec(**changes: Any) -> Any:
-    """A job of 12 ranks that is easy to reckon with."""
+    """A job of 12 ranks whose figures can be computed by hand."""
     trainer: dict[str, Any] = {
         "model": {
             "layers": 4,
@@ -129,7 +143,12 @@ def spec(**changes: Any) -> Any:
             "norm_bias": False,
         },
         "parallelism": {"tp": 2, "pp": 2, "dp": 3},
-        "training": {"steps": 10, "global_batch_size": 24, "micro_batch_size": 2, "precision": "fp32"},
+        "training": {
+            "steps": 10,
+            "global_batch_size": 24,
+            "micro_batch_size": 2,
+            "precision": "fp32",
+        },
         "data": {"sources": [{"prefix": "/corpus"}]},
     }
     trainer["model"]["norm_bias"] = False
@@ -138,44 +157,67 @@ def spec(**changes: Any) -> Any:
     return parse_job({"name": "a", "trainer": trainer, "recovery": {"spare_nodes": 1}})
 
 
-def test_the_plan_of_a_job_that_can_be_reckoned_by_hand() -> None:
+def test_the_plan_agrees_with_figures_computed_by_hand() -> None:
     plan = plan_job(spec(), 5, 0)
     assert plan["refused"] == []
-    # Per layer: attention 4 h h, feed-forward 2 h 4h, one norm (the parallel block); outside: both tables, a norm.
+    # Per layer: attention 4 h h, feed-forward 2 h 4h, one norm (the parallel block). Outside the
+    # layers: both tables and a norm.
     assert plan["parameters"] == 4 * (4 * 64 + 8 * 64 + 8) + 2 * 80 + 8
     assert plan["parameters_outside_layers"] == 168
     assert plan["checkpoint_bytes"] == plan["parameters"] * 12
-    assert (plan["tokens_per_step"], plan["micro_batches"], plan["tokens_of_the_run"]) == (384, 4, 3840)
-    assert plan["pipeline_bubble"] == pytest.approx(1 / 5)  # 4 micro-batches and one more slot of time
+    assert (plan["tokens_per_step"], plan["micro_batches"], plan["tokens_of_the_run"]) == (
+        384,
+        4,
+        3840,
+    )
+    # (pp - 1) / (micro-batches + pp - 1)
+    assert plan["pipeline_bubble"] == pytest.approx(1 / 5)
     # Five devices hold two tensor-parallel groups: four ranks.
-    assert (plan["world_size"], plan["nodes"], plan["spare_nodes"], plan["nodes_wanted"]) == (12, 3, 1, 4)
+    assert (plan["world_size"], plan["nodes"], plan["spare_nodes"], plan["nodes_wanted"]) == (
+        12,
+        3,
+        1,
+        4,
+    )
     assert len(plan["memory_of_a_rank"]) == 2
     for need in plan["memory_of_a_rank"]:
-        assert need["total_bytes"] == sum(size for name, size in need.items() if name != "total_bytes")
+        assert need["total_bytes"] == sum(
+            size for name, size in need.items() if name != "total_bytes"
+        )
         assert need["peer_memory_bytes"] == 0
     assert plan["staging_bytes_of_a_rank"] == 0
     overlapped = plan_job(spec(parallelism={"overlap": {"tp": True}}), 5, 0)
     # Two slots of 16 tokens, 2 sequences, 8 columns, 4 bytes; the rest stays.
     for need, plain in zip(overlapped["memory_of_a_rank"], plan["memory_of_a_rank"], strict=True):
-        assert need == {**plain, "peer_memory_bytes": 2048, "total_bytes": plain["total_bytes"] + 2048}
+        assert need == {
+            **plain,
+            "peer_memory_bytes": 2048,
+            "total_bytes": plain["total_bytes"] + 2048,
+        }
 
 
 @pytest.mark.parametrize(
-    ("changes", "devices_per_node", "memory_bytes", "field", "said"),
+    ("changes", "devices_per_node", "memory_bytes", "field", "message"),
     [
-        ({}, 1, 0, "parallelism.tp", "does not fit into a node of 1"),
-        ({}, 8, 1000, "parallelism", "of the device's"),
+        ({}, 1, 0, "parallelism.tp", "does not fit on a node of 1"),
+        ({}, 8, 1000, "parallelism", "GiB, the device has"),
         ({"model": {"heads": 3}}, 8, 0, "model.hidden_size", "not a multiple of model.heads = 3"),
         ({"parallelism": {"pp": 0}}, 8, 0, "parallelism.pp", "0 is not positive"),
-        ({"training": {"global_batch_size": 1}}, 8, 0, "training.global_batch_size", "not a multiple"),
+        (
+            {"training": {"global_batch_size": 1}},
+            8,
+            0,
+            "training.global_batch_size",
+            "not a multiple",
+        ),
     ],
 )
-def test_what_is_refused_is_said_with_field_and_remedy(
-    changes: dict[str, Any], devices_per_node: int, memory_bytes: int, field: str, said: str
+def test_what_is_refused_has_its_field_and_remedy(
+    changes: dict[str, Any], devices_per_node: int, memory_bytes: int, field: str, message: str
 ) -> None:
     problems = plan_job(spec(**changes), devices_per_node, memory_bytes)["refused"]
     found = next(problem for problem in problems if problem["field"] == field)
-    assert said in found["problem"]
+    assert message in found["problem"]
     assert found["remedy"]
 
 
@@ -184,13 +226,5 @@ def test_a_job_without_a_workload_is_refused_too() -> None:
     assert problem["field"] == "trainer"
 
 
-def test_the_page_of_the_job_specification_is_fresh(tmp_path: Path) -> None:
-    script = REPOSITORY / "docs" / "generate_job_spec.py"
-    done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    # Beside a stale page, the check says what to do.
-    copy = tmp_path / script.name
-    copy.write_text(script.read_text())
-    (tmp_path / "job-spec.md").write_text("# old\n")
-    done = subprocess.run([sys.executable, str(copy), "--check"], capture_output=True, text=True, check=False)
-    assert (done.returncode, "make docs" in done.stderr) == (1, True)
+def test_the_page_of_the_job_specification_is_fresh() -> None:
+    assert pages.run(generate_job_spec.PAGE, generate_job_spec.text, ["--check"]) == 0

@@ -1,4 +1,4 @@
-"""Bad jobs are refused by field, with a remedy; the wire form and the tree of a job say the same."""
+"""Bad jobs are refused by field, with a remedy; all forms of a job are read to the same tree."""
 
 from __future__ import annotations
 
@@ -10,13 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.v1 import job_pb2
-from megascale_common import job_config, job_spec
-from megascale_common.job_config import ConfigError, JobConfig
-from megascale_common.job_validation import validate
+from megascale_common.job import config as job_config
+from megascale_common.job.config import JobConfig
+from megascale_common.job.problems import JobError, JobProblem
+from megascale_common.job.wire import spec as job_spec
 
 GOOD: dict[str, Any] = {
     "name": "demo",
-    "model": {"layers": 4, "hidden_size": 64, "heads": 4, "vocab_size": 257, "sequence_length": 128},
+    "model": {
+        "layers": 4,
+        "hidden_size": 64,
+        "heads": 4,
+        "vocab_size": 257,
+        "sequence_length": 128,
+    },
     "parallelism": {"tp": 2, "pp": 2, "dp": 2},
     "training": {"steps": 60, "global_batch_size": 16, "micro_batch_size": 2},
     "data": {"sources": [{"prefix": "/data/corpus", "weight": 1.0}]},
@@ -24,7 +31,28 @@ GOOD: dict[str, Any] = {
 }
 
 
-def job(**changes: Any) -> JobConfig:
+# A job as version 0.1.0.dev0 stored it in etcd.
+STORED_BY_0_1 = (
+    '{"checkpoint":{"interval_steps":10,"load_uri":"","slots":0,"uri":"/checkpoints/demo"},'
+    '"data":{"document_attention":true,"seed":1234,"sources":[{"prefix":"/data/corpus","wei'
+    'ght":1.0}],"tokenizer":{"kind":"bytes","path":"","sha256":""}},"evaluation":{"batches"'
+    ':1,"interval_steps":0,"sources":[]},"labels":{"team":"a"},"loss":{"z_loss":0.0},"model'
+    '":{"bias":false,"block":"parallel","ffn_size":0,"heads":4,"hidden_size":64,"initialize'
+    'r_std":0.02,"kv_heads":0,"layer_windows":[],"layers":4,"mlp":"gelu","norm":"layernorm"'
+    ',"norm_bias":true,"norm_epsilon":1e-05,"positions":"rope","rope_theta":10000.0,"sequen'
+    'ce_length":128,"tie_embeddings":false,"vocab_size":257,"window":0},"name":"demo","opti'
+    'mizer":{"beta1":0.9,"beta2":0.95,"clip_norm":1.0,"epsilon":1e-08,"learning_rate":0.000'
+    '3,"weight_decay":0.1},"owner":"","parallelism":{"cp":1,"dp":2,"ep":1,"overlap":{"dp":f'
+    'alse,"pp":false,"tp":false},"pp":2,"recompute":"none","stage_layers":[1,3],"tp":2,"vir'
+    'tual_stages":1},"priority":0,"recovery":{"collective_timeout_s":300.0,"max_restarts":2'
+    '0,"max_restarts_without_progress":3,"spare_nodes":0},"schedule":{"decay":"cosine","min'
+    '_ratio":0.1,"warmup_steps":0},"telemetry":{"tensorboard":false},"tenant":"default","tr'
+    'aining":{"bucket_mib":64,"deterministic":false,"global_batch_size":16,"kernels":"auto"'
+    ',"micro_batch_size":2,"precision":"bf16","seed":1234,"steps":60}}'
+)
+
+
+def values_of(**changes: Any) -> dict[str, Any]:
     """The good job with some fields changed; ``a__b`` is field b of section a."""
     values = {key: dict(value) if isinstance(value, dict) else value for key, value in GOOD.items()}
     for path, value in changes.items():
@@ -33,7 +61,21 @@ def job(**changes: Any) -> JobConfig:
             values.setdefault(section, {})[name] = value
         else:
             values[section] = value
-    return job_config.from_dict(values)
+    return values
+
+
+def job(**changes: Any) -> JobConfig:
+    """The tree of such a job, whether it can run or not."""
+    return job_config.from_accepted(values_of(**changes))
+
+
+def refusals(values: Any) -> tuple[JobProblem, ...]:
+    """Why the job in ``values`` is refused; empty when it is accepted."""
+    try:
+        job_config.from_mapping(values)
+    except JobError as error:
+        return error.problems
+    return ()
 
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
@@ -48,10 +90,22 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("parallelism.tp", {"parallelism__tp": 0}, "at least 1"),
     ("parallelism.pp", {"parallelism__pp": 5}, "fewer stages"),
     ("parallelism.virtual_stages", {"parallelism__virtual_stages": 3}, "fewer stages"),
-    ("parallelism.virtual_stages", {"parallelism__virtual_stages": 2, "parallelism__pp": 1}, "use 1"),
+    (
+        "parallelism.virtual_stages",
+        {"parallelism__virtual_stages": 2, "parallelism__pp": 1},
+        "use 1",
+    ),
     ("parallelism.stage_layers", {"parallelism__stage_layers": [4]}, "one per virtual stage"),
-    ("parallelism.stage_layers", {"parallelism__virtual_stages": 2, "parallelism__stage_layers": [2, 2]}, "one per"),
-    ("training.global_batch_size", {"parallelism__virtual_stages": 2, "training__global_batch_size": 12}, "use 16"),
+    (
+        "parallelism.stage_layers",
+        {"parallelism__virtual_stages": 2, "parallelism__stage_layers": [2, 2]},
+        "one per",
+    ),
+    (
+        "training.global_batch_size",
+        {"parallelism__virtual_stages": 2, "training__global_batch_size": 12},
+        "use 16",
+    ),
     ("parallelism.stage_layers", {"parallelism__stage_layers": [1, 2]}, "add up"),
     ("parallelism.stage_layers", {"parallelism__stage_layers": [4, 0]}, "positive"),
     ("training.global_batch_size", {"training__global_batch_size": 15}, "16"),
@@ -64,6 +118,18 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("optimizer.learning_rate", {"optimizer__learning_rate": float("nan")}, "lr"),
     ("optimizer.beta2", {"optimizer__beta2": 1.0}, "beta"),
     ("optimizer.clip_norm", {"optimizer__clip_norm": -1.0}, "0"),
+    ("optimizer.name", {"optimizer__name": "My Optimizer"}, "a-z"),
+    ("optimizer.options", {"optimizer__options": {"momentum": 0.9}}, "optimizer.name"),
+    (
+        "optimizer.options",
+        {"optimizer__name": "momentum", "optimizer__options": {"a b": 1.0}},
+        "letters",
+    ),
+    (
+        "optimizer.options.momentum",
+        {"optimizer__name": "momentum", "optimizer__options": {"momentum": float("nan")}},
+        "give a number",
+    ),
     ("schedule.warmup_steps", {"schedule__warmup_steps": 61}, "within"),
     ("schedule.min_ratio", {"schedule__min_ratio": 2.0}, "0 to 1"),
     ("loss.z_loss", {"loss__z_loss": -1.0}, "0"),
@@ -99,30 +165,105 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("field", "changes", "remedy"), BAD, ids=[f"{f}-{i}" for i, (f, _, _) in enumerate(BAD)])
-def test_a_bad_job_is_refused_by_field_with_a_remedy(field: str, changes: dict[str, Any], remedy: str) -> None:
-    problems = validate(job(**changes))
-    named = [problem for problem in problems if problem.field == field]
-    assert named, [str(problem) for problem in problems]
-    assert any(remedy in problem.remedy for problem in named), [problem.remedy for problem in named]
+@pytest.mark.parametrize(
+    ("field", "changes", "remedy"), BAD, ids=[f"{f}-{i}" for i, (f, _, _) in enumerate(BAD)]
+)
+def test_a_bad_job_is_refused_by_field_with_a_remedy(
+    field: str, changes: dict[str, Any], remedy: str
+) -> None:
+    problems = refusals(values_of(**changes))
+    found = [problem for problem in problems if problem.field == field]
+    assert found, [str(problem) for problem in problems]
+    assert any(remedy in problem.remedy for problem in found), [problem.remedy for problem in found]
 
 
-def test_a_good_job_has_no_problem() -> None:
-    assert validate(job()) == []
-    assert validate(job(parallelism__stage_layers=[1, 3], model__positions="learned", model__kv_heads=2)) == []
-    assert validate(job(parallelism__pp=3, parallelism__recompute="full", checkpoint__load_uri="/other")) == []
-    held_out = {"sources": [{"prefix": "/data/held-out"}], "interval_steps": 5, "batches": 2}
-    assert validate(job(parallelism__virtual_stages=2, evaluation=held_out, telemetry__tensorboard=True)) == []
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"parallelism__stage_layers": [1, 3], "model__positions": "learned", "model__kv_heads": 2},
+        {"parallelism__pp": 3, "parallelism__recompute": "full", "checkpoint__load_uri": "/other"},
+        {
+            "parallelism__virtual_stages": 2,
+            "evaluation": {"sources": [{"prefix": "/held-out"}], "interval_steps": 5, "batches": 2},
+            "telemetry__tensorboard": True,
+        },
+    ],
+)
+def test_a_good_job_has_no_problem(changes: dict[str, Any]) -> None:
+    assert refusals(values_of(**changes)) == ()
 
 
-def test_every_problem_is_named_at_once() -> None:
-    problems = validate(job(name="?", parallelism__cp=2, data__sources=[], optimizer__beta1=2.0))
-    assert [p.field for p in problems] == ["name", "parallelism.cp", "optimizer.beta1", "data.sources"]
+def test_every_problem_is_reported_at_once() -> None:
+    bad = values_of(name="?", parallelism__cp=2, data__sources=[], optimizer__beta1=2.0)
+    assert [p.field for p in refusals(bad)] == [
+        "name",
+        "parallelism.cp",
+        "optimizer.beta1",
+        "data.sources",
+    ]
+
+
+def test_every_field_that_cannot_be_read_is_reported_at_once() -> None:
+    values: dict[str, Any] = {
+        "name": 7,
+        "modle": {},
+        "model": {"layers": "four", "heads": 4.5, "hidden_size": True, "mlp": "relu", "biass": 1},
+        "training": [],
+        "data": {"sources": [{"prefix": "/c", "weight": "much"}, 3]},
+        "labels": "a",
+        "parallelism": {"stage_layers": 2},
+        "optimizer": {"learning_rate": "3e-4", "beta1": None},
+    }
+    problems = {problem.field: str(problem) for problem in refusals(values)}
+    assert set(problems) == {
+        *("name", "modle", "labels", "training", "parallelism.stage_layers"),
+        *(f"model.{name}" for name in ("layers", "heads", "hidden_size", "mlp", "biass")),
+        *("model.vocab_size", "model.sequence_length"),
+        *("data.sources[0].weight", "data.sources[1]"),
+    }
+    assert "did you mean 'model'" in problems["modle"] and "'bias'" in problems["model.biass"]
+    assert "gelu, swiglu" in problems["model.mlp"] and "whole number" in problems["model.layers"]
+
+
+def test_a_job_file_and_a_stored_job_are_read_to_the_same_tree() -> None:
+    stored = values_of(optimizer={"learning_rate": 3e-4})
+    nested = {"name", "checkpoint", "recovery"}
+    file = {key: value for key, value in stored.items() if key in nested}
+    file["trainer"] = {key: value for key, value in stored.items() if key not in nested}
+    file["trainer"]["optimizer"] = {"learning_rate": "3e-4"}  # what YAML 1.1 makes of 3e-4
+    assert job_config.from_mapping(file) == job_config.from_mapping(stored)
+
+
+def test_a_job_that_was_accepted_is_read_even_if_it_would_be_refused_now() -> None:
+    text = job_config.to_json(job(parallelism__cp=2))
+    assert job_config.from_json(text).parallelism.cp == 2
+    for broken in ("{", '{"name": "demo"}', "[]"):
+        with pytest.raises(JobError):
+            job_config.from_json(broken)
+
+
+def test_a_job_that_an_earlier_version_stored_is_read() -> None:
+    stored = job_config.from_json(STORED_BY_0_1)
+    assert stored == job(labels={"team": "a"}, parallelism__stage_layers=[1, 3])
 
 
 def test_the_wire_form_of_a_config_is_read_back_equal() -> None:
-    config = job(labels={"team": "a"}, parallelism__stage_layers=[1, 3], owner="me", priority=-3, model__bias=True)
+    config = job(
+        labels={"team": "a"},
+        parallelism__stage_layers=[1, 3],
+        owner="me",
+        priority=-3,
+        model__bias=True,
+        optimizer={"name": "momentum", "options": {"momentum": 0.9, "nesterov": 1}},
+    )
     assert job_spec.from_proto(job_spec.to_proto(config)) == config
+    assert config.optimizer.options == {"momentum": 0.9, "nesterov": 1.0}
+
+
+def test_an_option_that_is_no_number_is_reported_with_its_field() -> None:
+    with pytest.raises(JobError, match=r"optimizer\.options\.momentum: expected a number; got 'a'"):
+        job(optimizer={"name": "momentum", "options": {"momentum": "a"}})
 
 
 @given(
@@ -135,17 +276,29 @@ def test_the_wire_form_of_a_config_is_read_back_equal() -> None:
     labels=st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3),
     weights=st.lists(st.floats(0, 10), max_size=3),
 )
-def test_any_config_survives_the_wire(
-    positions: str, precision: str, decay: str, bias: bool, norm_bias: bool, beta1: float, labels: dict[str, str],
+def test_any_config_is_the_same_after_the_wire(
+    positions: str,
+    precision: str,
+    decay: str,
+    bias: bool,
+    norm_bias: bool,
+    beta1: float,
+    labels: dict[str, str],
     weights: list[float],
-) -> None:  # fmt: skip
+) -> None:
     sources = [{"prefix": f"/{i}", "weight": weight} for i, weight in enumerate(weights)]
     config = job(
-        model__positions=positions, model__bias=bias, model__norm_bias=norm_bias, training__precision=precision,
-        schedule__decay=decay, optimizer__beta1=beta1, labels=labels, data__sources=sources,
-    )  # fmt: skip
+        model__positions=positions,
+        model__bias=bias,
+        model__norm_bias=norm_bias,
+        training__precision=precision,
+        schedule__decay=decay,
+        optimizer__beta1=beta1,
+        labels=labels,
+        data__sources=sources,
+    )
     wire = job_pb2.JobSpec.FromString(job_spec.to_proto(config).SerializeToString())
-    assert job_spec.from_proto(wire) == config
+    assert job_spec.from_accepted_proto(wire) == config
 
 
 def test_unset_fields_take_the_defaults_of_the_tree() -> None:
@@ -154,9 +307,13 @@ def test_unset_fields_take_the_defaults_of_the_tree() -> None:
         job_pb2.ModelSpec(layers=4, hidden_size=64, heads=4, vocab_size=257, sequence_length=128)
     )
     spec.trainer.training.MergeFrom(job_pb2.TrainingSpec(steps=1, global_batch_size=1))
-    config = job_spec.from_proto(spec)
+    config = job_spec.from_accepted_proto(spec)
     assert config == JobConfig(name="demo", model=config.model, training=config.training)
-    assert (config.training.precision, config.recovery.max_restarts, config.model.norm_bias) == ("bf16", 20, True)
+    assert (config.training.precision, config.recovery.max_restarts, config.model.norm_bias) == (
+        "bf16",
+        20,
+        True,
+    )
 
 
 def test_an_explicit_zero_is_not_the_default() -> None:
@@ -175,23 +332,26 @@ def test_an_explicit_zero_is_not_the_default() -> None:
         (lambda spec: spec.trainer.training.ClearField("steps"), "training.steps"),
     ],
 )
-def test_a_missing_field_is_named(change: Any, field: str) -> None:
+def test_a_missing_field_is_reported(change: Any, field: str) -> None:
     spec = job_spec.to_proto(job())
     change(spec)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(JobError) as caught:
         job_spec.from_proto(spec)
-    assert caught.value.field == field and "missing" in caught.value.problem
+    [problem] = caught.value.problems
+    assert problem.field == field and problem.problem == "missing" and problem.remedy
 
 
-def test_an_unknown_enum_value_is_named_with_the_known_ones() -> None:
+def test_an_unknown_enum_value_is_reported_with_the_known_ones() -> None:
     spec = job_spec.to_proto(job())
     spec.trainer.training.precision = 99  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match=r"precision.*99.*bf16, fp32"):
+    with pytest.raises(JobError, match=r"precision.*99.*bf16, fp32"):
         job_spec.from_proto(spec)
 
 
 def test_the_wire_form_has_a_place_for_every_field_of_the_tree() -> None:
     spec = job_spec.to_proto(job())
     sections = {field.name for field in dataclasses.fields(JobConfig)}
-    wire = {f.name for f in spec.DESCRIPTOR.fields} | {f.name for f in spec.trainer.DESCRIPTOR.fields}
+    wire = {f.name for f in spec.DESCRIPTOR.fields} | {
+        f.name for f in spec.trainer.DESCRIPTOR.fields
+    }
     assert sections <= wire

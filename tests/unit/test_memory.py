@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from tests.harness.kept_memory import OwnMemory, kept_bytes, layers_job
 from tests.harness.training import hiding, tiny_job
 
-from megascale_common.job_config import from_dict
-from megascale_common.memory import largest_rank_memory, rank_memory
-from megascale_common.parameter_table import parameter_table
-from megascale_executor.trainer.groups import Group
-from megascale_executor.trainer.parallel.pipeline.schedule import Kind, one_forward_one_backward
-from megascale_executor.trainer.parallel.tensor import overlapped
+from megascale_common.job.config import from_accepted
+from megascale_common.sizes.memory import largest_rank_memory, rank_memory
+from megascale_common.sizes.parameter_table import parameter_table
 from megascale_kernels.operators import torch_operators
+from megascale_trainer.parallel.groups import Group
+from megascale_trainer.parallel.pipeline.schedule import Kind, one_forward_one_backward
+from megascale_trainer.parallel.tensor import overlapped_matmul as overlapped
 
 
 @pytest.mark.parametrize(
@@ -29,15 +29,17 @@ from megascale_kernels.operators import torch_operators
     [{}, {"block": "serial"}, {"mlp": "swiglu", "norm": "rmsnorm", "bias": False, "kv_heads": 2}],
     ids=["parallel", "serial", "swiglu"],
 )
-def test_activations_of_a_layer(model: dict[str, Any], recompute: str, parallelism: dict[str, Any]) -> None:
+def test_activations_of_a_layer(
+    model: dict[str, Any], recompute: str, parallelism: dict[str, Any]
+) -> None:
     few, many = (layers_job(layers, model, recompute=recompute, **parallelism) for layers in (2, 6))
     measured = kept_bytes(many, torch_operators()) - kept_bytes(few, torch_operators())
-    estimate = [rank_memory(from_dict(job), 0).activations_bytes for job in (few, many)]
+    estimate = [rank_memory(from_accepted(job), 0).activations_bytes for job in (few, many)]
     assert estimate[1] - estimate[0] == pytest.approx(measured, rel=0.03)
 
 
 def test_buffers_are_exact() -> None:
-    config = from_dict(layers_job(4, {}, tp=2, dp=4))
+    config = from_accepted(layers_job(4, {}, tp=2, dp=4))
     table, need = parameter_table(config, 0), rank_memory(config, 0)
     elements = sum(plan.elements for plan in table.buffers)
     assert (need.parameters_bytes, need.gradients_bytes) == (2 * elements, 4 * elements)
@@ -58,7 +60,7 @@ def test_buffers_are_exact() -> None:
 def test_peer_memory_is_what_the_trainer_takes(
     tp: int, rows: int, micro_batch_size: int, hidden_size: int, precision: str, overlap: bool
 ) -> None:
-    config = from_dict(
+    config = from_accepted(
         tiny_job(
             model={"sequence_length": 4 * rows, "hidden_size": hidden_size, "heads": 4},
             parallelism={"tp": tp, "overlap": {"tp": overlap}},
@@ -67,7 +69,9 @@ def test_peer_memory_is_what_the_trainer_takes(
     )
     taken = [0]
 
-    def take(handle: object, size_bytes: int, device: torch.device, *, timeout_s: float) -> OwnMemory:
+    def take(
+        handle: object, size_bytes: int, device: torch.device, *, timeout_s: float
+    ) -> OwnMemory:
         taken.append(size_bytes)
         return OwnMemory(tp, size_bytes, device)
 
@@ -76,17 +80,21 @@ def test_peer_memory_is_what_the_trainer_takes(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(overlapped, "why_unreachable", lambda *_: "")
         patch.setattr(overlapped, "open_peer_memory", take)
-        overlapped.tensor_parallel(config, Group("tp", tuple(range(tp)), 0, handle, None), dtype, torch.device("cpu"))
+        overlapped.tensor_parallel(
+            config, Group("tp", tuple(range(tp)), 0, handle, None), dtype, torch.device("cpu")
+        )
     assert rank_memory(config, 0).peer_memory_bytes == taken[-1]
     assert (taken[-1] > 0) == (overlap and tp > 1)
 
 
 @pytest.mark.parametrize(("pp", "virtual_stages"), [(4, 1), (2, 2), (4, 2), (2, 4)])
 def test_as_many_layers_are_alive_as_the_schedule_says(pp: int, virtual_stages: int) -> None:
-    few, many = (rank_memory(from_dict(layers_job(layers, {})), 0).activations_bytes for layers in (2, 6))
+    few, many = (
+        rank_memory(from_accepted(layers_job(layers, {})), 0).activations_bytes for layers in (2, 6)
+    )
     layer_bytes = (many - few) // 4
     head_bytes = few - 2 * layer_bytes
-    config = from_dict(layers_job(8, {}, pp=pp, virtual_stages=virtual_stages))
+    config = from_accepted(layers_job(8, {}, pp=pp, virtual_stages=virtual_stages))
     for stage in range(pp):
         chunks = parameter_table(config, stage).chunks
         alive = most = 0
@@ -99,21 +107,27 @@ def test_as_many_layers_are_alive_as_the_schedule_says(pp: int, virtual_stages: 
 
 
 def test_earlier_stages_keep_more_micro_batches() -> None:
-    config = from_dict(layers_job(4, {}, pp=4))
+    config = from_accepted(layers_job(4, {}, pp=4))
     stages = [rank_memory(config, rank).activations_bytes for rank in range(4)]
     assert stages[0] == 4 * (stages[2] // 2)
     assert stages[0] > stages[1] > stages[2]
-    assert largest_rank_memory(config).total_bytes == max(rank_memory(config, r).total_bytes for r in range(4))
+    assert largest_rank_memory(config).total_bytes == max(
+        rank_memory(config, r).total_bytes for r in range(4)
+    )
 
 
 @pytest.mark.parametrize("model", [{}, {"mlp": "swiglu", "norm": "rmsnorm"}])
 def test_fused_operators_keep_no_intermediates(model: dict[str, Any]) -> None:
     job = layers_job(1, model)
     plain, fused = (
-        rank_memory(from_dict({**job, "training": {**job["training"], "kernels": kernels}}), 0).activations_bytes
+        rank_memory(
+            from_accepted({**job, "training": {**job["training"], "kernels": kernels}}), 0
+        ).activations_bytes
         for kernels in ("torch", "triton")
     )
     tokens, hidden = 2 * 64, 64
     logits = 4 * tokens * 304  # 300 columns, padded
-    layer = tokens * (2 * 4 * hidden + 4 * hidden) if model else 0  # silu(gate) in bf16, one norm in float32
+    layer = (
+        tokens * (2 * 4 * hidden + 4 * hidden) if model else 0
+    )  # silu(gate) in bf16, one norm in float32
     assert plain - fused == logits + layer

@@ -16,12 +16,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from tests.harness.waiting import CALL_TIMEOUT_S
 
-from megascale_common import metrics
-from megascale_common.metrics import MetricsServer, bind_option, registry_of
+from megascale_common.service import metrics
+from megascale_common.service.metrics import MetricsServer, bind_option, registry_of
 
 
 class Answer(Collector):
-    """One gauge; fails when told to."""
+    """One gauge, which can be made to fail."""
 
     def __init__(self) -> None:
         self.fails = False
@@ -40,9 +40,9 @@ async def address(tmp_path: Path) -> AsyncIterator[tuple[str, int]]:
     """A server of one gauge, found through its address file."""
     ANSWER.fails = False
     server = MetricsServer(registry_of("test", ANSWER))
-    told = await server.start("127.0.0.1:0", tmp_path / "address")
-    assert (tmp_path / "address").read_text() == told + "\n"
-    host, _, port = told.rpartition(":")
+    served = await server.start("127.0.0.1:0", tmp_path / "address")
+    assert (tmp_path / "address").read_text() == served + "\n"
+    host, _, port = served.rpartition(":")
     yield host, int(port)
     await server.stop()
     with pytest.raises(ConnectionRefusedError):
@@ -63,14 +63,20 @@ async def ask(address: tuple[str, int], request: bytes) -> tuple[bytes, bytes]:
 async def test_a_scrape_parses_and_names_the_build(address: tuple[str, int]) -> None:
     status, body = await ask(address, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
     assert status == b"HTTP/1.1 200 OK"
-    samples = {s.name: s for family in text_string_to_metric_families(body.decode()) for s in family.samples}
+    samples = {
+        s.name: s
+        for family in text_string_to_metric_families(body.decode())
+        for s in family.samples
+    }
     assert samples["megascale_answer"].value == 42.0
     assert samples["megascale_build_info"].labels["service"] == "test"
     assert samples["process_resident_memory_bytes"].value > 1 << 20
 
 
 async def test_openmetrics_is_spoken_when_asked_for(address: tuple[str, int]) -> None:
-    request = b"GET /metrics HTTP/1.1\r\nAccept: application/openmetrics-text; version=1.0.0\r\n\r\n"
+    request = (
+        b"GET /metrics HTTP/1.1\r\nAccept: application/openmetrics-text; version=1.0.0\r\n\r\n"
+    )
     assert (await ask(address, request))[1].endswith(b"# EOF\n")
 
 
@@ -83,19 +89,27 @@ async def test_openmetrics_is_spoken_when_asked_for(address: tuple[str, int]) ->
         (b"GET /metrics HTTP/1.1\r\nX: " + b"a" * 10_000 + b"\r\n\r\n", b"431"),
     ],
 )
-async def test_other_requests_are_refused(address: tuple[str, int], request_bytes: bytes, status: bytes) -> None:
+async def test_other_requests_are_refused(
+    address: tuple[str, int], request_bytes: bytes, status: bytes
+) -> None:
     assert (await ask(address, request_bytes))[0].split()[1] == status
 
 
-async def test_a_figure_that_cannot_be_had_is_an_error_of_this_scrape_only(address: tuple[str, int]) -> None:
+async def test_a_figure_that_cannot_be_had_is_an_error_of_this_scrape_only(
+    address: tuple[str, int],
+) -> None:
     ANSWER.fails = True
     assert (await ask(address, b"GET /metrics HTTP/1.1\r\n\r\n"))[0].split()[1] == b"500"
     ANSWER.fails = False
     assert (await ask(address, b"GET /metrics HTTP/1.1\r\n\r\n"))[0].split()[1] == b"200"
 
 
-async def test_silent_and_too_many_peers_are_cut_off(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "REQUEST_TIMEOUT_S", 2.0)  # the next request comes before, on any machine
+async def test_silent_and_too_many_peers_are_cut_off(
+    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        metrics, "REQUEST_TIMEOUT_S", 2.0
+    )  # the next request comes before, on any machine
     silent = [await asyncio.open_connection(*address) for _ in range(metrics.MAX_CONNECTIONS)]
     await asyncio.sleep(0.05)
     assert (await ask(address, b"GET /metrics HTTP/1.1\r\n\r\n"))[0].split()[1] == b"503"

@@ -1,4 +1,4 @@
-"""The batch contract: arrays become tensors of the agreed types, and what is missing or misshapen is named."""
+"""The batch contract: arrays become tensors of the agreed types; wrong ones are named."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megascale_executor.trainer.batch import MicroBatch
+from megascale_trainer.batch import MicroBatch
 
 
 def _arrays() -> dict[str, np.ndarray[Any, Any]]:
@@ -24,7 +24,9 @@ def _arrays() -> dict[str, np.ndarray[Any, Any]]:
 def test_compact_types_are_widened_and_copied() -> None:
     arrays = _arrays()
     batch = MicroBatch.from_numpy(arrays).to(torch.device("cpu"))
-    assert {tensor.dtype for tensor in (batch.tokens, batch.targets, batch.position)} == {torch.int64}
+    assert {tensor.dtype for tensor in (batch.tokens, batch.targets, batch.position)} == {
+        torch.int64
+    }
     assert batch.loss_weight.dtype == torch.float32
     arrays["tokens"][0, 0] = 99
     assert batch.tokens.tolist() == [[0, 1, 2], [3, 4, 5]], "the loader may reuse its memory"
@@ -48,11 +50,13 @@ def test_documents_are_counted_where_they_start() -> None:
     batch = MicroBatch.from_numpy({**_arrays(), "document_start": np.array([[0, 0, 2], [0, 0, 0]])})
     documents = batch.documents
     assert (documents.number, documents.longest, documents.shape) == (3, 3, (2, 3))
-    assert documents.offsets.tolist() == [0, 2, 3, 6, 6, 6, 6], "as long for any documents: the tensor is refilled"
+    assert documents.offsets.tolist() == [0, 2, 3, 6, 6, 6, 6], (
+        "as long for any documents: the tensor is refilled"
+    )
     assert documents.offsets.dtype == torch.int32
 
 
-def test_a_refilled_micro_batch_keeps_its_memory_and_knows_the_new_documents() -> None:
+def test_a_refilled_micro_batch_keeps_its_memory_and_holds_the_new_documents() -> None:
     old = MicroBatch.from_numpy({**_arrays(), "document_start": np.array([[0, 1, 2], [0, 1, 2]])})
     other = _arrays()
     other["tokens"] += 10

@@ -1,9 +1,4 @@
-"""Overlapped data parallelism in one process: when buckets of gradients leave, and what is in them then.
-
-A group that writes down what it is given stands in for the communicator. What a plain run hands over after all
-backwards is what an overlapped run must hand over during the last one. What the group gathers arrives as late as it
-may: in the wait for it.
-"""
+"""Overlapped data parallelism in one process: when buckets of gradients leave, and with what."""
 
 from __future__ import annotations
 
@@ -16,18 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.harness.training import CPU, micro_batches, tiny_job
 
-from megascale_common.job_config import JobConfig, from_dict
-from megascale_common.parameter_slices import ParameterTable
-from megascale_common.parameter_table import parameter_table
-from megascale_executor.trainer import compat
-from megascale_executor.trainer.groups import Group, Pending, single_process_groups
-from megascale_executor.trainer.model.initial_values import fill_shard
-from megascale_executor.trainer.model.stage import Stage
-from megascale_executor.trainer.model.weights import bind_weights
-from megascale_executor.trainer.parallel.data.buffers import FlatBuffers
-from megascale_executor.trainer.parallel.data.overlapped import OverlappedBuffers
-from megascale_executor.trainer.parallel.tensor.products import plain_tensor_parallel
+from megascale_common.job.config import JobConfig, from_accepted
+from megascale_common.sizes.parameter_slices import ParameterTable
+from megascale_common.sizes.parameter_table import parameter_table
 from megascale_kernels.operators import torch_operators
+from megascale_trainer import compat
+from megascale_trainer.model.initial_values import fill_shard
+from megascale_trainer.parallel.data.buffers import FlatBuffers
+from megascale_trainer.parallel.data.overlapped_buffers import OverlappedBuffers
+from megascale_trainer.parallel.groups import Group, Pending, single_process_groups
+from megascale_trainer.parallel.pipeline.stage import Stage
+from megascale_trainer.parallel.tensor.sharding import plain_tensor_parallel
+from megascale_trainer.weights import bind_weights
 
 ALONE = single_process_groups().world
 
@@ -45,10 +40,7 @@ class _LateGather:
 
 
 class _Recorder(Group):
-    """A group of one that keeps a copy of each bucket it is given to reduce, as it is at that moment.
-
-    ``started`` and ``waited`` are sizes of gathers; ``note`` is called with each bucket to reduce.
-    """
+    """A group of one that copies each bucket it is given to reduce, as it is at that moment."""
 
     def __init__(self, note: Callable[[torch.Tensor], None] = lambda source: None) -> None:
         super().__init__("dp", (0,), 0, None, None)
@@ -80,7 +72,11 @@ def _backward_passes(config: JobConfig, table: ParameterTable, buffers: FlatBuff
     weights = bind_weights(table, buffers.parameters, buffers.gradients)
     stage = Stage(config, chunk, weights, plain_tensor_parallel(ALONE), buffers, torch_operators())
     buffers.zero_gradients()
-    shape = (config.model.sequence_length, config.training.micro_batch_size, config.model.hidden_size)
+    shape = (
+        config.model.sequence_length,
+        config.training.micro_batch_size,
+        config.model.hidden_size,
+    )
     generator = torch.Generator().manual_seed(3)
     for batch in micro_batches(config, 0, 0):
         received = None if chunk.first else torch.randn(shape, generator=generator).requires_grad_()
@@ -98,7 +94,9 @@ def _reduced(config: JobConfig, rank: int, *, overlapped: bool) -> list[torch.Te
         _backward_passes(config, table, FlatBuffers(*place))
         return recorder.reduced
     _backward_passes(config, table, OverlappedBuffers(*place, micro_batches=config.micro_batches))
-    ends = len(table.buffers[0].buckets)  # of the sharded buffer, which leaves first; each backwards
+    ends = len(
+        table.buffers[0].buckets
+    )  # of the sharded buffer, which leaves first; each backwards
     return recorder.reduced[:ends][::-1] + recorder.reduced[ends:][::-1]
 
 
@@ -120,9 +118,14 @@ def _reduced(config: JobConfig, rank: int, *, overlapped: bool) -> list[torch.Te
     ),
 )
 def test_every_bucket_leaves_once_with_the_gradients_of_the_whole_step(
-    layers: int, stage: str, micro_batch_count: int, bucket_mib: int, recompute: str, model: dict[str, Any]
+    layers: int,
+    stage: str,
+    micro_batch_count: int,
+    bucket_mib: int,
+    recompute: str,
+    model: dict[str, Any],
 ) -> None:
-    config = from_dict(
+    config = from_accepted(
         tiny_job(
             model={**model, "layers": layers, "sequence_length": 8},
             parallelism={"pp": 1 if stage == "whole" else 2, "recompute": recompute},
@@ -130,7 +133,9 @@ def test_every_bucket_leaves_once_with_the_gradients_of_the_whole_step(
         )
     )
     rank = 1 if stage == "last" else 0
-    plain, overlapped = (_reduced(config, rank, overlapped=overlapped) for overlapped in (False, True))
+    plain, overlapped = (
+        _reduced(config, rank, overlapped=overlapped) for overlapped in (False, True)
+    )
     assert len(plain) == len(overlapped)
     for ours, theirs in zip(overlapped, plain, strict=True):
         assert torch.equal(ours, theirs)
@@ -147,11 +152,13 @@ def test_a_bucket_leaves_before_the_backward_of_earlier_layers(
         parallelism={"recompute": recompute},
         training={"global_batch_size": 2, "bucket_mib": 0},
     )
-    config = from_dict(job)
+    config = from_accepted(job)
     table, events = parameter_table(config, 0), list[str]()
 
     def note(kind: str, tensor: torch.Tensor) -> None:
-        [buffer] = [name for name, flat in buffers.gradients.items() if flat.data_ptr() == _base(tensor)]
+        [buffer] = [
+            name for name, flat in buffers.gradients.items() if flat.data_ptr() == _base(tensor)
+        ]
         offset = (tensor.data_ptr() - _base(tensor)) // 4
         [unit] = [
             bucket.units[0]
@@ -165,13 +172,13 @@ def test_a_bucket_leaves_before_the_backward_of_earlier_layers(
 
     recorder = _Recorder(lambda source: note("reduce", source))
     buffers = OverlappedBuffers(table, torch.float32, CPU, ALONE, recorder, micro_batches=2)
-    accumulate = compat.accumulate_product
+    accumulate = compat.accumulate_matmul
 
     def accumulate_and_note(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
         accumulate(total, left, right)
         note("gradient", total)
 
-    monkeypatch.setattr(compat, "accumulate_product", accumulate_and_note)
+    monkeypatch.setattr(compat, "accumulate_matmul", accumulate_and_note)
     _backward_passes(config, table, buffers)
     units = ["head", "layers.2", "layers.1", "layers.0"]
     expected = [f"gradient sharded {unit}" for unit in units]
@@ -186,12 +193,15 @@ def _base(tensor: torch.Tensor) -> int:
 
 
 def test_forward_waits_for_a_bucket_just_before_its_first_use() -> None:
-    config = from_dict(tiny_job(training={"bucket_mib": 0, "global_batch_size": 2}))
+    config = from_accepted(tiny_job(training={"bucket_mib": 0, "global_batch_size": 2}))
     table, recorder = parameter_table(config, 0), _Recorder()
     buffers = OverlappedBuffers(table, torch.float32, CPU, ALONE, recorder, micro_batches=2)
     units = table.chunks[0].units
     buckets = [bucket for plan in table.buffers for bucket in plan.buckets]
-    sizes = {unit: [bucket.stop - bucket.start for bucket in buckets if unit in bucket.units] for unit in units}
+    sizes = {
+        unit: [bucket.stop - bucket.start for bucket in buckets if unit in bucket.units]
+        for unit in units
+    }
     in_forward_order = [size for unit in units for size in sizes[unit]]
     master = torch.zeros(table.shard_elements)
     buffers.publish(master)

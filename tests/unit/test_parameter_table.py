@@ -1,4 +1,4 @@
-"""The parameter table: over all ranks every value of every logical parameter is held exactly once as primary."""
+"""The parameter table: over all ranks every value of a parameter is primary exactly once."""
 
 from __future__ import annotations
 
@@ -10,8 +10,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascale_common.job_config import JobConfig, from_dict
-from megascale_common.parameter_table import STATES, parameter_table, shard_layout, stage_layers
+from megascale_common.job.config import JobConfig, from_accepted
+from megascale_common.sizes import memory as memory_module
+from megascale_common.sizes import parameter_table as table_module
+from megascale_common.sizes.block import (
+    Extent,
+    Kept,
+    LogicalParameter,
+    Operator,
+    Tensor,
+    layer_unit,
+)
+from megascale_common.sizes.memory import rank_memory
+from megascale_common.sizes.parameter_table import (
+    DEFAULT_STATES,
+    parameter_table,
+    shard_layout,
+    stage_layers,
+)
 
 sizes = st.builds(
     lambda tp, pipeline, dp: {"tp": tp, "pp": pipeline[0], "virtual_stages": pipeline[1], "dp": dp},
@@ -40,7 +56,9 @@ models = st.fixed_dictionaries(
 
 def _config(model: dict[str, Any], parallelism: dict[str, Any], bucket_mib: int = 64) -> JobConfig:
     training = {"steps": 1, "global_batch_size": 12, "bucket_mib": bucket_mib}
-    return from_dict({"name": "t", "model": model, "parallelism": parallelism, "training": training})
+    return from_accepted(
+        {"name": "t", "model": model, "parallelism": parallelism, "training": training}
+    )
 
 
 def _expected_elements(config: JobConfig) -> int:
@@ -51,12 +69,19 @@ def _expected_elements(config: JobConfig) -> int:
     norm = h * (2 if m.norm == "layernorm" and m.norm_bias else 1)
     layer = h * (inputs + query + f) + norm * (1 if m.block == "parallel" else 2)
     layer += inputs + 2 * h if m.bias else 0
-    return m.layers * layer + 2 * m.vocab_size * h + norm + (m.sequence_length * h if m.positions == "learned" else 0)
+    return (
+        m.layers * layer
+        + 2 * m.vocab_size * h
+        + norm
+        + (m.sequence_length * h if m.positions == "learned" else 0)
+    )
 
 
 @settings(max_examples=60, deadline=None)
 @given(model=models, parallelism=sizes)
-def test_every_value_is_primary_on_exactly_one_rank(model: dict[str, Any], parallelism: dict[str, int]) -> None:
+def test_every_value_is_primary_on_exactly_one_rank(
+    model: dict[str, Any], parallelism: dict[str, int]
+) -> None:
     config = _config(model, parallelism)
     held: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
     shapes: dict[str, tuple[int, ...]] = {}
@@ -71,7 +96,9 @@ def test_every_value_is_primary_on_exactly_one_rank(model: dict[str, Any], paral
             assert piece.stop[1:] == piece.global_shape[1:], "a box is a block of whole rows"
             if piece.primary:
                 start = piece.start[0] * math.prod(piece.global_shape[1:])
-                held[piece.name, piece.state].append((start + piece.flat_start, start + piece.flat_stop))
+                held[piece.name, piece.state].append(
+                    (start + piece.flat_start, start + piece.flat_stop)
+                )
         assert end <= layout.slot_bytes
     assert {name for name, _ in held} == set(shapes)
     for (name, state), spans in held.items():
@@ -80,27 +107,35 @@ def test_every_value_is_primary_on_exactly_one_rank(model: dict[str, Any], paral
             assert start == end, f"{name} {state}: gap or overlap at {start}"
             end = stop
         assert end == math.prod(shapes[name])
-    assert len(held) == len(STATES) * len(shapes)
+    assert len(held) == len(DEFAULT_STATES) * len(shapes)
     assert sum(math.prod(shape) for shape in shapes.values()) == _expected_elements(config)
 
 
 @settings(max_examples=40, deadline=None)
 @given(model=models, parallelism=sizes)
-def test_buckets_tile_buffers_and_shards_tile_buckets(model: dict[str, Any], parallelism: dict[str, int]) -> None:
+def test_buckets_tile_buffers_and_shards_tile_buckets(
+    model: dict[str, Any], parallelism: dict[str, int]
+) -> None:
     config = _config(model, parallelism)
     for rank in range(config.layout.world_size):
         table = parameter_table(config, rank)
         for plan in table.buffers:
-            assert [bucket.start for bucket in plan.buckets] == [0, *(bucket.stop for bucket in plan.buckets[:-1])][
-                : len(plan.buckets)
-            ]
+            assert [bucket.start for bucket in plan.buckets] == [
+                0,
+                *(bucket.stop for bucket in plan.buckets[:-1]),
+            ][: len(plan.buckets)]
             assert plan.elements == (plan.buckets[-1].stop if plan.buckets else 0)
             for bucket in plan.buckets:
                 shards = [bucket.shard(dp_rank, table.dp) for dp_rank in range(table.dp)]
-                assert [low for low, _ in shards] == [bucket.start, *(high for _, high in shards[:-1])]
+                assert [low for low, _ in shards] == [
+                    bucket.start,
+                    *(high for _, high in shards[:-1]),
+                ]
                 assert shards[-1][1] == bucket.stop
                 in_chunks = [
-                    chunk for chunk in table.chunks if {f"layers.{index}" for index in chunk.layers} & set(bucket.units)
+                    chunk
+                    for chunk in table.chunks
+                    if {f"layers.{index}" for index in chunk.layers} & set(bucket.units)
                 ]
                 assert len(in_chunks) <= 1, "a bucket holds layers of one chunk"
         for tensor in table.tensors:
@@ -112,18 +147,37 @@ def test_buckets_tile_buffers_and_shards_tile_buckets(model: dict[str, Any], par
 
 
 def test_merged_rows_are_q_k_v_gate_up_of_this_rank() -> None:
-    model = {"layers": 1, "hidden_size": 32, "heads": 4, "kv_heads": 2, "ffn_size": 40, "mlp": "swiglu"}
+    model = {
+        "layers": 1,
+        "hidden_size": 32,
+        "heads": 4,
+        "kv_heads": 2,
+        "ffn_size": 40,
+        "mlp": "swiglu",
+    }
     config = _config({**model, "vocab_size": 50, "sequence_length": 8}, {"tp": 2})
     table = parameter_table(config, 1)
     [merged] = [tensor for tensor in table.tensors if tensor.name == "layers.0.in.weight"]
     rows = [
-        (piece.name.split(".")[2], piece.start[0], piece.stop[0], (piece.offset - merged.offset) // 32)
+        (
+            piece.name.split(".")[2],
+            piece.start[0],
+            piece.stop[0],
+            (piece.offset - merged.offset) // 32,
+        )
         for piece in table.slices
-        if merged.offset <= piece.offset < merged.offset + math.prod(merged.shape) and piece.buffer == merged.buffer
+        if merged.offset <= piece.offset < merged.offset + math.prod(merged.shape)
+        and piece.buffer == merged.buffer
     ]
     # ffn 40 over 2 ranks is 20 each, padded to 24: rank 1 holds rows 24 to 40
     assert merged.shape == (16 + 8 + 8 + 24 + 24, 32)
-    assert rows == [("q", 16, 32, 0), ("k", 8, 16, 16), ("v", 8, 16, 24), ("gate", 24, 40, 32), ("up", 24, 40, 56)]
+    assert rows == [
+        ("q", 16, 32, 0),
+        ("k", 8, 16, 16),
+        ("v", 8, 16, 24),
+        ("gate", 24, 40, 32),
+        ("up", 24, 40, 56),
+    ]
 
 
 def test_a_bucket_holds_whole_layers_up_to_its_bound() -> None:
@@ -140,23 +194,59 @@ def test_a_bucket_holds_whole_layers_up_to_its_bound() -> None:
 
 
 def test_neither_norms_nor_biases_decay() -> None:
-    model = {"layers": 1, "hidden_size": 16, "heads": 2, "vocab_size": 8, "sequence_length": 4, "bias": True}
+    model = {
+        "layers": 1,
+        "hidden_size": 16,
+        "heads": 2,
+        "vocab_size": 8,
+        "sequence_length": 4,
+        "bias": True,
+    }
     table = parameter_table(_config(model, {}), 0)
     for piece in table.slices:
         assert piece.decay == (len(piece.global_shape) == 2), piece.name
 
 
+def test_a_weight_that_is_declared_is_in_table_checkpoint_and_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A norm of q, say: one weight for all heads, which keeps q of every token for backward."""
+    model = {"layers": 2, "hidden_size": 32, "heads": 4, "vocab_size": 8, "sequence_length": 4}
+    config = _config(model, {"tp": 2})
+    names = [{piece.name for piece in parameter_table(config, rank).slices} for rank in (0, 1)]
+    kept = rank_memory(config, 0).activations_bytes
+    weight = LogicalParameter("q_norm", Extent(8, "whole"), "ones")
+    norm = Operator((Tensor("q_norm", "weight", (weight,)),), (Kept(Extent(32, "even")),))
+    for module in (table_module, memory_module):
+        monkeypatch.setattr(module, "layer_unit", lambda model: (*layer_unit(model), norm))
+    added = {f"layers.{layer}.q_norm.weight" for layer in (0, 1)}
+    for rank in (0, 1):
+        table = parameter_table(config, rank)
+        assert {piece.name for piece in table.slices} == names[rank] | added
+        assert added < {tensor.name for tensor in table.tensors}
+        pieces = [piece for piece in shard_layout(table).pieces if piece.name in added]
+        assert len(pieces) == len(DEFAULT_STATES) * len(added)
+        assert {piece.primary for piece in pieces} == {rank == 0}, "tp rank 0 writes it"
+    assert rank_memory(config, 0).activations_bytes - kept == 2 * 4 * (32 // 2) * 2  # bf16
+
+
 def test_uneven_stages() -> None:
     model = {"layers": 7, "hidden_size": 16, "heads": 2, "vocab_size": 8, "sequence_length": 4}
     assert stage_layers(_config(model, {"pp": 3})) == (range(3), range(3, 5), range(5, 7))
-    assert stage_layers(_config(model, {"pp": 3, "stage_layers": [1, 4, 2]})) == (range(1), range(1, 5), range(5, 7))
+    assert stage_layers(_config(model, {"pp": 3, "stage_layers": [1, 4, 2]})) == (
+        range(1),
+        range(1, 5),
+        range(5, 7),
+    )
 
 
 def test_virtual_stages_go_round_the_pipeline() -> None:
     model = {"layers": 7, "hidden_size": 16, "heads": 2, "vocab_size": 8, "sequence_length": 4}
     even = {"pp": 2, "virtual_stages": 2}
     uneven = {**even, "stage_layers": [3, 1, 2, 1]}
-    tables = [parameter_table(_config(model, sizes), rank) for sizes in (even, uneven) for rank in (0, 1)]
+    tables = [
+        parameter_table(_config(model, sizes), rank) for sizes in (even, uneven) for rank in (0, 1)
+    ]
     assert [[list(chunk.layers) for chunk in table.chunks] for table in tables] == [
         [[0, 1], [4, 5]],
         [[2, 3], [6]],
@@ -175,17 +265,33 @@ def test_virtual_stages_go_round_the_pipeline() -> None:
     ("model", "parallelism", "message"),
     [
         ({}, {"cp": 2}, "parallelism.cp and parallelism.ep must be 1"),
-        ({}, {"virtual_stages": 2}, "parallelism.virtual_stages must be 1 where parallelism.pp is 1"),
+        (
+            {},
+            {"virtual_stages": 2},
+            "parallelism.virtual_stages must be 1 where parallelism.pp is 1",
+        ),
         ({"tie_embeddings": True}, {}, "model.tie_embeddings must be false"),
         ({"hidden_size": 18}, {}, "model.hidden_size must be a multiple of model.heads"),
         ({"kv_heads": 3}, {}, "model.heads must be a multiple of model.kv_heads"),
         ({}, {"tp": 8}, "model.heads=4 must be a multiple of parallelism.tp=8"),
         ({"kv_heads": 2}, {"tp": 4}, "model.kv_heads=2 must be a multiple of parallelism.tp=4"),
-        ({"sequence_length": 6}, {"tp": 4}, "model.sequence_length=6 must be a multiple of parallelism.tp=4"),
+        (
+            {"sequence_length": 6},
+            {"tp": 4},
+            "model.sequence_length=6 must be a multiple of parallelism.tp=4",
+        ),
         ({}, {"pp": 3}, "model.layers=2 is too few for parallelism.pp . virtual_stages = 3"),
         ({}, {"pp": 2, "virtual_stages": 2}, "model.layers=2 is too few"),
-        ({}, {"pp": 2, "virtual_stages": 2, "stage_layers": [1, 1]}, "parallelism.stage_layers must list 4 numbers"),
-        ({}, {"pp": 2, "stage_layers": [1, 2]}, "parallelism.stage_layers must list 2 numbers that add up to"),
+        (
+            {},
+            {"pp": 2, "virtual_stages": 2, "stage_layers": [1, 1]},
+            "parallelism.stage_layers must list 4 numbers",
+        ),
+        (
+            {},
+            {"pp": 2, "stage_layers": [1, 2]},
+            "parallelism.stage_layers must list 2 numbers that add up to",
+        ),
     ],
 )
 def test_what_cannot_be_laid_out_is_refused_by_name(

@@ -1,9 +1,11 @@
-"""1F1B, plain and interleaved, is valid on in-order, untagged, unbuffered communicators and keeps its memory bound.
+"""1F1B, plain and interleaved, does not deadlock, delivers in order and keeps its memory bound.
 
-The proof runs all stages' programs against models of such communicators: every directed edge of the ring has one per
-kind, on it the k-th send meets the k-th receive, and data moves only when both are posted. A wait blocks its stage. In
-the harder models more does: where all operations of a device pass through one queue, an operation also blocks it until
-the one before it on its communicator has ended; and a computation may make its stage wait for its whole device.
+Communicators are in-order, untagged and unbuffered. All stages' programs run against a model of
+them: every directed edge of the ring has one communicator per kind; on it the k-th send pairs with
+the k-th receive, and data moves only when both are posted. A wait blocks its stage. In the harder
+models more blocks: if all operations of a device pass through one queue, an operation also blocks
+the queue until the one before it on its communicator has ended; and a computation may make its
+stage wait for its whole device.
 """
 
 from __future__ import annotations
@@ -15,14 +17,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megascale_executor.trainer.parallel.pipeline.schedule import (
+from megascale_trainer.parallel.pipeline.schedule import (
     Action,
     Kind,
     forward_only,
     one_forward_one_backward,
     warm_up_forwards,
 )
-from megascale_executor.trainer.parallel.pipeline.timing import Durations, simulate
+from megascale_trainer.parallel.pipeline.timing import Durations, simulate
 
 _ACTIVATIONS = (Kind.SEND_ACTIVATION, Kind.POST_ACTIVATION, Kind.WAIT_ACTIVATION)
 _SENDS = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
@@ -44,13 +46,17 @@ shapes = plain | interleaved
 generators = st.sampled_from([one_forward_one_backward, forward_only])
 
 
-def _programs(shape: Shape, overlap: bool, generator: Generator = one_forward_one_backward) -> list[list[Action]]:
+def _programs(
+    shape: Shape, overlap: bool, generator: Generator = one_forward_one_backward
+) -> list[list[Action]]:
     stages, micro_batches, chunks = shape
-    return [generator(stage, stages, micro_batches, chunks, overlap=overlap) for stage in range(stages)]
+    return [
+        generator(stage, stages, micro_batches, chunks, overlap=overlap) for stage in range(stages)
+    ]
 
 
 def _edge(stage: int, kind: Kind, stages: int) -> Edge:
-    """The communicator of an action: the stage that the directed ring edge leaves, and whether it is for activations.
+    """The communicator of an action: (stage where its ring edge starts, is it for activations).
 
     Two stages have two edges between them, 0 to 1 and 1 to 0; each has its own communicators.
     """
@@ -59,7 +65,7 @@ def _edge(stage: int, kind: Kind, stages: int) -> Edge:
 
 
 def _message(stage: int, action: Action, stages: int) -> tuple[int, int]:
-    """What travels: the micro-batch, and the virtual stage whose forward the edge follows."""
+    """What a transfer carries: micro-batch and virtual stage whose forward the edge follows."""
     virtual = action.chunk * stages + stage
     before = action.kind in (Kind.POST_ACTIVATION, Kind.WAIT_ACTIVATION, Kind.SEND_GRADIENT)
     return action.micro_batch, virtual - 1 if before else virtual
@@ -69,37 +75,49 @@ class _Model:
     """Communicators and the stages on them.
 
     Args:
-        one_queue: a device has a single queue: an operation at its head waits there for the one before it on its
-            communicator, and those behind it for that. What was launched, a receive that spins for its partner say,
-            holds nobody up.
-        device_waits: computations (stage and place in its program) that begin once everything posted by their stage
-            has ended.
+        one_queue: a device has a single queue. The operation at its head waits for the one before
+            it on its communicator, and those behind it wait too. An operation that was launched,
+            such as a receive that polls for its partner, blocks nothing.
+        device_waits: computations (stage and index in its program) that start once everything
+            posted by their stage has ended.
     """
 
     def __init__(
-        self, programs: list[list[Action]], one_queue: bool = False, device_waits: Collection[tuple[int, int]] = ()
+        self,
+        programs: list[list[Action]],
+        one_queue: bool = False,
+        device_waits: Collection[tuple[int, int]] = (),
     ) -> None:
         self._programs, self._one_queue, self._device_waits = programs, one_queue, device_waits
         self._sent: dict[Edge, list[tuple[int, int]]] = defaultdict(list)
         self._posted: dict[Edge, list[tuple[int, int]]] = defaultdict(list)
         self._waited: dict[Edge, int] = defaultdict(int)
-        self._last: list[dict[tuple[Edge, bool], int]] = [{} for _ in programs]  # of each stage, sends and receives
+        # For each stage: how many sends and receives it has posted on each communicator.
+        self._last: list[dict[tuple[Edge, bool], int]] = [{} for _ in programs]
 
     def run(self) -> list[tuple[int, Action]]:
-        """The order in which actions pass; fails on deadlock, on what nobody takes and on crossed messages."""
+        """The order in which actions pass.
+
+        Raises:
+            AssertionError: a deadlock, a send without its receive, or crossed messages.
+        """
         at = [0] * len(self._programs)
         order: list[tuple[int, Action]] = []
         moved = True
         while moved:
             moved = False
             for stage, program in enumerate(self._programs):
-                while at[stage] < len(program) and self._passes(stage, at[stage], program[at[stage]]):
+                while at[stage] < len(program) and self._passes(
+                    stage, at[stage], program[at[stage]]
+                ):
                     order.append((stage, program[at[stage]]))
                     at[stage] += 1
                     moved = True
         assert at == [len(program) for program in self._programs], f"deadlock at {at}"
         assert self._sent == self._posted, "a send without its receive"
-        assert all(self._waited[edge] == len(posted) for edge, posted in self._posted.items()), "never waited for"
+        assert all(self._waited[edge] == len(posted) for edge, posted in self._posted.items()), (
+            "never waited for"
+        )
         return order
 
     def _passes(self, stage: int, place: int, action: Action) -> bool:
@@ -111,7 +129,9 @@ class _Model:
             if self._waited[edge] >= self._ended(edge):
                 return False
             mine = self._posted[edge][self._waited[edge]]
-            assert mine == _message(stage, action, stages), "waits for something else than it posted"
+            assert mine == _message(stage, action, stages), (
+                "the wait is for another message than the post"
+            )
             self._waited[edge] += 1
             return True
         messages = (self._sent if action.kind in _SENDS else self._posted)[edge]
@@ -122,7 +142,7 @@ class _Model:
         return True
 
     def _ended(self, edge: Edge) -> int:
-        """How many transfers of a communicator have both ends posted, and so end without anybody's help."""
+        """Number of transfers of a communicator with both ends posted, which end by themselves."""
         sent, posted = self._sent[edge], self._posted[edge]
         number = min(len(sent), len(posted))
         assert sent[:number] == posted[:number], "crossed messages"
@@ -137,10 +157,16 @@ class _Model:
 def test_every_stage_runs_everything_once_in_a_possible_order(shape: Shape, overlap: bool) -> None:
     stages, micro_batches, chunks = shape
     order = _Model(_programs(shape, overlap)).run()
-    everything = [(virtual, number) for virtual in range(stages * chunks) for number in range(micro_batches)]
+    everything = [
+        (virtual, number) for virtual in range(stages * chunks) for number in range(micro_batches)
+    ]
     place: dict[tuple[Kind, int, int], int] = {}
     for kind in (Kind.FORWARD, Kind.BACKWARD):
-        done = [(action.chunk * stages + stage, action.micro_batch) for stage, action in order if action.kind is kind]
+        done = [
+            (action.chunk * stages + stage, action.micro_batch)
+            for stage, action in order
+            if action.kind is kind
+        ]
         assert sorted(done) == everything
     for at, (stage, action) in enumerate(order):
         place[action.kind, action.chunk * stages + stage, action.micro_batch] = at
@@ -154,7 +180,9 @@ def test_every_stage_runs_everything_once_in_a_possible_order(shape: Shape, over
 @given(shape=shapes, overlap=st.booleans(), generator=generators)
 @example(shape=(2, 8, 2), overlap=True, generator=one_forward_one_backward)
 @example(shape=(4, 16, 2), overlap=True, generator=one_forward_one_backward)
-def test_one_hardware_queue_per_device_is_enough(shape: Shape, overlap: bool, generator: Generator) -> None:
+def test_one_hardware_queue_per_device_is_enough(
+    shape: Shape, overlap: bool, generator: Generator
+) -> None:
     _Model(_programs(shape, overlap, generator), one_queue=True).run()
 
 
@@ -163,7 +191,7 @@ def test_one_hardware_queue_per_device_is_enough(shape: Shape, overlap: bool, ge
 def test_a_stage_may_wait_for_its_device_in_any_one_computation(
     shape: Shape, overlap: bool, generator: Generator, data: st.DataObject | None
 ) -> None:
-    """As when memory is given back to CUDA: what is in flight then never needs what the stage has yet to post."""
+    """As when memory is returned to CUDA: no transfer in flight needs a later post of the stage."""
     programs = _programs(shape, overlap, generator)
     places = [
         (stage, at)
@@ -180,7 +208,7 @@ def test_a_stage_may_wait_for_its_device_in_any_one_computation(
 def test_all_stages_may_wait_for_their_devices_in_their_first_computations(
     shape: Shape, overlap: bool, generator: Generator
 ) -> None:
-    """CUDA loads a kernel at its first use, and may wait for the device over it."""
+    """CUDA loads a kernel at its first use, and may wait for the device then."""
     programs = _programs(shape, overlap, generator)
     first = {
         (stage, next(at for at, action in enumerate(program) if action.kind is kind))
@@ -195,7 +223,9 @@ def test_all_stages_may_wait_for_their_devices_in_their_first_computations(
 @example(shape=(4, 16, 2), generator=one_forward_one_backward)
 def test_overlap_moves_posts_and_nothing_else(shape: Shape, generator: Generator) -> None:
     """At most one computation ahead and in order; plain, a stage posts where it waits."""
-    for direct, ahead in zip(_programs(shape, False, generator), _programs(shape, True, generator), strict=True):
+    for direct, ahead in zip(
+        _programs(shape, False, generator), _programs(shape, True, generator), strict=True
+    ):
         for kinds in (_POSTS, [kind for kind in Kind if kind not in _POSTS]):
             assert [action for action in direct if action.kind in kinds] == [
                 action for action in ahead if action.kind in kinds
@@ -204,7 +234,7 @@ def test_overlap_moves_posts_and_nothing_else(shape: Shape, generator: Generator
             flying = passed = 0
             for action in program:
                 flying += (action.kind in _POSTS) - (action.kind in _WAITS)
-                passed = passed + 1 if action.kind in _COMPUTATIONS and flying else passed if flying else 0
+                passed = passed + (action.kind in _COMPUTATIONS) if flying else 0
                 assert flying <= 1 and passed <= most
 
 
@@ -212,7 +242,7 @@ def test_overlap_moves_posts_and_nothing_else(shape: Shape, generator: Generator
 @example(shape=(2, 8, 2))
 @example(shape=(4, 16, 2))
 def test_memory_bound(shape: Shape) -> None:
-    """Of activations, the same with overlap; of receive buffers, from post to backward, one more."""
+    """Activations: the same with overlap. Receive buffers (post to backward): at most one more."""
     stages, micro_batches, chunks = shape
     for stage in range(stages):
         peaks = []
@@ -222,16 +252,22 @@ def test_memory_bound(shape: Shape) -> None:
             for action in one_forward_one_backward(stage, *shape, overlap=overlap):
                 place = action.micro_batch, action.chunk
                 received[place] += action.kind in _POSTS
-                buffers += (action.kind in _POSTS) - (received[place] if action.kind is Kind.BACKWARD else 0)
+                buffers += (action.kind in _POSTS) - (
+                    received[place] if action.kind is Kind.BACKWARD else 0
+                )
                 alive += (action.kind is Kind.FORWARD) - (action.kind is Kind.BACKWARD)
                 most, most_buffers = max(most, alive), max(most_buffers, buffers)
             peaks.append(most_buffers)
-            assert most == min(warm_up_forwards(stage, stages, micro_batches, chunks) + 1, micro_batches * chunks)
+            assert most == min(
+                warm_up_forwards(stage, stages, micro_batches, chunks) + 1, micro_batches * chunks
+            )
             assert alive == buffers == 0
             if chunks == 1:
                 assert most == min(stages - stage, micro_batches)
             else:
-                assert most <= stages * (chunks + 1) - 1, "memory is that of pp * (1 + v) chunks, not of the batch"
+                assert most <= stages * (chunks + 1) - 1, (
+                    "memory is that of pp * (1 + v) chunks, not of the batch"
+                )
         assert peaks[0] <= peaks[1] <= peaks[0] + 1
 
 
@@ -241,20 +277,26 @@ def test_evaluation_runs_all_forwards_and_nothing_else(shape: Shape, overlap: bo
     stages, micro_batches, chunks = shape
     order = _Model(_programs(shape, overlap, forward_only)).run()
     assert {action.kind for _, action in order} <= {Kind.FORWARD, *_ACTIVATIONS}
-    done = [(stage, action.chunk, action.micro_batch) for stage, action in order if action.kind is Kind.FORWARD]
+    done = [
+        (stage, action.chunk, action.micro_batch)
+        for stage, action in order
+        if action.kind is Kind.FORWARD
+    ]
     assert len(done) == len(set(done)) == stages * micro_batches * chunks
 
 
 @given(shape=shapes, overlap=st.booleans())
 def test_interleaving_shrinks_the_bubble(shape: Shape, overlap: bool) -> None:
-    """With a chunk's forward and backward one time unit each, a stage idles 2 (pp - 1) units whatever v is."""
+    """If a chunk's forward and backward take one unit each, a stage idles 2 (pp - 1), for any v."""
     stages, micro_batches, chunks = shape
     timeline = simulate(_programs(shape, overlap), Durations(forward=1, backward=1))
     assert timeline.makespan == 2 * micro_batches * chunks + 2 * (stages - 1)
 
 
 times = st.builds(
-    lambda transfer, forward, backward: Durations(transfer + forward, transfer + backward, transfer),
+    lambda transfer, forward, backward: Durations(
+        transfer + forward, transfer + backward, transfer
+    ),
     st.integers(1, 5),
     st.integers(0, 10),
     st.integers(0, 10),
@@ -265,11 +307,15 @@ times = st.builds(
 @example(shape=(2, 8, 2), durations=Durations(4, 8, 1))
 @example(shape=(4, 16, 2), durations=Durations(4, 8, 1))
 def test_overlap_is_faster(shape: Shape, durations: Durations) -> None:
-    """While a transfer is not longer than a computation. Two stages of plain 1F1B take turns in any case: a micro-batch
-    is on its way there and back all the time, and only an even number of them leaves something to gain.
+    """If a transfer is not longer than a computation.
+
+    Two stages of plain 1F1B take turns in any case, because a micro-batch is always in transit
+    between them; there overlap gains only with an even number of micro-batches.
     """
     stages, micro_batches, _ = shape
-    direct, ahead = (simulate(_programs(shape, overlap), durations).makespan for overlap in (False, True))
+    direct, ahead = (
+        simulate(_programs(shape, overlap), durations).makespan for overlap in (False, True)
+    )
     gains = stages > 1 and micro_batches > 1 and (shape[::2] != (2, 1) or micro_batches % 2 == 0)
     assert ahead < direct if gains else ahead == direct
 
@@ -277,7 +323,9 @@ def test_overlap_is_faster(shape: Shape, durations: Durations) -> None:
 @given(shape=shapes, durations=times)
 def test_nothing_is_gained_by_posting_further_ahead(shape: Shape, durations: Durations) -> None:
     programs = _programs(shape, overlap=True)
-    at_once = [sorted(program, key=lambda action: action.kind not in _POSTS) for program in programs]
+    at_once = [
+        sorted(program, key=lambda action: action.kind not in _POSTS) for program in programs
+    ]
     assert simulate(programs, durations).makespan == simulate(at_once, durations).makespan
 
 
@@ -285,14 +333,14 @@ def test_nothing_is_gained_by_posting_further_ahead(shape: Shape, durations: Dur
 def test_interleaved_and_overlapped_only_filling_and_draining_expose_transfers(
     shape: Shape, durations: Durations
 ) -> None:
-    """As many as lie on the way through the model and back, however many micro-batches there are."""
+    """As many as a path through the model and back has, for any number of micro-batches."""
     stages, micro_batches, chunks = shape
     timeline = simulate(_programs(shape, overlap=True), durations)
     computing = (micro_batches * chunks + stages - 1) * (durations.forward + durations.backward)
     assert timeline.makespan == computing + 2 * (stages * chunks - 1) * durations.transfer
 
 
-def test_the_model_sees_a_deadlock_and_crossed_messages() -> None:
+def test_the_model_detects_a_deadlock_and_crossed_messages() -> None:
     programs = _programs((2, 2, 1), overlap=False)
     wait = next(n for n, action in enumerate(programs[0]) if action.kind is Kind.WAIT_GRADIENT)
     programs[0][:0] = [programs[0].pop(wait - 1), programs[0].pop(wait - 1)]
@@ -309,9 +357,12 @@ def test_the_model_sees_a_deadlock_and_crossed_messages() -> None:
             _Model(programs).run()
 
 
-def test_the_harder_models_see_more() -> None:
-    """Two posts ahead block a single queue; a post ahead of what its message echoes holds up a waiting host."""
-    at_once = [sorted(program, key=lambda action: action.kind not in _POSTS) for program in _programs((3, 2, 1), True)]
+def test_the_harder_models_detect_more() -> None:
+    """Two posts ahead block a single queue; an early post of an answer blocks a waiting host."""
+    at_once = [
+        sorted(program, key=lambda action: action.kind not in _POSTS)
+        for program in _programs((3, 2, 1), True)
+    ]
     _Model(at_once).run()
     with pytest.raises(AssertionError, match="deadlock"):
         _Model(at_once, one_queue=True).run()
@@ -330,6 +381,8 @@ def test_the_harder_models_see_more() -> None:
         ((0, 1, 2, 2), "more than one stage"),
     ],
 )
-def test_what_cannot_be_scheduled_is_refused(arguments: tuple[int, int, int, int], message: str) -> None:
+def test_what_cannot_be_scheduled_is_refused(
+    arguments: tuple[int, int, int, int], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         one_forward_one_backward(*arguments)

@@ -8,15 +8,19 @@ from pathlib import Path
 from tests.harness.processes import until_gone
 from tests.harness.waiting import CALL_TIMEOUT_S, until
 
-from megascale_common.process import (
+from megascale_common.node.process import (
     PARENT_GONE_EXIT_CODE,
     PARENT_PID_VARIABLE,
     armed_command,
     child_environment,
+    start_ticks,
+    stat_fields,
 )
 
 
-def run(command: list[str], environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    command: list[str], environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command,
         env=environment or child_environment(),
@@ -29,7 +33,8 @@ def run(command: list[str], environment: dict[str, str] | None = None) -> subpro
 
 def test_a_wrapped_program_dies_with_its_starter() -> None:
     script = (
-        "import subprocess, time; from megascale_common.process import armed_command, child_environment\n"
+        "import subprocess, time\n"
+        "from megascale_common.node.process import armed_command, child_environment\n"
         "child = subprocess.Popen(armed_command(['sleep', '60']), env=child_environment())\n"
         "print(child.pid, flush=True); time.sleep(60)"
     )
@@ -66,4 +71,21 @@ def test_mistakes_are_named_without_a_traceback() -> None:
     assert missing.returncode == 1
     assert "/no/such/program" in missing.stderr and "Traceback" not in missing.stderr
     assert "no command given" in run(armed_command([])).stderr
-    assert "usage" in run([sys.executable, "-m", "megascale_common.process"]).stderr
+    assert "usage" in run([sys.executable, "-m", "megascale_common.node.process"]).stderr
+
+
+def test_a_zombie_has_a_state_but_no_start_and_a_reaped_process_neither() -> None:
+    # A name that would break a reader which splits the line at spaces.
+    rename = "open('/proc/self/comm', 'w').write('a) R 1 (b'); print(flush=True); input()"
+    child = subprocess.Popen(
+        [sys.executable, "-c", rename], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None and child.stdout.readline() == "\n"
+    assert stat_fields(child.pid)[1] == str(os.getpid())
+    started, ours = start_ticks(child.pid), start_ticks(os.getpid())
+    assert started is not None and ours is not None and started >= ours
+    child.kill()
+    until(lambda: stat_fields(child.pid)[0] == "Z", "the zombie")
+    assert start_ticks(child.pid) is None
+    child.communicate()
+    assert stat_fields(child.pid) == [] and start_ticks(child.pid) is None

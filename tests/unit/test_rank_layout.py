@@ -1,4 +1,6 @@
-"""The rank layout is a bijection, its groups partition the ranks, and tensor parallelism is innermost."""
+"""The rank layout is a bijection, its groups partition the ranks, and tensor parallelism is
+innermost.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale_common.rank_layout import AXES, Axis, RankLayout
+from megascale_common.job.rank_layout import AXES, Axis, RankLayout
 
 sizes = st.integers(1, 4)
 layouts = st.builds(RankLayout, tp=sizes, cp=st.integers(1, 2), dp=sizes, pp=sizes)

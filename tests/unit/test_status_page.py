@@ -1,4 +1,4 @@
-"""The status page tells where a rank is, to another process, also when the writer was killed or stands still."""
+"""The status page shows another process how far a rank is, even when the writer was killed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import cast
 
-from megascale_common.status_page import Phase, StatusPageWriter, read_status_page
+from megascale_common.node.status_page import Phase, StatusPageWriter, read_status_page
 
 
 def test_a_reader_sees_what_was_written(tmp_path: Path) -> None:
@@ -27,7 +27,13 @@ def test_a_reader_sees_what_was_written(tmp_path: Path) -> None:
     writer.complete(under_way, unfinished=2)
     status = read_status_page(tmp_path / "page")
     assert status is not None
-    assert (status.rank, status.attempt, status.step, status.phase, status.micro_batch) == (5, 3, 17, Phase.STEP, 2)
+    assert (status.rank, status.attempt, status.step, status.phase, status.micro_batch) == (
+        5,
+        3,
+        17,
+        Phase.STEP,
+        2,
+    )
     rows = [(row.name, row.entered, row.completed) for row in status.rows]
     assert rows == [("tp", 3, 2), ("edge 0-1 activation", 0, 0), ("dp", 3, 1)]
     assert 0 <= time.monotonic_ns() - status.updated_ns < 5_000_000_000
@@ -79,8 +85,12 @@ def _write_for_ever(path: Path) -> None:
         writer.enter(row)
 
 
-def test_readings_are_consistent_while_a_writer_runs_and_after_it_was_stopped(tmp_path: Path) -> None:
-    process = multiprocessing.get_context("fork").Process(target=_write_for_ever, args=(tmp_path / "page",))
+def test_readings_are_consistent_while_a_writer_runs_and_after_it_was_stopped(
+    tmp_path: Path,
+) -> None:
+    process = multiprocessing.get_context("fork").Process(
+        target=_write_for_ever, args=(tmp_path / "page",)
+    )
     process.start()
     try:
         readings = []

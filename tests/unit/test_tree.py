@@ -1,4 +1,4 @@
-"""The house keeps its order: one list of rooms, docstrings, sizes, and rooms that import only what they may."""
+"""The house keeps its order: one list of rooms, docstrings, sizes, and what rooms import."""
 
 from __future__ import annotations
 
@@ -35,12 +35,15 @@ import {module}
 
 
 def test_the_lists_of_rooms_agree() -> None:
-    parents = [str(Path(package).parent) for package in PACKAGES]
+    # One folder may hold two packages: services/executor has the agent's and the trainer's.
+    parents = list(dict.fromkeys(str(Path(package).parent) for package in PACKAGES))
     assert PROJECT["tool"]["hatch"]["build"]["dev-mode-dirs"] == parents
     assert PROJECT["tool"]["mypy"]["mypy_path"].split(":") == parents
     assert PROJECT["tool"]["ruff"]["src"] == parents
     roots = [Path(package).name for package in PACKAGES if package != "proto/megascale"]
-    assert sorted(PROJECT["tool"]["importlinter"]["root_packages"]) == sorted([*roots, "megascale.v1"])
+    assert sorted(PROJECT["tool"]["importlinter"]["root_packages"]) == sorted(
+        [*roots, "megascale.v1"]
+    )
 
 
 def test_every_room_is_typed() -> None:
@@ -64,26 +67,79 @@ def test_modules_are_small_and_say_what_they_are_for(path: Path) -> None:
 @pytest.mark.parametrize("name", ["common", "executor"])
 def test_package_inits_are_empty(name: str) -> None:
     for path in (REPOSITORY / "services" / name).rglob("__init__.py"):
-        assert path.read_text() == "", f"{path} must stay empty: import-linter does not follow parent packages"
+        assert path.read_text() == "", (
+            f"{path} must stay empty: import-linter does not follow parent packages"
+        )
 
 
 @pytest.mark.parametrize(
     ("module", "blocked"),
     [
-        ("megascale_executor.trainer.template", ["grpc", "google", "structlog", "uvloop", "xxhash", "safetensors"]),
-        ("megascale_executor.trainer.data.loader", ["grpc", "google", "structlog", "uvloop", "torch"]),
-        ("megascale_executor.agent.__main__", ["torch", "triton"]),
+        (
+            "megascale_trainer.process.worker, megascale_trainer.process.self_check",
+            ["grpc", "google", "structlog", "uvloop", "xxhash", "safetensors"],
+        ),
+        # It arms its parent-death signal before the seconds that the import of torch takes.
+        ("megascale_trainer.process.__main__", ["torch", "triton", "numpy"]),
+        ("megascale_trainer.data.loader", ["grpc", "google", "structlog", "uvloop", "torch"]),
+        ("megascale_executor.agent.__main__", ["torch", "triton", "grpc"]),
         ("megascale_driver.__main__", ["torch", "triton", "numpy"]),
         ("megascale_checkpoint.__main__", ["torch", "triton"]),
-        ("megascale_cli.__main__", ["torch", "numpy", "megascale_driver", "megascale_executor", "megascale_common"]),
+        (
+            "megascale_cli.__main__",
+            ["torch", "numpy", "megascale_driver", "megascale_executor", "megascale_common"],
+        ),
         ("megascale_client", ["torch", "megascale_common"]),
-        ("megascale_common.job_config", ["grpc", "google", "structlog", "torch", "numpy"]),
+        ("megascale_common.job.config", ["grpc", "google", "structlog", "torch", "numpy"]),
     ],
 )
 def test_rooms_import_without_what_is_not_theirs(module: str, blocked: list[str]) -> None:
     code = _BLOCK.format(blocked=blocked, module=module)
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stderr[-2000:]
+
+
+OURS = tuple(sorted(Path(package).name for package in PACKAGES if package != "proto/megascale"))
+WIRE = ("grpc", "google", "structlog", "uvloop", "prometheus_client")
+
+
+@pytest.mark.parametrize(
+    ("room", "ours", "others"),
+    [
+        ("megascale_common", ["megascale_common"], ["torch", "triton", "numpy"]),
+        ("megascale_client", ["megascale_client"], ["torch", "triton", "numpy", "structlog"]),
+        ("megascale_cli", ["megascale_cli", "megascale_client"], ["torch", "triton", "structlog"]),
+        (
+            "megascale_driver",
+            ["megascale_driver", "megascale_common"],
+            ["torch", "triton", "numpy"],
+        ),
+        ("megascale_executor", ["megascale_executor", "megascale_common"], ["torch", "triton"]),
+        ("megascale_checkpoint", ["megascale_checkpoint", "megascale_common"], ["torch", "triton"]),
+        ("megascale_kernels", ["megascale_kernels"], WIRE),
+        (
+            "megascale_trainer",
+            ["megascale_trainer", "megascale_kernels", "megascale_common"],
+            (*WIRE, "megascale.v1", "megascale_common.service", "megascale_common.etcd"),
+        ),
+    ],
+)
+def test_every_module_of_a_room_imports_without_what_is_not_its(
+    room: str, ours: list[str], others: list[str]
+) -> None:
+    names = [
+        ".".join(path.with_suffix("").parts[path.parts.index(room) :]).removesuffix(".__init__")
+        for path in MODULES
+        if room in path.parts
+    ]
+    blocked = [*others, *(set(OURS) - set(ours))]
+    code = _BLOCK.format(blocked=blocked, module=", ".join(names))
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert len(names) > 3 and result.returncode == 0, result.stderr[-2000:]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +149,9 @@ def test_rooms_import_without_what_is_not_theirs(module: str, blocked: list[str]
         (("ranks",), ("agent_process", "ranks")),
     ],
 )
-def test_tests_that_start_many_processes_run_in_a_lane(lanes: tuple[str, ...], harness: tuple[str, ...]) -> None:
+def test_tests_that_start_many_processes_run_in_a_lane(
+    lanes: tuple[str, ...], harness: tuple[str, ...]
+) -> None:
     tests = REPOSITORY / "tests"
     starting = {
         str(path.relative_to(tests))

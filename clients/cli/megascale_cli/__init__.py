@@ -1,1 +1,4 @@
-"""The command line of megascale: a thin layer over the client; services add their own commands by entry points."""
+"""The command line of megascale: a thin layer over the Python client.
+
+Services and other packages add commands through the entry-point group ``megascale.commands``.
+"""

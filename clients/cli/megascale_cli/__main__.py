@@ -9,7 +9,8 @@ from megascale_cli.app import build_app
 
 def main() -> None:
     """Run the command line."""
-    # A script starts `megascale up &` with SIGINT ignored, as do some CI runners; who sends one on purpose means it.
+    # A script that runs `megascale up &` starts it with SIGINT ignored, as some CI runners do; a
+    # SIGINT that is sent to it must still end it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     build_app()(prog_name="megascale")
 

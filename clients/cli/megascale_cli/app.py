@@ -13,7 +13,7 @@ from megascale_cli.options import FIRST_STEPS, HELP_OPTIONS, JOBS, NODES, Json
 from megascale_cli.output import console, print_json
 from megascale_cli.plugins import add_plugins
 
-# What a newcomer asks, answered at once. Lines behind \b keep their breaks.
+# The first questions of a newcomer. Lines after \b keep their breaks.
 GUIDE = """Train language models over many devices, and keep training when nodes die.
 
 \b
@@ -22,15 +22,15 @@ GUIDE = """Train language models over many devices, and keep training when nodes
   start a cluster of 2 nodes here      megascale up --nodes 2
   make a corpus of my own text         megascale data tokenize MY_TEXTS --output corpus
   write a job                          megascale init --output job.yaml
-  know what it needs                   megascale plan job.yaml
+  see what it needs                    megascale plan job.yaml
   submit it and watch it               megascale submit job.yaml --watch
   watch it later                       megascale watch NAME
-  learn why it is not running          megascale explain NAME
+  find out why it is not running       megascale explain NAME
   read the log of rank 5               megascale logs NAME --rank 5
   see where a step's time goes         megascale profile NAME --steps 2
   get its newest checkpoint            megascale checkpoint fetch NAME --to FOLDER
 
-Every command has --help with an example. Completion of your shell: megascale --install-completion."""
+Every command has --help with an example. Shell completion: megascale --install-completion"""
 
 
 def version(as_json: Json = False) -> None:
@@ -40,7 +40,7 @@ def version(as_json: Json = False) -> None:
     """
     try:
         number = metadata.version("megascale")
-    except metadata.PackageNotFoundError:  # it runs from its sources
+    except metadata.PackageNotFoundError:  # runs from the source tree
         number = "unknown"
     if as_json:
         print_json({"version": number})
@@ -49,7 +49,7 @@ def version(as_json: Json = False) -> None:
 
 
 def build_app() -> typer.Typer:
-    """All commands, those of installed services included (by name; they are loaded when called)."""
+    """All commands, including those of installed packages, which are loaded only when called."""
     app = typer.Typer(
         name="megascale",
         help=GUIDE,
@@ -73,7 +73,15 @@ def build_app() -> typer.Typer:
             profile.profile,
             jobs.cancel,
         ),
-        NODES: (nodes.nodes, nodes.diagnose, nodes.cordon, nodes.uncordon, nodes.evict, nodes.cluster, version),
+        NODES: (
+            nodes.nodes,
+            nodes.diagnose,
+            nodes.cordon,
+            nodes.uncordon,
+            nodes.evict,
+            nodes.cluster,
+            version,
+        ),
     }
     for panel, commands in panels.items():
         for command in commands:

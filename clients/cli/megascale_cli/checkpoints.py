@@ -1,4 +1,7 @@
-"""Commands about a job's checkpoints: list, fetch. (`verify` reads storage and belongs to the checkpoint service.)"""
+"""Commands about a job's checkpoints: list and fetch.
+
+The command verify reads storage and belongs to the checkpoint service; see :mod:`plugins`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from megascale_cli.exits import with_client
 from megascale_cli.options import Cluster, JobName, Json
@@ -47,12 +57,12 @@ def list_checkpoints(name: JobName, cluster: Cluster = None, as_json: Json = Fal
 
 def fetch(
     name: JobName,
-    to: Annotated[Path, typer.Option(metavar="FOLDER", help="A new folder for it.")],
-    step: Annotated[int | None, typer.Option(min=1, help="Which one; default: the newest.")] = None,
+    to: Annotated[Path, typer.Option(metavar="FOLDER", help="New folder for the copy.")],
+    step: Annotated[int | None, typer.Option(min=1, help="Its step; default: the newest.")] = None,
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
-    """Copy a complete checkpoint from its storage, each file compared with the manifest.
+    """Copy a complete checkpoint from its storage, and compare each file with the manifest.
 
     Example: [bold]megascale checkpoint fetch example --to ./newest[/bold]
     """
@@ -66,10 +76,19 @@ def fetch(
 
             got = await client.fetch_checkpoint(name, step, to=to, progress=progress)
         if as_json:
-            facts = {"job": got.job, "step": got.step, "attempt": got.attempt, "folder": str(got.folder)}
+            facts = {
+                "job": got.job,
+                "step": got.step,
+                "attempt": got.attempt,
+                "folder": str(got.folder),
+            }
             print_json({**facts, "size_bytes": got.size_bytes, "verified": got.verified})
             return
-        how = "every checksum is right" if got.verified == "checksums" else "sizes compared; xxhash is not installed"
+        how = (
+            "all checksums match"
+            if got.verified == "checksums"
+            else "all sizes match; for checksums: pip install xxhash"
+        )
         console.print(
             f"step {got.step} of job [bold]{name}[/bold] is in {escape(str(got.folder))}: "
             f"{size_text(got.size_bytes)}, {how}",

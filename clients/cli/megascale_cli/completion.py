@@ -1,4 +1,4 @@
-"""What a shell offers for a job's or a node's name: those of the cluster, if it answers at once."""
+"""Shell completion of job and node names, read from the cluster if it answers within a second."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import typer
 
 from megascale_client import AsyncClient, MegascaleError
 
-# A person waits at the TAB key.
+# A user waits at the TAB key.
 TIMEOUT_S = 1.0
 
 _Listing = Callable[[AsyncClient], Coroutine[Any, Any, list[str]]]
 
 
 def job_names(context: typer.Context, incomplete: str) -> list[str]:
-    """Names of jobs that begin with ``incomplete``."""
+    """Names of jobs that start with ``incomplete``."""
 
     async def listed(client: AsyncClient) -> list[str]:
         return [job.spec.name async for job in client.jobs()]
@@ -26,7 +26,7 @@ def job_names(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def node_names(context: typer.Context, incomplete: str) -> list[str]:
-    """Names of nodes that begin with ``incomplete``."""
+    """Names of nodes that start with ``incomplete``."""
 
     async def listed(client: AsyncClient) -> list[str]:
         return [node.name async for node in client.nodes()]
@@ -35,10 +35,14 @@ def node_names(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def _complete(
-    context: typer.Context, incomplete: str, listed: Callable[[AsyncClient], Coroutine[Any, Any, list[str]]]
+    context: typer.Context,
+    incomplete: str,
+    listed: Callable[[AsyncClient], Coroutine[Any, Any, list[str]]],
 ) -> list[str]:
     async def ask() -> list[str]:
-        async with AsyncClient.from_run_folder(context.params.get("cluster"), retry_for_s=0) as client:
+        async with AsyncClient.from_run_folder(
+            context.params.get("cluster"), retry_for_s=0
+        ) as client:
             return await asyncio.wait_for(listed(client), TIMEOUT_S)
 
     try:

@@ -1,4 +1,4 @@
-"""Exit statuses of the CLI, and the one place where an error becomes a line on stderr and a status."""
+"""Exit statuses of the CLI; errors become a line on stderr and a status here and nowhere else."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from megascale_client import (
     NotPossible,
     Unavailable,
 )
+from megascale_client.errors import from_service
 
 OK = 0
 FAILED = 1
@@ -31,8 +32,9 @@ REFUSED = 5
 INTERRUPTED = 130
 
 HELP = (
-    "Exit status: 0 done; 1 what was asked for failed (a watched job too); 2 wrong usage or a refused job; "
-    "3 no cluster or no driver answers; 4 not found; 5 refused in this state or not allowed; 130 interrupted."
+    "Exit status: 0 done; 1 what was requested failed (a watched job too); "
+    "2 wrong usage or a refused job; 3 no cluster or no driver answers; 4 not found; "
+    "5 refused in this state or not allowed; 130 interrupted."
 )
 
 # First match wins, so children stand before their parents.
@@ -55,15 +57,31 @@ def status_of(error: MegascaleError) -> int:
 
 
 def fail(error: MegascaleError, as_json: bool = False) -> typer.Exit:
-    """Say the error on stderr (one JSON object with --json); raise what comes back."""
+    """Print the error on stderr (one JSON object with --json); raise what is returned."""
     if as_json:
-        details: dict[str, object] = {"error": str(error), "kind": type(error).__name__, "reason": error.reason}
+        details: dict[str, object] = {
+            "error": str(error),
+            "kind": type(error).__name__,
+            "reason": error.reason,
+        }
         if isinstance(error, InvalidRequest):
-            details["problems"] = [{"field": p.field, "problem": p.problem, "remedy": p.remedy} for p in error.problems]
+            details["problems"] = [
+                {"field": p.field, "problem": p.problem, "remedy": p.remedy} for p in error.problems
+            ]
         print(json.dumps(details), file=sys.stderr)
     else:
         print(f"error: {error}", file=sys.stderr)
     return typer.Exit(status_of(error))
+
+
+def report(error: Exception, as_json: bool) -> int | None:
+    """Print an error of a command that another package added; None if it is a defect.
+
+    Such a command reports an error by letting it escape. The error has a ``reason`` (a stable word)
+    and may have a gRPC ``code``, which gives the exit status (without one: wrong usage).
+    """
+    known = from_service(error)
+    return None if known is None else fail(known, as_json).exit_code
 
 
 def with_client(
@@ -73,7 +91,10 @@ def with_client(
     *,
     retry_for_s: float = RETRY_FOR_S,
 ) -> None:
-    """Run ``action`` with a client of the cluster in run folder ``cluster``; its result is the exit status."""
+    """Run ``action`` with a client of the cluster in run folder ``cluster``.
+
+    What ``action`` returns is the exit status; None is 0.
+    """
 
     async def run() -> int | None:
         async with AsyncClient.from_run_folder(cluster, retry_for_s=retry_for_s) as client:
@@ -86,7 +107,7 @@ def with_client(
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     except BrokenPipeError:
-        # The reader (head, less) has gone; keep the interpreter from complaining when it flushes.
+        # The reader (head, less) has ended; without this the flush at exit would fail too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(OK) from None
     if status:

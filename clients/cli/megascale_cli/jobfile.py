@@ -1,6 +1,7 @@
-"""Commands about a job file, without a cluster: init writes one, plan says what it needs.
+"""Commands about a job file, without a cluster: init writes one, plan computes what it needs.
 
-The formulas and the fields are the services'; the CLI finds them by name (:mod:`megascale_cli.plugins`).
+The formulas and the fields are the services'; the CLI loads them by name
+(:mod:`megascale_cli.plugins`).
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ _UNITS = ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"))
 
 
 def init(
-    preset: Annotated[Literal["tiny", "1b", "7b"], typer.Option(help="tiny runs on a laptop's CPU.")] = "tiny",
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to; - is stdout.")] = Path(
-        "job.yaml"
-    ),
-    name: Annotated[str, typer.Option(help="Name of the job; default: the file's.")] = "",
+    preset: Annotated[
+        Literal["tiny", "1b", "7b"], typer.Option(help="tiny runs on a laptop's CPU.")
+    ] = "tiny",
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="File to write; - is stdout.")
+    ] = Path("job.yaml"),
+    name: Annotated[str, typer.Option(help="Name of the job; default: that of the file.")] = "",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -50,24 +53,35 @@ def init(
         remedy = "add --overwrite to replace it, or give another --output"
         raise fail(InvalidRequest(f"{output} exists already; {remedy}"), as_json) from None
     except OSError as error:
-        raise fail(InvalidRequest(f"{output} cannot be written: {error.strerror}"), as_json) from None
+        raise fail(
+            InvalidRequest(f"{output} cannot be written: {error.strerror}"), as_json
+        ) from None
     if as_json:
         print_json({"file": str(output), "name": name, "preset": preset})
     else:
-        console.print(f"{output} is written; next: megascale plan {output}", markup=False, soft_wrap=True)
+        console.print(
+            f"{output} is written; next: megascale plan {output}", markup=False, soft_wrap=True
+        )
 
 
 def plan(
     file: Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job.")],
-    devices_per_node: Annotated[int, typer.Option(min=1, help="Devices of one node.")] = DEFAULT_DEVICES_PER_NODE,
+    devices_per_node: Annotated[
+        int, typer.Option(min=1, help="Devices of one node.")
+    ] = DEFAULT_DEVICES_PER_NODE,
     device_memory_gib: Annotated[
-        float, typer.Option(min=0, help="Memory of one device in GiB, to refuse what cannot fit; 0: do not.")
+        float,
+        typer.Option(
+            min=0,
+            help="Memory of one device in GiB; a job that needs more is refused; 0: no check.",
+        ),
     ] = 0,
     as_json: Json = False,
 ) -> None:
-    """Say what a job needs, and what would be refused and why; no cluster is asked.
+    """Show what a job needs, and what would be refused and why; no cluster is needed.
 
-    Parameters, memory of a rank, FLOPs per token, batch arithmetic, nodes. The status is 2 if the job is refused.
+    Parameters, memory of a rank, FLOPs per token, batch sizes, nodes. The exit status is 2 if the
+    job is refused.
 
     Example: [bold]megascale plan job.yaml --devices-per-node 8 --device-memory-gib 80[/bold]
     """
@@ -75,7 +89,9 @@ def plan(
         spec = load_job(file)
     except InvalidJob as error:
         raise fail(error, as_json) from None
-    facts: dict[str, Any] = load_function("plan")(spec, devices_per_node, int(device_memory_gib * 2**30))
+    facts: dict[str, Any] = load_function("plan")(
+        spec, devices_per_node, int(device_memory_gib * 2**30)
+    )
     if as_json:
         print_json(facts)
     else:
@@ -89,17 +105,19 @@ def plan(
 
 
 def _lines(facts: dict[str, Any]) -> list[str]:
-    """The plan for people, as rich markup; only what the plan holds."""
+    """The lines of a plan as rich markup; a line whose figures the plan lacks is left out."""
     lines = [f"[bold]{escape(facts['name'] or 'a job without a name')}[/bold]"]
     if "parameters" in facts:
         lines += [
             f"model        {_count(facts['parameters'])} parameters "
             f"({_count(facts['parameters_outside_layers'])} outside the layers)",
             f"compute      {facts['flops_per_token_causal']:.3e} FLOPs a token (full attention: "
-            f"{facts['flops_per_token_full']:.3e}); the run: {facts['flops_of_the_run_causal']:.3e} "
-            f"over {_count(facts['tokens_of_the_run'])} tokens",
-            f"batch        {facts['tokens_per_step']:,} tokens a step; each replica runs {facts['micro_batches']} "
-            f"micro-batches; pipeline bubble {facts['pipeline_bubble']:.1%}",
+            f"{facts['flops_per_token_full']:.3e}); "
+            f"the run: {facts['flops_of_the_run_causal']:.3e} over "
+            f"{_count(facts['tokens_of_the_run'])} tokens",
+            f"batch        {facts['tokens_per_step']:,} tokens a step; each replica runs "
+            f"{facts['micro_batches']} micro-batches; "
+            f"pipeline bubble {facts['pipeline_bubble']:.1%}",
         ]
     if "nodes" in facts:
         lines.append(
@@ -107,18 +125,24 @@ def _lines(facts: dict[str, Any]) -> list[str]:
             f"{_plural(facts['devices_per_node'], 'device')}, and {facts['spare_nodes']} spare"
         )
     for stage, need in enumerate(facts.get("memory_of_a_rank", ())):
-        title = "memory" if stage == 0 else ""
-        peers = f", peer memory {size_text(need['peer_memory_bytes'])}" if need["peer_memory_bytes"] else ""
-        lines.append(
-            f"{title:<12} {size_text(need['total_bytes'])} on a rank of pipeline stage {stage}: parameters "
-            f"{size_text(need['parameters_bytes'])}, gradients {size_text(need['gradients_bytes'])}, optimizer "
-            f"{size_text(need['optimizer_bytes'])}, activations about {size_text(need['activations_bytes'])}{peers}"
-        )
+        lines.append(f"{'' if stage else 'memory':<12} {_memory(stage, need)}")
     if "checkpoint_bytes" in facts:
         staging = facts.get("staging_bytes_of_a_rank", 0)
-        in_memory = f"; up to {size_text(staging)} of host memory a rank for staging" if staging else ""
+        in_memory = (
+            f"; up to {size_text(staging)} of host memory a rank for staging" if staging else ""
+        )
         lines.append(f"checkpoint   {size_text(facts['checkpoint_bytes'])}{in_memory}")
     return lines
+
+
+def _memory(stage: int, need: dict[str, int]) -> str:
+    size = {name.removesuffix("_bytes"): size_text(value) for name, value in need.items()}
+    peers = f", peer memory {size['peer_memory']}" if need["peer_memory_bytes"] else ""
+    return (
+        f"{size['total']} on a rank of pipeline stage {stage}: parameters {size['parameters']}, "
+        f"gradients {size['gradients']}, optimizer {size['optimizer']}, "
+        f"activations about {size['activations']}{peers}"
+    )
 
 
 def _plural(number: int, thing: str) -> str:
@@ -133,6 +157,6 @@ def _count(number: int) -> str:
 
 
 def _name(output: Path, preset: str) -> str:
-    """A job's name from the file's, as far as it goes: a DNS-1123 label."""
+    """A job's name made from the file's: a DNS-1123 label, or the preset if nothing is left."""
     stem = re.sub(r"[^a-z0-9]+", "-", output.stem.lower()).strip("-")[:63].strip("-")
     return stem or preset

@@ -30,10 +30,17 @@ from megascale_client import AsyncClient, InvalidJob, load_job
 
 def submit(
     file: Annotated[
-        Path, typer.Argument(metavar="JOB.YAML", help="The job; relative paths in it start at its folder.")
+        Path,
+        typer.Argument(
+            metavar="JOB.YAML", help="The job file; paths in it are relative to its folder."
+        ),
     ],
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Then watch it to its end.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Only have the driver judge it.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Watch the job until it ends.")
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Have the driver check the job; submit nothing.")
+    ] = False,
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
@@ -53,11 +60,10 @@ def submit(
         if as_json:
             print_json(job)
         elif check:
-            console.print(f"{file}: job {spec.name} is acceptable")
+            console.print(f"{file}: job {spec.name} is accepted; nothing was submitted")
         else:
-            console.print(
-                f"job [bold]{job.spec.name}[/bold] is submitted: {phase_text(job.phase)} {escape(job.phase_reason)}"
-            )
+            phase = f"{phase_text(job.phase)} {escape(job.phase_reason)}"
+            console.print(f"job [bold]{job.spec.name}[/bold] is submitted: {phase}")
         return await watch_job(client, spec.name, as_json) if watch and not check else None
 
     with_client(action, cluster, as_json, retry_for_s=WATCH_RETRY_FOR_S if watch else RETRY_FOR_S)
@@ -111,9 +117,9 @@ def job(name: JobName, cluster: Cluster = None, as_json: Json = False) -> None:
 
 
 def watch(name: JobName, cluster: Cluster = None, as_json: Json = False) -> None:
-    """Watch a job to its end: progress, loss, tokens/s, both MFUs, attempt, and events as they happen.
+    """Watch a job until it ends: progress, loss, tokens/s, both MFUs, attempt and events.
 
-    Goes on across a restart of the driver. The status is 0 only if the job succeeded.
+    Continues across a restart of the driver. The status is 0 only if the job succeeded.
 
     Example: [bold]megascale watch demo[/bold]
     """
@@ -135,13 +141,14 @@ def cancel(name: JobName, reason: Reason, cluster: Cluster = None, as_json: Json
         if as_json:
             print_json(changed)
         else:
-            console.print(f"job [bold]{name}[/bold]: {phase_text(changed.phase)} {escape(changed.phase_reason)}")
+            phase = f"{phase_text(changed.phase)} {escape(changed.phase_reason)}"
+            console.print(f"job [bold]{name}[/bold]: {phase}")
 
     with_client(action, cluster, as_json)
 
 
 def explain(name: JobName, cluster: Cluster = None, as_json: Json = False) -> None:
-    """Say in one sentence why a job is where it is, with the newest events behind it.
+    """Explain in one sentence why a job is where it is, with the newest events.
 
     Example: [bold]megascale explain demo[/bold]
     """
@@ -160,13 +167,21 @@ def explain(name: JobName, cluster: Cluster = None, as_json: Json = False) -> No
 
 def events(
     name: Annotated[
-        str, typer.Argument(metavar="[NAME]", help="A job's name, or jobs/NAME, or nodes/NAME; nothing: the cluster.")
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="Name of a job, or jobs/NAME, or nodes/NAME; default: the whole cluster.",
+        ),
     ] = "",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as events happen, until Ctrl-C.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Continue with new events until Ctrl-C.")
+    ] = False,
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
-    """Print the audit log of a job, a node or the cluster: what happened, who decided, on what evidence.
+    """Print the audit log of a job, a node or the cluster.
+
+    Each event has what happened, who decided it, and on what evidence (--json has all of it).
 
     Example: [bold]megascale events nodes/n2 --follow[/bold]
     """
@@ -186,13 +201,16 @@ def events(
     with_client(action, cluster, as_json, retry_for_s=WATCH_RETRY_FOR_S if follow else RETRY_FOR_S)
 
 
-async def _events(client: AsyncClient, subject: str, follow: bool) -> AsyncIterator[types_pb2.Event]:
-    """Events so far, then, with ``follow``, those that come."""
+async def _events(
+    client: AsyncClient, subject: str, follow: bool
+) -> AsyncIterator[types_pb2.Event]:
+    """The events so far, then with ``follow`` the new ones."""
     if not follow:
         async for event in client.events(subject):
             yield event
         return
-    # The stream begins before the list is read, so that nothing falls between them; what is in both comes once.
+    # The stream starts before the list is read, so no event is lost in between; an event that is in
+    # both is shown once.
     stream = client.watch_events(subject)
     coming = asyncio.ensure_future(anext(stream))
     try:
@@ -212,10 +230,17 @@ async def _events(client: AsyncClient, subject: str, follow: bool) -> AsyncItera
 
 def logs(
     name: JobName,
-    rank: Annotated[int, typer.Option(min=0, help="Global rank whose log is wanted.")] = 0,
-    attempt: Annotated[int, typer.Option(min=0, help="Attempt; 0: the newest.")] = 0,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=1, max=100_000, help="Last lines to begin with.")] = 100,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the attempt ends.")] = False,
+    rank: Annotated[int, typer.Option(min=0, help="Global rank.")] = 0,
+    attempt: Annotated[int, typer.Option(min=0, help="Number of the attempt; 0: the newest.")] = 0,
+    lines: Annotated[
+        int,
+        typer.Option(
+            "--lines", "-n", min=1, max=100_000, help="How many of the last lines to print."
+        ),
+    ] = 100,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Continue until the attempt ends.")
+    ] = False,
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
@@ -232,6 +257,6 @@ def logs(
             else:
                 print(line, flush=follow)
         if line is None and not as_json:
-            print(f"rank {rank} of job {name} has logged nothing", file=sys.stderr)
+            print(f"the log of rank {rank} of job {name} is empty", file=sys.stderr)
 
     with_client(action, cluster, as_json)

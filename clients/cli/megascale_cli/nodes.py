@@ -13,11 +13,13 @@ from megascale_cli.options import Check, Cluster, Json, NodeName, Reason
 from megascale_cli.output import age, console, local_time, print_json, print_table, short
 from megascale_client import AsyncClient
 
-_Answer = driver_pb2.CordonNodeResponse | driver_pb2.UncordonNodeResponse | driver_pb2.EvictNodeResponse
+_Answer = (
+    driver_pb2.CordonNodeResponse | driver_pb2.UncordonNodeResponse | driver_pb2.EvictNodeResponse
+)
 
 
 def nodes(cluster: Cluster = None, as_json: Json = False) -> None:
-    """List all nodes: may they be given work, are they there, what do they do.
+    """List all nodes: liveness, disposition, assignment, job, devices, and the reason.
 
     Example: [bold]megascale nodes[/bold]
     """
@@ -28,15 +30,33 @@ def nodes(cluster: Cluster = None, as_json: Json = False) -> None:
             for node in listed:
                 print_json(node)
             return
-        columns = ("NAME", "LIVENESS", "DISPOSITION", "ASSIGNMENT", "JOB", "RANKS", "DEVICES", "SWITCH", "BEAT", "WHY")
-        print_table(columns, map(_row, listed), empty="no nodes yet; each node's agent dials the driver by itself")
+        columns = (
+            "NAME",
+            "LIVENESS",
+            "DISPOSITION",
+            "ASSIGNMENT",
+            "JOB",
+            "RANKS",
+            "DEVICES",
+            "SWITCH",
+            "BEAT",
+            "WHY",
+        )
+        print_table(
+            columns,
+            map(_row, listed),
+            empty="no nodes yet; each node's agent connects to the driver when it starts",
+        )
 
     with_client(action, cluster, as_json)
 
 
 def diagnose(
     node: NodeName,
-    check: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this check; may be repeated.")] = None,
+    check: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Run only this check; can be repeated."),
+    ] = None,
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
@@ -60,21 +80,34 @@ def diagnose(
 
 
 def cordon(
-    node: NodeName, reason: Reason, check: Check = False, cluster: Cluster = None, as_json: Json = False
+    node: NodeName,
+    reason: Reason,
+    check: Check = False,
+    cluster: Cluster = None,
+    as_json: Json = False,
 ) -> None:
-    """Keep new work off a node; what runs there goes on.
+    """Keep new work off a node; what runs there continues.
 
     Example: [bold]megascale cordon n2 --reason "new cable on Monday"[/bold]
     """
 
     async def action(client: AsyncClient) -> None:
-        _say_answer(await client.cordon(node, reason=reason, validate_only=check), "cordoned", check, as_json)
+        _print_answer(
+            await client.cordon(node, reason=reason, validate_only=check),
+            "cordoned",
+            check,
+            as_json,
+        )
 
     with_client(action, cluster, as_json)
 
 
 def uncordon(
-    node: NodeName, reason: Reason, check: Check = False, cluster: Cluster = None, as_json: Json = False
+    node: NodeName,
+    reason: Reason,
+    check: Check = False,
+    cluster: Cluster = None,
+    as_json: Json = False,
 ) -> None:
     """Make a cordoned or evicted node schedulable again.
 
@@ -82,25 +115,41 @@ def uncordon(
     """
 
     async def action(client: AsyncClient) -> None:
-        _say_answer(await client.uncordon(node, reason=reason, validate_only=check), "schedulable", check, as_json)
+        _print_answer(
+            await client.uncordon(node, reason=reason, validate_only=check),
+            "schedulable",
+            check,
+            as_json,
+        )
 
     with_client(action, cluster, as_json)
 
 
-def evict(node: NodeName, reason: Reason, check: Check = False, cluster: Cluster = None, as_json: Json = False) -> None:
-    """Quarantine a node: its work moves to a spare, and it gets none until it is put back.
+def evict(
+    node: NodeName,
+    reason: Reason,
+    check: Check = False,
+    cluster: Cluster = None,
+    as_json: Json = False,
+) -> None:
+    """Quarantine a node: its work moves to a spare, and it gets no work until `uncordon`.
 
     Example: [bold]megascale evict n2 --reason "fan broken"[/bold]
     """
 
     async def action(client: AsyncClient) -> None:
-        _say_answer(await client.evict(node, reason=reason, validate_only=check), "quarantined", check, as_json)
+        _print_answer(
+            await client.evict(node, reason=reason, validate_only=check),
+            "quarantined",
+            check,
+            as_json,
+        )
 
     with_client(action, cluster, as_json)
 
 
 def cluster(cluster: Cluster = None, as_json: Json = False) -> None:
-    """Say who leads, since when, and how the cluster stands.
+    """Show the leading driver, since when it leads, and the counts of nodes and jobs.
 
     Example: [bold]megascale cluster --json[/bold]
     """
@@ -110,28 +159,33 @@ def cluster(cluster: Cluster = None, as_json: Json = False) -> None:
         if as_json:
             print_json(info)
             return
+        epoch = f"{info.epoch.cluster_generation}.{info.epoch.create_revision}"
         console.print(
-            f"cluster [bold]{info.cluster}[/bold]: {info.nodes_alive} nodes alive, {info.jobs_running} jobs running\n"
-            f"driver {info.leader} (megascale {info.build}) leads since {local_time(info.leader_since)}, "
-            f"epoch {info.epoch.cluster_generation}.{info.epoch.create_revision}"
+            f"cluster [bold]{info.cluster}[/bold]: {info.nodes_alive} nodes alive, "
+            f"{info.jobs_running} jobs running\n"
+            f"driver {info.leader} (megascale {info.build}) leads since "
+            f"{local_time(info.leader_since)}, epoch {epoch}"
         )
 
     with_client(action, cluster, as_json)
 
 
-def _say_answer(answer: _Answer, wanted: str, check: bool, as_json: bool) -> None:
+def _print_answer(answer: _Answer, wanted: str, check: bool, as_json: bool) -> None:
     if as_json:
         print_json(answer)
         return
     disposition = short(types_pb2.NodeDisposition, answer.node.disposition, "NODE_DISPOSITION_")
-    console.print(f"node [bold]{answer.node.name}[/bold] {f'would be {wanted}' if check else f'is {disposition}'}")
+    outcome = f"would be {wanted}" if check else f"is {disposition}"
+    console.print(f"node [bold]{answer.node.name}[/bold] {outcome}")
     if answer.consequence:
         console.print(answer.consequence, markup=False)
 
 
 def _check_row(result: types_pb2.CheckResult) -> tuple[str, ...]:
     verdict = short(types_pb2.CheckVerdict, result.verdict, "CHECK_VERDICT_")
-    style = {types_pb2.CHECK_VERDICT_PASS: "green", types_pb2.CHECK_VERDICT_FAIL: "bold red"}.get(result.verdict)
+    style = {types_pb2.CHECK_VERDICT_PASS: "green", types_pb2.CHECK_VERDICT_FAIL: "bold red"}.get(
+        result.verdict
+    )
     return (
         result.name,
         escape(result.target) or "-",
@@ -143,7 +197,9 @@ def _check_row(result: types_pb2.CheckResult) -> tuple[str, ...]:
 
 def _row(node: driver_pb2.Node) -> tuple[str, ...]:
     kinds = {short(types_pb2.DeviceKind, device.kind, "DEVICE_KIND_") for device in node.devices}
-    failed = [f"{c.name}: {c.detail}" for c in node.checks if c.verdict == types_pb2.CHECK_VERDICT_FAIL]
+    failed = [
+        f"{c.name}: {c.detail}" for c in node.checks if c.verdict == types_pb2.CHECK_VERDICT_FAIL
+    ]
     return (
         node.name,
         short(types_pb2.NodeLiveness, node.liveness, "NODE_LIVENESS_"),

@@ -1,4 +1,4 @@
-"""Options and arguments that several commands share, so that they read the same everywhere."""
+"""Options and arguments that several commands share, so they are the same everywhere."""
 
 from __future__ import annotations
 
@@ -18,10 +18,20 @@ NODES = "Nodes and cluster"
 
 Cluster = Annotated[
     Path | None,
-    typer.Option("--cluster", help="Run folder of the cluster; default $MEGASCALE_RUN_FOLDER, then ./runs/current."),
+    typer.Option(
+        "--cluster",
+        help="Run folder of the cluster; default $MEGASCALE_RUN_FOLDER, then ./runs/current.",
+    ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="JSON, snake_case proto names: one object per line.")]
-JobName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the job.", autocompletion=job_names)]
-Reason = Annotated[str, typer.Option(help="Why; goes to the audit log.")]
-NodeName = Annotated[str, typer.Argument(metavar="NODE", help="Name of the node.", autocompletion=node_names)]
-Check = Annotated[bool, typer.Option("--check", help="Only say what would happen.")]
+Json = Annotated[
+    bool,
+    typer.Option("--json", help="Print JSON with snake_case proto names, one object per line."),
+]
+JobName = Annotated[
+    str, typer.Argument(metavar="NAME", help="Name of the job.", autocompletion=job_names)
+]
+Reason = Annotated[str, typer.Option(help="The reason, for the audit log.")]
+NodeName = Annotated[
+    str, typer.Argument(metavar="NODE", help="Name of the node.", autocompletion=node_names)
+]
+Check = Annotated[bool, typer.Option("--check", help="Print what would happen; change nothing.")]

@@ -1,4 +1,4 @@
-"""How answers look: JSON lines for programs, tables and short sentences for people."""
+"""Formats answers: JSON lines for programs, tables and short sentences for people."""
 
 from __future__ import annotations
 
@@ -30,17 +30,19 @@ _PHASE_STYLES = {
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """A message in the protobuf JSON mapping with snake_case names; fields at their default are there as well."""
-    return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    """A message in the protobuf JSON mapping, with snake_case names and default values."""
+    return MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
 
 
 def print_json(value: Message | dict[str, Any]) -> None:
-    """One JSON object on one line of stdout."""
+    """Print one JSON object on one line of stdout."""
     print(json.dumps(plain(value) if isinstance(value, Message) else value), flush=True)
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, empty: str) -> None:
-    """A table, or the sentence ``empty`` when it has no rows."""
+    """Print a table, or the sentence ``empty`` when it has no rows."""
     listed = list(rows)
     if not listed:
         console.print(empty)
@@ -48,7 +50,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, empty:
     table = Table(*columns, box=None, pad_edge=False, header_style="bold")
     for row in listed:
         table.add_row(*row)
-    # A pipe has no width: nothing is cut for whoever reads it.
+    # A pipe has no width, so nothing is cut for the program that reads it.
     console.print(table, width=None if console.is_terminal else max(console.width, PIPE_COLUMNS))
 
 
@@ -58,23 +60,25 @@ def short(enum: Any, number: int, prefix: str) -> str:
 
 
 def phase_text(phase: types_pb2.JobPhase.ValueType) -> str:
-    """A job's phase in its colour, as rich markup."""
+    """A job's phase in its colour, in rich markup."""
     name = short(types_pb2.JobPhase, phase, "JOB_PHASE_")
     style = _PHASE_STYLES.get(phase)
     return f"[{style}]{name}[/{style}]" if style else name
 
 
 def local_time(stamp: Timestamp) -> str:
-    """HH:MM:SS.mmm in the local time zone, the day before it when it is not today; "-" where there is none."""
+    """HH:MM:SS.mmm in the local time zone, with the date unless it is today; "-" for no time."""
     if not stamp.seconds:
         return "-"
     moment = datetime.fromtimestamp(stamp.ToMicroseconds() / 1e6, UTC).astimezone()
-    day = "" if moment.date() == datetime.now().astimezone().date() else moment.strftime("%Y-%m-%d ")
+    day = (
+        "" if moment.date() == datetime.now().astimezone().date() else moment.strftime("%Y-%m-%d ")
+    )
     return f"{day}{moment:%H:%M:%S}.{moment.microsecond // 1000:03d}"
 
 
 def age(stamp: Timestamp) -> str:
-    """How long ago, in the largest fitting unit; "-" where there is no time."""
+    """How long ago, in the largest fitting unit; "-" for no time."""
     if not stamp.seconds:
         return "-"
     seconds = max(0.0, datetime.now(UTC).timestamp() - stamp.ToMicroseconds() / 1e6)
@@ -95,7 +99,7 @@ def size_text(size_bytes: int) -> str:
 
 
 def mfu_text(record: types_pb2.StepRecord) -> str:
-    """Both MFUs, causal exactly then full attention; n/a where the device's peak is unknown."""
+    """Both MFUs, exact causal then full attention; n/a where the device's peak is unknown."""
     if not record.HasField("mfu_causal") or not record.HasField("mfu_full"):
         return "n/a"
     return f"{record.mfu_causal:.1%}/{record.mfu_full:.1%}"
@@ -104,25 +108,30 @@ def mfu_text(record: types_pb2.StepRecord) -> str:
 def step_text(record: types_pb2.StepRecord, steps: int) -> str:
     """One step as one line."""
     return (
-        f"step {record.step:>{len(str(steps))}}/{steps}  loss {record.loss:.4f}  norm {record.gradient_norm:.3f}  "
-        f"lr {record.learning_rate:.2e}  {record.tokens_per_s:,.0f} tokens/s  MFU {mfu_text(record)}  "
+        f"step {record.step:>{len(str(steps))}}/{steps}  loss {record.loss:.4f}  "
+        f"norm {record.gradient_norm:.3f}  lr {record.learning_rate:.2e}  "
+        f"{record.tokens_per_s:,.0f} tokens/s  MFU {mfu_text(record)}  "
         f"attempt {record.attempt}{evaluation_text(record)}"
     )
 
 
 def evaluation_text(record: types_pb2.StepRecord) -> str:
-    """The loss on held-out data, where the step was followed by an evaluation."""
-    return f"  held-out loss {record.evaluation_loss:.4f}" if record.HasField("evaluation_loss") else ""
+    """The loss on held-out data, where an evaluation followed the step."""
+    return (
+        f"  held-out loss {record.evaluation_loss:.4f}"
+        if record.HasField("evaluation_loss")
+        else ""
+    )
 
 
 def event_text(event: types_pb2.Event) -> str:
     """One event as one line of rich markup."""
-    message = escape(clipped(event.message))
-    return f"[dim]{local_time(event.time)}[/dim] [bold]{event.reason}[/bold] [dim]{event.subject}[/dim] {message}"
+    when, message = local_time(event.time), escape(clipped(event.message))
+    return f"[dim]{when}[/dim] [bold]{event.reason}[/bold] [dim]{event.subject}[/dim] {message}"
 
 
 def clipped(text: str) -> str:
-    """The text on one line, cut where nobody reads on; --json gives all of it."""
+    """The text on one line of at most MAX_MESSAGE_CHARACTERS; --json has all of it."""
     line = " ".join(text.split())
     return line if len(line) <= MAX_MESSAGE_CHARACTERS else f"{line[: MAX_MESSAGE_CHARACTERS - 1]}…"
 
@@ -136,7 +145,9 @@ def job_lines(job: driver_pb2.Job) -> list[str]:
         f"layout tp {parallelism.tp or 1}, pp {parallelism.pp or 1}, dp {parallelism.dp or 1}",
         f"nodes {', '.join(job.nodes) or 'none'}; spares {', '.join(job.spare_nodes) or 'none'}; "
         f"evicted {', '.join(job.evicted_nodes) or 'none'}",
-        f"newest complete checkpoint: step {job.committed_step}" if job.committed_step else "no checkpoint yet",
+        f"newest complete checkpoint: step {job.committed_step}"
+        if job.committed_step
+        else "no checkpoint yet",
     ]
     if job.restored_step:
         source = short(types_pb2.RestoreSource, job.restore_source, "RESTORE_SOURCE_")

@@ -1,7 +1,8 @@
-"""Commands that installed services add, through the entry-point group ``megascale.commands``.
+"""Commands that installed packages add through the entry-point group ``megascale.commands``.
 
-Nothing is imported before such a command is called: listing them reads package metadata alone, and the CLI itself
-needs no service and no torch. A command that cannot be loaded names what to install.
+Nothing is imported before such a command is called: listing commands reads package metadata only,
+and the CLI itself needs no service and no torch. The error of a command that cannot be loaded gives
+the package to install. How to add one: docs/how-to/add-a-cli-command.md.
 """
 
 from __future__ import annotations
@@ -14,17 +15,20 @@ from typing import Any, NoReturn, cast
 
 import typer
 
-from megascale_cli.exits import USAGE
+from megascale_cli.exits import USAGE, report
 from megascale_cli.options import FIRST_STEPS, HELP_OPTIONS
 
 GROUP = "megascale.commands"
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """Something of ours that an installed service adds; ``extra`` empty: part of the base install.
+class Plugin:
+    """A command or function that an installed package adds.
 
-    ``target`` is its entry point, used where the package runs from its sources and has no metadata.
+    Attributes:
+        summary: its line in ``megascale --help``.
+        target: its entry point, used where the package runs from its sources, without metadata.
+        extra: the extra of megascale that installs what it needs; empty for the base install.
     """
 
     summary: str
@@ -33,49 +37,60 @@ class Known:
 
 
 KNOWN = {
-    "up": Known("Start a whole cluster on this machine: etcd, driver, nodes.", "megascale_driver.commands:app"),
-    "data": Known(
-        "Tokenise your own text and look into tokenised data.", "megascale_executor.data_commands:app", "executor"
+    "up": Plugin(
+        "Start a whole cluster on this machine: etcd, driver, nodes.",
+        "megascale_driver.commands.up:app",
     ),
-    "pipeline": Known("Draw a pipeline schedule and its bubble.", "megascale_executor.pipeline_commands:app"),
+    "data": Plugin(
+        "Tokenise your own text, and inspect tokenised data.",
+        "megascale_trainer.commands.data:app",
+        "executor",
+    ),
+    "pipeline": Plugin(
+        "Draw a pipeline schedule and its bubble.", "megascale_trainer.commands.pipeline:app"
+    ),
 }
-CHECKPOINT = Known(
-    "Check every byte of checkpoints on storage, without a cluster.", "megascale_checkpoint.commands:app", "checkpoint"
+CHECKPOINT = Plugin(
+    "Check every byte of checkpoints on storage, without a cluster.",
+    "megascale_checkpoint.commands:app",
+    "checkpoint",
 )
-# Functions behind commands of our own: what to do with a job file needs the services' formulas.
+# Functions behind the CLI's own commands init and plan, which need the services' formulas.
 FUNCTIONS = {
-    "init": Known("", "megascale_driver.job_template:job_template"),
-    "plan": Known("", "megascale_driver.job_plan:plan_job"),
+    "init": Plugin("", "megascale_driver.commands.init:job_template"),
+    "plan": Plugin("", "megascale_driver.commands.plan:plan_job"),
 }
 
-# The plug-in gets the rest of the command line as it stands, --help included.
+# The added command gets the rest of the command line unparsed, --help included.
 _FORWARD = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
 def add_plugins(app: typer.Typer, checkpoint: typer.Typer) -> None:
-    """Add the known commands and those of other packages to ``app``, and the checkpoint daemon's to ``checkpoint``."""
+    """Add the commands of other packages to ``app``, and verify to ``checkpoint``."""
     found = {entry.name for entry in metadata.entry_points(group=GROUP)}
     for name, known in KNOWN.items():
         _add(app, name, known)
     for name in sorted(found - {*KNOWN, *FUNCTIONS, "checkpoint"}):
-        _add(app, name, Known("Added by an installed package."))
+        _add(app, name, Plugin("Added by an installed package."))
     _add(checkpoint, "verify", CHECKPOINT, plugin="checkpoint")
 
 
 def load_function(name: str) -> Callable[..., Any]:
-    """A function of FUNCTIONS; ends the process, naming what to install, when it cannot be loaded."""
+    """A function of FUNCTIONS. Exits with the package to install when it cannot be loaded."""
     function = _load(name, FUNCTIONS[name])
     assert callable(function)
     return cast(Callable[..., Any], function)
 
 
-def _add(app: typer.Typer, name: str, known: Known, plugin: str = "") -> None:
+def _add(app: typer.Typer, name: str, known: Plugin, plugin: str = "") -> None:
     def forward(context: typer.Context) -> None:
         arguments = list(context.args) if not plugin else [name, *context.args]
         path = context.command_path if not plugin else context.command_path.rsplit(" ", 1)[0]
         run_plugin(plugin or name, known, arguments, path)
 
-    help_text = f"{known.summary} [dim](megascale\\[{known.extra}])[/dim]" if known.extra else known.summary
+    help_text = (
+        f"{known.summary} [dim](megascale\\[{known.extra}])[/dim]" if known.extra else known.summary
+    )
     app.command(
         name,
         help=help_text,
@@ -85,16 +100,22 @@ def _add(app: typer.Typer, name: str, known: Known, plugin: str = "") -> None:
     )(forward)
 
 
-def run_plugin(name: str, known: Known, arguments: list[str], program: str) -> NoReturn:
-    """Load the command ``name`` and run it with ``arguments``; ends the process with its status."""
+def run_plugin(name: str, known: Plugin, arguments: list[str], program: str) -> NoReturn:
+    """Load the command ``name``, run it with ``arguments``, and exit with its status."""
     app = _load(name, known)
     command = typer.main.get_command(app) if isinstance(app, typer.Typer) else app
     command.context_settings.setdefault("help_option_names", HELP_OPTIONS)
-    command(args=arguments, prog_name=program)
+    try:
+        command(args=arguments, prog_name=program)
+    except Exception as error:
+        status = report(error, as_json="--json" in arguments)
+        if status is None:
+            raise
+        raise SystemExit(status) from None
     raise SystemExit(0)
 
 
-def _load(name: str, known: Known) -> Any:
+def _load(name: str, known: Plugin) -> Any:
     entry = next(iter(metadata.entry_points(group=GROUP, name=name)), None)
     if entry is None and known.target:
         entry = metadata.EntryPoint(name, known.target, GROUP)
@@ -106,7 +127,10 @@ def _load(name: str, known: Known) -> Any:
         _absent(name, known, str(error))
 
 
-def _absent(name: str, known: Known, cause: str) -> NoReturn:
+def _absent(name: str, known: Plugin, cause: str) -> NoReturn:
     package = f"megascale[{known.extra}]" if known.extra else "megascale"
-    print(f"error: the command {name!r} cannot be loaded ({cause}): pip install '{package}'", file=sys.stderr)
+    print(
+        f"error: the command {name!r} cannot be loaded ({cause}): pip install '{package}'",
+        file=sys.stderr,
+    )
     raise SystemExit(USAGE)

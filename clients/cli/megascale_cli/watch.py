@@ -1,4 +1,4 @@
-"""A job's run as it happens: on a terminal a progress bar with events above it, else one line for each thing."""
+"""Shows a job while it runs: a progress bar with events above it, or lines for a pipe."""
 
 from __future__ import annotations
 
@@ -7,10 +7,18 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 from megascale.v1 import driver_pb2, types_pb2
 from megascale_cli.exits import FAILED, OK
-from megascale_cli.output import console, evaluation_text, event_text, mfu_text, phase_text, print_json, step_text
+from megascale_cli.output import (
+    console,
+    evaluation_text,
+    event_text,
+    mfu_text,
+    phase_text,
+    print_json,
+    step_text,
+)
 from megascale_client import TERMINAL_PHASES, AsyncClient
 
-# A watch outlives the restart of a driver with room to spare.
+# Far longer than the restart of a driver takes, so a watch survives one.
 WATCH_RETRY_FOR_S = 120.0
 
 
@@ -33,7 +41,10 @@ async def watch_job(client: AsyncClient, name: str, as_json: bool) -> int:
             elif kind == "event":
                 view.event(update.event)
     job = await client.get(name)
-    console.print(f"job [bold]{name}[/bold] {phase_text(job.phase)}: {escape(job.phase_reason)}", soft_wrap=True)
+    console.print(
+        f"job [bold]{name}[/bold] {phase_text(job.phase)}: {escape(job.phase_reason)}",
+        soft_wrap=True,
+    )
     return _status(job)
 
 
@@ -44,7 +55,7 @@ async def _watch_json(client: AsyncClient, name: str) -> int:
 
 
 def _status(job: driver_pb2.Job) -> int:
-    # A watch can end before the job only when the driver stays away, which raises: this is a terminal phase.
+    # The watch has ended, so the job has: without a driver it would have raised an error.
     return OK if job.phase == types_pb2.JOB_PHASE_SUCCEEDED else FAILED
 
 
@@ -65,7 +76,10 @@ class _Lines:
         """Print a change of phase."""
         self._steps = job.spec.trainer.training.steps
         if job.phase != self._phase and job.phase not in TERMINAL_PHASES:
-            self.print(f"job {job.spec.name} {phase_text(job.phase)}: {escape(job.phase_reason)}", one_line=True)
+            self.print(
+                f"job {job.spec.name} {phase_text(job.phase)}: {escape(job.phase_reason)}",
+                one_line=True,
+            )
         self._phase = job.phase
 
     def step(self, record: types_pb2.StepRecord) -> None:
@@ -82,7 +96,7 @@ class _Lines:
 
 
 class _Bar(_Lines):
-    """For terminals: steps move the bar, all else is printed above it."""
+    """For terminals: steps move the bar, everything else is printed above it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +109,7 @@ class _Bar(_Lines):
             console=console,
         )
         self._task: TaskID | None = None
-        self._held_out = ""  # of the newest evaluation, which most steps have none of
+        self._held_out = ""  # loss of the newest evaluation; most steps have none
 
     def __enter__(self) -> _Bar:
         self._progress.start()
@@ -117,7 +131,7 @@ class _Bar(_Lines):
         self._progress.update(self._task, description=description, total=self._steps)
 
     def step(self, record: types_pb2.StepRecord) -> None:
-        """Move the bar; it goes back when steps are repeated after a restart."""
+        """Move the bar; it moves back when steps are repeated after a restart."""
         if self._task is None:
             return
         self._held_out = evaluation_text(record) or self._held_out

@@ -1,6 +1,6 @@
 #!/bin/sh
-# What the driver asks at the start of an attempt: fence earlier attempts, decide what is restored.
-# Try it on a scratch folder: in a job's own folder it would fence the attempt that runs.
+# Open an attempt as the driver does: fence earlier attempts and decide what is restored. Try it on a
+# scratch folder: in a job's own folder it would fence the running attempt.
 . "$(dirname "$0")/../common.sh"
 usage 3 "$#" "NODE JOB SCRATCH_FOLDER [ATTEMPT]"
 call "$(checkpoint "$1")" CheckpointService/OpenAttempt '{

@@ -1,7 +1,8 @@
 #!/bin/sh
-# What a rank's daemon tells the committer when the rank's file is durable; the last rank's report commits the step.
-# Try it on a scratch attempt of one rank that open_attempt.sh has opened, with an empty file
-# attempts/attempt-000001/step-000000005/rank-00000.safetensors (attempt 1, step 5) in its folder: the committer looks.
+# Report to the committer, as a rank's daemon does, that the rank's file is durable; the report of the
+# last rank commits the step. Try it on a scratch attempt of one rank that open_attempt.sh has opened,
+# with an empty file attempts/attempt-000001/step-000000005/rank-00000.safetensors (attempt 1, step 5)
+# in its folder: the committer checks that it exists.
 . "$(dirname "$0")/../common.sh"
 usage 3 "$#" "NODE JOB STEP [ATTEMPT]"
 call "$(checkpoint "$1")" CheckpointService/ReportPrepared '{

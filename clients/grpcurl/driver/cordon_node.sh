@@ -1,5 +1,5 @@
 #!/bin/sh
-# Keep new work off a node; what runs there goes on. With VALIDATE_ONLY=true only say what would happen.
+# Keep new work off a node; what runs there continues. VALIDATE_ONLY=true only shows what would happen.
 . "$(dirname "$0")/../common.sh"
 usage 2 "$#" "NODE REASON"
 call "$(driver)" DriverService/CordonNode '{

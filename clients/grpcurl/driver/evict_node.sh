@@ -1,5 +1,5 @@
 #!/bin/sh
-# Quarantine a node: its job moves to a spare at once. With VALIDATE_ONLY=true only say what would happen.
+# Quarantine a node: its job moves to a spare at once. VALIDATE_ONLY=true only shows what would happen.
 . "$(dirname "$0")/../common.sh"
 usage 2 "$#" "NODE REASON"
 call "$(driver)" DriverService/EvictNode '{

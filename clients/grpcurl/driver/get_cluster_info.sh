@@ -1,4 +1,4 @@
 #!/bin/sh
-# Who leads since when, and how the cluster stands.
+# Show which driver leads, since when, and the state of the cluster in figures.
 . "$(dirname "$0")/../common.sh"
 call "$(driver)" DriverService/GetClusterInfo '{}'

@@ -1,5 +1,6 @@
 #!/bin/sh
-# The end of a rank's log, read on whichever node runs or ran it. With FOLLOW=true go on as it grows.
+# Print the end of a rank's log, read on the node that runs or ran it. FOLLOW=true continues as it
+# grows.
 . "$(dirname "$0")/../common.sh"
 usage 2 "$#" "JOB RANK [LINES [ATTEMPT]]"
 watch "$(driver)" DriverService/TailLogs '{

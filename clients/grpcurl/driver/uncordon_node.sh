@@ -1,5 +1,6 @@
 #!/bin/sh
-# Make a cordoned or quarantined node schedulable again. With VALIDATE_ONLY=true only say what would happen.
+# Make a cordoned or quarantined node schedulable again. VALIDATE_ONLY=true only shows what would
+# happen.
 . "$(dirname "$0")/../common.sh"
 usage 2 "$#" "NODE REASON"
 call "$(driver)" DriverService/UncordonNode '{

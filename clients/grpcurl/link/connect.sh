@@ -1,6 +1,6 @@
 #!/bin/sh
-# Which link protocol does the driver speak? Only agents hold this stream open; a hello of a protocol that nobody speaks
-# is refused with the answer and joins no node.
+# Show which link protocol the driver speaks. Only agents hold this stream open: a hello of an unknown
+# protocol is refused with an error that names the supported range, and no node joins.
 . "$(dirname "$0")/../common.sh"
 STATUS_FAILED_PRECONDITION=73
 status=0

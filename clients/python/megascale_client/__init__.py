@@ -1,4 +1,7 @@
-"""The Python client of megascale: submit, watch and steer training jobs; messages are those of ``megascale.v1``."""
+"""The Python client of megascale: submit, watch and control training jobs.
+
+Messages are those of ``megascale.v1``.
+"""
 
 from megascale_client.client import TERMINAL_PHASES, AsyncClient
 from megascale_client.errors import (

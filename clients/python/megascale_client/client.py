@@ -1,12 +1,13 @@
-"""The asyncio client: one method for each call of DriverService.
+"""The asyncio client: one method per call of DriverService.
 
     async with AsyncClient.from_run_folder("runs/current") as client:
         job = await client.submit(load_job("job.yaml"))
         async for update in client.watch(job.spec.name):
             ...
 
-Answers are the messages of ``megascale.v1``. Lists are asynchronous iterators that fetch page by page. Every method
-raises :class:`megascale_client.errors.MegascaleError` or one of its children, and retries while no driver answers.
+Answers are the messages of ``megascale.v1``. Lists are asynchronous iterators that fetch one page
+at a time. Every method retries while no driver answers, and raises
+:class:`megascale_client.errors.MegascaleError` or a subclass.
 """
 
 from __future__ import annotations
@@ -22,28 +23,43 @@ import grpc
 import grpc.aio
 
 from megascale.v1 import driver_pb2, job_pb2, types_pb2
-from megascale_client.connection import Backoff, Connection
-from megascale_client.errors import ClusterNotFound, InvalidJob, InvalidRequest, NotFound, NotPossible, Unavailable
+from megascale_client.connection import Connection, RetryTimer
+from megascale_client.errors import (
+    ClusterNotFound,
+    InvalidJob,
+    InvalidRequest,
+    NotFound,
+    NotPossible,
+    Unavailable,
+)
 from megascale_client.fetch import FetchedCheckpoint, Progress, fetch
 from megascale_client.run_folder import address_reader, find_run_folder, read_token
 
 DEFAULT_TIMEOUT_S = 10.0
 DEFAULT_RETRY_FOR_S = 30.0
 PAGE_SIZE = 200
-# Self-checks of a node multiply matrices and probe disks; the driver bounds them well below this.
+# Self-checks of a node multiply matrices and test disks; the driver's own limit is far below this.
 DIAGNOSE_TIMEOUT_S = 120.0
 PROFILE_POLL_INTERVAL_S = 0.5
 
 TERMINAL_PHASES = frozenset(
-    {job_phase for job_phase in types_pb2.JobPhase.values() if job_phase >= types_pb2.JOB_PHASE_SUCCEEDED}
+    {
+        job_phase
+        for job_phase in types_pb2.JobPhase.values()
+        if job_phase >= types_pb2.JOB_PHASE_SUCCEEDED
+    }
 )
 
 
 class AsyncClient:
     """A connection to one cluster.
 
-    ``address`` is host:port of any driver of the cluster, or a function that returns it. ``timeout_s`` bounds one
-    call, ``retry_for_s`` how long a call is repeated while no driver answers. ``root_certificate``: PEM file, for TLS.
+    Args:
+        address: host:port of any driver of the cluster, or a function that returns it.
+        token: the cluster token.
+        root_certificate: PEM file; given, the connection uses TLS.
+        timeout_s: limit of one call.
+        retry_for_s: how long a call is repeated while no driver answers.
     """
 
     def __init__(
@@ -58,18 +74,23 @@ class AsyncClient:
         find = address if callable(address) else lambda: address
         self._retry_for_s = retry_for_s
         self._connection = Connection(
-            find, token, root_certificate=root_certificate, timeout_s=timeout_s, retry_for_s=retry_for_s
+            find,
+            token,
+            root_certificate=root_certificate,
+            timeout_s=timeout_s,
+            retry_for_s=retry_for_s,
         )
 
     @classmethod
     def from_run_folder(
         cls, folder: str | Path | None = None, *, retry_for_s: float = DEFAULT_RETRY_FOR_S
     ) -> AsyncClient:
-        """A client of the cluster in a run folder (default: $MEGASCALE_RUN_FOLDER, then ./runs/current).
+        """A client of the cluster in a run folder (default: $MEGASCALE_RUN_FOLDER, then
+        ./runs/current).
 
         Raises:
             ClusterNotFound: no cluster there.
-            NotAllowed: the token is not ours to read.
+            NotAllowed: this user may not read the token.
         """
         found = find_run_folder(Path(folder) if folder is not None else None)
         return cls(address_reader(found), read_token(found), retry_for_s=retry_for_s)
@@ -78,7 +99,10 @@ class AsyncClient:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self.close()
 
@@ -87,10 +111,14 @@ class AsyncClient:
         await self._connection.close()
 
     async def submit(self, spec: job_pb2.JobSpec, *, validate_only: bool = False) -> driver_pb2.Job:
-        """Submit a job; ``validate_only`` only judges it. Raises InvalidJob, AlreadyExists."""
-        request = driver_pb2.SubmitJobRequest(spec=spec, request_id=_request_id(), validate_only=validate_only)
+        """Submit a job; ``validate_only`` only checks it. Raises InvalidJob, AlreadyExists."""
+        request = driver_pb2.SubmitJobRequest(
+            spec=spec, request_id=_request_id(), validate_only=validate_only
+        )
         try:
-            return (await self._connection.unary("SubmitJob", request, driver_pb2.SubmitJobResponse)).job
+            return (
+                await self._connection.unary("SubmitJob", request, driver_pb2.SubmitJobResponse)
+            ).job
         except InvalidRequest as error:
             if not error.problems:
                 raise
@@ -112,58 +140,84 @@ class AsyncClient:
             if not (token := page.next_page_token):
                 return
 
-    async def watch(self, name: str, *, resume_token: str = "") -> AsyncIterator[driver_pb2.WatchJobResponse]:
+    async def watch(
+        self, name: str, *, resume_token: str = ""
+    ) -> AsyncIterator[driver_pb2.WatchJobResponse]:
         """The job's state, step records and events as they happen, until the job has ended.
 
-        Goes on after the last update seen when a driver restarts or another takes over; a new driver begins with all
-        that it knows, and what was seen is passed over. Raises NotFound.
+        Continues after the last update when a driver restarts or another takes over. A new driver
+        sends its updates from the start, and those seen before are skipped. Raises NotFound.
         """
         token = resume_token
         seen = _Seen()
-        backoff = Backoff(self._retry_for_s)
+        retry = RetryTimer(self._retry_for_s)
         while True:
             request = driver_pb2.WatchJobRequest(name=name, resume_token=token)
             try:
-                async for update in self._connection.stream("WatchJob", request, driver_pb2.WatchJobResponse):
+                async for update in self._connection.stream(
+                    "WatchJob", request, driver_pb2.WatchJobResponse
+                ):
                     token = update.resume_token or token
-                    backoff.reset()
+                    retry.reset()
                     if seen.is_new(update):
                         yield update
             except (grpc.aio.AioRpcError, ClusterNotFound) as error:
-                await self._connection.recover(error, backoff)
+                await self._connection.recover(error, retry)
             else:
-                # A driver that stops in order closes its streams without an error: only a job's end is the end.
-                if (await self.get(name)).phase in TERMINAL_PHASES or not await backoff.wait():
+                # A driver that stops in order also closes its streams without an error, so only a
+                # job in a terminal phase ends the watch.
+                if (await self.get(name)).phase in TERMINAL_PHASES or not await retry.wait():
                     return
 
     async def cancel(self, name: str, *, reason: str) -> driver_pb2.Job:
         """Stop a job's workers; its committed checkpoints stay. Raises NotFound, NotPossible."""
         request = driver_pb2.CancelJobRequest(name=name, reason=reason, request_id=_request_id())
-        return (await self._connection.unary("CancelJob", request, driver_pb2.CancelJobResponse)).job
+        return (
+            await self._connection.unary("CancelJob", request, driver_pb2.CancelJobResponse)
+        ).job
 
     async def profile(
-        self, name: str, *, steps: int, first_step: int = 0, ranks: Sequence[int] = (), reason: str = ""
+        self,
+        name: str,
+        *,
+        steps: int,
+        first_step: int = 0,
+        ranks: Sequence[int] = (),
+        reason: str = "",
     ) -> driver_pb2.Profile:
-        """Have ranks of a running job (none given: rank 0) write a trace of ``steps`` steps ahead, the same on all.
+        """Have ranks of a running job write a trace of coming steps, the same steps on all ranks.
 
-        ``first_step`` 0: the nearest that the word reaches all ranks in time for. Returns at once, with the steps and
-        the places of the traces; :meth:`profiled` waits for them. Raises NotFound, NotPossible, InvalidRequest.
+        Returns at once, with the steps and the paths of the traces; :meth:`profiled` waits for
+        them. Raises NotFound, NotPossible, InvalidRequest.
+
+        Args:
+            steps: how many steps.
+            first_step: 0 means the nearest step that the request can reach on all ranks in time.
+            ranks: global ranks; none means rank 0.
+            reason: for the audit log.
         """
         request = driver_pb2.ProfileJobRequest(
-            job=name, first_step=first_step, steps=steps, ranks=ranks, request_id=_request_id(), reason=reason
+            job=name,
+            first_step=first_step,
+            steps=steps,
+            ranks=ranks,
+            request_id=_request_id(),
+            reason=reason,
         )
-        return (await self._connection.unary("ProfileJob", request, driver_pb2.ProfileJobResponse)).profile
+        return (
+            await self._connection.unary("ProfileJob", request, driver_pb2.ProfileJobResponse)
+        ).profile
 
     async def profiled(self, name: str, profile_id: str) -> driver_pb2.Profile:
-        """The profile once no trace of it is awaited any more: each is written, or says why there is none.
+        """Wait until no trace of a profile is pending: each is written, or has the reason why not.
 
-        Raises NotFound; NotPossible when another profile was asked for since.
+        Raises NotFound; NotPossible when another profile was requested since.
         """
         while True:
             profile = (await self.get(name)).profile
             if profile.id != profile_id:
                 raise NotPossible(
-                    f"job {name}: another profile was asked for since; the events tell of this one",
+                    f"job {name}: another profile was requested since; the events show this one",
                     reason="PROFILE_SUPERSEDED",
                 )
             if all(trace.state != types_pb2.TRACE_STATE_PENDING for trace in profile.traces):
@@ -171,7 +225,7 @@ class AsyncClient:
             await asyncio.sleep(PROFILE_POLL_INTERVAL_S)
 
     async def explain(self, name: str) -> driver_pb2.ExplainJobResponse:
-        """Why a job is where it is, in one sentence, with the newest events behind it. Raises NotFound."""
+        """One sentence on why a job is where it is, and the newest events. Raises NotFound."""
         request = driver_pb2.ExplainJobRequest(name=name)
         return await self._connection.unary("ExplainJob", request, driver_pb2.ExplainJobResponse)
 
@@ -186,47 +240,66 @@ class AsyncClient:
             if not (token := page.next_page_token):
                 return
 
-    async def evict(self, node: str, *, reason: str, validate_only: bool = False) -> driver_pb2.EvictNodeResponse:
-        """Quarantine a node: its work moves to a spare. ``validate_only`` only says what would happen.
+    async def evict(
+        self, node: str, *, reason: str, validate_only: bool = False
+    ) -> driver_pb2.EvictNodeResponse:
+        """Quarantine a node: its work moves to a spare.
 
-        Raises NotFound, NotPossible.
+        With ``validate_only`` nothing changes, and the answer has the consequence. Raises NotFound,
+        NotPossible.
         """
         request = driver_pb2.EvictNodeRequest(
             name=node, reason=reason, request_id=_request_id(), validate_only=validate_only
         )
         return await self._connection.unary("EvictNode", request, driver_pb2.EvictNodeResponse)
 
-    async def cordon(self, node: str, *, reason: str, validate_only: bool = False) -> driver_pb2.CordonNodeResponse:
-        """Keep new work off a node; what runs there goes on. Raises NotFound, NotPossible."""
+    async def cordon(
+        self, node: str, *, reason: str, validate_only: bool = False
+    ) -> driver_pb2.CordonNodeResponse:
+        """Keep new work off a node; what runs there continues. Raises NotFound, NotPossible."""
         request = driver_pb2.CordonNodeRequest(
             name=node, reason=reason, request_id=_request_id(), validate_only=validate_only
         )
         return await self._connection.unary("CordonNode", request, driver_pb2.CordonNodeResponse)
 
-    async def uncordon(self, node: str, *, reason: str, validate_only: bool = False) -> driver_pb2.UncordonNodeResponse:
+    async def uncordon(
+        self, node: str, *, reason: str, validate_only: bool = False
+    ) -> driver_pb2.UncordonNodeResponse:
         """Make a cordoned or quarantined node schedulable again. Raises NotFound, NotPossible."""
         request = driver_pb2.UncordonNodeRequest(
             name=node, reason=reason, request_id=_request_id(), validate_only=validate_only
         )
-        return await self._connection.unary("UncordonNode", request, driver_pb2.UncordonNodeResponse)
+        return await self._connection.unary(
+            "UncordonNode", request, driver_pb2.UncordonNodeResponse
+        )
 
-    async def diagnose(self, node: str, *, checks: Sequence[str] = ()) -> list[types_pb2.CheckResult]:
-        """Run the self-checks of an idle or spare node now; ``checks`` empty: all that the node can run.
+    async def diagnose(
+        self, node: str, *, checks: Sequence[str] = ()
+    ) -> list[types_pb2.CheckResult]:
+        """Run self-checks of an idle or spare node now; without ``checks``, all of them.
 
-        A check changes nothing, so that a lost call is repeated. Raises NotFound, NotPossible (ranks run there).
+        Checks change nothing, so a lost call is repeated. Raises NotFound, NotPossible (ranks run
+        on the node).
         """
         request = driver_pb2.RunDiagnosticsRequest(node=node, checks=checks)
         answer = await self._connection.unary(
-            "RunDiagnostics", request, driver_pb2.RunDiagnosticsResponse, timeout_s=DIAGNOSE_TIMEOUT_S
+            "RunDiagnostics",
+            request,
+            driver_pb2.RunDiagnosticsResponse,
+            timeout_s=DIAGNOSE_TIMEOUT_S,
         )
         return list(answer.checks)
 
     async def events(self, subject: str = "") -> AsyncIterator[types_pb2.Event]:
-        """The audit log of ``jobs/NAME`` or ``nodes/NAME``, or of the whole cluster. Raises NotFound."""
+        """The audit log of ``jobs/NAME``, of ``nodes/NAME`` or of the cluster. Raises NotFound."""
         token = ""
         while True:
-            request = driver_pb2.ListEventsRequest(subject=subject, page_size=PAGE_SIZE, page_token=token)
-            page = await self._connection.unary("ListEvents", request, driver_pb2.ListEventsResponse)
+            request = driver_pb2.ListEventsRequest(
+                subject=subject, page_size=PAGE_SIZE, page_token=token
+            )
+            page = await self._connection.unary(
+                "ListEvents", request, driver_pb2.ListEventsResponse
+            )
             for event in page.events:
                 yield event
             if not (token := page.next_page_token):
@@ -237,55 +310,67 @@ class AsyncClient:
     ) -> AsyncIterator[driver_pb2.WatchEventsResponse]:
         """The audit log as it grows, without end; ``subject`` as for :meth:`events`.
 
-        Begins with what follows ``resume_token``, or with what comes once the first event is asked for, and goes on
-        after the last event seen when a driver restarts or another takes over.
+        Starts after ``resume_token``, or without one at the moment the first event is requested.
+        Continues after the last event when a driver restarts or another takes over.
 
         Raises NotFound; InvalidRequest for a token that is too old.
         """
         token = resume_token
-        backoff = Backoff(self._retry_for_s)
+        retry = RetryTimer(self._retry_for_s)
         while True:
             request = driver_pb2.WatchEventsRequest(subject=subject, resume_token=token)
             try:
-                async for update in self._connection.stream("WatchEvents", request, driver_pb2.WatchEventsResponse):
+                async for update in self._connection.stream(
+                    "WatchEvents", request, driver_pb2.WatchEventsResponse
+                ):
                     token = update.resume_token or token
-                    backoff.reset()
+                    retry.reset()
                     if update.HasField("event"):
                         yield update
             except (grpc.aio.AioRpcError, ClusterNotFound) as error:
-                await self._connection.recover(error, backoff)
+                await self._connection.recover(error, retry)
             else:
-                if not await backoff.wait():
+                if not await retry.wait():
                     raise Unavailable(
-                        f"the driver ended the stream of events again and again for {self._retry_for_s:g} s"
+                        "the driver ended the stream of events repeatedly "
+                        f"for {self._retry_for_s:g} s"
                     )
 
     async def logs(
         self, job: str, *, rank: int, attempt: int = 0, lines: int = 100, follow: bool = False
     ) -> AsyncIterator[str]:
-        """Lines of one rank's log, the last ``lines`` first; ``attempt`` 0 is the newest.
+        """The last ``lines`` lines of one rank's log; ``attempt`` 0 is the newest.
 
-        ``follow`` goes on until the attempt ends. A lost connection is retried until the first line has come, and
-        raised afterwards: log lines have no number to resume from. Raises NotFound.
+        With ``follow`` it continues until the attempt ends. A lost connection is retried only until
+        the first line has arrived, because log lines have no number to resume from; later the error
+        is raised. Raises NotFound.
         """
-        request = driver_pb2.TailLogsRequest(job=job, rank=rank, attempt=attempt, lines=lines, follow=follow)
-        backoff = Backoff(self._retry_for_s)
+        request = driver_pb2.TailLogsRequest(
+            job=job, rank=rank, attempt=attempt, lines=lines, follow=follow
+        )
+        retry = RetryTimer(self._retry_for_s)
         begun = False
         while True:
             try:
-                async for answer in self._connection.stream("TailLogs", request, driver_pb2.TailLogsResponse):
+                async for answer in self._connection.stream(
+                    "TailLogs", request, driver_pb2.TailLogsResponse
+                ):
                     begun = True
                     yield answer.line
                 return
             except (grpc.aio.AioRpcError, ClusterNotFound) as error:
-                await self._connection.recover(error, Backoff(0) if begun else backoff)
+                await self._connection.recover(error, RetryTimer(0) if begun else retry)
 
     async def checkpoints(self, job: str) -> AsyncIterator[driver_pb2.Checkpoint]:
         """Complete checkpoints of a job, newest first. Raises NotFound."""
         token = ""
         while True:
-            request = driver_pb2.ListCheckpointsRequest(job=job, page_size=PAGE_SIZE, page_token=token)
-            page = await self._connection.unary("ListCheckpoints", request, driver_pb2.ListCheckpointsResponse)
+            request = driver_pb2.ListCheckpointsRequest(
+                job=job, page_size=PAGE_SIZE, page_token=token
+            )
+            page = await self._connection.unary(
+                "ListCheckpoints", request, driver_pb2.ListCheckpointsResponse
+            )
             for checkpoint in page.checkpoints:
                 yield checkpoint
             if not (token := page.next_page_token):
@@ -294,15 +379,19 @@ class AsyncClient:
     async def fetch_checkpoint(
         self, job: str, step: int | None = None, *, to: str | Path, progress: Progress | None = None
     ) -> FetchedCheckpoint:
-        """Copy a complete checkpoint (the newest, or that of ``step``) from its storage into the new folder ``to``.
+        """Copy a complete checkpoint from its storage into the new folder ``to``.
 
-        Sizes are compared with the manifest, and checksums too where the package xxhash is there: the result says
-        which. ``progress(done_bytes, total_bytes)`` is called from another thread. All or nothing: a fetch that fails
-        or is cancelled leaves no folder.
+        Sizes are compared with the manifest, and checksums too where the package xxhash is
+        installed; the result names which. A fetch that fails or is cancelled leaves no folder.
+
+        Args:
+            step: step of the checkpoint; None means the newest.
+            progress: called as ``progress(done_bytes, total_bytes)`` from another thread.
 
         Raises:
             NotFound: no such job, or it has no complete checkpoint (of that step).
-            NotPossible: the storage cannot be read from here, or ``to`` is taken or cannot be written.
+            NotPossible: the storage cannot be read from here, or ``to`` is taken or cannot be
+                written.
             DamagedCheckpoint: a file is not what was committed.
         """
         steps = []
@@ -312,24 +401,28 @@ class AsyncClient:
             steps.append(checkpoint.step)
         if step is None:
             raise NotFound(f"job {job} has no complete checkpoint yet")
-        there = f"it has those of steps {', '.join(map(str, steps))}" if steps else "it has none yet"
-        raise NotFound(f"job {job} has no complete checkpoint of step {step}: {there}")
+        known = (
+            f"it has those of steps {', '.join(map(str, steps))}" if steps else "it has none yet"
+        )
+        raise NotFound(f"job {job} has no complete checkpoint of step {step}: {known}")
 
     async def cluster_info(self) -> driver_pb2.GetClusterInfoResponse:
-        """Who leads, since when, and how the cluster stands."""
+        """The leading driver, since when it leads, and counts of nodes and jobs."""
         request = driver_pb2.GetClusterInfoRequest()
-        return await self._connection.unary("GetClusterInfo", request, driver_pb2.GetClusterInfoResponse)
+        return await self._connection.unary(
+            "GetClusterInfo", request, driver_pb2.GetClusterInfoResponse
+        )
 
 
 class _Seen:
-    """What a watch has handed out: events by their place in the job's log, steps by attempt and number."""
+    """What a watch has yielded: events by number in the job's log, steps by attempt and step."""
 
     def __init__(self) -> None:
         self._event = 0
         self._step = (0, 0)
 
     def is_new(self, update: driver_pb2.WatchJobResponse) -> bool:
-        """Note an update; False when it was handed out before. The job's state is always new."""
+        """Record an update; False when it was yielded before. The job's state is always new."""
         kind = update.WhichOneof("update")
         if kind == "event":
             new = update.event.seq > self._event
@@ -344,5 +437,5 @@ class _Seen:
 
 
 def _request_id() -> str:
-    # Made once per call, so that every repetition of the call is the same request to the driver.
+    # Made once per call, so the driver recognises every repetition as the same request.
     return str(uuid.uuid4())

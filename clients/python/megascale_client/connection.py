@@ -1,8 +1,9 @@
-"""One logical connection to the leading driver: token, bounded retries, leader hints, new addresses.
+"""One logical connection to the leading driver: token, bounded retries, leader hints, addresses.
 
-Every call of DriverService may be repeated: reads change nothing and mutations carry a request id under which the
-driver gives the same answer again. So UNAVAILABLE is retried until ``retry_for_s`` has passed, each time at the
-address that a standby named, or that the run folder holds by now.
+Every call of DriverService may be repeated: reads change nothing, and a mutation carries a request
+id for which the driver returns the same answer again. So UNAVAILABLE is retried until
+``retry_for_s`` has passed, at the address that a standby named as the leader's, or at the one that
+the run folder holds by then.
 """
 
 from __future__ import annotations
@@ -18,34 +19,41 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from megascale.v1 import driver_pb2_grpc
-from megascale_client.errors import ClusterNotFound, MegascaleError, Unavailable, details_of, from_rpc
+from megascale_client.errors import (
+    ClusterNotFound,
+    MegascaleError,
+    Unavailable,
+    details_of,
+    from_rpc,
+)
 
-BACKOFF_FIRST_S = 0.1
-BACKOFF_LAST_S = 2.0
-# A standby names the leader at once; two that name each other must not make us spin.
+FIRST_WAIT_S = 0.1
+LONGEST_WAIT_S = 2.0
+# A hint is followed without a wait, so two standbys that name each other would make a busy loop.
 MAX_HINTS_IN_A_ROW = 3
 MAX_MESSAGE_BYTES = 4 << 20
 
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # A watch may be silent for long; pings find out that its driver's host is gone.
+    # A watch may be silent for a long time; pings detect that its driver's host is gone.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.initial_reconnect_backoff_ms", 200),
-    # Despite its name, how long one attempt to connect may take.
+    # Despite its name, this limits how long one attempt to connect may take.
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    # Proxies of the environment never stand between a client and its cluster.
+    # A cluster is reached directly, whatever proxies the environment names.
     ("grpc.enable_http_proxy", 0),
 ]
-# CANCELLED comes from a driver that stops and ends its streams; our own cancellation is no status but an exception.
+# CANCELLED comes from a driver that stops and ends its streams. Our own cancellation arrives as an
+# exception and not as a status.
 _RETRIED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 Answer = TypeVar("Answer", bound=Message)
 
 
-class Backoff:
-    """Waits that double from BACKOFF_FIRST_S to BACKOFF_LAST_S, with jitter, until ``retry_for_s`` has passed."""
+class RetryTimer:
+    """Waits between retries, doubling with jitter, until ``retry_for_s`` has passed."""
 
     def __init__(self, retry_for_s: float) -> None:
         self._retry_for_s = retry_for_s
@@ -53,23 +61,23 @@ class Backoff:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew, after a success."""
+        """Start over, after a success."""
         self._until_s: float | None = None
-        self._next_s = BACKOFF_FIRST_S
+        self._next_s = FIRST_WAIT_S
 
     async def wait(self) -> bool:
-        """Wait once; False, without waiting, when the time allowed is over."""
+        """Wait once; returns False, without a wait, when the time allowed has passed."""
         now = asyncio.get_running_loop().time()
         self._until_s = now + self._retry_for_s if self._until_s is None else self._until_s
         if now >= self._until_s:
             return False
         await asyncio.sleep(min(self._next_s * self._random.uniform(0.5, 1.0), self._until_s - now))
-        self._next_s = min(self._next_s * 2, BACKOFF_LAST_S)
+        self._next_s = min(self._next_s * 2, LONGEST_WAIT_S)
         return True
 
 
 class Connection:
-    """Calls of DriverService, at whichever driver leads."""
+    """Calls of DriverService, on whichever driver leads."""
 
     def __init__(
         self,
@@ -92,29 +100,35 @@ class Connection:
     async def unary(
         self, method: str, request: Message, answer: type[Answer], *, timeout_s: float | None = None
     ) -> Answer:
-        """One call with retries; ``answer`` is the type that comes back, ``timeout_s`` bounds a slow call.
+        """One call with retries.
+
+        Args:
+            answer: type of the answer.
+            timeout_s: limit for a call that takes longer than the connection's default.
 
         Raises:
             MegascaleError: see :mod:`megascale_client.errors`.
         """
-        backoff = Backoff(self._retry_for_s)
+        retry = RetryTimer(self._retry_for_s)
         while True:
             try:
                 result = await self._call(method)(
                     request, metadata=self._metadata, timeout=timeout_s or self._timeout_s
                 )
             except (grpc.aio.AioRpcError, ClusterNotFound) as error:
-                await self.recover(error, backoff)
+                await self.recover(error, retry)
                 continue
             self._hints_in_a_row = 0
             assert isinstance(result, answer)
             return result
 
-    async def stream(self, method: str, request: Message, answer: type[Answer]) -> AsyncIterator[Answer]:
-        """One streaming call, without retries (the caller knows where to resume).
+    async def stream(
+        self, method: str, request: Message, answer: type[Answer]
+    ) -> AsyncIterator[Answer]:
+        """One streaming call, without retries: only the caller can resume where it was.
 
         Raises:
-            grpc.aio.AioRpcError, ClusterNotFound: give them to :meth:`recover`.
+            grpc.aio.AioRpcError, ClusterNotFound: to be passed to :meth:`recover`.
         """
         call = self._call(method)(request, metadata=self._metadata)
         try:
@@ -125,25 +139,29 @@ class Connection:
         finally:
             call.cancel()
 
-    async def recover(self, error: grpc.aio.AioRpcError | MegascaleError, backoff: Backoff) -> None:
-        """After a failure: return when the call may be tried again, else raise its error of the tree."""
+    async def recover(
+        self, error: grpc.aio.AioRpcError | MegascaleError, retry: RetryTimer
+    ) -> None:
+        """After a failed call: return when it may be repeated, else raise the matching error."""
         if isinstance(error, MegascaleError):
-            if not await backoff.wait():
+            if not await retry.wait():
                 raise error
             return
         if error.code() not in _RETRIED:
             raise from_rpc(error) from None
+        # A hint is followed at once. Without one, or after too many, the next call goes to the
+        # address of the run folder, after a wait.
         leader = details_of(error).leader
         self._hint = leader if self._hints_in_a_row < MAX_HINTS_IN_A_ROW else ""
         if self._hint:
             self._hints_in_a_row += 1
             return
         self._hints_in_a_row = 0
-        if not await backoff.wait():
+        if not await retry.wait():
             cause = from_rpc(error)
+            tried = ", ".join(self._channels) or "any address"
             raise Unavailable(
-                f"no driver answered within {self._retry_for_s:g} s at {', '.join(self._channels) or 'any address'}: "
-                f"{cause}",
+                f"no driver answered within {self._retry_for_s:g} s at {tried}: {cause}",
                 reason=cause.reason,
             ) from None
 

@@ -1,17 +1,17 @@
-"""Everything that a call can raise, one tree.
+"""All errors that a call can raise, as one tree.
 
     MegascaleError
-    ├── InvalidRequest      an argument is refused; ``problems`` names the fields
-    │   └── InvalidJob      the job is refused; ``problems`` names each field and its remedy
+    ├── InvalidRequest      an argument is refused; ``problems`` lists the fields
+    │   └── InvalidJob      the job is refused; ``problems`` lists fields and remedies
     ├── NotFound            no such job, node, rank or attempt
     ├── AlreadyExists       the name is taken
-    ├── NotPossible         the thing exists but is in no state for this (FAILED_PRECONDITION, ABORTED)
+    ├── NotPossible         it is in no state for this (FAILED_PRECONDITION, ABORTED)
     ├── NotAllowed          no valid token, or not the role for it
     ├── DamagedCheckpoint   a file of a checkpoint is not what was committed
     ├── LimitReached        a bound of the service is reached; later it may work
     ├── Unavailable         no driver answered within the time allowed for retries
-    │   └── ClusterNotFound no cluster where it was looked for
-    └── ServiceFailure      the service failed; the message is what it said
+    │   └── ClusterNotFound no cluster in the run folder
+    └── ServiceFailure      the service failed; the message is the service's
 
 `from_rpc` maps google.rpc.Status (code, ErrorInfo, BadRequest) to this tree, and nothing else does.
 """
@@ -44,7 +44,7 @@ class FieldProblem:
 
 
 class MegascaleError(Exception):
-    """Root of the tree. ``reason`` is the stable UPPER_SNAKE word of ErrorInfo, or empty."""
+    """Root of the tree. ``reason`` is the stable UPPER_SNAKE reason of ErrorInfo, or empty."""
 
     def __init__(self, message: str, *, reason: str = "") -> None:
         super().__init__(message)
@@ -52,20 +52,26 @@ class MegascaleError(Exception):
 
 
 class InvalidRequest(MegascaleError):
-    """An argument is refused; ``problems`` says field by field why, where fields were named."""
+    """An argument is refused; ``problems`` lists the refused fields, if the service sent them."""
 
-    def __init__(self, message: str, *, problems: Iterable[FieldProblem] = (), reason: str = "") -> None:
+    def __init__(
+        self, message: str, *, problems: Iterable[FieldProblem] = (), reason: str = ""
+    ) -> None:
         super().__init__(message, reason=reason)
         self.problems = tuple(problems)
 
 
 class InvalidJob(InvalidRequest):
-    """The job is refused; ``problems`` says field by field why."""
+    """The job is refused; ``problems`` lists the refused fields, each with the reason."""
 
-    def __init__(self, problems: Iterable[FieldProblem], *, source: str = "", reason: str = "") -> None:
+    def __init__(
+        self, problems: Iterable[FieldProblem], *, source: str = "", reason: str = ""
+    ) -> None:
         listed = tuple(problems)
         head = f"{source}: the job is refused" if source else "the job is refused"
-        super().__init__("\n  ".join([f"{head}:", *map(str, listed)]), problems=listed, reason=reason)
+        super().__init__(
+            "\n  ".join([f"{head}:", *map(str, listed)]), problems=listed, reason=reason
+        )
         self.source = source
 
 
@@ -94,11 +100,11 @@ class LimitReached(MegascaleError):
 
 
 class Unavailable(MegascaleError):
-    """No driver answered in time."""
+    """No driver answered within the time allowed for retries."""
 
 
 class ClusterNotFound(Unavailable):
-    """No cluster where it was looked for."""
+    """There is no cluster in the run folder."""
 
 
 class ServiceFailure(MegascaleError):
@@ -122,7 +128,10 @@ _BY_CODE: dict[grpc.StatusCode, type[MegascaleError]] = {
 
 @dataclass(frozen=True, slots=True)
 class RpcDetails:
-    """What a failed call carries beside its code: reason, leader's address (empty: no hint), refused fields."""
+    """What a failed call carries beside its code.
+
+    ``leader`` is the leader's address, empty if there is no hint; ``problems`` are refused fields.
+    """
 
     reason: str = ""
     leader: str = ""
@@ -130,11 +139,11 @@ class RpcDetails:
 
 
 def details_of(error: grpc.aio.AioRpcError) -> RpcDetails:
-    """The google.rpc details of a failed call; empty ones where the server sent none."""
+    """The google.rpc details of a failed call; empty if the server sent none."""
     try:
-        # types-grpcio knows only the synchronous call; an AioRpcError offers the same three methods.
+        # types-grpcio has only the synchronous call; an AioRpcError has the same three methods.
         status = rpc_status.from_call(error)
-    except ValueError:  # a status that contradicts the call's own code: trust the code alone
+    except ValueError:  # the status contradicts the call's code: use the code alone
         status = None
     if status is None:
         return RpcDetails()
@@ -156,3 +165,24 @@ def from_rpc(error: grpc.aio.AioRpcError) -> MegascaleError:
         text = "; ".join(map(str, details.problems))
         return InvalidRequest(text, problems=details.problems, reason=details.reason)
     return _BY_CODE.get(code, ServiceFailure)(message, reason=details.reason)
+
+
+def from_service(error: Exception) -> MegascaleError | None:
+    """The error of this tree for one that a service's own code raised in this process.
+
+    Such an error has a ``reason`` and may have the name of a gRPC code as ``code``; without one, as
+    for a file that cannot be read, it is an InvalidRequest. None for any other exception, which is
+    a defect.
+    """
+    reason, code = getattr(error, "reason", None), getattr(error, "code", None)
+    if isinstance(error, MegascaleError):
+        return error
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return InvalidRequest(f"{where}{error.strerror or error}", reason="FILE")
+    if not isinstance(reason, str):
+        return None
+    if isinstance(code, str):
+        kind = next((k for c, k in _BY_CODE.items() if c.name == code), ServiceFailure)
+        return kind(str(error), reason=reason)
+    return InvalidRequest(str(error), reason=reason)

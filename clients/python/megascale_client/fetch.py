@@ -1,9 +1,10 @@
-"""A complete checkpoint, copied from the storage that holds it into a folder of this machine.
+"""Fetch a complete checkpoint: copy it from its storage into a folder of this machine.
 
-The manifest names every file with its size and its xxh3-128; it carries the checksum of its own canonical form. The
-client stands on the standard library and grpc alone, so checksums are verified where the package ``xxhash`` is
-installed and sizes everywhere; the result says which. The copy has the layout of the original (paths in a manifest are
-relative to its folder) and appears under its name only when it is whole.
+The manifest lists every file with its size and its xxh3-128, and holds the checksum of its own
+canonical form. The client does not depend on ``xxhash``, so checksums are verified where that
+package is installed and sizes everywhere; the result names which. The copy has the layout of the
+original, because paths in a manifest are relative to its folder, and appears under its name only
+when it is complete.
 """
 
 from __future__ import annotations
@@ -35,7 +36,11 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class FetchedCheckpoint:
-    """What was fetched. ``verified``: checksums of all bytes, or only sizes because xxhash is not installed."""
+    """What was fetched.
+
+    Attributes:
+        verified: checksums of all bytes, or only sizes because xxhash is not installed.
+    """
 
     job: str
     step: int
@@ -46,30 +51,40 @@ class FetchedCheckpoint:
 
 
 class _Cancelled(Exception):
-    """The caller waits no longer."""
+    """The caller was cancelled."""
 
 
-async def fetch(checkpoint: driver_pb2.Checkpoint, folder: Path, progress: Progress | None) -> FetchedCheckpoint:
+async def fetch(
+    checkpoint: driver_pb2.Checkpoint, folder: Path, progress: Progress | None
+) -> FetchedCheckpoint:
     """Copy ``checkpoint`` into the new folder ``folder``; see AsyncClient.fetch_checkpoint."""
     cancelled = threading.Event()
-    copying = asyncio.ensure_future(asyncio.to_thread(_fetch, checkpoint, folder, progress, cancelled))
+    copying = asyncio.ensure_future(
+        asyncio.to_thread(_fetch, checkpoint, folder, progress, cancelled)
+    )
     try:
         return await asyncio.shield(copying)
     except asyncio.CancelledError:
+        # The thread cannot be cancelled, only asked to stop; it removes the partial copy first.
         cancelled.set()
         await asyncio.wait([copying])
         if not copying.cancelled():
-            copying.exception()  # looked at: nobody else will
+            copying.exception()  # marks it as retrieved, or asyncio would log a warning
         raise
 
 
 def _fetch(
-    checkpoint: driver_pb2.Checkpoint, folder: Path, progress: Progress | None, cancelled: threading.Event
+    checkpoint: driver_pb2.Checkpoint,
+    folder: Path,
+    progress: Progress | None,
+    cancelled: threading.Event,
 ) -> FetchedCheckpoint:
     source = _folder_of(checkpoint.manifest_uri)
     folder = Path(os.path.abspath(folder.expanduser()))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise NotPossible(f"{folder} is taken: give a folder that does not exist yet, or an empty one")
+        raise NotPossible(
+            f"{folder} is taken: give a folder that does not exist yet, or an empty one"
+        )
     hasher = _hasher()
     data = _read_manifest(source / MANIFEST)
     manifest = _decode(data, source / MANIFEST, hasher)
@@ -78,9 +93,12 @@ def _fetch(
         partial = folder.parent / f".{folder.name}.partial-{uuid.uuid4().hex[:8]}"
         partial.mkdir()
     except OSError as error:
-        raise NotPossible(f"{folder.parent}: {error.strerror}: give a folder that you may write to") from None
+        raise NotPossible(
+            f"{folder.parent}: {error.strerror}: give a folder that you can write to"
+        ) from None
     try:
         _Copy(source, partial, manifest, hasher, progress, cancelled).run()
+        # The manifest comes last, the rename after it: a folder of the final name is complete.
         (partial / MANIFEST).write_bytes(data)
         partial.replace(folder)
     except OSError as error:
@@ -98,7 +116,7 @@ def _fetch(
 
 
 class _Copy:
-    """All files of one manifest."""
+    """Copies all files of one manifest."""
 
     def __init__(
         self,
@@ -119,8 +137,8 @@ class _Copy:
         self._total_bytes = sum(file["size_bytes"] for file in self._files)
 
     def run(self) -> None:
-        """Copy file by file; raises at the first that is not what the manifest says."""
-        self._tell(0)
+        """Copy file by file; raises at the first that differs from the manifest."""
+        self._report(0)
         for file in self._files:
             self._copy(file)
 
@@ -142,23 +160,28 @@ class _Copy:
                 size_bytes += len(chunk)
                 if digest is not None:
                     digest.update(chunk)
-                self._tell(len(chunk))
+                self._report(len(chunk))
         if size_bytes != file["size_bytes"]:
-            raise DamagedCheckpoint(f"{path}: has {size_bytes} bytes where {file['size_bytes']} were written")
+            raise DamagedCheckpoint(
+                f"{path}: has {size_bytes} bytes where {file['size_bytes']} were written"
+            )
         if digest is not None and digest.hexdigest() != file["xxh3"]:
             raise DamagedCheckpoint(f"{path}: fails its checksum")
 
-    def _tell(self, count: int) -> None:
+    def _report(self, count: int) -> None:
         self._done_bytes += count
         if self._progress is not None:
             self._progress(self._done_bytes, self._total_bytes)
 
 
 def _folder_of(manifest_uri: str) -> Path:
-    """The folder of a manifest's address, an absolute path or file:///path."""
+    """The folder of a manifest's URI, an absolute path or file:///path."""
     parts = urlsplit(manifest_uri)
     if parts.scheme not in ("", "file") or parts.netloc not in ("", "localhost"):
-        raise NotPossible(f"{manifest_uri}: only file storage can be fetched from; copy it with the storage's own tool")
+        raise NotPossible(
+            f"{manifest_uri}: only file storage can be fetched from; "
+            "copy it with the storage's own tool"
+        )
     return Path(unquote(parts.path) if parts.scheme else manifest_uri).parent
 
 
@@ -167,29 +190,35 @@ def _read_manifest(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise NotPossible(
-            f"{path}: {error.strerror}: checkpoints are copied from their storage, so fetch on a machine that sees it"
+            f"{path}: {error.strerror}: checkpoints are copied from their storage, "
+            "so fetch on a machine that sees it"
         ) from None
 
 
 def _decode(data: bytes, path: Path, hasher: Any) -> dict[str, Any]:
-    """The manifest's values, its own checksum verified where that can be."""
+    """The manifest's values; its own checksum is verified where ``hasher`` is given."""
     try:
         values = json.loads(data)
         expected = values.pop(_CHECKSUM_KEY)
         version = values["schema_version"]
         files = [(file["path"], file["size_bytes"], file["xxh3"]) for file in values["files"]]
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise DamagedCheckpoint(f"{path}: is no manifest") from None
+        raise DamagedCheckpoint(f"{path}: is not a manifest") from None
     if version != SCHEMA_VERSION:
-        raise NotPossible(f"{path}: has schema version {version}; this client reads {SCHEMA_VERSION}")
+        raise NotPossible(
+            f"{path}: has schema version {version}; this client reads {SCHEMA_VERSION}"
+        )
     if hasher is not None:
         canonical = json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
         if hasher(canonical).hexdigest() != expected:
             raise DamagedCheckpoint(f"{path}: fails its checksum")
+    # A damaged or foreign manifest must not make the copy write outside its folder.
     for name, _, _ in files:
         pure = PurePosixPath(name)
         if pure.is_absolute() or ".." in pure.parts or name == MANIFEST:
-            raise DamagedCheckpoint(f"{path}: names the file {name!r}, which is outside the checkpoint")
+            raise DamagedCheckpoint(
+                f"{path}: names the file {name!r}, which is outside the checkpoint"
+            )
     assert isinstance(values, dict)
     return values
 

@@ -1,4 +1,4 @@
-"""Where a cluster of this machine is found: its run folder, with the driver's address and the cluster token in it."""
+"""Finds a cluster of this machine by its run folder, which holds driver address and token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def find_run_folder(given: Path | None = None) -> Path:
     """The run folder to use: ``given``, else $MEGASCALE_RUN_FOLDER, else ./runs/current.
 
     Raises:
-        ClusterNotFound: there is no such folder; the message names what was tried and the remedy.
+        ClusterNotFound: there is no such folder; the message has what was tried and the remedy.
     """
     from_environment = os.environ.get(RUN_FOLDER_VARIABLE)
     if given is not None:
@@ -29,8 +29,8 @@ def find_run_folder(given: Path | None = None) -> Path:
         folder, origin = DEFAULT_RUN_FOLDER, "the default"
     if not folder.is_dir():
         raise ClusterNotFound(
-            f"no cluster at {folder} ({origin}): start one with `megascale up`, or name the run folder of a running "
-            f"one with --cluster DIR or ${RUN_FOLDER_VARIABLE}"
+            f"no cluster at {folder} ({origin}): start one with `megascale up`, or give the run "
+            f"folder of a running one with --cluster DIR or ${RUN_FOLDER_VARIABLE}"
         )
     return folder
 
@@ -39,24 +39,27 @@ def read_token(folder: Path) -> str:
     """The cluster token of a run folder.
 
     Raises:
-        ClusterNotFound: no token there, so nothing was ever started in this folder.
+        ClusterNotFound: there is no token, so no cluster was ever started in this folder.
         NotAllowed: the token belongs to another user.
     """
     try:
         return (folder / TOKEN_FILE).read_text().strip()
     except FileNotFoundError:
         raise ClusterNotFound(
-            f"{folder} holds no cluster (no file `{TOKEN_FILE}`): start one there with `megascale up --run-folder "
-            f"{folder}`"
+            f"{folder} holds no cluster (no file `{TOKEN_FILE}`): "
+            f"start one there with `megascale up --run-folder {folder}`"
         ) from None
     except PermissionError:
-        raise NotAllowed(f"{folder / TOKEN_FILE} is not yours to read: ask the owner of the cluster") from None
+        raise NotAllowed(
+            f"{folder / TOKEN_FILE} is not yours to read: ask the owner of the cluster"
+        ) from None
 
 
 def address_reader(folder: Path) -> Callable[[], str]:
-    """A function that reads the driver's present address; a restarted driver writes a new one to the same file.
+    """A function that reads the driver's current address, anew on each call.
 
-    It raises ClusterNotFound while there is none.
+    A restarted driver writes a new address to the same file. The function raises ClusterNotFound
+    while there is none.
     """
 
     def read() -> str:
@@ -66,7 +69,8 @@ def address_reader(folder: Path) -> Callable[[], str]:
             address = ""
         if not address:
             raise ClusterNotFound(
-                f"no driver serves {folder} (no address in `{ADDRESS_FILE}`): is `megascale up` running?"
+                f"no driver serves {folder} (no address in `{ADDRESS_FILE}`): "
+                "is `megascale up` running?"
             )
         return address
 

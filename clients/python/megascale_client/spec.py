@@ -1,8 +1,10 @@
 """A job from a file or from plain values: a walk along the descriptor of ``megascale.v1.JobSpec``.
 
-The file is the message, in YAML: the same field names, nested the same way, enum values by their short name
-(``bf16`` for PRECISION_BF16). So a field that the proto gains is known here at once. All problems are found in one
-pass, each with its dotted path; whether the values make sense together is the driver's to judge.
+The file is the message, in YAML: the same field names, nested the same way, enum values by their
+short name (``bf16`` for PRECISION_BF16). So a field that is added to the proto can be set at once.
+All problems are found in one pass, each with its dotted path; whether the values fit together is
+checked by the driver. The services' reader (``megascale_common/job/reading.py``) reports the same
+mistakes in the same words: change both together.
 """
 
 from __future__ import annotations
@@ -30,18 +32,24 @@ _INTEGERS = {
     FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
 }
 _FLOATS = (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT)
+_SHOWN_CHARS = 60
+# YAML 1.1 reads 3e-4 (no point) as text; whoever writes it means the number.
+_EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 
 
 def load_job(path: str | Path) -> job_pb2.JobSpec:
-    """The job in a YAML (or JSON) file; relative paths in it are taken from the file's folder.
+    """The job in a YAML (or JSON) file; relative paths in it start at the file's folder.
 
     Raises:
-        InvalidJob: no such file, not YAML, or fields that are refused; names the file and each dotted path.
+        InvalidJob: no such file, not YAML, or refused fields; names the file and each dotted path.
     """
     file = Path(path)
     try:
         if file.stat().st_size > MAX_FILE_BYTES:
-            raise _refused(file, f"larger than {MAX_FILE_BYTES} bytes, which no job is; give the job's own file")
+            raise _refused(
+                file,
+                f"larger than {MAX_FILE_BYTES} bytes, the limit of a job file; check its path",
+            )
         values = yaml.load(file.read_text(), Loader=_UniqueKeyLoader)
     except OSError as error:
         raise _refused(file, f"cannot be read: {error.strerror}") from None
@@ -72,20 +80,22 @@ def parse_job(values: Any) -> job_pb2.JobSpec:
 
 
 def short_names(enum: EnumDescriptor) -> dict[str, int]:
-    """Values of an enum by short name: PRECISION_BF16 of Precision is ``bf16``; UNSPECIFIED is none of them."""
+    """Values of an enum by short name: PRECISION_BF16 is ``bf16``; UNSPECIFIED is left out."""
     prefix = re.sub(r"(?<!^)(?=[A-Z])", "_", enum.name).upper() + "_"
     return {v.name.removeprefix(prefix).lower(): v.number for v in enum.values if v.number != 0}
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML that refuses a key given twice, where PyYAML would silently take the last."""
+    """YAML that refuses a key given twice, where PyYAML silently takes the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Hashable] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, Hashable) and key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key!r} is given twice", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key!r} is given twice", key_node.start_mark
+                )
             seen.add(key if isinstance(key, Hashable) else repr(key))
         return super().construct_mapping(node, deep)
 
@@ -95,42 +105,58 @@ def _refused(file: Path, problem: str) -> InvalidJob:
 
 
 def _fill(message: Message, values: Any, path: str, problems: list[FieldProblem]) -> None:
-    if not isinstance(values, Mapping):
-        known = ", ".join(message.DESCRIPTOR.fields_by_name)
-        problems.append(FieldProblem(path or "job", f"expected a mapping of {known}; got {_shown(values)}"))
-        return
     fields: Mapping[str, Any] = message.DESCRIPTOR.fields_by_name
+    if not isinstance(values, Mapping):
+        _report(
+            problems, path or "job", f"expected a mapping; got {_shown(values)}", _names(fields)
+        )
+        return
     for key, value in values.items():
         where = f"{path}.{key}" if path else str(key)
         if key not in fields:
-            problems.append(FieldProblem(where, "unknown field", _suggestion(str(key), fields)))
+            _report(problems, where, "unknown field", _suggestion(str(key), fields))
         elif value is not None:  # `labels:` with nothing behind it is a field that is not set
             _set(message, fields[key], value, where, problems)
 
 
-def _set(message: Message, field: FieldDescriptor, value: Any, where: str, problems: list[FieldProblem]) -> None:
+def _set(
+    message: Message, field: FieldDescriptor, value: Any, where: str, problems: list[FieldProblem]
+) -> None:
+    target = getattr(message, field.name)
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
-        if not isinstance(value, Mapping):
-            problems.append(FieldProblem(where, f"expected a mapping of names to words; got {_shown(value)}"))
-            return
-        target = getattr(message, field.name)
-        for key, item in value.items():
-            target[str(key)] = str(item)
-    elif hasattr(getattr(message, field.name), "extend"):  # descriptors name repetition differently by release
+        _set_map(target, field.message_type.fields_by_name["value"], value, where, problems)
+    elif hasattr(target, "extend"):  # releases of protobuf differ in how a descriptor shows it
         if not isinstance(value, list | tuple):
-            problems.append(FieldProblem(where, f"expected a list; got {_shown(value)}"))
+            problem = f"expected a list; got {_shown(value)}"
+            _report(problems, where, problem, "write it as [a, b]")
             return
         for index, item in enumerate(value):
-            _add(getattr(message, field.name), field, item, f"{where}[{index}]", problems)
+            _append(target, field, item, f"{where}[{index}]", problems)
     elif field.message_type is not None:
-        child = getattr(message, field.name)
-        child.SetInParent()
-        _fill(child, value, where, problems)
+        target.SetInParent()
+        _fill(target, value, where, problems)
     elif (scalar := _scalar(field, value, where, problems)) is not None:
         setattr(message, field.name, scalar)
 
 
-def _add(items: Any, field: FieldDescriptor, value: Any, where: str, problems: list[FieldProblem]) -> None:
+def _set_map(
+    target: Any, field: FieldDescriptor, values: Any, where: str, problems: list[FieldProblem]
+) -> None:
+    """Set the entries of a map, whose values are those of ``field``; any value is text for text."""
+    if not isinstance(values, Mapping):
+        problem = f"expected a mapping; got {_shown(values)}"
+        _report(problems, where, problem, "write it as {a: b}")
+        return
+    for key, item in values.items():
+        if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
+            target[str(key)] = str(item)
+        elif (scalar := _scalar(field, item, f"{where}.{key}", problems)) is not None:
+            target[str(key)] = scalar
+
+
+def _append(
+    items: Any, field: FieldDescriptor, value: Any, where: str, problems: list[FieldProblem]
+) -> None:
     if field.message_type is not None:
         _fill(items.add(), value, where, problems)
     elif (scalar := _scalar(field, value, where, problems)) is not None:
@@ -138,41 +164,52 @@ def _add(items: Any, field: FieldDescriptor, value: Any, where: str, problems: l
 
 
 def _scalar(field: FieldDescriptor, value: Any, where: str, problems: list[FieldProblem]) -> Any:
-    """The value as the field takes it, or None with a problem noted."""
+    """The value as the field takes it, or None after its problem was added to ``problems``."""
     if field.enum_type is not None:
         names = short_names(field.enum_type)
         if isinstance(value, str) and value in names:
             return names[value]
         problem = f"{_shown(value)} is not one of {', '.join(names)}"
-        problems.append(FieldProblem(where, problem, _suggestion(str(value).lower().rsplit("_", 1)[-1], names)))
-        return None
-    if field.cpp_type in _INTEGERS:
-        low, high = _INTEGERS[field.cpp_type]
-        number = int(value) if isinstance(value, float) and value.is_integer() else value
-        if isinstance(number, int) and not isinstance(number, bool) and low <= number <= high:
-            return number
-        problems.append(FieldProblem(where, f"expected a whole number from {low} to {high}; got {_shown(value)}"))
+        _report(problems, where, problem, _suggestion(_short(value), names))
+    elif field.cpp_type in _INTEGERS:
+        return _integer(_INTEGERS[field.cpp_type], value, where, problems)
     elif field.cpp_type in _FLOATS:
         number = _float(value)
         if number is not None and math.isfinite(number):
             return number
-        problems.append(FieldProblem(where, f"expected a finite number; got {_shown(value)}"))
+        if number is None:
+            problem = f"expected a number; got {_shown(value)}"
+            _report(problems, where, problem, "write it as 0.5 or 3e-4")
+        else:
+            _report(problems, where, f"{number} is not finite", "give a number")
     elif field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
         if isinstance(value, bool):
             return value
-        problems.append(FieldProblem(where, f"expected true or false; got {_shown(value)}"))
+        problem = f"expected true or false; got {_shown(value)}"
+        _report(problems, where, problem, "write it without quotes")
     else:
         if isinstance(value, str):
             return value
-        problems.append(FieldProblem(where, f"expected text; got {_shown(value)}", "put it in quotes"))
+        _report(problems, where, f"expected text; got {_shown(value)}", "put it in quotes")
+    return None
+
+
+def _integer(
+    bounds: tuple[int, int], value: Any, where: str, problems: list[FieldProblem]
+) -> int | None:
+    low, high = bounds
+    number = int(value) if isinstance(value, float) and value.is_integer() else value
+    if isinstance(number, bool) or not isinstance(number, int):
+        _report(problems, where, f"expected a whole number; got {_shown(value)}", "write it as 4")
+    elif low <= number <= high:
+        return number
+    else:
+        _report(problems, where, f"{_shown(number)} is out of range", f"give {low} to {high}")
     return None
 
 
 def _float(value: Any) -> float | None:
-    if isinstance(value, bool):
-        return None
-    # YAML 1.1 reads 3e-4 (no point) as text; everybody who writes it means the number.
-    if isinstance(value, str) and not re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
+    if isinstance(value, bool) or (isinstance(value, str) and not _EXPONENT.fullmatch(value)):
         return None
     try:
         return float(value)
@@ -180,19 +217,32 @@ def _float(value: Any) -> float | None:
         return None
 
 
+def _report(problems: list[FieldProblem], where: str, problem: str, remedy: str) -> None:
+    problems.append(FieldProblem(where, problem, remedy))
+
+
 def _suggestion(word: str, known: Iterable[str]) -> str:
     names = list(known)
     close = difflib.get_close_matches(word, names, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(names)}"
+    return f"did you mean {close[0]!r}?" if close else _names(names)
+
+
+def _short(value: Any) -> str:
+    """The short name that was meant by an enum value such as PRECISION_BF16."""
+    return str(value).lower().rsplit("_", 1)[-1]
+
+
+def _names(known: Iterable[str]) -> str:
+    return f"known here: {', '.join(known)}"
 
 
 def _shown(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
 
 
 def _anchor_paths(spec: job_pb2.JobSpec, folder: Path) -> None:
-    """Make the job's paths absolute: driver and nodes run in other folders than the one who wrote the file."""
+    """Make the job's paths absolute, as the driver and the nodes run in other folders."""
     for source in (*spec.trainer.data.sources, *spec.trainer.evaluation.sources):
         source.prefix = _anchored(source.prefix, folder)
     if spec.trainer.data.HasField("tokenizer"):

@@ -1,8 +1,9 @@
-"""tanh-GeLU and SwiGLU in Triton, with the bias before them, on columns of wider matrices.
+"""tanh-GELU and SwiGLU in Triton, with the bias before them, on columns of wider matrices.
 
-The parallel block's core reads its columns of the merged GEMM's result and writes its columns of the next GEMM's input
-through :func:`write_activation` and :func:`write_gradients`; :func:`activate` is the operator by itself. Bias gradients
-are partial sums over fixed runs of rows, added up in order: no atomics, so they repeat bit for bit.
+:mod:`megascale_kernels.fused.block_inner` reads its columns of the merged GEMM's result and writes
+its columns of the next GEMM's input through :func:`write_activation` and :func:`write_gradients`;
+:func:`activate` is the operator by itself. Bias gradients are partial sums over fixed runs of rows,
+added up in order: no atomics, so they repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -17,21 +18,26 @@ from megascale_kernels.activation import Activation
 from megascale_kernels.fused.partial_sums import add_partial_sums
 from megascale_kernels.parameter import Parameter
 
-_ROWS = 8
-_COLUMNS = 256
-# Of the backward: narrow tiles, since a thread holds the bias gradient's sums of its columns from tile to tile.
+_ROWS, _COLUMNS = 8, 256  # a tile of the forward
+# Of the backward: narrow tiles, since a thread holds the bias gradient's sums of its columns from
+# tile to tile.
 _TILE_ROWS, _TILE_COLUMNS = 16, 64
 _STEPS = 8  # tiles one below the other that a program sums the bias gradient over
 
 
 def activate(x: torch.Tensor, bias: Parameter | None, activation: Activation) -> torch.Tensor:
-    """Fused :func:`megascale_kernels.activation.activate`, of float32 or bf16; keeps ``x`` alone for backward."""
+    """Fused :func:`megascale_kernels.activation.activate`, of float32 or bf16.
+
+    It keeps ``x`` alone for backward, where the plain one also keeps silu(gate).
+    """
     value, main_grad = (None, None) if bias is None else (bias.value, bias.main_grad)
     y: torch.Tensor = _Activate.apply(x, value, main_grad, activation)  # type: ignore[no-untyped-call]
     return y
 
 
 class _Activate(torch.autograd.Function):
+    """x to its activation; the bias's gradient goes to ``bias_grad``, not through autograd."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -54,7 +60,9 @@ class _Activate(torch.autograd.Function):
         return d_x, None, None, None
 
 
-def write_activation(y: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> None:
+def write_activation(
+    y: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation
+) -> None:
     """Write the activation of ``x`` + ``bias`` into ``y``.
 
     Args:
@@ -66,18 +74,10 @@ def write_activation(y: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None
     rows, width = y_rows.shape
     columns = min(_COLUMNS, triton.next_power_of_2(width))
     across = triton.cdiv(width, columns)
+    # One dimension of programs: the second of a CUDA grid ends at 65535.
     _forward_kernel[(triton.cdiv(rows, _ROWS) * across,)](
-        x_rows,
-        bias,
-        y_rows,
-        rows,
-        width,
-        across,
-        x_rows.stride(0),
-        y_rows.stride(0),
-        activation == "swiglu",
-        _ROWS,
-        columns,
+        *(x_rows, bias, y_rows, rows, width, across, x_rows.stride(0), y_rows.stride(0)),
+        *(activation == "swiglu", _ROWS, columns),
     )
 
 
@@ -89,9 +89,13 @@ def write_gradients(
     bias: torch.Tensor | None,
     activation: Activation,
 ) -> None:
-    """Write the gradient of ``x`` into ``d_x`` and add that of the bias to ``bias_grad`` (float32, None: no bias).
+    """Write the gradient of ``x`` into ``d_x`` and add that of the bias to ``bias_grad``.
 
-    Shapes and strides are those of :func:`write_activation`; ``d_x`` is like ``x``, ``d_y`` like ``y``.
+    Shapes and strides are those of :func:`write_activation`.
+
+    Args:
+        d_x, d_y: like ``x`` and ``y`` there.
+        bias_grad: float32, as wide as ``x``; None: no bias.
     """
     x_rows, d_x_rows, d_y_rows = _rows(x), _rows(d_x), _rows(d_y)
     rows, width = d_y_rows.shape
@@ -101,43 +105,39 @@ def write_gradients(
     if bias_grad is not None:
         partial = torch.empty(down, x_rows.shape[1], dtype=torch.float32, device=x.device)
     _backward_kernel[(down * across,)](
-        d_y_rows,
-        x_rows,
-        bias,
-        d_x_rows,
-        partial,
-        rows,
-        width,
-        across,
-        d_y_rows.stride(0),
-        x_rows.stride(0),
-        d_x_rows.stride(0),
-        x_rows.shape[1],
-        activation == "swiglu",
-        _TILE_ROWS,
-        columns,
-        _STEPS,
+        *(d_y_rows, x_rows, bias, d_x_rows, partial, rows, width, across),
+        *(d_y_rows.stride(0), x_rows.stride(0), d_x_rows.stride(0), x_rows.shape[1]),
+        *(activation == "swiglu", _TILE_ROWS, columns, _STEPS),
     )
     if bias_grad is not None and partial is not None:
         add_partial_sums(bias_grad, partial)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """[..., width] as [rows, width] without a copy: columns of a contiguous matrix keep its row stride."""
+    """[..., width] as [rows, width] without a copy; columns of a matrix keep its row stride."""
     rows = x.flatten(0, -2) if x.dim() > 2 else x
-    assert rows.stride(-1) == 1 and rows.data_ptr() == x.data_ptr(), "columns of a contiguous matrix are wanted"
+    # flatten copies what it cannot view, and a kernel would write into the copy.
+    assert rows.stride(-1) == 1 and rows.data_ptr() == x.data_ptr(), (
+        "not columns of a contiguous matrix"
+    )
     return rows
 
 
 @triton.jit
 def _gelu_gate(x: tl.tensor) -> tl.tensor:
-    """0.5 (1 + tanh(u)) = sigmoid(2 u) = 1 / (1 + 2^(-2 u log2(e))), with u = sqrt(2/pi) (x + 0.044715 x^3)."""
+    """0.5 (1 + tanh(u)) with u = sqrt(2/pi) (x + 0.044715 x^3), of which GELU is x times.
+
+    It is sigmoid(2 u) = 1 / (1 + 2^(-2 u log2(e))): one exponential instead of a tanh.
+    """
     return 1.0 / (1.0 + tl.exp2(x * (-2.3022081985 - 0.1029432396 * (x * x))))
 
 
 @triton.jit
 def _sigmoid(x: tl.tensor) -> tl.tensor:
-    """1 / (1 + 2^(-x log2(e))): fewer instructions than tl.sigmoid, which these kernels are near to waiting for."""
+    """1 / (1 + 2^(-x log2(e))): fewer instructions than tl.sigmoid.
+
+    They count: these kernels are close to being limited by arithmetic instead of memory.
+    """
     return 1.0 / (1.0 + tl.exp2(-1.4426950409 * x))
 
 
@@ -155,7 +155,7 @@ def _forward_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """One tile [ROWS, COLUMNS] of ``y``; with GATED the columns ``width`` further right in ``x`` are up."""
+    """One tile [ROWS, COLUMNS] of ``y``; GATED: up is ``width`` columns right of gate in ``x``."""
     program = tl.program_id(0)
     row = (program // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = (program % across) * COLUMNS + tl.arange(0, COLUMNS)
@@ -167,11 +167,15 @@ def _forward_kernel(
     if GATED:
         up = tl.load(source + width, mask=inside, other=0.0).to(tl.float32)
         if bias is not None:
-            up += tl.load(bias + width + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(bias + width + column, mask=column < width, other=0.0).to(tl.float32)[
+                None, :
+            ]
         result = value * _sigmoid(value) * up
     else:
         result = value * _gelu_gate(value)
-    tl.store(y + row[:, None] * y_stride + column[None, :], result.to(y.dtype.element_ty), mask=inside)
+    tl.store(
+        y + row[:, None] * y_stride + column[None, :], result.to(y.dtype.element_ty), mask=inside
+    )
 
 
 @triton.jit
@@ -193,12 +197,12 @@ def _backward_kernel(
     COLUMNS: tl.constexpr,
     STEPS: tl.constexpr,
 ) -> None:
-    """STEPS tiles one below the other; ``partial`` (None: no bias) gets the sum of their gradients down the rows."""
+    """STEPS tiles, one below the other; ``partial`` (None: no bias) gets sums over their rows."""
     program = tl.program_id(0)
     below = (program // across).to(tl.int64)
     column = (program % across) * COLUMNS + tl.arange(0, COLUMNS)
     real = column < width
-    # Added up over the rows at the end alone: threads would meet at every step.
+    # Added up over the rows at the end alone: threads would synchronise at every step.
     bias_sum = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     up_sum = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for step in range(STEPS):
@@ -206,7 +210,9 @@ def _backward_kernel(
         inside = (row[:, None] < rows) & real[None, :]
         source = x + row[:, None] * x_stride + column[None, :]
         target = d_x + row[:, None] * d_x_stride + column[None, :]
-        gradient = tl.load(d_y + row[:, None] * d_y_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        gradient = tl.load(
+            d_y + row[:, None] * d_y_stride + column[None, :], mask=inside, other=0.0
+        ).to(tl.float32)
         value = tl.load(source, mask=inside, other=0.0).to(tl.float32)
         if bias is not None:
             value += tl.load(bias + column, mask=real, other=0.0).to(tl.float32)[None, :]
@@ -214,12 +220,14 @@ def _backward_kernel(
             up = tl.load(source + width, mask=inside, other=0.0).to(tl.float32)
             if bias is not None:
                 up += tl.load(bias + width + column, mask=real, other=0.0).to(tl.float32)[None, :]
+            # silu(g) is g * share, and its derivative share * (1 + g * (1 - share)).
             share = _sigmoid(value)
             d_up = gradient * value * share
             result = gradient * up * share * (1.0 + value * (1.0 - share))
             tl.store(target + width, d_up.to(d_x.dtype.element_ty), mask=inside)
             up_sum += d_up
         else:
+            # slope is d(2 u)/dx: sigmoid(2 u) has the derivative share * (1 - share) * slope.
             share = _gelu_gate(value)
             slope = 1.5957691216057308 + 0.2140644488 * (value * value)
             result = gradient * share * (1.0 + value * (1.0 - share) * slope)
@@ -228,4 +236,6 @@ def _backward_kernel(
     if partial is not None:
         tl.store(partial + below * partial_stride + column, tl.sum(bias_sum, axis=0), mask=real)
         if GATED:
-            tl.store(partial + below * partial_stride + width + column, tl.sum(up_sum, axis=0), mask=real)
+            tl.store(
+                partial + below * partial_stride + width + column, tl.sum(up_sum, axis=0), mask=real
+            )

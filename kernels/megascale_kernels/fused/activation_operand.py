@@ -1,8 +1,9 @@
-"""tanh-GeLU and SwiGLU whose result leaves the kernel in FP8, beside what attention found where a block has both.
+"""tanh-GELU and SwiGLU whose result leaves the kernel in FP8, beside the attention's result.
 
-A program makes a whole row of the output projection's input, so it knows the row's largest magnitude before it writes:
-``rows`` writes FP8 with one scale for each row; ``amax`` writes bf16 and finds the tensor's amax for a second pass.
-Backward is that of :mod:`megascale_kernels.fused.activation`, from the input alone.
+A program makes a whole row of the output projection's input, so it has the row's largest magnitude
+before it writes. :func:`activation_operand` writes FP8 with one scale for each row;
+:func:`activation_with_amax` writes bf16 and finds the tensor's amax for a second pass. Backward is
+that of :mod:`megascale_kernels.fused.activation`, from the input alone.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def activation_operand(
     Args:
         x: [rows, width], for swiglu [rows, 2 width], float32 or bf16; rows of a matrix.
         bias: of the last dimension of ``x``, or None.
-        beside: [rows, others], rows of a matrix: attention's result, which comes first in a row; None: nothing.
+        beside: [rows, others], rows of a matrix: attention's result, which comes first in a row;
+            None: nothing.
 
     Returns:
         [rows, others + width].
@@ -45,9 +47,12 @@ def activation_operand(
 
 
 def activation_with_amax(
-    x: torch.Tensor, bias: torch.Tensor | None, activation: Activation, beside: torch.Tensor | None = None
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: Activation,
+    beside: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in the dtype of ``x``, and its amax, float32 [1]."""
+    """:func:`activation_operand`'s values in the dtype of ``x``, and their amax, float32 [1]."""
     result, found = _make(x, bias, activation, beside, x.dtype, power_of_two=False)
     return result, largest_of(found)
 
@@ -67,17 +72,19 @@ def _make(
     result = x.new_empty((rows, others + width), dtype=dtype)
     found = torch.empty(rows, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(width)
+    strides = x.stride(0), 0 if beside is None else beside.stride(0)
     _activation_kernel[(rows,)](
-        *(x, bias, beside, result, found, width, others),
-        *(x.stride(0), 0 if beside is None else beside.stride(0), LARGEST.get(dtype, 1.0), SMALLEST_AMAX),
-        *(power_of_two, dtype in LARGEST, activation == "swiglu", block, triton.next_power_of_2(max(others, 1))),
+        *(x, bias, beside, result, found, width, others, *strides),
+        *(LARGEST.get(dtype, 1.0), SMALLEST_AMAX, power_of_two, dtype in LARGEST),
+        *(activation == "swiglu", block, triton.next_power_of_2(max(others, 1))),
         num_warps=_warps(block),
     )
     return result, found
 
 
 def _warps(block: int) -> int:
-    return 32 if block > 8192 else max(4, block // 1024)  # few rows of a wide matrix are at work at once
+    # A program holds a whole row: few rows of a wide matrix run at once, so each has many warps.
+    return 32 if block > 8192 else max(4, block // 1024)
 
 
 @triton.jit
@@ -99,7 +106,7 @@ def _activation_kernel(
     BLOCK: tl.constexpr,
     OTHERS: tl.constexpr,
 ) -> None:
-    """One row; ``found`` gets its scale (BY_ROW), or its amax."""
+    """One row: ``beside``, then the activation; ``found`` gets its scale (BY_ROW), or its amax."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -114,16 +121,19 @@ def _activation_kernel(
         value = value * _sigmoid(value) * up
     else:
         value = value * _gelu_gate(value)
-    if not BY_ROW:  # the amax of what is written
+    if not BY_ROW:  # the amax is of what is written, rounded
         value = value.to(result.dtype.element_ty).to(tl.float32)
     largest = tl.max(magnitude(value), axis=0)
     target = result + row * (others + width)
     if beside is not None:
         left = tl.arange(0, OTHERS)
-        first = tl.load(beside + row * beside_stride + left, mask=left < others, other=0.0).to(tl.float32)
+        first = tl.load(beside + row * beside_stride + left, mask=left < others, other=0.0).to(
+            tl.float32
+        )
+        # One scale for the whole row: the attention's part counts as well.
         largest = tl.maximum(largest, tl.max(magnitude(first), axis=0))
-    amax = largest.to(tl.float32, bitcast=True)
-    if BY_ROW:
+    amax = largest.to(tl.float32, bitcast=True)  # magnitudes were compared as integers
+    if BY_ROW:  # the row is still in registers: scaled and cast without a second read
         factor = scale_from(amax, LARGEST, SMALLEST, POWER_OF_TWO)
         tl.store(found + row, factor)
         inverse = tl.div_rn(1.0, factor)

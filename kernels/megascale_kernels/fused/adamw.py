@@ -1,4 +1,7 @@
-"""The AdamW update of a run of parameters in one pass: 16 bytes read and 14 written per parameter of a bf16 model."""
+"""The AdamW update of a run of parameters in one pass over memory.
+
+Per parameter of a bf16 model 16 bytes are read (master, moments, gradient) and 14 written.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import triton.language as tl
 
 from megascale_kernels.adamw import AdamWUpdate
 
-_BLOCK = 1024  # 8 elements per thread of 4 warps: two wide loads of each float32 operand
+_BLOCK = 1024  # 8 elements per thread of 4 warps: two 16-byte loads of each float32 operand
 _WARPS = 4
 
 
@@ -20,28 +23,19 @@ def adamw(
     apply: torch.Tensor,
     update: AdamWUpdate,
 ) -> None:
-    """:func:`megascale_kernels.adamw.adamw`; ``gradient`` stays as it is. Every element is computed alone, in float32.
+    """Fused :func:`megascale_kernels.adamw.adamw`; ``gradient`` stays as it is.
 
-    Against the same formula in float64 an update of a parameter is off by a few float32 roundings of the parameter and
-    of the step taken.
+    Every element is computed by itself, in float32. Against the same formula in float64 an update
+    is off by a few float32 roundings of the parameter and of its change.
     """
     size = gradient.numel()
     correction1, correction2 = update.corrections
+    # Numbers that change from step to step are floats: Triton would compile anew for an integer
+    # that becomes 1 or a multiple of 16.
     _kernel[(triton.cdiv(size, _BLOCK),)](
-        states,
-        gradient,
-        parameters,
-        scale,
-        apply,
-        states.stride(0),
-        size,
-        update.learning_rate,
-        1.0 - update.beta1,
-        1.0 - update.beta2,
-        1.0 / correction1,
-        1.0 / correction2,
-        update.epsilon,
-        update.weight_decay,
+        *(states, gradient, parameters, scale, apply, states.stride(0), size),
+        *(update.learning_rate, 1.0 - update.beta1, 1.0 - update.beta2),
+        *(1.0 / correction1, 1.0 / correction2, update.epsilon, update.weight_decay),
         BLOCK=_BLOCK,
         num_warps=_WARPS,
     )
@@ -65,8 +59,10 @@ def _kernel(
     weight_decay: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
+    """One block; rows of ``states`` are ``stride`` apart: master, first and second moment."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    # A skipped step has no elements: it reads and writes nothing, and nothing non-finite can get through.
+    # A skipped step has no elements: it reads and writes nothing, so that nothing non-finite gets
+    # through and no bit changes.
     inside = index < tl.where(tl.load(apply) != 0, size, 0)
     masters = states + index
     means = masters + stride
@@ -77,6 +73,7 @@ def _kernel(
     square = tl.load(squares, mask=inside, other=0.0)
     mean += (grad - mean) * weight1
     square += (grad * grad - square) * weight2
+    # Correctly rounded: Triton's own / and sqrt of float32 are approximations on a GPU.
     change = tl.div_rn(mean * factor1, tl.sqrt_rn(square * factor2) + epsilon)
     master -= learning_rate * (change + weight_decay * master)
     tl.store(means, mean, mask=inside)

@@ -1,8 +1,8 @@
 """Vocabulary-parallel cross entropy in two kernels, each of which passes once over the logits.
 
-Forward reads a row and keeps its maximum and sum of exponentials as it goes (Milakov and Gimelshein, arXiv
-1805.02867); backward reads the logits and writes their gradient in the same place. No tensor but the logits themselves
-has their size. No atomics: the result is repeatable.
+Forward reads a row and keeps its maximum and sum of exponentials as it goes (Milakov and
+Gimelshein, arXiv 1805.02867); backward reads the logits and writes their gradient in the same
+place. No tensor but the logits themselves has their size. No atomics: the result is repeatable.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import triton.language as tl
 
 from megascale_kernels.cross_entropy import Reduce, joined
 
-_BLOCK = 2048  # columns at a time: 16 per thread of 4 warps, two wide loads of bf16
+_BLOCK = 2048  # columns at a time: 16 per thread of 4 warps, two 16-byte loads of bf16
 _WARPS = 4
-_LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x - m) as 2^(x log2(e) - m log2(e)): one instruction and the power
+# exp(x - m) is 2^(x log2(e) - m log2(e)): one multiply-add and the power.
+_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def cross_entropy(
@@ -26,11 +27,19 @@ def cross_entropy(
     reduce_max: Reduce,
     reduce_sum: Reduce,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`megascale_kernels.cross_entropy.cross_entropy`, computed in float32; rows of ``logits`` are contiguous."""
-    return joined(logits, targets, first_column, columns, reduce_max, reduce_sum, _statistics, _gradient)
+    """Fused :func:`megascale_kernels.cross_entropy.cross_entropy`, computed in float32.
+
+    Rows of ``logits`` are contiguous.
+    """
+    return joined(
+        logits, targets, first_column, columns, reduce_max, reduce_sum, _statistics, _gradient
+    )
 
 
-def _statistics(logits: torch.Tensor, local: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _statistics(
+    logits: torch.Tensor, local: torch.Tensor, columns: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:data:`megascale_kernels.cross_entropy.Statistics` in one pass over the logits."""
     tokens, width = logits.shape
     found = torch.empty((3, tokens), dtype=torch.float32, device=logits.device)
     _statistics_kernel[(tokens,)](
@@ -48,17 +57,11 @@ def _gradient(
     d_loss: torch.Tensor,
     d_log_z: torch.Tensor,
 ) -> None:
+    """:data:`megascale_kernels.cross_entropy.Gradient` in one pass, over the logits in place."""
     tokens, width = logits.shape
     _gradient_kernel[(tokens, triton.cdiv(width, _BLOCK))](
-        logits,
-        local,
-        maximum,
-        total,
-        d_loss.contiguous(),
-        d_log_z.contiguous(),
-        logits.stride(0),
-        width,
-        columns,
+        *(logits, local, maximum, total, d_loss.contiguous(), d_log_z.contiguous()),
+        *(logits.stride(0), width, columns),
         BLOCK=_BLOCK,
         num_warps=_WARPS,
     )
@@ -76,23 +79,28 @@ def _statistics_kernel(
     columns: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
+    """One row: its maximum, the sum of exponentials below it, and the target's logit if here."""
     row = tl.program_id(0)
     start = logits + row.to(tl.int64) * stride
-    # Neither -inf nor what log2(e) times more is: of logits of -inf that would make -inf - -inf. A NaN is lost to the
-    # maximum but not to the sum.
+    # A finite start, even times log2(e): with -inf a block of masked logits would give -inf - -inf.
+    # A NaN is lost to the maximum but not to the sum.
     highest = tl.full((), -1e38, tl.float32)
     weight = tl.full((), 0.0, tl.float32)
     for first in range(0, columns, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        # padding is read and thrown away: the width is a multiple of wide loads, the number of real columns need not be
+        # Padding is read and discarded: the width is a multiple of wide loads, the number of real
+        # columns need not be.
         x = tl.load(start + column, mask=column < width, other=0.0).to(tl.float32)
         if first + BLOCK > columns:
             x = tl.where(column < columns, x, float("-inf"))
         higher = tl.maximum(highest, tl.max(x, axis=0))
         shift = higher * _LOG2_E
-        # The factor is exactly 1 where the maximum stays. Two products, fused into the subtraction, would differ in
-        # their last bit, and with the same sign at every step.
-        weight = weight * tl.exp2((highest - higher) * _LOG2_E) + tl.sum(tl.exp2(x * _LOG2_E - shift), axis=0)
+        # The difference comes before the multiplication, so that the factor is exactly 1 where the
+        # maximum stays. Two multiplications, of which the compiler fuses one into the subtraction,
+        # would differ in their last bit, and with the same sign at every step.
+        weight = weight * tl.exp2((highest - higher) * _LOG2_E) + tl.sum(
+            tl.exp2(x * _LOG2_E - shift), axis=0
+        )
         highest = higher
     index = tl.load(local + row)
     logit = tl.load(start + index, mask=(index >= 0) & (index < columns), other=0.0).to(tl.float32)
@@ -114,13 +122,17 @@ def _gradient_kernel(
     columns: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
+    """One block: softmax * (d_loss + d_log_z) - onehot(target) * d_loss, over the logits."""
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = logits + row.to(tl.int64) * stride + column
     x = tl.load(place, mask=column < width, other=0.0).to(tl.float32)
     x = tl.where(column < columns, x, float("-inf"))
     of_loss = tl.load(d_loss + row)
-    share = (of_loss + tl.load(d_log_z + row)) / tl.load(total + row)  # a division per row, not per logit
+    # A division per row, not per logit.
+    share = (of_loss + tl.load(d_log_z + row)) / tl.load(total + row)
     is_target = (column == tl.load(local + row)) & (column < columns)
-    gradient = tl.exp2(x * _LOG2_E - tl.load(maximum + row) * _LOG2_E) * share - tl.where(is_target, of_loss, 0.0)
+    gradient = tl.exp2(x * _LOG2_E - tl.load(maximum + row) * _LOG2_E) * share - tl.where(
+        is_target, of_loss, 0.0
+    )
     tl.store(place, gradient.to(logits.dtype.element_ty), mask=column < width)

@@ -1,13 +1,14 @@
-"""LayerNorm and RMSNorm in Triton, each with the residual addition before it; one pass over the rows either way.
+"""LayerNorm and RMSNorm in Triton with the residual addition before them, in one pass each way.
 
-Weight and bias gradients are summed without atomics: every program of the backward sums a fixed run of rows, and one
-reduction adds those partial sums in order. So they repeat bit for bit. There are few programs, as many as the device
-runs at once: each writes two float32 rows of partial sums.
+Weight and bias gradients are summed without atomics: every program of the backward sums a fixed run
+of rows, and one reduction adds those partial sums in order. So they repeat bit for bit. There are
+few programs, as many as the device runs at once: each writes two float32 rows of partial sums.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +20,28 @@ from megascale_kernels.fused.residual import total_value
 from megascale_kernels.norm import Kind
 from megascale_kernels.parameter import Parameter
 
-_PROCESSORS = 132  # of a Hopper GPU
-_TWO = 8192  # up to this width a multiprocessor runs two programs of the backward: one loads while the other sums
+_MULTIPROCESSORS = 132  # of a Hopper GPU
+# Up to this width a multiprocessor runs two programs of the backward: one loads while the other
+# sums.
+_PAIRED_WIDTH = 8192
+
+
+@dataclass(frozen=True)
+class _NormCall:
+    """What a norm is called with besides the tensors that autograd tracks.
+
+    Args:
+        centred: the mean is subtracted (layernorm).
+        epsilon: see :func:`norm`.
+        weight_grad, bias_grad, shift_grads: ``main_grad`` of the parameters, float32 [H]; the
+            backward adds into them.
+    """
+
+    centred: bool
+    epsilon: float
+    weight_grad: torch.Tensor
+    bias_grad: torch.Tensor | None
+    shift_grads: Sequence[torch.Tensor]
 
 
 def norm(
@@ -35,28 +56,28 @@ def norm(
     """Fused :func:`megascale_kernels.norm.norm`, of float32 or bf16."""
     if added and residual is None:
         raise ValueError("biases are added together with a residual, and there is none")
-    value, main_grad = (None, None) if bias is None else (bias.value, bias.main_grad)
-    shift = (total_value(added), [one.main_grad for one in added]) if added else (None, ())
+    value, bias_grad = (None, None) if bias is None else (bias.value, bias.main_grad)
+    shift = total_value(added) if added else None
+    shift_grads = [one.main_grad for one in added]
+    call = _NormCall(kind == "layernorm", epsilon, weight.main_grad, bias_grad, shift_grads)
     stream, normed = _Norm.apply(  # type: ignore[no-untyped-call]
-        x, residual, weight.value, weight.main_grad, value, main_grad, kind == "layernorm", epsilon, *shift
+        x, residual, weight.value, value, shift, call
     )
     return stream, normed
 
 
 class _Norm(torch.autograd.Function):
+    """(x, residual, parameters) to (stream, norm); parameters' gradients go to ``main_grad``."""
+
     @staticmethod
     def forward(
         ctx: Any,
         x: torch.Tensor,
         residual: torch.Tensor | None,
         weight: torch.Tensor,
-        weight_grad: torch.Tensor,
         bias: torch.Tensor | None,
-        bias_grad: torch.Tensor | None,
-        centred: bool,
-        epsilon: float,
         shift: torch.Tensor | None,
-        shift_grads: Sequence[torch.Tensor],
+        call: _NormCall,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, width = x.contiguous(), x.shape[-1]
         rows = x.numel() // width
@@ -65,53 +86,47 @@ class _Norm(torch.autograd.Function):
             residual, stream = residual.contiguous(), torch.empty_like(x)
         normed = torch.empty_like(x)
         scale = torch.empty(rows, dtype=torch.float32, device=x.device)
-        mean = torch.empty_like(scale) if centred else None
+        mean = torch.empty_like(scale) if call.centred else None
         block = triton.next_power_of_2(width)
         _forward_kernel[(rows,)](
             *(x, residual, shift, weight, bias, stream, normed, mean, scale),
-            *(width, epsilon, block),
+            *(width, call.epsilon, block),
             num_warps=_warps(block),
         )
+        # The stream and not the norm, which two numbers a row give again.
         ctx.save_for_backward(x if residual is None else stream, weight, mean, scale)
-        ctx.main_grads, ctx.shift_grads = (weight_grad, bias_grad), shift_grads
-        ctx.added = residual is not None
+        ctx.call, ctx.added = call, residual is not None
+        # After the last norm nobody uses the stream: its gradient stays None instead of zeros.
         ctx.set_materialize_grads(False)
         return stream, normed
 
     @staticmethod
-    def backward(ctx: Any, d_stream: torch.Tensor | None, d_normed: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: Any, d_stream: torch.Tensor | None, d_normed: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         x, weight, mean, scale = ctx.saved_tensors
-        weight_grad, bias_grad = ctx.main_grads
+        call: _NormCall = ctx.call
         rows, width = scale.numel(), x.shape[-1]
         block = triton.next_power_of_2(width)
-        each = triton.cdiv(rows, _PROCESSORS * (2 if block <= _TWO else 1))
+        each = triton.cdiv(rows, _MULTIPROCESSORS * (2 if block <= _PAIRED_WIDTH else 1))
         programs = triton.cdiv(rows, each)
         d_x = torch.empty_like(x)
         d_weight = torch.empty(programs, width, dtype=torch.float32, device=x.device)
-        d_bias = None if bias_grad is None else torch.empty_like(d_weight)
+        d_bias = None if call.bias_grad is None else torch.empty_like(d_weight)
         _backward_kernel[(programs,)](
             d_normed.contiguous(),
             None if d_stream is None else d_stream.contiguous(),
-            x,
-            weight,
-            mean,
-            scale,
-            d_x,
-            d_weight,
-            d_bias,
-            rows,
-            width,
-            each,
-            block,
+            *(x, weight, mean, scale, d_x, d_weight, d_bias, rows, width, each, block),
             num_warps=_warps(block),
-            maxnreg=64 if block == _TWO else None,  # of 65536 for two programs of 16 warps
+            maxnreg=64 if block == _PAIRED_WIDTH else None,  # of 65536: two programs of 16 warps
         )
-        add_partial_sums(weight_grad, d_weight)
-        if d_bias is not None:
-            add_partial_sums(bias_grad, d_bias)
-        if ctx.shift_grads:
-            add_column_sums(ctx.shift_grads, d_x)
-        return d_x, d_x if ctx.added else None, *[None] * 8
+        add_partial_sums(call.weight_grad, d_weight)
+        if call.bias_grad is not None and d_bias is not None:
+            add_partial_sums(call.bias_grad, d_bias)
+        if call.shift_grads:
+            add_column_sums(call.shift_grads, d_x)
+        # x and the residual are summands of one sum: the same gradient.
+        return d_x, d_x if ctx.added else None, None, None, None, None
 
 
 def _warps(block: int) -> int:
@@ -133,7 +148,10 @@ def _forward_kernel(
     epsilon: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One row: [width] contiguous; ``mean`` None: root mean square; ``residual``, ``shift`` None: no addition."""
+    """One row, [width] and contiguous.
+
+    ``mean`` None: root mean square. ``residual``, ``shift`` None: nothing is added.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -145,11 +163,12 @@ def _forward_kernel(
             value += tl.load(shift + column, mask=inside, other=0.0).to(tl.float32)
         kept = value.to(stream.dtype.element_ty)
         tl.store(stream + at, kept, mask=inside)
-        value = kept.to(tl.float32)  # the norm of what backward will read
+        # The norm is of the rounded stream: backward reads that one, and so does the next layer.
+        value = kept.to(tl.float32)
     if mean is not None:
         average = tl.sum(value, axis=0) / width
         tl.store(mean + row, average)
-        value = tl.where(inside, value - average, 0.0)
+        value = tl.where(inside, value - average, 0.0)  # padding would count in the variance
     inverse = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / width + epsilon)
     tl.store(scale + row, inverse)
     result = value * inverse * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
@@ -174,7 +193,7 @@ def _backward_kernel(
     each: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """``each`` rows in turn; their share of the weight's and the bias's gradient is row ``program`` of the partials."""
+    """``each`` rows in turn; row ``program`` of ``d_weight`` and ``d_bias`` gets their sums."""
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -182,26 +201,37 @@ def _backward_kernel(
     bias_sum = tl.zeros([BLOCK], dtype=tl.float32)
     for step in range(each):
         row = program * each + step
-        here = column < tl.where(row < rows, width, 0)
+        here = column < tl.where(row < rows, width, 0)  # nothing of rows past the last one
         at = row * width + column
         inverse = tl.load(scale + row, mask=row < rows, other=0.0)
         average = 0.0
         if mean is not None:
             average = tl.load(mean + row, mask=row < rows, other=0.0)
-        if d_stream is not None:  # asked for with the others, not after the sums of the row
+        if d_stream is not None:  # loaded with the others, not after the sums of the row
             straight = tl.load(d_stream + at, mask=here, other=0.0)
-        value = (tl.load(x + at, mask=here, other=0.0, eviction_policy="evict_last").to(tl.float32) - average) * inverse
-        gradient = tl.load(d_normed + at, mask=here, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        value = (
+            tl.load(x + at, mask=here, other=0.0, eviction_policy="evict_last").to(tl.float32)
+            - average
+        ) * inverse
+        gradient = tl.load(d_normed + at, mask=here, other=0.0, eviction_policy="evict_last").to(
+            tl.float32
+        )
         gradient *= tl.load(weight + column, mask=here, other=0.0).to(tl.float32)
+        # With n the norm before its weight and g = d_normed * weight:
+        # d_x = (g - n mean(g n) - mean(g)) / deviation, where mean(g) is for layernorm alone.
         slope = tl.sum(gradient * value, axis=0) / width
         shift = 0.0
         if mean is not None:
             shift = tl.sum(gradient, axis=0) / width
-        # A row is read again from the cache: registers that hold the sums of a wide row hold little else.
+        # The row is read again, from the cache (evict_last above): registers that hold the sums of
+        # a wide row hold little else.
         value = (
-            tl.load(x + at, mask=here, other=0.0, eviction_policy="evict_first").to(tl.float32) - average
+            tl.load(x + at, mask=here, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            - average
         ) * inverse
-        gradient = tl.load(d_normed + at, mask=here, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        gradient = tl.load(d_normed + at, mask=here, other=0.0, eviction_policy="evict_first").to(
+            tl.float32
+        )
         weight_sum += gradient * value
         if d_bias is not None:
             bias_sum += gradient

@@ -1,13 +1,15 @@
 """LayerNorm and RMSNorm with the residual addition, whose result leaves the kernel in FP8.
 
-A program has a whole row, so it knows the row's largest magnitude before it writes:
+A program has a whole row, so it has the row's largest magnitude before it writes:
 
 - ``rows``: FP8 with one scale for each row, no other pass over the tensor;
-- ``given``: FP8 under one scale that was known before. No row can exceed that of :func:`norm_bound`, since a normalised
-  row of width H has no value above sqrt(H): no pass, and no amax for a tensor-parallel group to agree on;
+- ``given``: FP8 under one scale from before. No row exceeds that of :func:`norm_bound`, since a
+  normalised row of width H has no value above sqrt(H): no pass, and no amax for a tensor-parallel
+  group to agree on;
 - ``amax``: bf16 and the tensor's amax, for current scaling of the tensor in a second pass.
 
-Backward needs no FP8: it is that of :mod:`megascale_kernels.fused.norm`, from the stream and the rows' statistics.
+Backward needs no FP8: it is that of :mod:`megascale_kernels.fused.norm`, from the stream and the
+rows' statistics.
 """
 
 from __future__ import annotations
@@ -28,14 +30,41 @@ Form = Literal["rows", "given", "amax"]
 
 
 @dataclass(frozen=True)
+class NormCast:
+    """How a norm's result leaves its kernel.
+
+    Args:
+        form: see the module.
+        scale: float32 [1], of the form ``given`` alone; values beyond it are limited to FP8's
+            largest.
+        power_of_two: scales of rows are rounded up to powers of two.
+        dtype: which FP8; without effect in the form ``amax``.
+
+    Raises:
+        ValueError: the form ``given`` without a scale, or another form with one.
+    """
+
+    form: Form
+    scale: torch.Tensor | None = None
+    power_of_two: bool = True
+    dtype: torch.dtype = E4M3
+
+    def __post_init__(self) -> None:
+        if (self.form == "given") != (self.scale is not None):
+            raise ValueError("the form given takes a scale, and no other form does")
+
+
+@dataclass(frozen=True)
 class Normed:
     """What the forward of a norm leaves.
 
     Args:
         stream: [rows, H], ``x`` + biases + residual; ``x`` itself without a residual.
         operand: [rows, H] in FP8; None in the form ``amax``.
-        normed, amax: [rows, H] in the dtype of ``x`` and float32 [1], in the form ``amax``; else None.
-        mean, inverse: float32 [rows], what backward needs: the mean (None: root mean square) and 1 / deviation.
+        normed, amax: [rows, H] in the dtype of ``x`` and float32 [1], in the form ``amax``; else
+            None.
+        mean, inverse: float32 [rows], what backward needs: the mean (None: root mean square) and 1
+            / deviation.
     """
 
     stream: torch.Tensor
@@ -47,7 +76,10 @@ class Normed:
 
 
 def norm_bound(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """float32 [1]: no value of a norm with these weights and biases [H] is larger; to be found once a step."""
+    """float32 [1]: no value of a norm with these weights and biases [H] is larger.
+
+    Weights change once a step, and so does the bound.
+    """
     largest = weight.detach().abs().amax().float() * math.sqrt(weight.shape[0])
     if bias is not None:
         largest = largest + bias.detach().abs().amax().float()
@@ -62,11 +94,7 @@ def norm_operand(
     bias: torch.Tensor | None,
     kind: Kind,
     epsilon: float,
-    form: Form,
-    *,
-    scale: torch.Tensor | None = None,
-    power_of_two: bool = True,
-    dtype: torch.dtype = E4M3,
+    cast: NormCast,
 ) -> Normed:
     """The norm of ``x`` + ``shift`` + ``residual``, outside autograd.
 
@@ -74,31 +102,26 @@ def norm_operand(
         x, residual: [rows, H], contiguous, float32 or bf16.
         shift: [H], added with the residual (biases of the projection before); None without.
         weight, bias: [H].
-        scale: float32 [1], of the form ``given`` alone; values beyond it are limited to FP8's largest.
-        power_of_two: scales of rows are rounded up to powers of two.
-
-    Raises:
-        ValueError: the form ``given`` without a scale.
     """
-    if (form == "given") != (scale is not None):
-        raise ValueError("the form given takes a scale, and no other form does")
     rows, width = x.shape
     stream = x if residual is None else torch.empty_like(x)
     inverse = torch.empty(rows, dtype=torch.float32, device=x.device)
     mean = torch.empty_like(inverse) if kind == "layernorm" else None
-    result = torch.empty_like(x, dtype=x.dtype if form == "amax" else dtype)
-    found = None if form == "given" else torch.empty_like(inverse)
+    result = torch.empty_like(x, dtype=x.dtype if cast.form == "amax" else cast.dtype)
+    found = None if cast.form == "given" else torch.empty_like(inverse)
     block = triton.next_power_of_2(width)
     _norm_kernel[(rows,)](
-        *(x, residual, shift, weight, bias, stream, result, mean, inverse, found, scale, width, epsilon),
-        *(LARGEST[dtype], SMALLEST_AMAX, power_of_two, form == "rows", block),
+        *(x, residual, shift, weight, bias, stream, result, mean, inverse, found, cast.scale),
+        *(width, epsilon, LARGEST[cast.dtype], SMALLEST_AMAX),
+        *(cast.power_of_two, cast.form == "rows", block),
         num_warps=_warps(block),
-        maxnreg=128 if block > 8192 else None,  # of 65536 for two programs of a wide row: one loads, one computes
+        # Of 65536 for two programs of a wide row: one loads, one computes.
+        maxnreg=128 if block > 8192 else None,
     )
-    if form == "amax":
+    if cast.form == "amax":
         assert found is not None
         return Normed(stream, None, result, largest_of(found), mean, inverse)
-    factor = found if scale is None else scale
+    factor = found if cast.scale is None else cast.scale
     assert factor is not None
     return Normed(stream, Operand(result, factor), None, None, mean, inverse)
 
@@ -128,7 +151,7 @@ def _norm_kernel(
     BY_ROW: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One row. ``scale``: the tensor's, given; else ``found`` gets the row's scale (BY_ROW) or its amax."""
+    """One row. Without a ``scale`` ``found`` gets the row's scale (BY_ROW) or its amax."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -140,24 +163,27 @@ def _norm_kernel(
             value += tl.load(shift + column, mask=inside, other=0.0).to(tl.float32)
         kept = value.to(stream.dtype.element_ty)
         tl.store(stream + at, kept, mask=inside)
-        value = kept.to(tl.float32)  # the norm of what backward will read
+        value = kept.to(tl.float32)  # of the rounded stream, which backward reads
     if mean is not None:
         average = tl.sum(value, axis=0) / width
         tl.store(mean + row, average)
-        value = tl.where(inside, value - average, 0.0)
+        value = tl.where(inside, value - average, 0.0)  # padding would count in the variance
     share = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / width + epsilon)
     tl.store(inverse + row, share)
     result = value * share * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if bias is not None:
         result += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    if scale is not None:
+    if scale is not None:  # no reduction over the row stands between the norm and its store
         result = to_fp8(result, tl.div_rn(1.0, tl.load(scale)), LARGEST, normed.dtype.element_ty)
-    elif BY_ROW:
+    elif BY_ROW:  # NaN and infinity are the largest integers: they break the row's scale
         amax = tl.max(magnitude(result), axis=0).to(tl.float32, bitcast=True)
         factor = scale_from(amax, LARGEST, SMALLEST, POWER_OF_TWO)
         tl.store(found + row, factor)
         result = to_fp8(result, tl.div_rn(1.0, factor), LARGEST, normed.dtype.element_ty)
     else:
-        result = result.to(normed.dtype.element_ty)
-        tl.store(found + row, tl.max(magnitude(result.to(tl.float32)), axis=0).to(tl.float32, bitcast=True))
+        result = result.to(normed.dtype.element_ty)  # the amax of what is written
+        tl.store(
+            found + row,
+            tl.max(magnitude(result.to(tl.float32)), axis=0).to(tl.float32, bitcast=True),
+        )
     tl.store(normed + at, result, mask=inside)

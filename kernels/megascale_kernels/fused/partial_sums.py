@@ -1,6 +1,7 @@
-"""Gradients of biases and norm weights: partial sums over fixed runs of rows, then one addition into ``main_grad``.
+"""Gradients of biases and norm weights: partial sums over rows, then one addition.
 
-What the programs of a kernel found is added in a fixed order: no atomics, so a gradient repeats bit for bit.
+A kernel's programs write the sums of fixed runs of rows, in float32; here they are added into
+``main_grad`` in a fixed order. No atomics, so a gradient repeats bit for bit.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-_ROWS = 64
-_COLUMNS = 64
-_TILE_ROWS, _TILE_COLUMNS, _STEPS = 32, 64, 4  # a tile of the first pass, and how many a program adds up
+_ROWS, _COLUMNS = 64, 64  # a tile of the last pass: one program per run of columns, row by row
+_TILE_ROWS, _TILE_COLUMNS = 32, 64  # a tile of the first pass
+_STEPS = 4  # tiles that a program of the first pass adds up
 
 
 def add_partial_sums(main_grad: torch.Tensor, partial: torch.Tensor) -> None:
@@ -23,7 +24,12 @@ def add_partial_sums(main_grad: torch.Tensor, partial: torch.Tensor) -> None:
 
 
 def add_column_sums(main_grads: Sequence[torch.Tensor], x: torch.Tensor) -> None:
-    """Each of ``main_grads`` (float32 [width]) += the sum over the rows of ``x`` (contiguous [..., width])."""
+    """Add the sum over the rows of ``x`` to each of ``main_grads``.
+
+    Args:
+        main_grads: float32 [width], the gradients of biases that were added to the same rows.
+        x: [..., width], contiguous, float32 or bf16.
+    """
     width = x.shape[-1]
     rows = x.numel() // width
     columns = min(_TILE_COLUMNS, triton.next_power_of_2(width))
@@ -45,6 +51,7 @@ def _column_kernel(
     COLUMNS: tl.constexpr,
     STEPS: tl.constexpr,
 ) -> None:
+    """STEPS tiles, one below the other, to row ``below`` of ``partial``."""
     program = tl.program_id(0)
     below = (program // across).to(tl.int64)
     column = (program % across) * COLUMNS + tl.arange(0, COLUMNS)
@@ -53,7 +60,10 @@ def _column_kernel(
     for step in range(STEPS):
         row = (below * STEPS + step) * ROWS + tl.arange(0, ROWS)
         inside = (row[:, None] < rows) & real[None, :]
-        total += tl.load(x + row[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        # Added tile to tile without a reduction: threads would synchronise at every step.
+        total += tl.load(x + row[:, None] * width + column[None, :], mask=inside, other=0.0).to(
+            tl.float32
+        )
     tl.store(partial + below * width + column, tl.sum(total, axis=0), mask=real)
 
 
@@ -66,6 +76,7 @@ def _kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
+    """A run of columns over all parts: the order of additions depends on the shape alone."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     real = column < width
     total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)

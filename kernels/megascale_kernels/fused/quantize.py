@@ -1,10 +1,10 @@
-"""Casts to FP8 in Triton: the operands of :mod:`megascale_kernels.quantize` in as few passes as there can be.
+"""Casts to FP8 in Triton: :mod:`megascale_kernels.quantize` in as few passes as possible.
 
-- :func:`amax` reads a tensor; producers that know their result's amax spare that pass (see the fused norm and
-  activation for operands). Largest magnitudes are found as integers, in which a float's order is kept and NaN is
-  largest, per program, and then over programs: no atomics.
+- :func:`amax` reads a tensor; producers that find their result's amax spare that pass (see the
+  fused norm and activation for operands). Largest magnitudes are found as integers, in which a
+  float's order is kept and NaN is largest, per program, and then over programs: no atomics.
 - :func:`quantize` reads bf16 and writes FP8 and its transposed copy in one pass.
-- :func:`quantize_rows` needs no amax: a program has a whole row.
+- :func:`quantize_rows` needs no pass for the amax: a program has a whole row.
 - :func:`transpose` makes the copy from FP8 alone: two bytes a value instead of three.
 """
 
@@ -18,15 +18,16 @@ import triton.language as tl
 
 from megascale_kernels.quantize import E4M3, LARGEST, SMALLEST_AMAX, Operand
 
-_ELEMENTS, _STEPS = 4096, 8  # of the amax: a block, and how many a program looks through
-_PARTIALS = 4096
-# Of a cast, and of a transposed copy alone: small tiles, since a tile passes through shared memory once and many fit.
+_ELEMENTS, _STEPS = 4096, 8  # of the amax: a block, and how many a program reads
+_PARTIALS = 4096  # block of the one program that joins them
+# Of a cast, and of a transposed copy alone: small tiles, since a tile passes through shared memory
+# once and many fit.
 _TILE, _TILE_FLIPPED = (64, 128), (128, 64)
 _TILE_WARPS = 4
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
-    """float32 [1]: the largest magnitude of ``x`` (float32 or bf16, contiguous), NaN if there is one."""
+    """float32 [1]: the largest magnitude of ``x`` (float32 or bf16, contiguous); NaN spreads."""
     count = x.numel()
     programs = triton.cdiv(count, _ELEMENTS * _STEPS)
     partial = torch.empty(programs, dtype=torch.float32, device=x.device)
@@ -35,7 +36,7 @@ def amax(x: torch.Tensor) -> torch.Tensor:
 
 
 def largest_of(partial: torch.Tensor) -> torch.Tensor:
-    """float32 [1]: the largest of ``partial`` (float32 magnitudes, contiguous), NaN if there is one."""
+    """float32 [1]: the largest of ``partial`` (float32 magnitudes, contiguous); NaN spreads."""
     found = torch.empty(1, dtype=torch.float32, device=partial.device)
     block = min(_PARTIALS, triton.next_power_of_2(partial.numel()))
     _largest_kernel[(1,)](partial, found, partial.numel(), block, num_warps=8)
@@ -51,10 +52,13 @@ def quantize(
     straight: bool = True,
     transposed: bool = True,
 ) -> Operand:
-    """``x`` [rows, columns] (float32 or bf16, rows of a matrix) under one scale, that of ``amax`` (float32 [1]).
+    """``x`` as an operand under one scale.
 
     Args:
-        straight: with the data itself; where False, the operand's ``data`` is empty, for products over the rows alone.
+        x: [rows, columns], float32 or bf16, rows of a matrix.
+        amax: float32 [1], what the scale follows from.
+        straight: with the data itself; where False, the operand's ``data`` is empty, for GEMMs over
+            the rows alone.
         transposed: with a transposed copy, from the same pass.
     """
     rows, columns = x.shape
@@ -66,16 +70,21 @@ def quantize(
 
 
 def quantize_rows(
-    x: torch.Tensor, dtype: torch.dtype = E4M3, *, power_of_two: bool = True, transposed: bool = False
+    x: torch.Tensor,
+    dtype: torch.dtype = E4M3,
+    *,
+    power_of_two: bool = True,
+    transposed: bool = False,
 ) -> Operand:
     """``x`` [rows, columns] (float32 or bf16, rows of a matrix) with one scale for each row."""
     rows, columns = x.shape
     data = x.new_empty((rows, columns), dtype=dtype)
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(columns)
-    warps = 16 if block > 16384 else 8
     _rows_kernel[(rows,)](
-        x, data, scale, columns, x.stride(0), LARGEST[dtype], SMALLEST_AMAX, power_of_two, block, num_warps=warps
+        *(x, data, scale, columns, x.stride(0)),
+        *(LARGEST[dtype], SMALLEST_AMAX, power_of_two, block),
+        num_warps=16 if block > 16384 else 8,
     )
     operand = Operand(data, scale)
     return transpose(operand) if transposed else operand
@@ -102,6 +111,7 @@ def _cast(
     flipped: torch.Tensor | None,
     power_of_two: bool,
 ) -> None:
+    """Launch :func:`_cast_kernel` on ``x`` [rows, columns]."""
     rows, columns = x.shape
     tile = _TILE_FLIPPED if data is None else _TILE
     across, down = triton.cdiv(columns, tile[1]), triton.cdiv(rows, tile[0])
@@ -121,18 +131,26 @@ def magnitude(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def scale_from(amax: tl.tensor, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POWER_OF_TWO: tl.constexpr) -> tl.tensor:
+def scale_from(
+    amax: tl.tensor, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POWER_OF_TWO: tl.constexpr
+) -> tl.tensor:
     """:func:`megascale_kernels.quantize.scale_of`."""
     scale = tl.maximum(amax, SMALLEST) * (1.0 / LARGEST)
     if POWER_OF_TWO:
         bits = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
         scale = bits.to(tl.float32, bitcast=True)
-    return scale + (amax - amax)
+    return scale + (amax - amax)  # NaN where amax is infinite or NaN
 
 
 @triton.jit
-def to_fp8(x: tl.tensor, inverse: tl.tensor, LARGEST: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
-    """``x`` * ``inverse``, limited to the range of DTYPE; NaN stays NaN."""
+def to_fp8(
+    x: tl.tensor, inverse: tl.tensor, LARGEST: tl.constexpr, DTYPE: tl.constexpr
+) -> tl.tensor:
+    """``x`` * ``inverse``, limited to the range of DTYPE; NaN stays NaN.
+
+    Triton's interpreter drops the carry of a mantissa that rounds up (31.5 becomes 16): tests there
+    let torch convert.
+    """
     return tl.clamp(x * inverse, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL).to(DTYPE)
 
 
@@ -140,6 +158,7 @@ def to_fp8(x: tl.tensor, inverse: tl.tensor, LARGEST: tl.constexpr, DTYPE: tl.co
 def _amax_kernel(
     x: tl.tensor, partial: tl.tensor, count: tl.tensor, ELEMENTS: tl.constexpr, STEPS: tl.constexpr
 ) -> None:
+    """The largest magnitude of STEPS blocks, to ``partial``."""
     program = tl.program_id(0).to(tl.int64)
     found = tl.zeros([ELEMENTS], dtype=tl.int32)
     for step in range(STEPS):
@@ -150,7 +169,10 @@ def _amax_kernel(
 
 
 @triton.jit
-def _largest_kernel(partial: tl.tensor, largest: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr) -> None:
+def _largest_kernel(
+    partial: tl.tensor, largest: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr
+) -> None:
+    """The largest of all ``partial``, by one program."""
     found = tl.zeros([BLOCK], dtype=tl.int32)
     for first in range(0, count, BLOCK):
         at = first + tl.arange(0, BLOCK)
@@ -176,10 +198,10 @@ def _cast_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """One tile of ``x``, in FP8 to ``data`` and to ``flipped`` (None: not wanted).
+    """One tile of ``x``, in FP8 to ``data`` and to ``flipped`` (None: not made).
 
-    With ``amax`` the scale follows from it and is written; without, ``scale`` is given: with ``row_scale`` ``x`` is
-    FP8 with scales of rows, else it is FP8 under ``scale`` already.
+    With ``amax`` the scale follows from it and is written; without, ``scale`` is given: with
+    ``row_scale`` ``x`` is FP8 with scales of rows, else it is FP8 under ``scale`` already.
     """
     program = tl.program_id(0)
     row = (program // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -187,9 +209,11 @@ def _cast_kernel(
     inside = (row[:, None] < rows) & (column[None, :] < columns)
     value = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
     if amax is not None:
+        # Every program computes the scale from amax by itself, which spares a launch.
         factor = scale_from(tl.load(amax), LARGEST, SMALLEST, POWER_OF_TWO)
         if program == 0:
             tl.store(scale, factor)
+        # The rounded reciprocal and a product, as in the plain cast: the same bits.
         result = to_fp8(
             value.to(tl.float32),
             tl.div_rn(1.0, factor),
@@ -204,7 +228,10 @@ def _cast_kernel(
     if data is not None:
         tl.store(data + row[:, None] * columns + column[None, :], result, mask=inside)
     if flipped is not None:
-        tl.store(flipped + column[:, None] * rows + row[None, :], tl.trans(result), mask=tl.trans(inside))
+        # Transposed after the cast: a tile passes through shared memory as bytes.
+        tl.store(
+            flipped + column[:, None] * rows + row[None, :], tl.trans(result), mask=tl.trans(inside)
+        )
 
 
 @triton.jit
@@ -219,6 +246,7 @@ def _rows_kernel(
     POWER_OF_TWO: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
+    """One row of ``x``, in FP8 under its own scale."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < columns

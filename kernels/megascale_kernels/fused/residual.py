@@ -1,7 +1,7 @@
-"""The residual addition with the output projection's biases in Triton: one pass, and one over the gradient.
+"""The residual addition with the output projection's biases in Triton, in one pass each way.
 
-The biases' gradient is the sum of the stream's over the tokens: partial sums over fixed runs of rows, added up in
-order, so they repeat bit for bit.
+The biases' gradient is the sum of the stream's over the tokens: partial sums over fixed runs of
+rows, added up in order, so they repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import triton.language as tl
 from megascale_kernels.fused.partial_sums import add_column_sums
 from megascale_kernels.parameter import Parameter
 
-_ELEMENTS = 2048
+_ELEMENTS = 2048  # of a program: 16 per thread of 4 warps
 
 
 def add(stream: torch.Tensor, x: torch.Tensor, biases: Sequence[Parameter]) -> torch.Tensor:
     """Fused :func:`megascale_kernels.residual.add`, of float32 or bf16."""
-    if not biases:
+    if not biases:  # torch's own addition is one pass already
         return stream + x
     total: torch.Tensor = _Add.apply(  # type: ignore[no-untyped-call]
         stream, x, total_value(biases), [bias.main_grad for bias in biases]
@@ -30,19 +30,27 @@ def add(stream: torch.Tensor, x: torch.Tensor, biases: Sequence[Parameter]) -> t
 
 
 def total_value(biases: Sequence[Parameter]) -> torch.Tensor:
-    """The sum of the values of ``biases``, of which there is at least one; outside autograd."""
+    """The sum of the values of ``biases`` (at least one, [H] each), outside autograd."""
     first, *others = (bias.value.detach() for bias in biases)
     return sum(others, first)
 
 
 class _Add(torch.autograd.Function):
+    """(stream, x, the biases' sum) to their sum; backward needs none of them."""
+
     @staticmethod
     def forward(
-        ctx: Any, stream: torch.Tensor, x: torch.Tensor, shift: torch.Tensor, main_grads: Sequence[torch.Tensor]
+        ctx: Any,
+        stream: torch.Tensor,
+        x: torch.Tensor,
+        shift: torch.Tensor,
+        main_grads: Sequence[torch.Tensor],
     ) -> torch.Tensor:
         stream, x = stream.contiguous(), x.contiguous()
         total, count = torch.empty_like(x), x.numel()
-        _add_kernel[(triton.cdiv(count, _ELEMENTS),)](stream, x, shift, total, count, x.shape[-1], _ELEMENTS)
+        _add_kernel[(triton.cdiv(count, _ELEMENTS),)](
+            stream, x, shift, total, count, x.shape[-1], _ELEMENTS
+        )
         ctx.main_grads = main_grads
         return total
 
@@ -62,6 +70,7 @@ def _add_kernel(
     width: tl.tensor,
     ELEMENTS: tl.constexpr,
 ) -> None:
+    """ELEMENTS of all rows, one after the other, so that rows of any width use all threads."""
     at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     inside = at < count
     found = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)

@@ -1,13 +1,15 @@
-"""Rotary embedding with the split of q, k and v in Triton: GEMM columns to contiguous heads, and gradients back.
+"""Rotary embedding and the split of q, k and v in Triton: GEMM columns to heads, and back.
 
-A program handles some positions of one sequence and a few heads, all of q, of k or of v, so that it reads the angles
-once. One launch does all three; the attention's result and its gradient pass through the same kernels, unturned. Bias
-gradients are partial sums over fixed runs of positions, added up in order: no atomics, so they repeat bit for bit.
+A program handles some positions of one sequence and a few heads, all of q, of k or of v, and so
+reads the angles once for all of its heads. One launch serves q, k and v; the attention's result and
+its gradient pass through the same kernels, without rotation. Bias gradients are partial sums over
+fixed runs of positions, added up in order: no atomics, so they repeat bit for bit.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -16,10 +18,68 @@ import triton.language as tl
 from megascale_kernels.fused.partial_sums import add_partial_sums
 from megascale_kernels.rotary import Heads, RotaryTable
 
-_POSITIONS = 32
-_GROUP = 8  # heads of one program at most where it turns them, and so reads the angles once for all
-_UNTURNED_GROUP = 2
-_SUMMING_WARPS = 2  # of a program that sums over positions, for which its warps meet at every head
+_POSITIONS = 32  # of a program
+# Heads of a program at most. With rotation all of them share one read of the angles; without, there
+# is nothing to share.
+_GROUP = 8
+_PLAIN_GROUP = 2
+# Of a program that sums bias gradients over its positions: its warps synchronise at every head.
+_SUMMING_WARPS = 2
+
+_HeadTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of q, k and v
+
+
+@dataclass(frozen=True)
+class _HeadLayout:
+    """How columns [S, B, ...] are cut into programs of some heads each; what both kernels take.
+
+    Args:
+        heads: of q, k and v in the columns.
+        table: angles; None: no rotation.
+        sequence, batch: S and B.
+        strides: elements from one position to the next, and from one sequence to the next.
+        half: pairs of a head; the upper half of a head of odd size has one column less.
+        group: heads of one program.
+    """
+
+    heads: Heads
+    table: RotaryTable | None
+    sequence: int
+    batch: int
+    strides: tuple[int, int]
+    half: int
+    group: int
+
+    @classmethod
+    def of(cls, columns: torch.Tensor, heads: Heads, table: RotaryTable | None) -> _HeadLayout:
+        """The layout of ``columns``; a program's heads divide those of q and those of k and v."""
+        both = math.gcd(heads.query, heads.key_value)
+        most = min(both, _PLAIN_GROUP if table is None else _GROUP)
+        group = next(number for number in range(most, 0, -1) if both % number == 0)
+        (sequence, batch), strides = columns.shape[:2], columns.stride()
+        half = (heads.size + 1) // 2
+        return cls(heads, table, sequence, batch, (strides[0], strides[1]), half, group)
+
+    @property
+    def angles(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """cos and sin, as a kernel takes them."""
+        return (None, None) if self.table is None else (self.table.cos, self.table.sin)
+
+    @property
+    def extents(self) -> tuple[int, int, int, int]:
+        """S, B, heads of q, heads of k and of v."""
+        return self.sequence, self.batch, self.heads.query, self.heads.key_value
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Programs over positions, over heads and over sequences."""
+        groups = (self.heads.query + 2 * self.heads.key_value) // self.group
+        return triton.cdiv(self.sequence, _POSITIONS), groups, self.batch
+
+    @property
+    def constants(self) -> tuple[int, int, int, int, int]:
+        """SIZE, HALF, BLOCK, POSITIONS and GROUP; a tile of Triton has powers of two as sides."""
+        return self.heads.size, self.half, triton.next_power_of_2(self.half), _POSITIONS, self.group
 
 
 def read_heads(
@@ -29,24 +89,32 @@ def read_heads(
     table: RotaryTable | None,
     *,
     by_position: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v from ``inputs`` + ``bias``, [B, heads, S, d] each and contiguous; q and k rotated by ``table``.
+) -> _HeadTensors:
+    """q, k and v from ``inputs`` + ``bias``; q and k rotated by ``table``.
 
     Args:
-        inputs: [S, B, at least heads.width]: the columns of q, k, v, then others; the last stride is 1.
+        inputs: [S, B, at least heads.width]: the columns of q, k, v, then others; the last stride
+            is 1.
         bias: as wide as ``inputs``, or None.
-        by_position: they lie as contiguous [B, S, heads, d] in memory instead.
+        by_position: how the results lie in memory, see there.
+
+    Returns:
+        [B, heads, S, d] each, contiguous; with ``by_position`` a view of contiguous
+        [B, S, heads, d].
     """
     q = _empty_heads(inputs, heads.query, heads.size, by_position=by_position)
-    k, v = (_empty_heads(inputs, heads.key_value, heads.size, by_position=by_position) for _ in range(2))
-    _read(inputs, bias, (q, k, v), heads, table, by_position=by_position)
+    k, v = (
+        _empty_heads(inputs, heads.key_value, heads.size, by_position=by_position) for _ in range(2)
+    )
+    layout = _HeadLayout.of(inputs, heads, table)
+    _read(inputs, bias, (q, k, v), layout, by_position=by_position)
     return q, k, v
 
 
 def write_head_gradients(
     d_inputs: torch.Tensor,
     bias_grad: torch.Tensor | None,
-    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    gradients: _HeadTensors,
     heads: Heads,
     table: RotaryTable | None,
 ) -> None:
@@ -54,106 +122,87 @@ def write_head_gradients(
 
     Args:
         d_inputs: like ``inputs`` there.
-        bias_grad: float32 [at least heads.width]: the sum over tokens is added to its front; None without a bias.
-        gradients: of q, k and v, [B, heads, S, d] each, in any layout; it is best if the last stride is 1.
+        bias_grad: float32 [at least heads.width]: the sum over tokens is added to its front; None
+            without a bias.
+        gradients: of q, k and v, [B, heads, S, d] each, in any layout; a last stride other than 1
+            costs a copy.
     """
     partial = None
     if bias_grad is not None:
         parts = d_inputs.shape[1] * triton.cdiv(d_inputs.shape[0], _POSITIONS)
         partial = torch.empty(parts, heads.width, dtype=torch.float32, device=d_inputs.device)
-    _write(d_inputs, partial, gradients, heads, table)
+    _write(d_inputs, partial, gradients, _HeadLayout.of(d_inputs, heads, table))
     if bias_grad is not None and partial is not None:
         add_partial_sums(bias_grad[: heads.width], partial)
 
 
-def read_plain(columns: torch.Tensor, number: int, size: int, *, by_position: bool = False) -> torch.Tensor:
-    """[S, B, at least number * size] to heads [B, number, S, size]: a copy of the first columns, laid out as above."""
+def read_plain(
+    columns: torch.Tensor, number: int, size: int, *, by_position: bool = False
+) -> torch.Tensor:
+    """A copy of the first columns as heads, without rotation.
+
+    Args:
+        columns: [S, B, at least number * size].
+
+    Returns:
+        [B, number, S, size], laid out as by :func:`read_heads`.
+    """
     out = _empty_heads(columns, number, size, by_position=by_position)
-    _read(columns, None, (out, out, out), Heads(number, 0, size), None, by_position=by_position)
+    layout = _HeadLayout.of(columns, Heads(number, 0, size), None)
+    _read(columns, None, (out, out, out), layout, by_position=by_position)
     return out
 
 
 def write_plain(columns: torch.Tensor, heads: torch.Tensor) -> None:
-    """The way back of :func:`read_plain`: heads [B, number, S, size], in any layout, into the first columns."""
-    _write(columns, None, (heads, heads, heads), Heads(heads.shape[1], 0, heads.shape[3]), None)
+    """The inverse of :func:`read_plain`: ``heads`` [B, number, S, size], any layout, to columns."""
+    layout = _HeadLayout.of(columns, Heads(heads.shape[1], 0, heads.shape[3]), None)
+    _write(columns, None, (heads, heads, heads), layout)
 
 
-_Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def _empty_heads(columns: torch.Tensor, number: int, size: int, *, by_position: bool) -> torch.Tensor:
-    """[B, number, S, size] for columns [S, B, ...]; not a view even by position: autograd treats views apart."""
+def _empty_heads(
+    columns: torch.Tensor, number: int, size: int, *, by_position: bool
+) -> torch.Tensor:
+    """[B, number, S, size] for columns [S, B, ...]."""
     sequence, batch = columns.shape[:2]
     head, position = (size, number * size) if by_position else (sequence * size, size)
-    return columns.new_empty_strided((batch, number, sequence, size), (number * sequence * size, head, position, 1))
+    # Strided from the start rather than a transposed view: autograd tracks views apart.
+    return columns.new_empty_strided(
+        (batch, number, sequence, size), (number * sequence * size, head, position, 1)
+    )
 
 
 def _read(
     columns: torch.Tensor,
     bias: torch.Tensor | None,
-    found: _Three,
-    heads: Heads,
-    table: RotaryTable | None,
+    found: _HeadTensors,
+    layout: _HeadLayout,
     *,
     by_position: bool,
 ) -> None:
-    sizes = _sizes(heads, table)
-    _read_kernel[_grid(columns, heads, sizes)](
-        columns,
-        bias,
-        None if table is None else table.cos,
-        None if table is None else table.sin,
-        *found,
-        *columns.shape[:2],
-        heads.query,
-        heads.key_value,
-        *columns.stride()[:2],
-        *sizes,
-        by_position,
+    _read_kernel[layout.grid](
+        *(columns, bias, *layout.angles, *found),
+        *(*layout.extents, *layout.strides, *layout.constants, by_position),
     )
 
 
 def _write(
-    columns: torch.Tensor, partial: torch.Tensor | None, given: _Three, heads: Heads, table: RotaryTable | None
+    columns: torch.Tensor,
+    partial: torch.Tensor | None,
+    given: _HeadTensors,
+    layout: _HeadLayout,
 ) -> None:
     q, k, v = (one if one.stride(-1) == 1 else one.contiguous() for one in given)
-    sizes = _sizes(heads, table)
-    _write_kernel[_grid(columns, heads, sizes)](
-        *(q, k, v),
-        None if table is None else table.cos,
-        None if table is None else table.sin,
-        columns,
-        partial,
-        *columns.shape[:2],
-        heads.query,
-        heads.key_value,
+    _write_kernel[layout.grid](
+        *(q, k, v, *layout.angles, columns, partial, *layout.extents),
         *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
-        *columns.stride()[:2],
-        *sizes,
+        *(*layout.strides, *layout.constants),
         num_warps=4 if partial is None else _SUMMING_WARPS,
     )
 
 
-def _grid(columns: torch.Tensor, heads: Heads, sizes: tuple[int, int, int, int, int]) -> tuple[int, int, int]:
-    sequence, batch = columns.shape[:2]
-    *_, positions, group = sizes
-    return triton.cdiv(sequence, positions), (heads.query + 2 * heads.key_value) // group, batch
-
-
-def _sizes(heads: Heads, table: RotaryTable | None) -> tuple[int, int, int, int, int]:
-    """SIZE, HALF, BLOCK, POSITIONS and GROUP of a kernel; a head of odd size has one column less in its upper half.
-
-    The heads of one program are as many as divide those of q and those of k and v.
-    """
-    half, both = (heads.size + 1) // 2, math.gcd(heads.query, heads.key_value)
-    most = min(both, _UNTURNED_GROUP if table is None else _GROUP)
-    group = next(number for number in range(most, 0, -1) if both % number == 0)
-    return heads.size, half, triton.next_power_of_2(half), _POSITIONS, group
-
-
 @triton.jit
 def _heads_before(head: tl.tensor, query: tl.tensor, key_value: tl.tensor) -> tl.tensor:
-    """Of the heads of q, k and v in a row, those before the kind that ``head`` is of."""
+    """Of the heads of q, k and v in a row, how many precede the kind that ``head`` is of."""
     return tl.where(head < query, 0, tl.where(head < query + key_value, query, query + key_value))
 
 
@@ -179,12 +228,13 @@ def _read_kernel(
     GROUP: tl.constexpr,
     BY_POSITION: tl.constexpr,
 ) -> None:
-    """POSITIONS of GROUP heads of one sequence: [S, B, heads * SIZE] to [B, heads, S, SIZE]; ``cos`` None: unturned.
+    """POSITIONS of GROUP heads of one sequence: [S, B, heads * SIZE] to [B, heads, S, SIZE].
 
-    BY_POSITION: to [B, S, heads, SIZE].
+    BY_POSITION: to [B, S, heads, SIZE]. ``cos`` None: no rotation.
     """
-    b = tl.program_id(2).to(tl.int64)
+    b = tl.program_id(2).to(tl.int64)  # from here on offsets are int64: they may pass 2^31
     of_all = tl.program_id(1) * GROUP
+    # GROUP divides the heads of q and those of k and v: all heads of a program are of one kind.
     out = q
     if of_all >= query + key_value:
         out = v
@@ -195,11 +245,13 @@ def _read_kernel(
     position = tl.program_id(0).to(tl.int64) * POSITIONS + tl.arange(0, POSITIONS)
     pair = tl.arange(0, BLOCK)
     here = position[:, None] < sequence
+    # Half-split form: pair i is (x[i], x[i + HALF]), so a program holds both halves as two tiles.
     lower = here & (pair[None, :] < HALF)
     upper = here & (pair[None, :] < SIZE - HALF)
     if cos is not None:
         angle = (position[:, None] * batch + b) * HALF + pair[None, :]
-        turned = here & (pair[None, :] < tl.where(of_all < query + key_value, HALF, 0))  # v: by no angle
+        # v passes without rotation: no angle is read, and cos and sin are 1 and 0.
+        turned = here & (pair[None, :] < tl.where(of_all < query + key_value, HALF, 0))
         c = tl.load(cos + angle, mask=turned, other=1.0)
         s = tl.load(sin + angle, mask=turned, other=0.0)
     for step in range(GROUP):
@@ -209,8 +261,10 @@ def _read_kernel(
         second = tl.load(source + HALF, mask=upper, other=0.0).to(tl.float32)
         if bias is not None:
             first += tl.load(bias + column, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
-            second += tl.load(bias + column + HALF, mask=pair < SIZE - HALF, other=0.0).to(tl.float32)[None, :]
-        if cos is not None:
+            second += tl.load(bias + column + HALF, mask=pair < SIZE - HALF, other=0.0).to(
+                tl.float32
+            )[None, :]
+        if cos is not None:  # in float32, as the plain operator: bf16 would round between steps
             rotated = first * c - second * s
             second = second * c + first * s
             first = rotated
@@ -252,7 +306,7 @@ def _write_kernel(
     POSITIONS: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> None:
-    """The way back of :func:`_read_kernel`, turned the other way; ``partial`` (None: no bias) gets the sum of rows."""
+    """The inverse of :func:`_read_kernel`; ``partial`` (None: no bias) gets sums over positions."""
     b = tl.program_id(2).to(tl.int64)
     of_all = tl.program_id(1) * GROUP
     position = tl.program_id(0).to(tl.int64) * POSITIONS + tl.arange(0, POSITIONS)
@@ -270,14 +324,15 @@ def _write_kernel(
     upper = here & (pair[None, :] < SIZE - HALF)
     if cos is not None:
         angle = (position[:, None] * batch + b) * HALF + pair[None, :]
-        turned = here & (pair[None, :] < tl.where(of_all < query + key_value, HALF, 0))  # v: by no angle
+        # v passes without rotation: no angle is read, and cos and sin are 1 and 0.
+        turned = here & (pair[None, :] < tl.where(of_all < query + key_value, HALF, 0))
         c = tl.load(cos + angle, mask=turned, other=1.0)
         s = tl.load(sin + angle, mask=turned, other=0.0)
     for step in range(GROUP):
         source = given + step * head_stride + pair[None, :]
         first = tl.load(source, mask=lower, other=0.0).to(tl.float32)
         second = tl.load(source + HALF, mask=upper, other=0.0).to(tl.float32)
-        if cos is not None:
+        if cos is not None:  # by the opposite angle: a rotation's gradient is its inverse
             rotated = first * c + second * s
             second = second * c - first * s
             first = rotated
@@ -285,7 +340,7 @@ def _write_kernel(
         target = columns + position[:, None] * position_stride + b * batch_stride + column[None, :]
         tl.store(target, first.to(columns.dtype.element_ty), mask=lower)
         tl.store(target + HALF, second.to(columns.dtype.element_ty), mask=upper)
-        if partial is not None:
+        if partial is not None:  # summed in float32, before the gradient is rounded
             row = b * tl.num_programs(0) + tl.program_id(0)
             sums = partial + row * ((query + 2 * key_value) * SIZE) + column
             tl.store(sums, tl.sum(first, axis=0), mask=pair < HALF)

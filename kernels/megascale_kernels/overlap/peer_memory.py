@@ -1,8 +1,9 @@
 """Memory of each rank of a group that all its ranks read and write without the owner's help.
 
-On CUDA it is torch's symmetric memory: peers' buffers are mapped into this process, a copy between two of them is done
-by a copy engine over NVLink, and the barrier is a kernel of one warp. On a CPU it is one anonymous file that all ranks
-map. Neither leaves anything behind when a process dies. NVLink multicast is not used and is switched off.
+On CUDA it is torch's symmetric memory: peers' buffers are mapped into this process, a copy between
+two of them is done by a copy engine over NVLink, and the barrier is a kernel of one warp. On a CPU
+it is one anonymous file that all ranks map. Neither leaves anything behind when a process dies.
+NVLink multicast is not used and is switched off.
 """
 
 from __future__ import annotations
@@ -34,8 +35,11 @@ class PeerMemory(Protocol):
     size_bytes: int
     device: torch.device
 
-    def tensor_of(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:
-        """A contiguous tensor over ``rank``'s memory from ``offset_bytes`` (a multiple of the element's size) on.
+    def tensor_of(
+        self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0
+    ) -> torch.Tensor:
+        """A contiguous tensor over ``rank``'s memory from ``offset_bytes`` (a multiple of the
+        element's size) on.
 
         Raises:
             RuntimeError: it would not fit.
@@ -43,15 +47,18 @@ class PeerMemory(Protocol):
         ...
 
     def barrier(self) -> None:
-        """What the current stream (on a CPU: the caller) does next waits for what all ranks' did before.
+        """What the current stream (on a CPU: the caller) does next waits for what all ranks' did
+        before.
 
-        It also makes writes to peers' memory visible to them. All of a rank's barriers belong on one stream.
+        It also makes writes to peers' memory visible to them. All of a rank's barriers belong on
+        one stream.
         """
         ...
 
 
 def why_unreachable(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Why the ranks of ``group`` cannot have a :class:`PeerMemory`, or "" where they can; the same on all ranks.
+    """Why the ranks of ``group`` cannot have a :class:`PeerMemory`, or "" where they can; the same
+    on all ranks.
 
     Collective; waits for the device.
     """
@@ -64,12 +71,13 @@ def why_unreachable(group: dist.ProcessGroup, device: torch.device) -> str:
 def open_peer_memory(
     group: dist.ProcessGroup, size_bytes: int, device: torch.device, *, timeout_s: float
 ) -> PeerMemory:
-    """Create the memory; all ranks of ``group``, which :func:`why_unreachable` let pass, call it together.
+    """Create the memory; all ranks of ``group``, which :func:`why_unreachable` let pass, call it
+    together.
 
     Args:
         size_bytes: of each rank.
-        timeout_s: on CUDA, how long a barrier waits for the last rank before it ends this rank's CUDA context. A CPU
-            barrier has the group's own timeout.
+        timeout_s: on CUDA, how long a barrier waits for the last rank before it ends this rank's
+            CUDA context. A CPU barrier has the group's own timeout.
 
     Raises:
         RuntimeError, OSError: there is not so much memory, or it cannot be shared.
@@ -80,16 +88,26 @@ def open_peer_memory(
 
 
 class _CudaPeerMemory:
-    def __init__(self, group: dist.ProcessGroup, size_bytes: int, device: torch.device, timeout_s: float) -> None:
-        self.rank, self.size, self.size_bytes, self.device = group.rank(), group.size(), size_bytes, device
+    def __init__(
+        self, group: dist.ProcessGroup, size_bytes: int, device: torch.device, timeout_s: float
+    ) -> None:
+        self.rank, self.size, self.size_bytes, self.device = (
+            group.rank(),
+            group.size(),
+            size_bytes,
+            device,
+        )
         self._timeout_ms = int(timeout_s * 1000)
         # torch would otherwise make a multicast object for every buffer
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-        # Not symm_mem.empty: from its pool two buffers may share an allocation, and with it the barrier's signals.
+        # Not symm_mem.empty: from its pool two buffers may share an allocation, and with it the
+        # barrier's signals.
         self._own = _SymmetricMemory.empty_strided_p2p((size_bytes,), (1,), torch.uint8, device)
         self._handle = symm_mem.rendezvous(self._own, group)
 
-    def tensor_of(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:
+    def tensor_of(
+        self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0
+    ) -> torch.Tensor:
         return self._handle.get_buffer(rank, tuple(shape), dtype, offset_bytes // dtype.itemsize)
 
     def barrier(self) -> None:
@@ -97,7 +115,9 @@ class _CudaPeerMemory:
 
 
 class _SharedFileMemory:
-    """One file with the memories of all ranks in order, made by the first rank and opened by the others through it."""
+    """One file with the memories of all ranks in order, made by the first rank and opened by the
+    others through it.
+    """
 
     device = torch.device("cpu")
 
@@ -112,16 +132,23 @@ class _SharedFileMemory:
         dist.broadcast(where, group=group, group_src=0)
         owner, opened = where.tolist()
         self._all = torch.from_file(
-            f"/proc/{owner}/fd/{opened}", shared=True, size=size_bytes * self.size, dtype=torch.uint8
+            f"/proc/{owner}/fd/{opened}",
+            shared=True,
+            size=size_bytes * self.size,
+            dtype=torch.uint8,
         )
         self.barrier()  # all have mapped it
         if self.rank == 0:
             os.close(descriptor)
 
-    def tensor_of(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:
+    def tensor_of(
+        self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0
+    ) -> torch.Tensor:
         length = torch.Size(shape).numel() * dtype.itemsize
         if offset_bytes + length > self.size_bytes:
-            raise RuntimeError(f"{length} bytes from {offset_bytes} on do not fit into {self.size_bytes}")
+            raise RuntimeError(
+                f"{length} bytes from {offset_bytes} on do not fit into {self.size_bytes}"
+            )
         start = rank * self.size_bytes + offset_bytes
         return self._all[start : start + length].view(dtype).view(tuple(shape))
 
@@ -130,7 +157,9 @@ class _SharedFileMemory:
 
 
 def _own_reason(peers: list[list[int]], device: torch.device) -> int:
-    """Index into ``_REASONS`` of what this rank sees; ``peers`` holds (host, device index) of each rank."""
+    """Index into ``_REASONS`` of what this rank sees; ``peers`` holds (host, device index) of each
+    rank.
+    """
     hosts, indices = zip(*peers, strict=True)
     if len(set(hosts)) > 1:
         return 1
@@ -142,7 +171,9 @@ def _own_reason(peers: list[list[int]], device: torch.device) -> int:
     return 0 if all(torch.cuda.can_device_access_peer(device, other) for other in others) else 3
 
 
-def _gather(group: dist.ProcessGroup, device: torch.device, values: tuple[int, ...]) -> list[list[int]]:
+def _gather(
+    group: dist.ProcessGroup, device: torch.device, values: tuple[int, ...]
+) -> list[list[int]]:
     own = torch.tensor(values, device=device)
     found = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(found, own, group=group)
@@ -150,6 +181,8 @@ def _gather(group: dist.ProcessGroup, device: torch.device, values: tuple[int, .
 
 
 def _host_key() -> int:
-    """A number that processes share which can open each other's files under /proc: one kernel, one pid namespace."""
+    """A number that processes share which can open each other's files under /proc: one kernel, one
+    pid namespace.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return zlib.crc32(f"{boot} {os.readlink('/proc/self/ns/pid')}".encode())

@@ -26,7 +26,11 @@ if _version_not_supported:
 
 
 class CheckpointServiceStub(object):
-    """Two-stage asynchronous persistence (MegaScale section 4.4).
+    """Two-stage asynchronous persistence (MegaScale section 4.4), served by the checkpoint daemon of
+    every node. The daemon of the first node of an attempt is its committer.
+
+    Errors:
+    - UNAUTHENTICATED (NO_TOKEN): the call carries no valid cluster token.
     """
 
     def __init__(self, channel):
@@ -58,32 +62,72 @@ class CheckpointServiceStub(object):
 
 
 class CheckpointServiceServicer(object):
-    """Two-stage asynchronous persistence (MegaScale section 4.4).
+    """Two-stage asynchronous persistence (MegaScale section 4.4), served by the checkpoint daemon of
+    every node. The daemon of the first node of an attempt is its committer.
+
+    Errors:
+    - UNAUTHENTICATED (NO_TOKEN): the call carries no valid cluster token.
     """
 
     def OpenAttempt(self, request, context):
-        """Appends OPEN(attempt) to the job's commit log, which fences all earlier attempts, and decides what is restored.
+        """Appends OPEN(attempt) to the commit log of the job, which fences all earlier attempts, and
+        decides what the attempt restores. A repeated call returns the same decision.
+
+        Callers: driver
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): job, attempt, world_size, sealed_step or a uri is not valid, or the
+        checkpoint folder belongs to another job.
+        - NOT_FOUND (NOT_FOUND): load_uri holds no complete checkpoint to start from.
+        - FAILED_PRECONDITION (SUPERSEDED): a later attempt was opened, or a driver of a later epoch has
+        called.
+        - FAILED_PRECONDITION (UNUSABLE): the job has checkpoints and none of them can be restored.
+        - PERMISSION_DENIED (FORBIDDEN): the daemon may not read or write the folder.
+        - UNAVAILABLE (STORAGE_UNAVAILABLE): storage does not answer; try again.
+        - DATA_LOSS (DAMAGED): the commit log is damaged.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReportPrepared(self, request, context):
-        """A rank's files of a step are durable; when all ranks have said so, the committer commits the checkpoint.
+        """Reports that the files of one rank for a step are durable. When all ranks have reported, the
+        committer commits the checkpoint. The call returns when the step is complete, after 5 s at the
+        latest; repeat it until `committed` is true.
+
+        Callers: checkpoint daemon
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): the rank, a file name or small_state_json does not fit the attempt.
+        - FAILED_PRECONDITION (SUPERSEDED): the attempt is superseded, or the step can no longer be committed.
+        - PERMISSION_DENIED (FORBIDDEN): the committer may not read or write the folder.
+        - UNAVAILABLE (NOT_READY): this daemon does not know the attempt yet; try again.
+        - UNAVAILABLE (STORAGE_UNAVAILABLE): storage does not answer; try again.
+        - DATA_LOSS (DAMAGED): the committer does not find a file that a rank has reported.
+        - DATA_LOSS (DATA_LOSS): the commit failed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchProgress(self, request, context):
-        """Sealed slots and commits of every job on this node, now and after every change.
+        """Streams the sealed snapshots and commits of every job on this node, now and after every change,
+        without end. Changes during a send are merged into the next response.
+
+        Callers: node agent, operator
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListCommits(self, request, context):
-        """Complete checkpoints in a job's commit log, newest first.
+        """Lists the complete checkpoints in a commit log, newest first. Any daemon that can read the
+        folder can be called.
+
+        Callers: driver, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): the uri is not supported.
+        - PERMISSION_DENIED (FORBIDDEN): the daemon may not read the folder.
+        - UNAVAILABLE (STORAGE_UNAVAILABLE): storage does not answer; try again.
+        - DATA_LOSS (DATA_LOSS): the commit log has a gap.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -121,7 +165,11 @@ def add_CheckpointServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CheckpointService(object):
-    """Two-stage asynchronous persistence (MegaScale section 4.4).
+    """Two-stage asynchronous persistence (MegaScale section 4.4), served by the checkpoint daemon of
+    every node. The daemon of the first node of an attempt is its committer.
+
+    Errors:
+    - UNAUTHENTICATED (NO_TOKEN): the call carries no valid cluster token.
     """
 
     @staticmethod

@@ -26,7 +26,15 @@ if _version_not_supported:
 
 
 class DriverServiceStub(object):
-    """Jobs, nodes, audit. Errors are google.rpc.Status with ErrorInfo; a standby answers UNAVAILABLE with the leader's address.
+    """Jobs, nodes and the audit log, served by the leader of the drivers. A standby driver refuses
+    every call. A leader that has lost etcd still answers the calls that only read, and refuses those
+    that change something.
+
+    Errors:
+    - UNAUTHENTICATED (NO_TOKEN): the call carries no valid cluster token.
+    - UNAVAILABLE (NOT_LEADER): this driver does not lead, or has lost its leadership during the
+    call. `leader` in the metadata of the ErrorInfo is the address of the leader where it is known.
+    - INTERNAL (INTERNAL): a defect of the driver; its log has the stack trace.
     """
 
     def __init__(self, channel):
@@ -123,71 +131,166 @@ class DriverServiceStub(object):
 
 
 class DriverServiceServicer(object):
-    """Jobs, nodes, audit. Errors are google.rpc.Status with ErrorInfo; a standby answers UNAVAILABLE with the leader's address.
+    """Jobs, nodes and the audit log, served by the leader of the drivers. A standby driver refuses
+    every call. A leader that has lost etcd still answers the calls that only read, and refuses those
+    that change something.
+
+    Errors:
+    - UNAUTHENTICATED (NO_TOKEN): the call carries no valid cluster token.
+    - UNAVAILABLE (NOT_LEADER): this driver does not lead, or has lost its leadership during the
+    call. `leader` in the metadata of the ErrorInfo is the address of the leader where it is known.
+    - INTERNAL (INTERNAL): a defect of the driver; its log has the stack trace.
     """
 
     def SubmitJob(self, request, context):
-        """Validates and stores a job; it runs as soon as nodes are free.
+        """Validates a job and stores it. The job runs as soon as enough nodes are free.
+
+        Callers: client
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): the spec is missing, larger than 64 KiB or not readable, or
+        the request_id is malformed.
+        - INVALID_ARGUMENT (BAD_JOB_SPEC): values of the spec are refused; BadRequest lists each field
+        with its problem and the remedy.
+        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - ALREADY_EXISTS (JOB_EXISTS): a job has that name already, ended or not.
+        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+        repeat it with the same request_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetJob(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Returns one job.
+
+        Callers: client, operator
+        Errors:
+        - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListJobs(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Lists all jobs by name, page by page; ended jobs are included.
+
+        Callers: client, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): page_size is negative.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchJob(self, request, context):
-        """Streams step records and events as they happen, from the resume token on; ends when the job has ended.
+        """Streams a job: its state first, then its step records, events and changes of state as they
+        happen. The stream ends when the job has ended.
+
+        Callers: client, operator
+        Errors:
+        - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - INVALID_ARGUMENT (BAD_REQUEST): resume_token is not one that WatchJob returned.
+        - OUT_OF_RANGE (TOKEN_EXPIRED): the updates that follow resume_token are no longer held. Watch
+        without a token and read the missed events with ListEvents.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelJob(self, request, context):
-        """Stops the job's workers at once; committed checkpoints stay.
+        """Stops the workers of a job at once, for good. Its checkpoints stay. Cancelling a cancelled job
+        changes nothing.
+
+        Callers: client, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
+        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_ENDED): the job has succeeded or failed already.
+        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+        repeat it with the same request_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ProfileJob(self, request, context):
-        """Has chosen ranks of a running job write a trace of some steps ahead, the same steps on all of them.
+        """Makes chosen ranks of a running job write a trace of some steps ahead, the same steps on all of
+        them. Training continues. Job.profile shows the progress of each trace.
+
+        Callers: client, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): steps, first_step or ranks are out of range, or the
+        request_id is malformed.
+        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_NOT_RUNNING): the job is not in phase RUNNING.
+        - FAILED_PRECONDITION (PROFILE_PENDING): another profile of the job is still in progress.
+        - FAILED_PRECONDITION (NO_STEP_YET): the attempt has not completed enough steps to predict when
+        the next ones start.
+        - FAILED_PRECONDITION (FIRST_STEP_PASSED): first_step has passed, or is too near for the
+        request to reach all ranks in time.
+        - FAILED_PRECONDITION (STEPS_BEYOND_END): the last step lies beyond the last step of the job.
+        - FAILED_PRECONDITION (STEPS_TOO_FAR): the last step is more than an hour ahead.
+        - FAILED_PRECONDITION (PROFILE_SUPERSEDED): this request was carried out before, and a newer
+        profile has replaced it; the audit log has the outcome of this one.
+        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+        repeat it with the same request_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ExplainJob(self, request, context):
-        """Says in one sentence why the job is where it is.
+        """Explains in one sentence why a job is in its present phase, with the newest events behind it.
+
+        Callers: client, operator
+        Errors:
+        - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListNodes(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Lists all nodes by name, page by page; nodes that are down are included.
+
+        Callers: client, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): page_size is negative.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def EvictNode(self, request, context):
-        """Quarantines a node: its work moves to a spare and it gets none until it is put back.
+        """Quarantines a node. Its work moves to a spare, and it gets no new work until UncordonNode.
+        Evicting a quarantined node changes nothing.
+
+        Callers: operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
+        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - NOT_FOUND (NODE_NOT_FOUND): no node has that name.
+        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+        repeat it with the same request_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CordonNode(self, request, context):
-        """Keeps new work off a node; what runs there goes on.
+        """Keeps new work off a node. The attempt that runs there continues.
+
+        Callers: operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
+        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - NOT_FOUND (NODE_NOT_FOUND): no node has that name.
+        - FAILED_PRECONDITION (NODE_QUARANTINED): the node is quarantined, which keeps work off it
+        already.
+        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+        repeat it with the same request_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -195,48 +298,98 @@ class DriverServiceServicer(object):
 
     def UncordonNode(self, request, context):
         """Makes a cordoned or quarantined node schedulable again.
+
+        Callers: operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
+        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - NOT_FOUND (NODE_NOT_FOUND): no node has that name.
+        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+        repeat it with the same request_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RunDiagnostics(self, request, context):
-        """Runs the self-checks of an idle or spare node now and returns their results.
+        """Runs the self-checks of a node that has no ranks and returns their results.
+
+        Callers: operator
+        Errors:
+        - NOT_FOUND (NODE_NOT_FOUND): no node has that name.
+        - FAILED_PRECONDITION (NODE_BUSY): the node runs ranks of a job, named under `job` in the
+        metadata.
+        - INVALID_ARGUMENT, FAILED_PRECONDITION, ABORTED (REFUSED_BY_NODE): the node has no check of
+        that name, has been given an attempt, or was given one before the checks ended.
+        - UNAVAILABLE (NODE_UNREACHABLE): the agent of the node does not answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListEvents(self, request, context):
-        """The audit log of a job, of a node, or of the whole cluster.
+        """Lists the audit log of a job, of a node or of the whole cluster, oldest first, page by page.
+        The driver holds at least the newest 50,000 lines.
+
+        Callers: client, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): the subject, page_size or page_token is malformed.
+        - OUT_OF_RANGE (TOKEN_EXPIRED): the line that page_token names is no longer held.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchEvents(self, request, context):
-        """Streams the audit log as it grows, from the resume token on.
+        """Streams the audit log as it grows, without end. The response headers are sent when the watch is
+        in place, so that every later commit reaches the watcher.
+
+        Callers: client, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): the subject or resume_token is malformed.
+        - OUT_OF_RANGE (TOKEN_EXPIRED): the line that resume_token names is no longer held. Watch
+        without a token and read the missed events with ListEvents.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TailLogs(self, request, context):
-        """Streams the log of one rank (or of a node's agent), read from its node.
+        """Streams the log of one rank, read on the node that runs or ran it.
+
+        Callers: client, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): lines is out of range, or the job has no such rank.
+        - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - NOT_FOUND (ATTEMPT_NOT_FOUND): the job has no such attempt, or none yet.
+        - NOT_FOUND (NODE_NOT_FOUND): the driver has no record of the node that ran the rank.
+        - NOT_FOUND, INVALID_ARGUMENT (REFUSED_BY_NODE): the node has no such log.
+        - UNAVAILABLE (NODE_UNREACHABLE): the agent of the node does not answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListCheckpoints(self, request, context):
-        """Complete checkpoints of a job, newest first.
+        """Lists the complete checkpoints of a job, newest first, page by page, as the checkpoint daemon
+        of a node reads them from storage.
+
+        Callers: client, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): page_size is negative, or page_token is malformed.
+        - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - INVALID_ARGUMENT (REFUSED_BY_NODE): the daemon does not support the checkpoint folder.
+        - UNAVAILABLE (NODE_UNREACHABLE): no daemon that was called answers, or storage fails.
+        - UNAVAILABLE (NO_NODE): no node is alive.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetClusterInfo(self, request, context):
-        """Who leads, since when, and how the cluster stands.
+        """Returns the leader, the time since when it leads, and the state of the cluster in figures.
+
+        Callers: client, operator
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -339,7 +492,15 @@ def add_DriverServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DriverService(object):
-    """Jobs, nodes, audit. Errors are google.rpc.Status with ErrorInfo; a standby answers UNAVAILABLE with the leader's address.
+    """Jobs, nodes and the audit log, served by the leader of the drivers. A standby driver refuses
+    every call. A leader that has lost etcd still answers the calls that only read, and refuses those
+    that change something.
+
+    Errors:
+    - UNAUTHENTICATED (NO_TOKEN): the call carries no valid cluster token.
+    - UNAVAILABLE (NOT_LEADER): this driver does not lead, or has lost its leadership during the
+    call. `leader` in the metadata of the ErrorInfo is the address of the leader where it is known.
+    - INTERNAL (INTERNAL): a defect of the driver; its log has the stack trace.
     """
 
     @staticmethod

@@ -26,7 +26,10 @@ if _version_not_supported:
 
 
 class ExecutorServiceStub(object):
-    """Served by every node's agent.
+    """Served by the agent of every node.
+
+    Errors:
+    - UNAUTHENTICATED (NO_TOKEN): the call carries no valid cluster token.
     """
 
     def __init__(self, channel):
@@ -53,18 +56,29 @@ class ExecutorServiceStub(object):
 
 
 class ExecutorServiceServicer(object):
-    """Served by every node's agent.
+    """Served by the agent of every node.
+
+    Errors:
+    - UNAUTHENTICATED (NO_TOKEN): the call carries no valid cluster token.
     """
 
     def GetNodeStatus(self, request, context):
-        """What the node is and does now; also the driver's probe of a silent node.
+        """Returns what the node is and does now. The driver also calls it to probe a silent node.
+
+        Callers: driver, operator
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RunNodeDiagnostics(self, request, context):
-        """Runs the node's self-checks now; refused with FAILED_PRECONDITION while ranks run here.
+        """Runs the self-checks of the node and returns their results.
+
+        Callers: driver, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): the node has no check of that name.
+        - FAILED_PRECONDITION (NODE_BUSY): the node has an attempt.
+        - ABORTED (PREEMPTED): the node was given an attempt before the checks ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -72,6 +86,11 @@ class ExecutorServiceServicer(object):
 
     def TailWorkerLogs(self, request, context):
         """Streams the log of one rank that runs or ran on this node.
+
+        Callers: driver, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): job is not the name of a job, or lines is out of range.
+        - NOT_FOUND (LOG_NOT_FOUND): the node has no log of that rank and attempt.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -104,7 +123,10 @@ def add_ExecutorServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ExecutorService(object):
-    """Served by every node's agent.
+    """Served by the agent of every node.
+
+    Errors:
+    - UNAUTHENTICATED (NO_TOKEN): the call carries no valid cluster token.
     """
 
     @staticmethod

@@ -26,7 +26,12 @@ if _version_not_supported:
 
 
 class ExecutorLinkServiceStub(object):
-    """Used by executors only.
+    """Used by node agents only, served by the leader of the drivers.
+
+    Errors:
+    - UNAUTHENTICATED (NO_TOKEN): the call carries no valid cluster token.
+    - UNAVAILABLE (NOT_LEADER): this driver does not lead. `leader` in the metadata of the ErrorInfo
+    is the address of the leader where it is known.
     """
 
     def __init__(self, channel):
@@ -48,19 +53,39 @@ class ExecutorLinkServiceStub(object):
 
 
 class ExecutorLinkServiceServicer(object):
-    """Used by executors only.
+    """Used by node agents only, served by the leader of the drivers.
+
+    Errors:
+    - UNAUTHENTICATED (NO_TOKEN): the call carries no valid cluster token.
+    - UNAVAILABLE (NOT_LEADER): this driver does not lead. `leader` in the metadata of the ErrorInfo
+    is the address of the leader where it is known.
     """
 
     def Connect(self, request_iterator, context):
-        """First message each way is a hello. Afterwards the driver sends the node's desired state on connect and on every
-        change (level-triggered), the executor sends heartbeats, every 5 s and at once on change.
+        """Links a node to the driver. The first message each way is a hello. Afterwards the driver sends
+        the desired state of the node on connect and on every change (level-triggered); the agent sends
+        heartbeats at the interval that the driver's hello names (5 s by default), and at once on
+        change. A heartbeat of more than 64 KiB is acknowledged and dropped.
+
+        Callers: node agent
+        Errors:
+        - INVALID_ARGUMENT (HELLO_MISSING): the first message is not a hello, or none came within 10 s.
+        - INVALID_ARGUMENT (BAD_HELLO): fields of the hello are refused; BadRequest lists them.
+        - FAILED_PRECONDITION (PROTOCOL_MISMATCH): driver and agent have no link protocol version in
+        common.
+        - FAILED_PRECONDITION (NODE_NAME_IN_USE): another agent of that name is linked.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReportSteps(self, request_iterator, context):
-        """Step records of the jobs on this node, outside the heartbeat.
+        """Reports step records of the jobs on this node, outside the heartbeat. Records that the driver
+        has already are counted as accepted and dropped, so an agent may repeat them.
+
+        Callers: node agent
+        Errors:
+        - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -88,7 +113,12 @@ def add_ExecutorLinkServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ExecutorLinkService(object):
-    """Used by executors only.
+    """Used by node agents only, served by the leader of the drivers.
+
+    Errors:
+    - UNAUTHENTICATED (NO_TOKEN): the call carries no valid cluster token.
+    - UNAVAILABLE (NOT_LEADER): this driver does not lead. `leader` in the metadata of the ErrorInfo
+    is the address of the leader where it is known.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
 """The checkpoint daemon of one node: ``python -m megascale_checkpoint``.
 
-It ends with its parent, at once. On SIGTERM it lets what is being persisted end for a short while, then removes its
-staging memory. After SIGKILL the next daemon of the same node removes it.
+It exits as soon as its parent does. On SIGTERM it gives files in progress DRAIN_S seconds to finish
+and then removes its staging memory; after SIGKILL the next daemon of the same node removes it.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ import uvloop
 
 from megascale.v1 import checkpoint_pb2_grpc
 from megascale_checkpoint.committer import Committer
+from megascale_checkpoint.committer_client import CommitterClient
 from megascale_checkpoint.concurrency import Pools
-from megascale_checkpoint.errors import CheckpointError
 from megascale_checkpoint.jobs import Jobs
 from megascale_checkpoint.local_server import LocalServer
 from megascale_checkpoint.metrics import CheckpointMetrics
-from megascale_checkpoint.reporting import Reporter
 from megascale_checkpoint.service import SERVICE, CheckpointService
 from megascale_checkpoint.staging import StagingFolder, default_base
-from megascale_common import logs
-from megascale_common.identity import is_dns_label
-from megascale_common.metrics import MetricsServer, bind_option, registry_of
-from megascale_common.process import arm_parent_death
-from megascale_common.rpc import RpcServer
+from megascale_common.job.names import is_dns_label
+from megascale_common.node.files import replace_file
+from megascale_common.node.process import arm_parent_death
+from megascale_common.service import logs
+from megascale_common.service.errors import ServiceError
+from megascale_common.service.metrics import MetricsServer, bind_option, registry_of
+from megascale_common.service.server import RpcServer
 
 DRAIN_S = 3.0
 log = logs.get("main")
@@ -42,14 +43,18 @@ def main(arguments: list[str] | None = None) -> None:
     logs.configure("checkpoint")
     try:
         staging = StagingFolder(
-            options.staging_folder, options.cluster, options.node, options.incarnation, options.staging_limit_bytes
+            options.staging_folder,
+            options.cluster,
+            options.node,
+            options.incarnation,
+            options.staging_limit_bytes,
         )
-    except CheckpointError as error:
+    except ServiceError as error:
         print(f"the checkpoint daemon cannot start: {error}", file=sys.stderr)
         sys.exit(2)
     try:
         uvloop.run(_serve(options, staging))
-    except (OSError, ValueError, CheckpointError) as error:
+    except (OSError, ValueError, ServiceError) as error:
         print(f"the checkpoint daemon cannot start: {error}", file=sys.stderr)
         sys.exit(2)
     finally:
@@ -62,8 +67,8 @@ async def _serve(options: argparse.Namespace, staging: StagingFolder) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
     token = options.token_file.read_text().strip()
-    pools, reporter = Pools(), Reporter(token)
-    jobs = Jobs(staging, pools, reporter)
+    pools, committers = Pools(), CommitterClient(token)
+    jobs = Jobs(staging, pools, committers)
     server = RpcServer(token)
     service = CheckpointService(jobs, Committer(pools, jobs.registration))
     checkpoint_pb2_grpc.add_CheckpointServiceServicer_to_server(service, server.server)
@@ -74,52 +79,69 @@ async def _serve(options: argparse.Namespace, staging: StagingFolder) -> None:
             await metrics.start(options.metrics_bind, options.metrics_address_file)
         address = await _start(server, options.address_file)
         folders = {"run_folder": str(options.run_folder), "staging": str(staging.path)}
-        log.info("checkpoint daemon serves", node=options.node, address=address, **folders)
+        log.info("checkpoint daemon ready", node=options.node, address=address, **folders)
         accepting = asyncio.create_task(local.serve())
         stopped = asyncio.create_task(stopping.wait())
         await asyncio.wait([accepting, stopped], return_when=asyncio.FIRST_COMPLETED)
         if accepting.done():
             accepting.result()
         accepting.cancel()
+        # The gRPC server stays up meanwhile: this daemon may be the committer that its own last
+        # reports wait for.
         await jobs.close(DRAIN_S)
     finally:
         await local.close()
         await server.stop()
         await metrics.stop()
-        await reporter.close()
+        await committers.close()
         pools.close()
 
 
 async def _start(server: RpcServer, address_file: Path) -> str:
-    """Listen on the address of the daemon before us, for others still know it; else on any port. Publish it."""
+    """Listen on the previous daemon's address, else on any free port, and publish the address."""
+    # Other nodes keep the committer's address for a whole attempt: a daemon that is restarted
+    # within the attempt must be found where it was.
     address = ""
     with contextlib.suppress(OSError):
-        before = address_file.read_text().strip()
-        if before:
+        previous = address_file.read_text().strip()
+        if previous:
             with contextlib.suppress(OSError, RuntimeError, ValueError):
-                address = await server.start(before, [SERVICE])
+                address = await server.start(previous, [SERVICE])
     address = address or await server.start("127.0.0.1:0", [SERVICE])
-    temporary = address_file.with_suffix(".new")
-    temporary.write_text(address + "\n")
-    temporary.replace(address_file)
+    replace_file(address_file, address + "\n")
     return address
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="megascale-checkpoint", description="Checkpoint daemon of one node.")
+    parser = argparse.ArgumentParser(
+        prog="megascale-checkpoint", description="Checkpoint daemon of one node."
+    )
     parser.add_argument("--cluster", type=_label, required=True, help="name of the cluster")
     parser.add_argument("--node", type=_label, required=True, help="name of the node")
     parser.add_argument("--incarnation", required=True, help="id of this start of the node's agent")
     parser.add_argument("--run-folder", type=Path, required=True, help="the cluster's run folder")
-    parser.add_argument("--socket", type=Path, required=True, help="unix socket for the node's workers")
-    parser.add_argument("--token-file", type=Path, required=True, help="file with the cluster token")
-    parser.add_argument("--address-file", type=Path, required=True, help="where to write host:port once it serves")
-    parser.add_argument("--staging-folder", type=Path, default=default_base(), help="tmpfs folder of the slots")
-    parser.add_argument("--staging-limit-bytes", type=int, help="most staging memory to use")
     parser.add_argument(
-        "--metrics-bind", type=bind_option, default="", help="serve /metrics at HOST:PORT; default: not at all"
+        "--socket", type=Path, required=True, help="unix socket for the node's workers"
     )
-    parser.add_argument("--metrics-address-file", type=Path, help="where to write host:port of /metrics")
+    parser.add_argument(
+        "--token-file", type=Path, required=True, help="file with the cluster token"
+    )
+    parser.add_argument(
+        "--address-file", type=Path, required=True, help="where to write host:port once it serves"
+    )
+    parser.add_argument(
+        "--staging-folder", type=Path, default=default_base(), help="tmpfs folder of the slots"
+    )
+    parser.add_argument("--staging-limit-bytes", type=int, help="upper limit of staging memory")
+    parser.add_argument(
+        "--metrics-bind",
+        type=bind_option,
+        default="",
+        help="serve /metrics at HOST:PORT; default: no metrics",
+    )
+    parser.add_argument(
+        "--metrics-address-file", type=Path, help="where to write host:port of /metrics"
+    )
     options = parser.parse_args(arguments)
     if not options.incarnation or "/" in options.incarnation or options.incarnation.startswith("."):
         parser.error("--incarnation must be a plain name")

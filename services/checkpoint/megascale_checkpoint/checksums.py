@@ -1,7 +1,8 @@
 """Checksums: xxh3-128 of slot pieces and files, and JSON records that carry their own.
 
-xxh3 runs at memory speed (some 20 GB/s per core, where SHA-256 does 1), so everything that is written is checksummed
-and everything that is read is verified. It guards against damage, not against an adversary who can write the files.
+xxh3 runs at memory speed (about 20 GB/s per core against 1 GB/s of SHA-256), so everything that is
+written is checksummed and everything that is read is verified. It detects damage; it does not stop
+an adversary who can write the files.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from typing import Any
 
 import xxhash
 
-from megascale_checkpoint.errors import DamagedError
-from megascale_common.checkpoint_layout import ShardLayout, ShardPiece
+from megascale_common.service.errors import DamagedError
+from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
-CHUNK_BYTES = 16 << 20  # work is cut here: long enough to run at full speed, short enough to be cancelled
+# Unit of work between two checks for cancellation: large enough to run at full speed.
+CHUNK_BYTES = 16 << 20
 RECORD_CHECKSUM = "xxh3"
 
 
@@ -37,8 +39,10 @@ def piece_checksums(layout: ShardLayout, image: memoryview) -> tuple[str, ...]:
     return tuple(checksum(piece_view(piece, image)) for piece in layout.pieces)
 
 
-def verify_image(layout: ShardLayout, image: memoryview, checksums: tuple[str, ...], file: str) -> None:
-    """Raise DamagedError naming ``file`` when a piece of ``image`` is not what was sealed."""
+def verify_image(
+    layout: ShardLayout, image: memoryview, checksums: tuple[str, ...], file: str
+) -> None:
+    """Raise DamagedError naming ``file`` when a piece of ``image`` differs from what was sealed."""
     for piece, expected in zip(layout.pieces, checksums, strict=True):
         if checksum(piece_view(piece, image)) != expected:
             raise DamagedError(file, f"{piece.name} ({piece.state}) changed after it was sealed")
@@ -46,14 +50,16 @@ def verify_image(layout: ShardLayout, image: memoryview, checksums: tuple[str, .
 
 def dump_record(values: Mapping[str, Any]) -> bytes:
     """``values`` as JSON that carries the checksum of its own canonical form."""
-    return json.dumps({**values, RECORD_CHECKSUM: checksum(_canonical(values))}, indent=1, sort_keys=True).encode()
+    return json.dumps(
+        {**values, RECORD_CHECKSUM: checksum(_canonical(values))}, indent=1, sort_keys=True
+    ).encode()
 
 
 def load_record(data: bytes, file: str) -> dict[str, Any]:
     """The inverse of :func:`dump_record`.
 
     Raises:
-        DamagedError: ``file`` holds something else than was written.
+        DamagedError: the content of ``file`` differs from what was written.
     """
     try:
         values = json.loads(data)
@@ -63,7 +69,7 @@ def load_record(data: bytes, file: str) -> dict[str, Any]:
         raise DamagedError(file, "is not a JSON object")
     expected = values.pop(RECORD_CHECKSUM, None)
     if checksum(_canonical(values)) != expected:
-        raise DamagedError(file, "its checksum does not fit its content")
+        raise DamagedError(file, "its checksum does not match its content")
     return values
 
 

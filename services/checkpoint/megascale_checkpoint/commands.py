@@ -1,4 +1,4 @@
-"""``megascale checkpoint``: look at checkpoints on storage, without a cluster."""
+"""``megascale checkpoint list`` and ``verify``: checkpoints on storage, without a cluster."""
 
 from __future__ import annotations
 
@@ -11,20 +11,26 @@ from rich.console import Console
 from rich.table import Table
 
 from megascale_checkpoint.commit_log import CommitLog, Record
-from megascale_checkpoint.errors import CheckpointError
 from megascale_checkpoint.storage import join, open_storage
 from megascale_checkpoint.verify import verify_commit
+from megascale_common.service.errors import RequestError, ServiceError
 
-app = typer.Typer(name="checkpoint", help="List and verify checkpoints on storage.", no_args_is_help=True)
+app = typer.Typer(
+    name="checkpoint", help="List and verify checkpoints on storage.", no_args_is_help=True
+)
 
 
 def _absolute(uri: str) -> str:
-    # Storage refuses relative paths, since each node would resolve them itself; here there is one machine.
+    # Storage refuses relative paths, because each node would resolve them in its own working
+    # directory; this command runs on one machine.
     return uri if "://" in uri else str(Path(uri).expanduser().absolute())
 
 
 Uri = Annotated[
-    str, typer.Argument(help="Folder of the job's checkpoints: its spec's checkpoint.uri.", callback=_absolute)
+    str,
+    typer.Argument(
+        help="Folder of the job's checkpoints: its spec's checkpoint.uri.", callback=_absolute
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table")]
 
@@ -43,14 +49,21 @@ def list_checkpoints(uri: Uri, as_json: AsJson = False) -> None:
     for row in rows:
         size = f"{row['size_bytes'] / 2**20:.1f} MiB"
         table.add_row(
-            str(row["step"]), str(row["attempt"]), str(row["world_size"]), size, row["time"], row["manifest_uri"]
+            str(row["step"]),
+            str(row["attempt"]),
+            str(row["world_size"]),
+            size,
+            row["time"],
+            row["manifest_uri"],
         )
     Console().print(table)
 
 
 @app.command("verify")
 def verify(uri: Uri, as_json: AsJson = False) -> None:
-    """Check every byte of every complete checkpoint below URI; the status is 1 when one is damaged.
+    """Check every byte of every complete checkpoint below URI.
+
+    The exit status is 1 when a checkpoint is damaged.
 
     Example: megascale checkpoint verify /data/checkpoints/example
     """
@@ -60,7 +73,8 @@ def verify(uri: Uri, as_json: AsJson = False) -> None:
         problems = verify_commit(record, join(uri, record.values["manifest"]))
         results.append({**_row(uri, record), "problems": problems})
         if not as_json:
-            typer.echo(f"step {record.step} of attempt {record.attempt}: {'damaged' if problems else 'whole'}")
+            state = "damaged" if problems else "whole"
+            typer.echo(f"step {record.step} of attempt {record.attempt}: {state}")
             for problem in problems:
                 typer.echo(f"  {problem}")
     if as_json:
@@ -73,14 +87,14 @@ def _commits(uri: str) -> list[Record]:
     try:
         log = CommitLog(open_storage(uri))
         log.refresh()
-    except (CheckpointError, OSError) as error:
-        typer.echo(f"{uri} cannot be read: {error}", err=True)
-        raise typer.Exit(2) from error
+    except (ServiceError, OSError) as error:
+        raise RequestError(f"{uri} cannot be read: {error}") from error
     for damage in log.damaged:
         typer.echo(f"damaged record: {damage}", err=True)
     if not log.records and not log.damaged:
-        typer.echo(f"{uri} holds no commit log: give the folder that the job's checkpoint.uri names", err=True)
-        raise typer.Exit(2)
+        raise RequestError(
+            f"{uri} holds no commit log: give the folder that the job's checkpoint.uri names"
+        )
     return log.commits()
 
 

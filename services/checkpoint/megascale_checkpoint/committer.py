@@ -1,8 +1,9 @@
-"""The committer of a job's attempt: opens attempts in the commit log, collects the ranks' reports, commits.
+"""The committer: opens attempts in the commit log, collects the ranks' reports, commits steps.
 
-The daemon of the attempt's first node is asked to be it. It keeps reports in memory only: ranks repeat theirs until
-the step is settled, and an attempt that it does not know (it was restarted) it takes up again from what the workers of
-its own node registered. Correctness never rests on who believes to be the committer: the commit log decides.
+The driver makes the daemon of the attempt's first node the committer by sending it OpenAttempt.
+Reports are kept in memory only, because ranks repeat theirs until the step is settled. A committer
+that was restarted resumes the attempt from what its own node's workers registered. Two daemons may
+both act as committer for a while; only the commit log decides which record counts.
 """
 
 from __future__ import annotations
@@ -19,15 +20,22 @@ from megascale_checkpoint import manifest as manifests
 from megascale_checkpoint.checksums import checksum
 from megascale_checkpoint.commit_log import CommitLog, Record
 from megascale_checkpoint.concurrency import Pools, Signal, in_pool
-from megascale_checkpoint.decision import Decision, Sealed, decide
-from megascale_checkpoint.errors import CheckpointError, DamagedError, NotReadyError, RequestError, SupersededError
 from megascale_checkpoint.manifest import File, Manifest
-from megascale_checkpoint.registration import Registration
+from megascale_checkpoint.registration import RegisteredRank
+from megascale_checkpoint.restore_decision import RestoreDecision, SealedStep, decide
 from megascale_checkpoint.storage import Storage, join, open_storage
-from megascale_common import logs
+from megascale_common.service import logs
+from megascale_common.service.errors import (
+    DamagedError,
+    DataLossError,
+    NotReadyError,
+    RequestError,
+    SupersededError,
+)
 
 log = logs.get("committer")
-MAX_OPEN_STEPS = 16  # steps of an attempt that may wait for ranks at once; slots bound it well below
+# Steps of an attempt that may wait for reports at once; the number of slots keeps it far lower.
+MAX_OPEN_STEPS = 16
 Report = checkpoint_pb2.ReportPreparedRequest
 Epoch = tuple[int, int]
 
@@ -46,9 +54,13 @@ class _Attempt:
 
 
 class Committer:
-    """Commits for any number of jobs. ``registration`` tells what workers of this node said of their job."""
+    """Commits for any number of jobs.
 
-    def __init__(self, pools: Pools, registration: Callable[[str], Registration | None]) -> None:
+    Args:
+        registration: returns what a worker of this node registered for a job's newest attempt.
+    """
+
+    def __init__(self, pools: Pools, registration: Callable[[str], RegisteredRank | None]) -> None:
         self.changed = Signal()
         self._pools, self._registration = pools, registration
         self._attempts: dict[str, _Attempt] = {}
@@ -60,18 +72,21 @@ class Committer:
         uri: str,
         attempt: int,
         world_size: int,
-        sealed: Sealed,
+        sealed: SealedStep,
         refused: frozenset[int],
         epoch: Epoch,
         load_uri: str = "",
-    ) -> tuple[Record, Decision]:
-        """Append OPEN(attempt), which fences all earlier attempts, and decide what is restored. Idempotent.
+    ) -> tuple[Record, RestoreDecision]:
+        """Append OPEN(attempt), which fences all earlier attempts, and decide what to restore.
+
+        Idempotent: the decision is stored in the record, and a repeated call returns it.
 
         Raises:
-            SupersededError: a later attempt, or a driver of a later epoch, has been here.
-            RequestError: a uri is not supported.
+            SupersededError: a later attempt is open, or a driver of a later epoch has opened one.
+            RequestError: a uri is not supported, or the folder belongs to another job.
+            UnusableError: the job has checkpoints, and none of them can be restored.
             NotFoundError: the job was to start from ``load_uri``, which holds no usable checkpoint.
-            CheckpointError: the log is damaged.
+            ServiceError: the log is damaged.
             OSError: the storage does not answer.
         """
         storage = open_storage(uri)
@@ -80,30 +95,47 @@ class Committer:
 
             def make() -> dict[str, Any]:
                 _refuse_stale(commit_log, epoch)
-                # The decision lies in the log, so that the same call gets the same answer later.
-                decision = decide(commit_log, uri, sealed, refused, load_uri).to_dict()
-                return {"job": job, "world_size": world_size, "epoch": list(epoch), "restored_from": decision}
+                # Stored in the record: ranks of one attempt must all restore the same step, even if
+                # the driver repeats the call after the storage has changed.
+                decision = decide(commit_log, uri, sealed, refused, load_uri).to_record()
+                return {
+                    "job": job,
+                    "world_size": world_size,
+                    "epoch": list(epoch),
+                    "restored_from": decision,
+                }
 
             await in_pool(self._pools.commits, commit_log.refresh)
             _refuse_foreign(commit_log, job)
             record = await in_pool(self._pools.commits, commit_log.append_open, attempt, make)
-            # Once more: the other job may have come in between, and its OPEN have been taken for ours.
+            # Checked again: another job may have appended its OPEN in between, and append_open
+            # returns the record of the attempt number whichever job wrote it.
             _refuse_foreign(commit_log, job)
             self._attempts[job] = _Attempt(attempt, uri, world_size, commit_log)
-        decision = Decision.from_dict(record.values["restored_from"])
+        decision = RestoreDecision.from_record(record.values["restored_from"])
         await in_pool(self._pools.commits, _remove_unfinished, storage, commit_log, attempt)
-        log.info("attempt opened", job=job, attempt=attempt, source=decision.source, step=decision.step)
+        log.info(
+            "attempt opened",
+            job=job,
+            attempt=attempt,
+            source=decision.plan.source,
+            step=decision.plan.step,
+        )
         return record, decision
 
     async def report(self, report: Report) -> str:
-        """Take in that a rank's files are durable; the manifest's address if the checkpoint is complete, else "".
+        """Record that a rank's files are durable; return the manifest's address once all are.
+
+        Returns "" while other ranks are missing. The last report to arrive commits the step.
 
         Raises:
-            SupersededError: the attempt is no longer, or the step no longer can be, committed.
+            SupersededError: a later attempt is open, or a later step is committed.
             RequestError: the report does not fit the attempt.
-            DamagedError: a file that a rank reported is not there, seen from here.
-            CheckpointError, OSError: the commit failed; the same report may be sent again.
+            DamagedError: a file that a rank reported cannot be seen from this node.
+            ServiceError, OSError: the commit failed; the same report may be sent again.
         """
+        # One lock per job, held over the commit: a CommitLog takes one caller at a time, and two
+        # reports must not both complete a step.
         async with self._locks[report.job]:
             attempt = await self._attempt_of(report)
             if report.step in attempt.committed:
@@ -115,8 +147,11 @@ class Committer:
                 del attempt.reports[min(attempt.reports)]
             if len(reports) < attempt.world_size:
                 return ""
-            manifest_uri = await in_pool(self._pools.commits, self._commit, attempt, report, reports)
+            manifest_uri = await in_pool(
+                self._pools.commits, self._commit, attempt, report, reports
+            )
             attempt.committed[report.step] = manifest_uri
+            # append_commit refuses steps older than the newest commit: drop what waits for them.
             for step in [step for step in attempt.reports if step <= report.step]:
                 del attempt.reports[step]
         self.changed.notify()
@@ -136,20 +171,33 @@ class Committer:
     async def _attempt_of(self, report: Report) -> _Attempt:
         known = self._attempts.get(report.job)
         local = self._registration(report.job)
-        if (known is None or known.number < report.attempt) and local and local.attempt == report.attempt:
-            # Committing still needs OPEN(attempt) in the log, so taking it up cannot do harm.
-            known = _Attempt(local.attempt, local.uri, local.world_size, CommitLog(open_storage(local.uri)))
+        if (
+            (known is None or known.number < report.attempt)
+            and local
+            and local.attempt == report.attempt
+        ):
+            # This daemon was restarted within the attempt. A commit still requires OPEN(attempt)
+            # in the log, so resuming on a worker's word cannot commit anything that is fenced.
+            known = _Attempt(
+                local.attempt, local.uri, local.world_size, CommitLog(open_storage(local.uri))
+            )
             self._attempts[report.job] = known
         if known is None or known.number < report.attempt:
-            raise NotReadyError(f"attempt {report.attempt} of {report.job} is not known to this committer")
+            raise NotReadyError(
+                f"attempt {report.attempt} of {report.job} is unknown to this committer"
+            )
         if known.number > report.attempt:
-            raise SupersededError(f"attempt {report.attempt} is superseded: attempt {known.number} has been opened")
+            raise SupersededError(
+                f"attempt {report.attempt} is superseded: attempt {known.number} has been opened"
+            )
         if not known.layout and local and local.attempt == known.number:
             known.layout = local.layout_info
         return known
 
     @staticmethod
     def _commit(attempt: _Attempt, report: Report, reports: dict[int, Report]) -> str:
+        # Order: every rank's file is durable (it reported), then the manifest, then the COMMIT
+        # record. A crash before the last of these leaves files that no record names: no checkpoint.
         manifest = _manifest(attempt, report, reports)
         folder = manifests.step_folder(report.attempt, report.step)
         path = f"{folder}/{manifests.NAME}"
@@ -157,15 +205,20 @@ class Committer:
         try:
             manifests.check_sizes(open_storage(join(attempt.uri, folder)), manifest)
         except DamagedError as error:
-            # The rank that wrote it said that it is durable: it wrote elsewhere.
-            problem = f"{error.problem} where rank 0's node looks: is the checkpoint folder shared by all nodes?"
+            # The rank reported its file as durable, so it wrote to another disk.
+            problem = (
+                f"{error.problem} on rank 0's node: is the checkpoint folder shared by all nodes?"
+            )
             raise DamagedError(error.file, problem) from error
         data = manifests.encode(manifest)
         if not storage.create(path, data):
-            # A committer before us came as far as this; files are never overwritten, so it must say the same.
+            # An earlier committer wrote it and failed before the COMMIT. Files are never
+            # overwritten, so its manifest must name the same ones.
             data = storage.read(path)
             if manifests.decode(data, path).files != manifest.files:
-                raise CheckpointError(f"{attempt.uri}/{path} names other files than the ranks reported")
+                raise DataLossError(
+                    f"{attempt.uri}/{path} names other files than the ranks reported"
+                )
         fields = {
             "job": report.job,
             "manifest": path,
@@ -198,12 +251,16 @@ def _manifest(attempt: _Attempt, report: Report, reports: dict[int, Report]) -> 
 
 def _check(report: Report, attempt: _Attempt) -> None:
     if not 0 <= report.rank < attempt.world_size:
-        raise RequestError(f"rank {report.rank} is outside the attempt's world of {attempt.world_size}")
+        raise RequestError(
+            f"rank {report.rank} is outside the attempt's world of {attempt.world_size}"
+        )
     newest = max(attempt.committed, default=0)
     if report.step < newest:
         raise SupersededError(f"step {report.step} comes too late: step {newest} is committed")
     if len(attempt.reports) == MAX_OPEN_STEPS and report.step < min(attempt.reports):
-        raise SupersededError(f"step {report.step} is given up: {MAX_OPEN_STEPS} later steps wait for ranks")
+        raise SupersededError(
+            f"step {report.step} is given up: {MAX_OPEN_STEPS} later steps wait for ranks"
+        )
     try:
         small_state = json.loads(report.small_state_json or "{}")
     except ValueError as error:
@@ -216,33 +273,45 @@ def _check(report: Report, attempt: _Attempt) -> None:
 
 
 def _remove_unfinished(storage: Storage, commit_log: CommitLog, attempt: int) -> None:
-    """Remove what killed writers of the attempt before this one have left: it is fenced, so nobody needs it."""
-    before = max((r.attempt for r in commit_log.records if r.kind == "OPEN" and r.attempt < attempt), default=0)
+    """Remove temporary files of killed writers of the previous attempt, which is fenced by now."""
+    before = max(
+        (r.attempt for r in commit_log.records if r.kind == "OPEN" and r.attempt < attempt),
+        default=0,
+    )
     if not before:
         return
     folder = manifests.attempt_folder(before)
     try:
-        # Ranks persist in the order of steps and wait for each other: only the newest steps can be unfinished.
+        # Every rank persists its steps in order, so only the newest folders hold unfinished files.
         for name in storage.names(folder)[-MAX_OPEN_STEPS:]:
             count = storage.remove_unfinished(f"{folder}/{name}")
             if count:
-                log.info("unfinished files removed", folder=f"{storage.uri}/{folder}/{name}", count=count)
+                log.info(
+                    "unfinished files removed", folder=f"{storage.uri}/{folder}/{name}", count=count
+                )
     except OSError as error:
-        log.warning("unfinished files stay", folder=f"{storage.uri}/{folder}", error=str(error))
+        log.warning(
+            "unfinished files not removed", folder=f"{storage.uri}/{folder}", error=str(error)
+        )
 
 
 def _refuse_foreign(commit_log: CommitLog, job: str) -> None:
-    """Two jobs in one folder would take each other's attempts for their own."""
-    owner = next((record.values["job"] for record in commit_log.records if record.values["job"] != job), None)
+    """Raise RequestError where another job has written: two jobs would fence each other."""
+    owner = next(
+        (record.values["job"] for record in commit_log.records if record.values["job"] != job), None
+    )
     if owner is not None:
-        raise RequestError(f"the checkpoint folder belongs to job {owner}: give {job} a checkpoint.uri of its own")
+        raise RequestError(
+            f"the checkpoint folder belongs to job {owner}: give {job} a checkpoint.uri of its own"
+        )
 
 
 def _refuse_stale(commit_log: CommitLog, epoch: Epoch) -> None:
-    """A driver that lost its leadership may still talk: it is known by its lower epoch."""
+    """Raise SupersededError for a driver that lost its leadership: its epoch is lower."""
     for record in commit_log.records:
         if record.kind == "OPEN" and tuple(record.values["epoch"]) > epoch:
+            newer = tuple(record.values["epoch"])
             raise SupersededError(
-                f"a driver of epoch {tuple(record.values['epoch'])} opened attempt {record.attempt}; "
+                f"a driver of epoch {newer} opened attempt {record.attempt}; "
                 f"this call carries the older epoch {epoch}"
             )

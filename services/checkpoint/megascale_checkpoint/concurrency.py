@@ -1,4 +1,4 @@
-"""Waiting for state to change, and the thread pools that keep slow work off the event loop."""
+"""Signals between coroutines, and cancellable work in thread pools, off the event loop."""
 
 from __future__ import annotations
 
@@ -9,27 +9,32 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
-from megascale_checkpoint.errors import SupersededError
+from megascale_common.service.errors import SupersededError
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-MOST_THREADS = 8  # of one pool; copies and checksums of one node saturate its memory with fewer
+MOST_THREADS = 8  # per pool; fewer already saturate a node's memory with copies and checksums
 
 
 class Signal:
-    """Wakes everybody who waits. Look at the state, then wait: no change in between is missed on one event loop."""
+    """Wakes every coroutine that waits for a change of some state.
+
+    Check the state, then ``wait()``, without an await in between: on one event loop no change can
+    be missed. Where an await lies in between, take ``next()`` before the check.
+    """
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
     def notify(self) -> None:
-        """The state has changed."""
+        """Report that the state has changed."""
+        # A fresh event for each change: who waits is woken, who comes later waits for the next.
         event, self._event = self._event, asyncio.Event()
         event.set()
 
     def next(self) -> asyncio.Event:
-        """What the next change sets."""
+        """The event that the next change sets."""
         return self._event
 
     async def wait(self) -> None:
@@ -38,13 +43,13 @@ class Signal:
 
 
 class Cancellation:
-    """Tells a thread to stop at its next look."""
+    """Asks a thread to stop; the thread checks it between two chunks of work."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
 
     def cancel(self) -> None:
-        """Stop soon."""
+        """Ask the thread to stop."""
         self._event.set()
 
     def check(self) -> None:
@@ -52,15 +57,18 @@ class Cancellation:
         self.pause(0.0)
 
     def pause(self, duration_s: float) -> None:
-        """Sleep in a thread. Raise SupersededError as soon as cancelled."""
+        """Sleep in the thread. Raise SupersededError as soon as cancelled."""
         if self._event.wait(duration_s):
-            raise SupersededError("cancelled: a later attempt has begun, the worker is gone, or the daemon ends")
+            raise SupersededError(
+                "cancelled: a later attempt has begun, the worker is gone, or the daemon ends"
+            )
 
 
 class Pools:
-    """Bounded threads, one pool per kind of work, so that a slow disk never delays the seal of a snapshot.
+    """Bounded thread pools, one per kind of work: a slow disk never delays the seal of a snapshot.
 
-    ``memory``: allocation, checksums. ``storage``: shard files, both ways. ``commits``: log and manifests.
+    ``memory``: allocation and checksums. ``storage``: rank files, read and written. ``commits``:
+    commit log and manifests.
     """
 
     def __init__(self) -> None:
@@ -70,11 +78,13 @@ class Pools:
         self.commits = ThreadPoolExecutor(2, "commits")
 
     def close(self) -> None:
-        """Let running work end, start no more."""
+        """Drop queued work; running work ends by itself."""
         for pool in (self.memory, self.storage, self.commits):
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-async def in_pool(pool: ThreadPoolExecutor, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+async def in_pool(
+    pool: ThreadPoolExecutor, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T:
     """Run a blocking call in ``pool``."""
     return await asyncio.get_running_loop().run_in_executor(pool, lambda: call(*args, **kwargs))

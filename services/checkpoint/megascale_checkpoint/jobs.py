@@ -1,7 +1,8 @@
-"""The jobs that this node serves: their ranks' stages, what is committed, what went wrong. Source of WatchProgress.
+"""The jobs that this node serves: their ranks' snapshots, commits and errors.
 
-A node runs one attempt at a time, so the staging memory of a job that nobody is connected to, and that has nothing
-left to persist, is freed when another job's worker registers; until then its newest seals can be restored from.
+WatchProgress streams what is kept here. A node runs one attempt at a time, so when another job's
+worker registers, the staging memory of every job without a connected worker and without work in
+progress is freed. Until then, its newest sealed slots can be restored from.
 """
 
 from __future__ import annotations
@@ -11,22 +12,22 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from megascale.v1 import link_pb2
+from megascale_checkpoint.committer_client import CommitterClient
 from megascale_checkpoint.concurrency import Pools, Signal, in_pool
-from megascale_checkpoint.errors import RequestError, StagingError
-from megascale_checkpoint.registration import Registration
-from megascale_checkpoint.reporting import Reporter
-from megascale_checkpoint.stage import Owner, RankStage
+from megascale_checkpoint.rank_snapshots import Owner, RankSnapshots
+from megascale_checkpoint.registration import RegisteredRank
 from megascale_checkpoint.staging import LEAST_SLOTS, StagingFolder
-from megascale_common import logs
+from megascale_common.service import logs
+from megascale_common.service.errors import LimitError, RequestError
 
 log = logs.get("jobs")
-KEPT_JOBS = 32  # that hold nothing here any more: a heartbeat has room for the progress of so many
-KEPT_BUSY_STEPS = 16  # steps that ranks may still ask again for
+KEPT_JOBS = 32  # jobs without slots; a heartbeat has room for the progress of this many
+KEPT_BUSY_STEPS = 16  # recent steps that a rank may still ask a slot for
 
 
 @dataclass(slots=True)
 class Committed:
-    """Newest checkpoint known to be complete."""
+    """The newest checkpoint known to be complete."""
 
     step: int = 0
     attempt: int = 0
@@ -34,34 +35,41 @@ class Committed:
 
 
 @dataclass(slots=True)
-class Work:
-    """How often something was done, how long it took together, and how much it moved."""
+class WorkTotal:
+    """Count, total duration and total bytes of one kind of work."""
 
     count: int = 0
     sum_s: float = 0.0
     size_bytes: int = 0
 
     def add(self, duration_s: float, size_bytes: int) -> None:
-        """Once more."""
+        """Add one piece of work."""
         self.count += 1
         self.sum_s += duration_s
         self.size_bytes += size_bytes
 
 
 @dataclass(slots=True)
-class Job:
-    """One job on this node. ``attempt`` is the highest that registered."""
+class JobCheckpoints:
+    """The checkpoints of one job on this node.
+
+    Attributes:
+        attempt: the highest attempt that a worker registered for.
+        skipped_before: skipped steps that ``busy_ranks`` no longer holds.
+        busy_ranks: the ranks that got no slot, by (attempt, step).
+        persist_error: the newest failure since the newest commit, or "".
+    """
 
     name: str
     changed: Signal
     attempt: int = 0
-    ranks: dict[int, RankStage] = field(default_factory=dict)
+    ranks: dict[int, RankSnapshots] = field(default_factory=dict)
     committed: Committed = field(default_factory=Committed)
     skipped_before: int = 0
     busy_ranks: dict[tuple[int, int], set[int]] = field(default_factory=dict)
     persist_error: str = ""
-    persists: Work = field(default_factory=Work)
-    restores: dict[str, Work] = field(default_factory=dict)
+    persists: WorkTotal = field(default_factory=WorkTotal)
+    restores: dict[str, WorkTotal] = field(default_factory=dict)
 
     def note_commit(self, step: int, attempt: int, manifest_uri: str) -> None:
         """A checkpoint is complete."""
@@ -72,23 +80,24 @@ class Job:
         self.changed.notify()
 
     def note_failure(self, rank: int, step: int, error: str) -> None:
-        """A rank's part of a checkpoint could not be kept; training goes on."""
+        """A rank's part of a checkpoint could not be kept; training continues."""
         self.persist_error = f"step {step}, rank {rank}: {error}"
         log.warning("persist failed", job=self.name, step=step, rank=rank, error=error)
         self.changed.notify()
 
     def note_persisted(self, duration_s: float, size_bytes: int) -> None:
-        """A rank's file of a step has reached storage."""
+        """A rank's file of a step is durable."""
         self.persists.add(duration_s, size_bytes)
 
     def note_restored(self, source: str, duration_s: float, size_bytes: int) -> None:
-        """A rank's state lies in a slot again."""
-        self.restores.setdefault(source, Work()).add(duration_s, size_bytes)
+        """A rank's state was restored into a slot."""
+        self.restores.setdefault(source, WorkTotal()).add(duration_s, size_bytes)
 
     def note_busy(self, attempt: int, step: int, rank: int, busy: bool) -> None:
-        """A rank has got a slot for ``step``, or not. All ranks skip together, so a step counts once.
+        """Count a step as skipped while any of its ranks has no slot.
 
-        It no longer counts when the ranks that got none asked again and did.
+        All ranks skip a step together, so it counts once. It no longer counts once the ranks that
+        were refused have asked again and got a slot.
         """
         ranks = self.busy_ranks.setdefault((attempt, step), set())
         if busy:
@@ -100,7 +109,7 @@ class Job:
         self.changed.notify()
 
     def progress(self) -> link_pb2.CheckpointProgress:
-        """What the driver is told."""
+        """The job's progress, as heartbeats carry it to the driver."""
         message = link_pb2.CheckpointProgress(
             job=self.name,
             committed_step=self.committed.step,
@@ -109,104 +118,140 @@ class Job:
             skipped_snapshots=self.skipped_before + sum(map(bool, self.busy_ranks.values())),
             persist_error=self.persist_error,
         )
-        for rank, stage in sorted(self.ranks.items()):
-            for seal in stage.table.sealed():
-                message.sealed.add(rank=rank, attempt=seal.attempt, step=seal.step, layout_digest=seal.layout_digest)
+        for rank, snapshots in sorted(self.ranks.items()):
+            for seal in snapshots.table.sealed():
+                message.sealed.add(
+                    rank=rank,
+                    attempt=seal.attempt,
+                    step=seal.step,
+                    layout_digest=seal.layout_digest,
+                )
         return message
 
 
 class Jobs:
     """All jobs of the node. ``changed`` fires on every change that WatchProgress shows."""
 
-    def __init__(self, staging: StagingFolder, pools: Pools, reporter: Reporter) -> None:
+    def __init__(self, staging: StagingFolder, pools: Pools, committer: CommitterClient) -> None:
         self.changed = Signal()
-        self._staging, self._pools, self._reporter = staging, pools, reporter
-        self._jobs: dict[str, Job] = {}
+        self._staging, self._pools, self._committer = staging, pools, committer
+        self._jobs: dict[str, JobCheckpoints] = {}
         self._registering: dict[tuple[str, int], asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    def job(self, name: str) -> Job:
+    def job(self, name: str) -> JobCheckpoints:
         """The job's state, created on first use."""
-        # The most recently used stand last.
-        self._jobs[name] = self._jobs.pop(name) if name in self._jobs else Job(name, self.changed)
+        # Least recently used first: jobs without slots are dropped from the front.
+        self._jobs[name] = (
+            self._jobs.pop(name) if name in self._jobs else JobCheckpoints(name, self.changed)
+        )
         without_ranks = [other for other, job in self._jobs.items() if not job.ranks]
         for other in without_ranks[:-KEPT_JOBS]:
             del self._jobs[other]
         return self._jobs[name]
 
-    def all(self) -> list[Job]:
+    def all(self) -> list[JobCheckpoints]:
         """Every job, by name."""
         return [self._jobs[name] for name in sorted(self._jobs)]
 
-    def registration(self, name: str) -> Registration | None:
-        """What some rank of the job's newest attempt said of itself on this node."""
+    def registration(self, name: str) -> RegisteredRank | None:
+        """What a worker of the job's newest attempt registered on this node, if there is one."""
         job = self._jobs.get(name)
-        stages = job.ranks.values() if job else ()
-        return next((s.registration for s in stages if job and s.registration.attempt == job.attempt), None)
+        if job is None:
+            return None
+        registered = (snapshots.registration for snapshots in job.ranks.values())
+        return next((given for given in registered if given.attempt == job.attempt), None)
 
     def progress(self) -> list[link_pb2.CheckpointProgress]:
         """Progress of every job, by name."""
         return [self._jobs[name].progress() for name in sorted(self._jobs)]
 
-    async def register(self, registration: Registration, owner: Owner) -> RankStage:
-        """The stage of a rank, which ``owner`` (its connection) now holds; seals of the same layout are kept.
+    async def register(self, registration: RegisteredRank, owner: Owner) -> RankSnapshots:
+        """The snapshots of a rank, owned by the worker's connection ``owner`` from now on.
+
+        Slots that are sealed in the same layout are kept, so the rank can restore from them.
 
         Raises:
             RequestError: the attempt is lower than one seen before.
-            StagingError: there is no room for the slots.
+            LimitError: there is no room for the slots.
         """
         job = self.job(registration.job)
         if registration.attempt < job.attempt:
-            raise RequestError(f"attempt {registration.attempt} is superseded: attempt {job.attempt} has registered")
+            raise RequestError(
+                f"attempt {registration.attempt} is superseded: "
+                f"attempt {job.attempt} has registered"
+            )
         if registration.attempt > job.attempt:
             job.attempt = registration.attempt
+            # All ranks of the node, not only the one that registers: any of them may still persist
+            # a step of the attempt before.
             for other in job.ranks.values():
                 other.supersede(registration.attempt)
         await self._free_idle(registration.job)
+        # Two connections of one rank may register at the same time, an old worker's and its
+        # successor's: slots are allocated, or taken over, by one of them at a time.
         async with self._registering[registration.job, registration.rank]:
-            stage = job.ranks.get(registration.rank)
-            if stage is None or not await self._keep(job, stage, registration):
-                stage = await RankStage.create(registration, job, self._staging, self._pools, self._reporter)
-                self._say_loss_bound(registration, len(stage.memories))
-                job.ranks[registration.rank] = stage
-            stage.take_over(registration, owner)
+            snapshots = job.ranks.get(registration.rank)
+            if snapshots is None or not await self._keep(job, snapshots, registration):
+                snapshots = await RankSnapshots.create(
+                    registration, job, self._staging, self._pools, self._committer
+                )
+                self._log_loss_bound(registration, len(snapshots.memories))
+                job.ranks[registration.rank] = snapshots
+            snapshots.take_over(registration, owner)
         self.changed.notify()
-        return stage
+        return snapshots
 
     async def close(self, drain_s: float) -> None:
-        """End persistence: what runs may take ``drain_s`` to end."""
-        stages = [stage for job in self._jobs.values() for stage in job.ranks.values()]
-        await asyncio.gather(*(stage.stop(drain_s) for stage in stages))
+        """Stop persisting; work in progress has ``drain_s`` to finish."""
+        all_snapshots = [
+            snapshots for job in self._jobs.values() for snapshots in job.ranks.values()
+        ]
+        await asyncio.gather(*(snapshots.stop(drain_s) for snapshots in all_snapshots))
 
     async def _free_idle(self, registering: str) -> None:
         for job in list(self._jobs.values()):
-            if job.name != registering and job.ranks and all(stage.idle() for stage in job.ranks.values()):
+            if (
+                job.name != registering
+                and job.ranks
+                and all(snapshots.idle() for snapshots in job.ranks.values())
+            ):
                 log.info("staging memory freed for another job", job=job.name, other=registering)
                 for rank in list(job.ranks):
                     await self._free(job, rank)
 
-    async def _keep(self, job: Job, stage: RankStage, registration: Registration) -> bool:
-        """Whether the rank's stage serves on; otherwise it is freed."""
-        if stage.fits(registration):
+    async def _keep(
+        self, job: JobCheckpoints, snapshots: RankSnapshots, registration: RegisteredRank
+    ) -> bool:
+        """Whether the rank's slots can be used as they are; if not, they are freed."""
+        if snapshots.fits(registration):
             try:
-                await stage.part_from_owner(self._staging)
+                await snapshots.detach_owner(self._staging)
                 return True
-            except StagingError as error:
-                log.warning("stage is made anew", job=job.name, rank=registration.rank, error=str(error))
+            except LimitError as error:
+                log.warning(
+                    "slots are allocated again",
+                    job=job.name,
+                    rank=registration.rank,
+                    error=str(error),
+                )
         await self._free(job, registration.rank)
         return False
 
-    async def _free(self, job: Job, rank: int) -> None:
-        stage = job.ranks.pop(rank, None)
-        if stage is not None:
-            stage.owner = None
-            await stage.stop(0.0)
-            await in_pool(self._pools.memory, self._staging.free, stage.memories)
+    async def _free(self, job: JobCheckpoints, rank: int) -> None:
+        snapshots = job.ranks.pop(rank, None)
+        if snapshots is not None:
+            snapshots.owner = None
+            await snapshots.stop(0.0)
+            await in_pool(self._pools.memory, self._staging.free, snapshots.memories)
 
     @staticmethod
-    def _say_loss_bound(registration: Registration, slots: int) -> None:
+    def _log_loss_bound(registration: RegisteredRank, slots: int) -> None:
         bound = "none: a snapshot is taken while the one before is persisted"
         if slots == LEAST_SLOTS:
-            bound = "a snapshot is skipped when persisting takes longer than the interval between snapshots"
+            bound = (
+                "a snapshot is skipped when persisting takes longer than the interval "
+                "between snapshots"
+            )
         size_bytes = registration.layout.slot_bytes
         who = {"job": registration.job, "rank": registration.rank}
         log.info("slots ready", **who, slots=slots, slot_bytes=size_bytes, loss_bound=bound)

@@ -1,7 +1,8 @@
-"""manifest.json: what one checkpoint consists of. It lies in the checkpoint's folder, beside the files that it names.
+"""manifest.json: the files, layout and small state of one checkpoint, in the checkpoint's folder.
 
-It is written after all files are durable and before the COMMIT record that makes the checkpoint exist. Paths in it
-are relative to its own folder, so that a checkpoint can be copied elsewhere and still be read.
+It is written after all rank files are durable and before the COMMIT record that makes the
+checkpoint exist. Paths in it are relative to its own folder, so a checkpoint can be copied
+elsewhere and still be read.
 """
 
 from __future__ import annotations
@@ -11,15 +12,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 from megascale_checkpoint.checksums import dump_record, load_record
-from megascale_checkpoint.errors import DamagedError, RequestError
 from megascale_checkpoint.storage import Storage, open_storage, split
+from megascale_common.service.errors import DamagedError, MissingFileError, RequestError
 
 SCHEMA_VERSION = 1
 NAME = "manifest.json"
-
-
-class MissingError(DamagedError):
-    """There is no manifest where one was written."""
 
 
 def attempt_folder(attempt: int) -> str:
@@ -28,7 +25,10 @@ def attempt_folder(attempt: int) -> str:
 
 
 def step_folder(attempt: int, step: int) -> str:
-    """Folder of a checkpoint below the job's uri: fresh for every attempt, so nothing is ever overwritten."""
+    """Folder of a checkpoint below the job's uri.
+
+    Each attempt has its own, so two attempts never write the same file.
+    """
     return f"{attempt_folder(attempt)}/step-{step:09d}"
 
 
@@ -39,7 +39,13 @@ def rank_file(rank: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """One file: ``path`` relative to the manifest's folder, ``xxh3`` (128 bits, hexadecimal) of all its bytes."""
+    """One rank's file.
+
+    Attributes:
+        path: relative to the manifest's folder.
+        xxh3: xxh3-128 of all its bytes, hexadecimal.
+        layout_digest: digest of the rank's shard layout when it was written.
+    """
 
     path: str
     size_bytes: int
@@ -52,7 +58,10 @@ class File:
 class Manifest:
     """One checkpoint.
 
-    ``layout`` holds the sizes of tp, cp, dp, pp; ``rank_small_states`` those that differ from rank 0's.
+    Attributes:
+        layout: the sizes of tp, cp, dp and pp.
+        small_state: that of rank 0 (data position, random state, counters).
+        rank_small_states: by rank, those that differ from rank 0's.
     """
 
     job: str
@@ -71,21 +80,23 @@ class Manifest:
         return sum(file.size_bytes for file in self.files)
 
     def small_state_of(self, rank: int, layout_digest: str) -> dict[str, Any]:
-        """Small state (data position, random state, counters) of a rank.
+        """The small state of a rank.
 
-        Rank 0's where the rank held something else when this was written, or did not exist.
+        Rank 0's where the layout has changed: the rank held other pieces then, or did not exist.
         """
         same = any(file.rank == rank and file.layout_digest == layout_digest for file in self.files)
         return self.rank_small_states.get(str(rank), self.small_state) if same else self.small_state
 
 
 def differing(small_states: dict[int, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The small states that are not rank 0's."""
-    return {str(rank): state for rank, state in sorted(small_states.items()) if state != small_states[0]}
+    """The small states that differ from rank 0's."""
+    return {
+        str(rank): state for rank, state in sorted(small_states.items()) if state != small_states[0]
+    }
 
 
 def now() -> str:
-    """The time as manifests and log records write it."""
+    """The current time in UTC, ISO 8601 with milliseconds, as manifests and records write it."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
@@ -98,7 +109,7 @@ def decode(data: bytes, file: str) -> Manifest:
     """The inverse of :func:`encode`.
 
     Raises:
-        DamagedError: ``file`` is not what was written, or of a newer schema.
+        DamagedError: ``file`` is not what was written, or has a newer schema.
     """
     values = load_record(data, file)
     version = values.pop("schema_version", None)
@@ -109,13 +120,13 @@ def decode(data: bytes, file: str) -> Manifest:
 
 
 def load(uri: str) -> tuple[Storage, Manifest]:
-    """The manifest at ``uri`` and the storage rooted at its folder.
+    """The storage rooted at the folder of the manifest ``uri``, and the manifest.
 
     Raises:
-        MissingError: there is none.
+        MissingFileError: there is no manifest.
         DamagedError: it is not what was written.
         RequestError: the uri is not supported.
-        OSError: the storage does not answer, which says nothing about the checkpoint.
+        OSError: the storage does not answer, which is no evidence of damage.
     """
     folder, name = split(uri)
     if not name:
@@ -124,7 +135,7 @@ def load(uri: str) -> tuple[Storage, Manifest]:
     try:
         data = storage.read(name)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise MissingError(uri, "is missing") from error
+        raise MissingFileError(uri, "is missing") from error
     return storage, decode(data, uri)
 
 
@@ -140,4 +151,6 @@ def check_size(storage: Storage, file: File) -> None:
     if size is None:
         raise DamagedError(f"{storage.uri}/{file.path}", "is missing")
     if size != file.size_bytes:
-        raise DamagedError(f"{storage.uri}/{file.path}", f"has {size} bytes where {file.size_bytes} were written")
+        raise DamagedError(
+            f"{storage.uri}/{file.path}", f"has {size} bytes where {file.size_bytes} were written"
+        )

@@ -1,4 +1,4 @@
-"""What the checkpoint daemon tells Prometheus: seals, commits, time and bytes to storage, restores, staging memory."""
+"""Prometheus metrics of the daemon: seals, commits, persists, restores, staging memory."""
 
 from __future__ import annotations
 
@@ -15,18 +15,22 @@ _PREFIX = "megascale_checkpoint"
 
 
 class CheckpointMetrics(Collector):
-    """Figures of one node's daemon, read at each scrape. Counters begin at the daemon's start."""
+    """Figures of one node's daemon, read at each scrape. Counters start at 0 with the daemon."""
 
     def __init__(self, jobs: Jobs, staging: StagingFolder) -> None:
         self._jobs, self._staging = jobs, staging
 
     def collect(self) -> Iterator[Metric]:
-        """Everything, as it stands now."""
+        """All metrics, with their current values."""
         yield GaugeMetricFamily(
-            f"{_PREFIX}_staging_used_bytes", "Staging memory held by slots.", value=float(self._staging.used_bytes)
+            f"{_PREFIX}_staging_used_bytes",
+            "Staging memory held by slots.",
+            value=float(self._staging.used_bytes),
         )
         yield GaugeMetricFamily(
-            f"{_PREFIX}_staging_room_bytes", "Staging memory that is left.", value=float(self._staging.room_bytes())
+            f"{_PREFIX}_staging_room_bytes",
+            "Staging memory that can still be allocated.",
+            value=float(self._staging.room_bytes()),
         )
         yield from self._progress()
         yield from self._work()
@@ -34,13 +38,23 @@ class CheckpointMetrics(Collector):
     def _progress(self) -> Iterator[Metric]:
         labels = ["job"]
         sealed = GaugeMetricFamily(
-            f"{_PREFIX}_sealed_step", "Newest step that every rank of this node holds sealed.", labels=labels
+            f"{_PREFIX}_sealed_step",
+            "Newest step that every rank of this node holds in a sealed slot.",
+            labels=labels,
         )
-        committed = GaugeMetricFamily(f"{_PREFIX}_committed_step", "Newest complete checkpoint known.", labels=labels)
+        committed = GaugeMetricFamily(
+            f"{_PREFIX}_committed_step", "Newest complete checkpoint known.", labels=labels
+        )
         failing = GaugeMetricFamily(
-            f"{_PREFIX}_persist_failing", "1 while the newest try to reach storage has failed.", labels=labels
+            f"{_PREFIX}_persist_failing",
+            "1 while the newest attempt to persist a step has failed.",
+            labels=labels,
         )
-        skipped = CounterMetricFamily(f"{_PREFIX}_skipped_snapshots", "Snapshots without a free slot.", labels=labels)
+        skipped = CounterMetricFamily(
+            f"{_PREFIX}_skipped_snapshots",
+            "Snapshots skipped for lack of a free slot.",
+            labels=labels,
+        )
         for job in self._jobs.progress():
             newest: dict[int, int] = {}
             for seal in job.sealed:
@@ -53,11 +67,17 @@ class CheckpointMetrics(Collector):
 
     def _work(self) -> Iterator[Metric]:
         persist = SummaryMetricFamily(
-            f"{_PREFIX}_persist_duration_seconds", "Time to bring one rank's file of a step to storage.", labels=["job"]
+            f"{_PREFIX}_persist_duration_seconds",
+            "Time to write one rank's file of a step to storage.",
+            labels=["job"],
         )
-        size = CounterMetricFamily(f"{_PREFIX}_persisted_bytes", "Bytes brought to storage.", labels=["job"])
+        size = CounterMetricFamily(
+            f"{_PREFIX}_persisted_bytes", "Bytes written to storage.", labels=["job"]
+        )
         restore = SummaryMetricFamily(
-            f"{_PREFIX}_restore_duration_seconds", "Time to bring one rank's state back.", labels=["job", "source"]
+            f"{_PREFIX}_restore_duration_seconds",
+            "Time to restore one rank's state into a slot.",
+            labels=["job", "source"],
         )
         for job in self._jobs.all():
             if job.persists.count:

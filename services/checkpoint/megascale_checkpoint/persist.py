@@ -1,4 +1,7 @@
-"""Stage 2: one rank's sealed slot becomes a durable file. Blocking; the stage runs it in a thread."""
+"""Stage 2 of a checkpoint: write one rank's sealed slot to a durable file.
+
+Blocking: :mod:`rank_snapshots` runs it in a thread. :mod:`restore` is the way back.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,24 @@ import xxhash
 from megascale.v1 import checkpoint_pb2
 from megascale_checkpoint import manifest
 from megascale_checkpoint.concurrency import Cancellation
-from megascale_checkpoint.errors import CheckpointError
-from megascale_checkpoint.registration import Registration
+from megascale_checkpoint.registration import RegisteredRank
 from megascale_checkpoint.shard_file import Origin, encode_header, file_chunks, primary
-from megascale_checkpoint.slots import Seal
+from megascale_checkpoint.slots import SlotSeal
 from megascale_checkpoint.storage import Storage, open_storage
-from megascale_common import logs
+from megascale_common.service import logs
+from megascale_common.service.errors import DataLossError
 
-# What a shared file system answers while it fails over; a full or read-only one does not get better by itself.
-TRANSIENT = (errno.EIO, errno.ESTALE, errno.EAGAIN, errno.ETIMEDOUT, errno.ENOTCONN, errno.ECONNRESET, errno.EHOSTDOWN)
+# Errors of a shared file system that fails over. A full or read-only one does not recover by
+# itself, so its errors are not retried.
+TRANSIENT = (
+    errno.EIO,
+    errno.ESTALE,
+    errno.EAGAIN,
+    errno.ETIMEDOUT,
+    errno.ENOTCONN,
+    errno.ECONNRESET,
+    errno.EHOSTDOWN,
+)
 RETRY_PAUSES_S = (0.5, 2.0)
 
 log = logs.get("persist")
@@ -28,32 +40,44 @@ log = logs.get("persist")
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A rank's part of a checkpoint is durable; ``request`` tells the committer."""
+    """A rank's part of a checkpoint is durable; ``request`` is the report to the committer."""
 
     request: checkpoint_pb2.ReportPreparedRequest
 
 
-def persist(registration: Registration, seal: Seal, image: memoryview, cancelled: Cancellation) -> Prepared:
-    """:func:`write_rank_file`, tried again a few times where the storage may only be failing over; same errors."""
+def persist(
+    registration: RegisteredRank, seal: SlotSeal, image: memoryview, cancelled: Cancellation
+) -> Prepared:
+    """:func:`write_rank_file` with retries while the storage may be failing over; same errors."""
+    # Each try writes a new temporary file. A failed fsync is never repeated on the same descriptor:
+    # the kernel may have dropped the dirty pages, and a second fsync would then succeed without
+    # them.
     for pause_s in RETRY_PAUSES_S:
         try:
             return write_rank_file(registration, seal, image, cancelled)
         except OSError as error:
             if error.errno not in TRANSIENT:
                 raise
-            log.warning("storage fails; trying again", job=registration.job, step=seal.step, error=str(error))
+            log.warning(
+                "write failed, retrying",
+                job=registration.job,
+                step=seal.step,
+                error=str(error),
+            )
         cancelled.pause(pause_s)
     return write_rank_file(registration, seal, image, cancelled)
 
 
-def write_rank_file(registration: Registration, seal: Seal, image: memoryview, cancelled: Cancellation) -> Prepared:
+def write_rank_file(
+    registration: RegisteredRank, seal: SlotSeal, image: memoryview, cancelled: Cancellation
+) -> Prepared:
     """Write the primary pieces of a sealed slot under the job's uri, straight from the slot.
 
     Raises:
-        OSError: the storage cannot take it: full, gone, read-only.
+        OSError: the storage is full, read-only or does not answer.
         DamagedError: the slot changed after it was sealed.
         SupersededError: cancelled.
-        CheckpointError: the file is there already: the step was persisted before.
+        ServiceError: the file exists: the step was persisted before.
     """
     storage = open_storage(registration.uri)
     name = manifest.rank_file(registration.rank)
@@ -62,6 +86,7 @@ def write_rank_file(registration: Registration, seal: Seal, image: memoryview, c
     origin = Origin(registration.job, seal.attempt, seal.step, registration.rank)
     hasher = xxhash.xxh3_128()
 
+    # The file's checksum is computed from the bytes as they are written, in one pass over the slot.
     def chunks() -> Iterator[memoryview]:
         for chunk in file_chunks(encode_header(origin, pieces), pieces, image):
             cancelled.check()
@@ -74,7 +99,9 @@ def write_rank_file(registration: Registration, seal: Seal, image: memoryview, c
         attempt=seal.attempt,
         step=seal.step,
         rank=registration.rank,
-        files=[checkpoint_pb2.PreparedFile(path=name, size_bytes=size_bytes, xxh3=hasher.hexdigest())],
+        files=[
+            checkpoint_pb2.PreparedFile(path=name, size_bytes=size_bytes, xxh3=hasher.hexdigest())
+        ],
         layout_digest=seal.layout_digest,
         small_state_json=json.dumps(seal.small_state),
     )
@@ -85,4 +112,6 @@ def _write(storage: Storage, path: str, chunks: Iterator[memoryview]) -> int:
     try:
         return storage.write(path, chunks)
     except FileExistsError as error:
-        raise CheckpointError(f"{storage.uri}/{path} exists already: this step was persisted before") from error
+        raise DataLossError(
+            f"{storage.uri}/{path} exists already: this step was persisted before"
+        ) from error

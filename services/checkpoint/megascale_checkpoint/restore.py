@@ -1,9 +1,10 @@
-"""Fill a slot from storage, in the layout of the rank that asks, whatever layout wrote the checkpoint.
+"""Restore: fill a slot from storage in the rank's layout, whatever layout wrote the checkpoint.
 
-A piece that was stored as it is wanted is read straight into the slot. For anything else the whole parameter is put
-together from all its stored pieces and cut again, one parameter at a time. Every piece that is read is verified
-against its checksum, and every file that is looked into against its size: all files were, once, when the attempt was
-opened, and ten thousand ranks need not each look at ten thousand files.
+A piece that was stored just as the rank needs it is read straight into the slot. For any other
+piece the whole parameter is assembled from all its stored pieces and cut again, one parameter at a
+time. Every piece is verified against its checksum as it is read, and every file against its size
+when its header is read. The committer has checked the sizes of all files when it opened the
+attempt, so ten thousand ranks need not each stat ten thousand files.
 """
 
 from __future__ import annotations
@@ -19,11 +20,16 @@ from megascale_checkpoint import manifest as manifests
 from megascale_checkpoint import reshard
 from megascale_checkpoint.checksums import checksum, piece_view
 from megascale_checkpoint.concurrency import Cancellation
-from megascale_checkpoint.errors import DamagedError, RequestError
 from megascale_checkpoint.manifest import File, Manifest
 from megascale_checkpoint.shard_file import Origin, StoredPiece, read_exactly, read_header
 from megascale_checkpoint.storage import Storage
-from megascale_common.checkpoint_layout import DTYPE_BYTES, ShardLayout, ShardPiece
+from megascale_common.service.errors import (
+    CoverageError,
+    DamagedError,
+    MissingFileError,
+    RequestError,
+)
+from megascale_common.sizes.checkpoint_layout import DTYPE_BYTES, ShardLayout, ShardPiece
 
 Range = tuple[Any, ...]
 Parameter = tuple[str, str]
@@ -31,7 +37,7 @@ Parameter = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """What :func:`fill` did: the rank's small state, and the bytes of tensors that were read for it."""
+    """What :func:`fill` read: the rank's small state, and how many bytes of tensors."""
 
     small_state: dict[str, Any]
     bytes_read: int
@@ -45,22 +51,28 @@ def fill(
     image: memoryview,
     cancelled: Cancellation | None = None,
 ) -> Filled:
-    """Read a checkpoint into ``image``, a slot of ``layout``. Bytes between the pieces are set to 0. Blocks.
+    """Read a checkpoint into ``image``, a slot of ``layout``. Blocking.
+
+    Bytes between the pieces are set to 0.
 
     Raises:
         DamagedError: a file is missing, cut short or changed.
-        RequestError: the checkpoint is whole but of another model, the uri is not supported, or there is no manifest.
+        RequestError: the checkpoint is of another model, the uri is not supported, or there is no
+            manifest.
         SupersededError: cancelled.
         OSError: the storage does not answer.
     """
     try:
         storage, manifest = manifests.load(manifest_uri)
-    except manifests.MissingError as error:
-        # The committer has just read it: that it is not here says something about this node, not about the checkpoint.
-        raise RequestError(f"{error} on this node: is the checkpoint folder shared by all nodes?") from error
+    except MissingFileError as error:
+        # The committer has just read the manifest on its node, so this node's folder is at fault
+        # and the checkpoint must not be marked as damaged.
+        raise RequestError(
+            f"{error} on this node: is the checkpoint folder shared by all nodes?"
+        ) from error
     if manifest.step != job_step:
         raise DamagedError(manifest_uri, f"is of step {manifest.step}, not {job_step}")
-    # A piece may be shorter than its place (padding); the trainer counts on zeros there.
+    # A piece may be shorter than its place in the slot; the trainer relies on zeros in the padding.
     np.frombuffer(image, np.uint8)[:] = 0
     reader = _Reader(storage, manifest, cancelled or Cancellation())
     rest = _read_exact(reader, rank, layout, image)
@@ -70,18 +82,25 @@ def fill(
 
 @dataclass(slots=True)
 class _Reader:
-    """Stored pieces of a checkpoint, found file by file as they are needed."""
+    """Reads a checkpoint's stored pieces; headers are read file by file, as they are needed.
+
+    Attributes:
+        exact: the stored pieces seen so far, by what they cover.
+        by_parameter: the same pieces, by parameter and state.
+    """
 
     storage: Storage
     manifest: Manifest
     cancelled: Cancellation
     bytes_read: int = 0
     exact: dict[Range, StoredPiece] = field(default_factory=dict)
-    by_parameter: dict[Parameter, list[StoredPiece]] = field(default_factory=lambda: defaultdict(list))
+    by_parameter: dict[Parameter, list[StoredPiece]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     _seen: set[str] = field(default_factory=set)
 
-    def look_into(self, file: File) -> None:
-        """Take in a file's header."""
+    def read_header_of(self, file: File) -> None:
+        """Read a file's header, once."""
         if file.path in self._seen:
             return
         self._seen.add(file.path)
@@ -101,7 +120,9 @@ class _Reader:
         try:
             read_exactly(self.storage, stored.file, stored.piece.slot_offset_bytes, target)
             if checksum(target) != stored.checksum:
-                raise DamagedError(stored.file, f"{stored.piece.name} ({stored.piece.state}) fails its checksum")
+                raise DamagedError(
+                    stored.file, f"{stored.piece.name} ({stored.piece.state}) fails its checksum"
+                )
         except DamagedError as error:
             raise self._located(error) from error
         self.bytes_read += len(target)
@@ -110,17 +131,22 @@ class _Reader:
         return DamagedError(f"{self.storage.uri}/{error.file}", error.problem)
 
 
-def _read_exact(reader: _Reader, rank: int, layout: ShardLayout, image: memoryview) -> list[ShardPiece]:
-    """Read what was stored just as it is wanted; return the other pieces.
+def _read_exact(
+    reader: _Reader, rank: int, layout: ShardLayout, image: memoryview
+) -> list[ShardPiece]:
+    """Read the pieces that were stored just as the rank needs them; return the others.
 
-    Files are looked into from the own rank's downwards: in the same layout all is in the own one, but for what is
-    replicated over tensor parallelism, which the nearest rank below wrote (tp is the innermost axis).
+    Headers are read from the rank's own file downwards. In the same layout the own file has every
+    piece except those replicated over tensor parallelism, which the nearest lower rank with tp 0
+    wrote (tp is the innermost axis).
     """
     wanted = [piece for piece in layout.pieces if piece.size_bytes]
-    for file in sorted(reader.manifest.files, key=lambda file: (rank - file.rank) % reader.manifest.world_size):
+    for file in sorted(
+        reader.manifest.files, key=lambda file: (rank - file.rank) % reader.manifest.world_size
+    ):
         if all(_range(piece) in reader.exact for piece in wanted):
             break
-        reader.look_into(file)
+        reader.read_header_of(file)
     rest = []
     for piece in wanted:
         stored = reader.exact.get(_range(piece))
@@ -132,7 +158,7 @@ def _read_exact(reader: _Reader, rank: int, layout: ShardLayout, image: memoryvi
 
 
 def _read_resharded(reader: _Reader, wanted: Iterable[ShardPiece], image: memoryview) -> None:
-    """Put each parameter together that is wanted in another cut; memory holds one at a time."""
+    """Assemble each parameter that is needed in another cut; memory holds one at a time."""
     groups: dict[Parameter, list[ShardPiece]] = defaultdict(list)
     for piece in wanted:
         groups[_parameter(piece)].append(piece)
@@ -148,13 +174,17 @@ def _assemble(reader: _Reader, parameter: Parameter, wanted: ShardPiece) -> resh
     where = f"checkpoint {reader.storage.uri} does not fit this job: {wanted.name} ({wanted.state})"
     try:
         reshard.check_coverage(item.piece for item in stored)
-    except reshard.CoverageError as error:
-        raise RequestError(f"{where}: {error}; resume with the model that wrote it, or in a new folder") from error
+    except CoverageError as error:
+        raise RequestError(
+            f"{where}: {error}; "
+            "resume with the model and optimizer that wrote it, or in a new folder"
+        ) from error
     have = stored[0].piece
     if (have.global_shape, have.dtype) != (wanted.global_shape, wanted.dtype):
         raise RequestError(
-            f"{where} is {have.dtype} {have.global_shape} there and {wanted.dtype} {wanted.global_shape} here; "
-            "resume with the model that wrote it, or in a new folder"
+            f"{where} is {have.dtype} {have.global_shape} there and "
+            f"{wanted.dtype} {wanted.global_shape} here; "
+            "resume with the model and optimizer that wrote it, or in a new folder"
         )
     whole = np.empty(wanted.global_shape, reshard.NUMPY_DTYPES[wanted.dtype])
     for item in stored:

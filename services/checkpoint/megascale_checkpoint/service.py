@@ -1,95 +1,86 @@
-"""CheckpointService: the daemon's gRPC face, for the driver, the node's agent and the daemons of other nodes."""
+"""CheckpointService over gRPC, for the driver, the node's agent and daemons of other nodes."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 import grpc.aio
 
-from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc, driver_pb2, link_pb2, types_pb2
+from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc, driver_pb2
 from megascale_checkpoint.committer import Committer
-from megascale_checkpoint.decision import Sealed
-from megascale_checkpoint.errors import (
-    CheckpointError,
-    NotFoundError,
-    NotReadyError,
-    RequestError,
-    SupersededError,
-    UnusableError,
-)
+from megascale_checkpoint.committer_client import HOLD_S
 from megascale_checkpoint.jobs import Jobs
-from megascale_checkpoint.reporting import HOLD_S
-from megascale_common.identity import is_dns_label
+from megascale_checkpoint.restore_decision import SealedStep
+from megascale_common.job.names import is_dns_label
+from megascale_common.job.restore import RestoreSource
+from megascale_common.job.wire import restore
+from megascale_common.service.errors import (
+    RequestError,
+)
+from megascale_common.service.handlers import answers, streams
 
 SERVICE = checkpoint_pb2.DESCRIPTOR.services_by_name["CheckpointService"].full_name
-_SOURCES = {
-    "none": types_pb2.RESTORE_SOURCE_NONE,
-    "memory": types_pb2.RESTORE_SOURCE_MEMORY,
-    "storage": types_pb2.RESTORE_SOURCE_STORAGE,
-}
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
-    """Errors: INVALID_ARGUMENT (bad request), FAILED_PRECONDITION (superseded, or no checkpoint of the job is usable),
-    NOT_FOUND (load_uri), UNAVAILABLE, DATA_LOSS."""
+    """The calls of proto/megascale/v1/checkpoint.proto; :func:`_abort` maps errors to statuses."""
 
     def __init__(self, jobs: Jobs, committer: Committer) -> None:
         self._jobs, self._committer = jobs, committer
 
+    @answers
     async def OpenAttempt(
         self, request: checkpoint_pb2.OpenAttemptRequest, context: Context
     ) -> checkpoint_pb2.OpenAttemptResponse:
         """See proto/megascale/v1/checkpoint.proto."""
-        try:
-            _check_open(request)
-            record, decision = await self._committer.open_attempt(
-                request.job,
-                request.uri,
-                request.attempt,
-                request.world_size,
-                Sealed(request.sealed_step, request.sealed_by_attempt),
-                frozenset(request.refused_steps),
-                (request.epoch.cluster_generation, request.epoch.create_revision),
-                request.load_uri,
-            )
-        except (CheckpointError, OSError) as error:
-            await _abort(context, error)
-        if decision.source == "storage" and decision.attempt:  # what another job wrote is none of our checkpoints
-            self._jobs.job(request.job).note_commit(decision.step, decision.attempt, decision.manifest_uri)
-        plan = link_pb2.RestorePlan(
-            source=_SOURCES[decision.source],
-            step=decision.step,
-            written_by_attempt=decision.attempt,
-            manifest_uri=decision.manifest_uri,
+        _check_open(request)
+        record, decision = await self._committer.open_attempt(
+            request.job,
+            request.uri,
+            request.attempt,
+            request.world_size,
+            SealedStep(request.sealed_step, request.sealed_by_attempt),
+            frozenset(request.refused_steps),
+            (request.epoch.cluster_generation, request.epoch.create_revision),
+            request.load_uri,
         )
-        return checkpoint_pb2.OpenAttemptResponse(restore=plan, log_seq=record.seq, refused=decision.passed_over)
+        plan = decision.plan
+        # Attempt 0: another job wrote it, so it is no commit of this one.
+        if plan.source is RestoreSource.STORAGE and plan.written_by_attempt:
+            self._jobs.job(request.job).note_commit(
+                plan.step, plan.written_by_attempt, plan.manifest_uri
+            )
+        return checkpoint_pb2.OpenAttemptResponse(
+            restore=restore.to_proto(plan), log_seq=record.seq, refused=decision.passed_over
+        )
 
+    @answers
     async def ReportPrepared(
         self, request: checkpoint_pb2.ReportPreparedRequest, context: Context
     ) -> checkpoint_pb2.ReportPreparedResponse:
-        """See proto/megascale/v1/checkpoint.proto. Answers when the step is complete, at the latest after HOLD_S."""
-        try:
-            manifest_uri = await self._committer.report(request)
-        except (CheckpointError, OSError) as error:
-            await _abort(context, error)
+        """See proto/megascale/v1/checkpoint.proto. Answers once complete, or after HOLD_S."""
+        manifest_uri = await self._committer.report(request)
         if not manifest_uri:
             manifest_uri = await self._await_commit(request)
         else:
             self._jobs.job(request.job).note_commit(request.step, request.attempt, manifest_uri)
-        return checkpoint_pb2.ReportPreparedResponse(committed=bool(manifest_uri), manifest_uri=manifest_uri)
+        return checkpoint_pb2.ReportPreparedResponse(
+            committed=bool(manifest_uri), manifest_uri=manifest_uri
+        )
 
+    @streams
     async def WatchProgress(
         self, request: checkpoint_pb2.WatchProgressRequest, context: Context
     ) -> AsyncIterator[checkpoint_pb2.WatchProgressResponse]:
-        """See proto/megascale/v1/checkpoint.proto. Changes while a message is sent are told in the next one."""
+        """See proto/megascale/v1/checkpoint.proto. Changes during a send go into the next one."""
         sent = None
         while True:
-            # Taken before the look, so that a change during the send is not missed.
+            # Taken before the state is read: the send awaits, and a change during it must wake us.
             changed = self._jobs.changed.next()
             response = checkpoint_pb2.WatchProgressResponse(jobs=self._jobs.progress())
             if response != sent:
@@ -97,14 +88,12 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
                 sent = response
             await changed.wait()
 
+    @answers
     async def ListCommits(
         self, request: checkpoint_pb2.ListCommitsRequest, context: Context
     ) -> checkpoint_pb2.ListCommitsResponse:
         """See proto/megascale/v1/checkpoint.proto."""
-        try:
-            found = await self._committer.commits(request.uri)
-        except (CheckpointError, OSError) as error:
-            await _abort(context, error)
+        found = await self._committer.commits(request.uri)
         response = checkpoint_pb2.ListCommitsResponse()
         for record, manifest_uri in found:
             if request.job and record.values["job"] != request.job:
@@ -124,7 +113,11 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
     async def _await_commit(self, request: checkpoint_pb2.ReportPreparedRequest) -> str:
         try:
             async with asyncio.timeout(HOLD_S):
-                while not (found := self._committer.committed_uri(request.job, request.attempt, request.step)):
+                while not (
+                    found := self._committer.committed_uri(
+                        request.job, request.attempt, request.step
+                    )
+                ):
                     await self._committer.changed.wait()
                 return found
         except TimeoutError:
@@ -137,24 +130,6 @@ def _check_open(request: checkpoint_pb2.OpenAttemptRequest) -> None:
     if request.attempt < 1:
         raise RequestError("attempt is 0; attempts count from 1")
     if request.world_size < 1:
-        raise RequestError(f"world_size is {request.world_size}; it is at least 1")
+        raise RequestError(f"world_size is {request.world_size}; it must be at least 1")
     if request.sealed_step and not request.sealed_by_attempt:
-        raise RequestError("sealed_step is given without sealed_by_attempt")
-
-
-async def _abort(context: Context, error: Exception) -> NoReturn:
-    """End the call with the status that fits the error."""
-    if isinstance(error, RequestError):
-        code = grpc.StatusCode.INVALID_ARGUMENT
-    elif isinstance(error, NotFoundError):
-        code = grpc.StatusCode.NOT_FOUND
-    elif isinstance(error, SupersededError | UnusableError):
-        code = grpc.StatusCode.FAILED_PRECONDITION
-    elif isinstance(error, PermissionError):
-        code = grpc.StatusCode.PERMISSION_DENIED
-    elif isinstance(error, OSError | NotReadyError):
-        code = grpc.StatusCode.UNAVAILABLE
-    else:
-        code = grpc.StatusCode.DATA_LOSS
-    await context.abort(code, str(error))
-    raise AssertionError("abort raises")
+        raise RequestError("sealed_step is given without sealed_by_attempt; give both or neither")

@@ -1,8 +1,9 @@
-"""The file that one rank writes for one checkpoint: standard safetensors, one 1-D tensor per primary piece.
+"""The file format of one rank's part of a checkpoint: standard safetensors, one tensor per piece.
 
-The metadata says for every tensor which flat range of which box of which global parameter it is, so that any later
-layout finds what it needs, and its checksum, so that what is read is verified without reading the whole file. The
-header carries its own checksum too: a flipped bit in an offset would otherwise go unseen.
+Each 1-D tensor is one primary piece. Its metadata name the flat range, the box and the global
+parameter that it covers, so any later layout finds what it needs, and hold its checksum, so a piece
+is verified without reading the whole file. The header has a checksum of its own, because otherwise
+a flipped bit in an offset would go undetected.
 """
 
 from __future__ import annotations
@@ -13,10 +14,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megascale_checkpoint.checksums import CHUNK_BYTES, RECORD_CHECKSUM, checksum, dump_record, load_record, piece_view
-from megascale_checkpoint.errors import DamagedError
+from megascale_checkpoint.checksums import (
+    CHUNK_BYTES,
+    RECORD_CHECKSUM,
+    checksum,
+    dump_record,
+    load_record,
+    piece_view,
+)
 from megascale_checkpoint.storage import Storage
-from megascale_common.checkpoint_layout import ShardLayout, ShardPiece
+from megascale_common.service.errors import DamagedError
+from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
 FORMAT = "megascale-shard-1"
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float64": "F64"}  # safetensors' names
@@ -37,7 +45,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class StoredPiece:
-    """A piece in a file: ``piece.slot_offset_bytes`` is its offset in ``file``."""
+    """A piece in a file; ``piece.slot_offset_bytes`` is its offset in bytes in ``file``."""
 
     piece: ShardPiece
     checksum: str
@@ -45,15 +53,23 @@ class StoredPiece:
 
 
 def primary(layout: ShardLayout, checksums: tuple[str, ...]) -> list[tuple[ShardPiece, str]]:
-    """What a rank writes: its primary pieces that hold anything, each with its checksum, in the order of the slot."""
-    chosen = [(p, c) for p, c in zip(layout.pieces, checksums, strict=True) if p.primary and p.size_bytes]
+    """The pieces that a rank writes, each with its checksum, in the order of the slot.
+
+    These are the primary ones that are not empty; replicas are written by one rank only.
+    """
+    chosen = [
+        (p, c) for p, c in zip(layout.pieces, checksums, strict=True) if p.primary and p.size_bytes
+    ]
     return sorted(chosen, key=lambda item: item[0].slot_offset_bytes)
 
 
 def encode_header(origin: Origin, pieces: list[tuple[ShardPiece, str]]) -> bytes:
     """Length and JSON of a safetensors header, padded with spaces to ALIGNMENT."""
     header: dict[str, Any] = {}
-    metadata = {"format": FORMAT, "origin": json.dumps([origin.job, origin.attempt, origin.step, origin.rank])}
+    metadata = {
+        "format": FORMAT,
+        "origin": json.dumps([origin.job, origin.attempt, origin.step, origin.rank]),
+    }
     offset = 0
     for number, (piece, digest) in enumerate(pieces):
         key = f"{piece.name}/{piece.state}/{number}"
@@ -75,24 +91,29 @@ def encode_header(origin: Origin, pieces: list[tuple[ShardPiece, str]]) -> bytes
         )
         offset += piece.size_bytes
     header["__metadata__"] = metadata
-    # The checksum of everything else goes where safetensors readers look for strings.
+    # Safetensors allows strings only in __metadata__, so the checksum of all the rest goes there.
     metadata[RECORD_CHECKSUM] = json.loads(dump_record(header))[RECORD_CHECKSUM]
     body = json.dumps(header, separators=(",", ":")).encode()
     body += b" " * (-(_LENGTH.size + len(body)) % ALIGNMENT)
     return _LENGTH.pack(len(body)) + body
 
 
-def file_chunks(header: bytes, pieces: list[tuple[ShardPiece, str]], image: memoryview) -> Iterator[memoryview]:
+def file_chunks(
+    header: bytes, pieces: list[tuple[ShardPiece, str]], image: memoryview
+) -> Iterator[memoryview]:
     """The file's bytes straight from the slot, without a copy.
 
     Raises:
-        DamagedError: a piece is not what was sealed (whoever wrote into the sealed slot spoiled this checkpoint only).
+        DamagedError: a piece has changed since it was sealed. A stray write into a sealed slot
+            costs this checkpoint only.
     """
     yield memoryview(header)
     for piece, digest in pieces:
         view = piece_view(piece, image)
         if checksum(view) != digest:
-            raise DamagedError("staging slot", f"{piece.name} ({piece.state}) changed after it was sealed")
+            raise DamagedError(
+                "staging slot", f"{piece.name} ({piece.state}) changed after it was sealed"
+            )
         for start in range(0, len(view), CHUNK_BYTES):
             yield view[start : start + CHUNK_BYTES]
 
@@ -107,7 +128,7 @@ def read_header(storage: Storage, file: str, origin: Origin) -> list[StoredPiece
     prefix = memoryview(bytearray(_LENGTH.size))
     read_exactly(storage, file, 0, prefix)
     (length,) = _LENGTH.unpack(prefix)
-    if length > MAX_HEADER_BYTES:
+    if length > MAX_HEADER_BYTES:  # a flipped bit here must not allocate exabytes
         raise DamagedError(file, f"announces a header of {length} bytes")
     body = memoryview(bytearray(length))
     read_exactly(storage, file, _LENGTH.size, body)
@@ -122,7 +143,12 @@ def read_header(storage: Storage, file: str, origin: Origin) -> list[StoredPiece
 
 
 def read_exactly(storage: Storage, file: str, offset: int, target: memoryview) -> None:
-    """Fill ``target``. DamagedError when the file is missing or too short, OSError when the storage does not answer."""
+    """Fill ``target`` from ``offset`` on.
+
+    Raises:
+        DamagedError: the file is missing or too short.
+        OSError: the storage does not answer.
+    """
     try:
         count = storage.read_into(file, offset, target)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -136,7 +162,9 @@ def _checked(body: bytes, file: str) -> dict[str, Any]:
         header = json.loads(body)
         expected = header["__metadata__"].pop(RECORD_CHECKSUM)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(file, "its header is not that of a safetensors file of ours") from error
+        raise DamagedError(
+            file, "its header is not that of a megascale safetensors file"
+        ) from error
     return load_record(json.dumps({**header, RECORD_CHECKSUM: expected}).encode(), file)
 
 

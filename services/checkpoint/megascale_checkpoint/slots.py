@@ -1,13 +1,13 @@
-"""The state machine of one rank's staging slots: pure bookkeeping, no memory and no I/O.
+"""The state machine of one rank's snapshot slots: pure bookkeeping, no memory and no I/O.
 
     free ──acquire──▶ writing ──begin_seal──▶ sealing ──finish_seal──▶ sealed ──acquire──▶ writing
       ▲                  │ release, lost connection                      │ discard
       └──────────────────┴───────────────────────────────────────────────┘
     free ──take_for_restore──▶ restoring ──release──▶ free
 
-A sealed slot is kept for restoring from memory until a newer one replaces it. Three rules make that safe: what waits
-to be persisted is persisted in the order of its steps and not written before; what is being read is not written; and
-the newest sealed slot is never handed out for writing.
+A sealed slot is kept for restores from memory until a newer one replaces it. Three rules make that
+safe: sealed slots are persisted in the order of their steps, and none is written again before that;
+a slot that is being read is not written; the newest sealed slot is never handed out for writing.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
-from megascale_checkpoint.errors import RequestError
+from megascale_common.service.errors import RequestError
 
 
-class Phase(enum.Enum):
+class SlotPhase(enum.Enum):
     """What a slot is used for."""
 
     FREE = "free"
@@ -30,8 +30,13 @@ class Phase(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Seal:
-    """Seal record: the slot holds the whole state of the rank after ``step``. One checksum per piece of the layout."""
+class SlotSeal:
+    """Seal record: the slot holds the whole state of the rank after ``step``.
+
+    Attributes:
+        checksums: xxh3-128 of each piece, in the layout's order.
+        small_state: data position, random state and counters, as plain JSON values.
+    """
 
     attempt: int
     step: int
@@ -41,25 +46,30 @@ class Seal:
 
     @property
     def age(self) -> tuple[int, int]:
-        """Orders seals: a later attempt's state is newer whatever its step, for it may have gone back."""
+        """Sort key: a later attempt is newer whatever its step, because a restart goes back."""
         return self.attempt, self.step
 
 
 @dataclass(slots=True)
 class Slot:
-    """One slot. ``pending`` waits to be persisted; ``busy`` counts who reads it (persistence, a restoring worker)."""
+    """One slot.
+
+    Attributes:
+        pending: waits to be persisted.
+        busy: number of readers (persistence, a restoring worker).
+    """
 
     index: int
-    phase: Phase = Phase.FREE
+    phase: SlotPhase = SlotPhase.FREE
     step: int = 0
-    seal: Seal | None = None
+    seal: SlotSeal | None = None
     pending: bool = False
     busy: int = 0
 
     @property
     def in_use(self) -> bool:
-        """Whether somebody still reads it, is to read it, or fills it from storage."""
-        return self.pending or self.busy > 0 or self.phase is Phase.RESTORING
+        """Whether the slot is being read, waits to be read, or is being filled from storage."""
+        return self.pending or self.busy > 0 or self.phase is SlotPhase.RESTORING
 
 
 class SlotTable:
@@ -68,94 +78,112 @@ class SlotTable:
     def __init__(self, count: int) -> None:
         self.slots = [Slot(index) for index in range(count)]
 
-    def sealed(self) -> list[Seal]:
-        """Seals at hand, oldest first."""
-        return sorted((s.seal for s in self.slots if s.phase is Phase.SEALED and s.seal), key=lambda seal: seal.age)
+    def sealed(self) -> list[SlotSeal]:
+        """The seals of all sealed slots, oldest first."""
+        return sorted(
+            (s.seal for s in self.slots if s.phase is SlotPhase.SEALED and s.seal),
+            key=lambda seal: seal.age,
+        )
 
     def find(self, attempt: int, step: int, layout_digest: str) -> Slot | None:
-        """The sealed slot that holds exactly this state."""
+        """The sealed slot that holds exactly this state, if there is one."""
+        # The step alone is not enough: two attempts may have sealed it with different values.
         wanted = (attempt, step, layout_digest)
         for slot in self.slots:
             seal = slot.seal
-            if slot.phase is Phase.SEALED and seal and (seal.attempt, seal.step, seal.layout_digest) == wanted:
+            if (
+                slot.phase is SlotPhase.SEALED
+                and seal
+                and (seal.attempt, seal.step, seal.layout_digest) == wanted
+            ):
                 return slot
         return None
 
     def acquire(self, step: int) -> int | None:
-        """Reserve a slot for writing: a free one, else the oldest sealed one that may go; None when all are needed."""
+        """Reserve a slot for writing: a free one, else the oldest sealed one that is not needed.
+
+        None when all are needed: the snapshot is skipped, and training goes on.
+        """
         slot = self._reusable(spare_newest=True)
         if slot is None:
             return None
-        self._reuse(slot, Phase.WRITING, step)
+        self._reuse(slot, SlotPhase.WRITING, step)
         return slot.index
 
     def take_for_restore(self) -> int:
-        """Reserve a slot to be filled from storage; as a last resort even the newest sealed one goes.
+        """Reserve a slot to fill from storage; as a last resort even the newest sealed one.
 
-        It may: storage is read only where memory cannot serve the step that the whole job goes back to.
+        That one may be overwritten, because storage is read only where memory does not hold the
+        step that the whole job restores.
 
         Raises:
             RequestError: every slot is being written or read.
         """
         slot = self._reusable(spare_newest=True) or self._reusable(spare_newest=False)
         if slot is None:
-            raise RequestError("no slot is free to restore into: release what is being written first")
-        self._reuse(slot, Phase.RESTORING, 0)
+            raise RequestError(
+                "no slot is free to restore into: release what is being written first"
+            )
+        self._reuse(slot, SlotPhase.RESTORING, 0)
         return slot.index
 
     def begin_seal(self, index: int, step: int) -> None:
-        """The writer has finished; checksums come next.
+        """The writer has finished; its checksums are computed next.
 
         Raises:
-            RequestError: the slot is not being written, or for another step.
+            RequestError: the slot is not being written, or is written for another step.
         """
         slot = self.at(index)
-        if slot.phase is not Phase.WRITING or slot.step != step:
+        if slot.phase is not SlotPhase.WRITING or slot.step != step:
             raise RequestError(
-                f"slot {index} is {slot.phase.value} (step {slot.step}): acquire it for step {step} first"
+                f"slot {index} is {slot.phase.value} (step {slot.step}): "
+                f"acquire it for step {step} first"
             )
-        slot.phase = Phase.SEALING
+        slot.phase = SlotPhase.SEALING
 
-    def finish_seal(self, index: int, seal: Seal, *, persist: bool) -> None:
-        """The checksums stand: the slot is sealed, and waits to be persisted if ``persist``."""
+    def finish_seal(self, index: int, seal: SlotSeal, *, persist: bool) -> None:
+        """The checksums are known: seal the slot, and queue it for storage if ``persist``."""
         slot = self.at(index)
-        assert slot.phase is Phase.SEALING
-        slot.phase, slot.seal, slot.pending = Phase.SEALED, seal, persist
+        assert slot.phase is SlotPhase.SEALING
+        slot.phase, slot.seal, slot.pending = SlotPhase.SEALED, seal, persist
 
     def release(self, index: int) -> None:
         """Give back a slot that was acquired or restored into, or end the reading of a sealed one.
 
         Raises:
-            RequestError: nobody holds the slot.
+            RequestError: the slot is neither being written nor being read.
         """
         slot = self.at(index)
-        if slot.phase in (Phase.WRITING, Phase.RESTORING, Phase.SEALING):
-            self._reuse(slot, Phase.FREE, 0)
+        # SEALING only where the checksums could not be computed: the content is lost then.
+        if slot.phase in (SlotPhase.WRITING, SlotPhase.RESTORING, SlotPhase.SEALING):
+            self._reuse(slot, SlotPhase.FREE, 0)
         elif slot.busy:
             slot.busy -= 1
         else:
             raise RequestError(f"slot {index} is {slot.phase.value}: there is nothing to release")
 
     def lend(self, index: int) -> None:
-        """A reader uses the sealed slot until it is released."""
+        """Protect the sealed slot from reuse while a reader has it; ends with :meth:`release`."""
         slot = self.at(index)
-        assert slot.phase is Phase.SEALED
+        assert slot.phase is SlotPhase.SEALED
         slot.busy += 1
 
     def discard(self, index: int) -> None:
-        """Forget a sealed slot whose content turned out to be damaged."""
-        self._reuse(self.at(index), Phase.FREE, 0)
+        """Free a sealed slot whose content is damaged."""
+        self._reuse(self.at(index), SlotPhase.FREE, 0)
 
     def next_pending(self) -> Slot | None:
-        """The oldest slot that waits to be persisted: every rank persists every sealed step in order.
+        """The oldest slot that waits to be persisted.
 
-        Were a rank to skip one on its own, no step would ever be complete on all ranks.
+        Every rank persists every sealed step, in order: if each rank skipped steps on its own, no
+        step might ever be complete on all ranks.
         """
         waiting = [slot for slot in self.slots if slot.pending and slot.seal]
         return min(waiting, key=lambda slot: slot.seal.age if slot.seal else (0, 0), default=None)
 
     def supersede(self, attempt: int) -> None:
-        """States of earlier attempts can no longer be committed: do not persist them."""
+        """Do not persist states of earlier attempts: they can no longer be committed."""
+        # They stay sealed: the new attempt may restore from them.
         for slot in self.slots:
             if slot.seal and slot.seal.attempt < attempt:
                 slot.pending = False
@@ -171,15 +199,21 @@ class SlotTable:
         return self.slots[index]
 
     def _reusable(self, *, spare_newest: bool) -> Slot | None:
-        free = next((slot for slot in self.slots if slot.phase is Phase.FREE), None)
+        free = next((slot for slot in self.slots if slot.phase is SlotPhase.FREE), None)
         if free is not None:
             return free
         sealed = self.sealed()
-        idle = [s for s in self.slots if s.phase is Phase.SEALED and not s.pending and not s.busy and s.seal]
+        idle = [
+            s
+            for s in self.slots
+            if s.phase is SlotPhase.SEALED and not s.pending and not s.busy and s.seal
+        ]
+        # A restart restores the newest seal, so it is kept even when all other slots are taken, and
+        # the snapshot is skipped instead.
         if spare_newest:
             idle = [slot for slot in idle if slot.seal is not sealed[-1]]
         return min(idle, key=lambda slot: slot.seal.age if slot.seal else (0, 0), default=None)
 
     @staticmethod
-    def _reuse(slot: Slot, phase: Phase, step: int) -> None:
+    def _reuse(slot: Slot, phase: SlotPhase, step: int) -> None:
         slot.phase, slot.step, slot.seal, slot.pending, slot.busy = phase, step, None, False, 0

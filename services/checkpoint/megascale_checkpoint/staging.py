@@ -1,9 +1,10 @@
-"""Staging memory: slots are plain files in a private folder of tmpfs, allocated, prefaulted and mapped by the daemon.
+"""Staging memory: slots as plain files in a private folder of tmpfs, allocated and mapped here.
 
-The daemon owns them, so that a trainer's death leaves them whole; plain files instead of multiprocessing's shared
-memory, whose tracker unlinks other people's segments on Python 3.11 and 3.12. The tree is
-``BASE/CLUSTER/NODE/INCARNATION/JOB/rank-00003/slot-0``; seal records are the daemon's own, for what is sealed is of
-use only while it lives. A starting daemon removes the folders of its node whose owner is gone.
+The daemon owns them, so they survive the death of a trainer. They are plain files and not
+multiprocessing.shared_memory, whose resource tracker unlinks segments of other processes on Python
+3.11 and 3.12. The tree is ``BASE/CLUSTER/NODE/INCARNATION/JOB/rank-00003/slot-0``. Seal records are
+kept in the daemon's own memory, because a sealed slot is used only while its daemon runs. A daemon
+that starts removes its node's folders whose owner has ended.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from megascale_checkpoint.errors import StagingError
-from megascale_common.identity import boot_id
+from megascale_common.node.host import memory_bytes
+from megascale_common.node.incarnation import boot_id
+from megascale_common.node.process import start_ticks
+from megascale_common.service.errors import LimitError
 
 OWNER_FILE = "owner.json"
 LOCK_FILE = ".lock"
-FULL_HOST_RANKS = 8  # ranks that the choice between three slots and two makes room for
+FULL_HOST_RANKS = 8  # ranks of a full host, for the choice between three slots and two
 PREFERRED_SLOTS, LEAST_SLOTS, MOST_SLOTS = 3, 2, 8
 
 
@@ -35,16 +38,19 @@ def default_base() -> Path:
 
 
 class SlotMemory:
-    """One slot's file, mapped. ``view`` is its image."""
+    """One slot's file, mapped; ``view`` is its memory."""
 
     def __init__(self, path: Path, size_bytes: int) -> None:
         self.path, self.size_bytes = path, size_bytes
         self._closed = False
         self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            # Reserves the pages now: a full tmpfs is an error here, where a sparse file would be SIGBUS later.
+            # Reserve the pages now: a full tmpfs raises an error here, while a hole in the file
+            # would kill the writer with SIGBUS later.
             os.posix_fallocate(self.descriptor, 0, size_bytes)
-            self._map = mmap.mmap(self.descriptor, size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            self._map = mmap.mmap(
+                self.descriptor, size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE
+            )
         except OSError:
             os.close(self.descriptor)
             path.unlink()
@@ -52,13 +58,14 @@ class SlotMemory:
         self.view = memoryview(self._map)
 
     def close(self) -> None:
-        """Unmap and remove, once; memory goes when the last process that mapped it ends."""
+        """Unmap and remove the file, once; its memory is freed when no process maps it any more."""
         if self._closed:
             return
         self._closed = True
         self.path.unlink(missing_ok=True)
         os.close(self.descriptor)
-        # The traceback of a failed write may still point into the slot; the map then goes with that.
+        # The traceback of a failed write may still hold a view of the slot, and a map cannot be
+        # closed before its views; the garbage collector then closes both.
         with suppress(BufferError):
             self.view.release()
             self._map.close()
@@ -68,10 +75,13 @@ class StagingFolder:
     """The daemon's own folder.
 
     Raises:
-        StagingError: the folder belongs to somebody else, a living daemon uses it, or it cannot be made.
+        LimitError: the folder belongs to another user, a running daemon uses it, or it cannot be
+            created.
     """
 
-    def __init__(self, base: Path, cluster: str, node: str, incarnation: str, limit_bytes: int | None = None) -> None:
+    def __init__(
+        self, base: Path, cluster: str, node: str, incarnation: str, limit_bytes: int | None = None
+    ) -> None:
         self._limit_bytes = limit_bytes
         self.used_bytes = 0
         self._reserving = threading.Lock()
@@ -86,25 +96,33 @@ class StagingFolder:
                 self.path.mkdir(mode=0o700)
                 (self.path / OWNER_FILE).write_text(json.dumps(_identity(os.getpid())))
         except FileExistsError as error:
-            raise StagingError(f"another checkpoint daemon uses {error.filename}: stop it first") from error
+            raise LimitError(
+                f"another checkpoint daemon uses {error.filename}: stop it first"
+            ) from error
         except OSError as error:
-            raise StagingError(
+            raise LimitError(
                 f"staging folder {base} cannot be used ({error}): give another --staging-folder"
             ) from error
 
     def allocate(self, job: str, rank: int, size_bytes: int, count: int) -> list[SlotMemory]:
-        """``count`` slots for a rank; 0 means three where a full host's ranks have room for them, else two.
+        """Allocate ``count`` slots for a rank.
+
+        A count of 0 means three where the ranks of a full host have room for three each, else two.
 
         Raises:
-            StagingError: there is no room; the message gives the fix.
+            LimitError: there is no room; the message gives the fix.
         """
         size_bytes = max(size_bytes, mmap.PAGESIZE)
         if count == 0:
             all_ranks = FULL_HOST_RANKS * PREFERRED_SLOTS * size_bytes
-            count = PREFERRED_SLOTS if all_ranks <= self.room_bytes() + self.used_bytes else LEAST_SLOTS
+            count = (
+                PREFERRED_SLOTS if all_ranks <= self.room_bytes() + self.used_bytes else LEAST_SLOTS
+            )
+        # Reserved before it is allocated: ranks register at the same time, each in its own thread,
+        # and allocating gigabytes takes seconds.
         with self._reserving:
             if count * size_bytes > self.room_bytes():
-                raise StagingError(self._no_room(job, rank, count * size_bytes))
+                raise LimitError(self._no_room(job, rank, count * size_bytes))
             self.used_bytes += count * size_bytes
         folder = self.path / job / f"rank-{rank:05d}"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -117,36 +135,40 @@ class StagingFolder:
             for slot in slots:
                 slot.close()
             if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
-                raise StagingError(self._no_room(job, rank, count * size_bytes)) from error
-            raise StagingError(f"slots for rank {rank} of {job} cannot be made in {folder}: {error}") from error
+                raise LimitError(self._no_room(job, rank, count * size_bytes)) from error
+            raise LimitError(
+                f"slots for rank {rank} of {job} cannot be created in {folder}: {error}"
+            ) from error
         return slots
 
     def renew(self, slot: SlotMemory) -> SlotMemory:
-        """A fresh slot in place of one that a process which should be dead still maps.
+        """New memory for a slot whose old memory a process that should have ended still maps.
 
         Raises:
-            StagingError: there is no room. The slot is closed then, and still to be given to :meth:`free`.
+            LimitError: there is no room. The slot is closed then; the caller still frees it.
         """
+        # close() unlinks the file; the new one has the same name but another inode, so the old
+        # process keeps writing to memory that nobody else maps.
         slot.close()
         try:
             return SlotMemory(slot.path, slot.size_bytes)
         except OSError as error:
-            raise StagingError(f"slot {slot.path} cannot be made anew: {error}") from error
+            raise LimitError(f"slot {slot.path} cannot be allocated again: {error}") from error
 
     def free(self, slots: list[SlotMemory]) -> None:
-        """Give slots back."""
+        """Close slots and return their memory to the budget."""
         for slot in slots:
             self._unreserve(slot.size_bytes)
             slot.close()
 
     def room_bytes(self) -> int:
-        """Bytes that may still be allocated: what the limit, the file system and the host's memory leave."""
+        """Bytes that may still be allocated within the limit, the file system and host memory."""
         system = os.statvfs(self.path)
-        room = min(system.f_bavail * system.f_frsize, _available_memory_bytes())
+        room = min(system.f_bavail * system.f_frsize, memory_bytes("MemAvailable"))
         return room if self._limit_bytes is None else min(room, self._limit_bytes - self.used_bytes)
 
     def remove(self) -> None:
-        """Remove the folder at the daemon's end, and those above it that are empty then."""
+        """Remove the folder when the daemon exits, and its parents if they are empty."""
         shutil.rmtree(self.path, ignore_errors=True)
         with suppress(OSError):
             if not any(entry.is_dir() for entry in self._node_folder.iterdir()):
@@ -159,30 +181,35 @@ class StagingFolder:
             self.used_bytes -= size_bytes
 
     def _remove_stale(self) -> None:
-        # Under the lock an owner file is always there, unless its daemon died while it made the folder.
+        # Folder and owner file are made under the same lock: a folder without an owner file belongs
+        # to a daemon that died in between.
         for folder in self._node_folder.iterdir():
             if folder.is_dir() and not _owner_lives(folder):
                 shutil.rmtree(folder)
 
     def _no_room(self, job: str, rank: int, wanted_bytes: int) -> str:
         return (
-            f"no room for the snapshot slots of rank {rank} of {job}: {wanted_bytes} bytes wanted, "
-            f"{max(self.room_bytes(), 0)} left in {self.path} ({self.used_bytes} used). Raise the size of the tmpfs "
-            f"(containers start with 64 MiB of /dev/shm) or --staging-limit-bytes, or set checkpoint.slots "
-            f"to {LEAST_SLOTS}"
+            f"no room for the snapshot slots of rank {rank} of {job}: {wanted_bytes} bytes needed, "
+            f"{max(self.room_bytes(), 0)} left in {self.path} ({self.used_bytes} used). "
+            "Raise the size of the tmpfs (containers start with 64 MiB of /dev/shm) or "
+            f"--staging-limit-bytes, or set checkpoint.slots to {LEAST_SLOTS}"
         )
 
 
 def _private_folder(base: Path) -> None:
-    """Make sure that ``base`` is ours alone: /dev/shm is open to every user of the host."""
+    """Ensure that only this user can enter ``base``: /dev/shm is open to all users of the host."""
     base.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # lstat: a symbolic link that another user put there must not be followed.
     found = base.lstat()
     if base.is_symlink() or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise StagingError(f"staging folder {base} is not a folder of mode 0700 of user {os.getuid()}: remove it")
+        raise LimitError(
+            f"staging folder {base} is not a folder of mode 0700 of user {os.getuid()}: remove it"
+        )
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
+    # flock and not a file's existence: the kernel releases it when its holder dies.
     descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -200,16 +227,12 @@ def _owner_lives(folder: Path) -> bool:
 
 
 def _identity(pid: int) -> dict[str, Any]:
-    """What tells a living process from another one that got its number later. OSError when it is gone."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    state, start_ticks = fields[0], fields[19]
-    if state in "ZX":
+    """Identity of a running process that a later process with the same number does not share.
+
+    Raises:
+        OSError: the process has ended.
+    """
+    ticks = start_ticks(pid)
+    if ticks is None:
         raise ProcessLookupError(f"process {pid} is dead")
-    return {"pid": pid, "boot_id": boot_id(), "start_ticks": start_ticks}
-
-
-def _available_memory_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise StagingError("/proc/meminfo has no MemAvailable: megascale needs Linux 3.14 or later")
+    return {"pid": pid, "boot_id": boot_id(), "start_ticks": str(ticks)}

@@ -1,7 +1,7 @@
-"""Where checkpoints are kept: the small set of operations that the commit protocol needs, and its file form.
+"""Storage of checkpoints: the few operations that the commit protocol needs, and their file form.
 
-Paths are relative to the storage's root and use '/'. Nothing is ever overwritten: a file appears whole, durable, and
-only if its name was free. Calls block; run them in threads.
+Paths are relative to the storage's root and use '/'. Nothing is ever overwritten: a file appears
+complete and durable, and only if its name was free. Calls block; run them in threads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
-from megascale_checkpoint.errors import RequestError
+from megascale_common.service.errors import RequestError
 
 
 class Storage(Protocol):
@@ -23,10 +23,15 @@ class Storage(Protocol):
 
     @property
     def uri(self) -> str:
-        """Address of the root."""
+        """URI of the root."""
 
     def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> int:
-        """Write a new file and return its size. FileExistsError when the name is taken, OSError when it cannot be."""
+        """Write a new file, durably, and return its size in bytes.
+
+        Raises:
+            FileExistsError: the name is taken.
+            OSError: the file cannot be written; nothing is left of it.
+        """
 
     def create(self, path: str, data: bytes) -> bool:
         """Write a new small file if its name is free; False when it is taken."""
@@ -35,16 +40,19 @@ class Storage(Protocol):
         """All bytes of a small file. FileNotFoundError when there is none."""
 
     def read_into(self, path: str, offset: int, target: memoryview) -> int:
-        """Fill ``target`` from ``offset`` on; fewer bytes than asked for only at the file's end."""
+        """Fill ``target`` from ``offset`` on; returns fewer bytes only at the file's end."""
 
     def size(self, path: str) -> int | None:
         """Size in bytes, None when there is no such file."""
 
     def names(self, folder: str) -> list[str]:
-        """Names of the files in ``folder``, sorted; none when it does not exist."""
+        """Names of the complete files in ``folder``, sorted; none when it does not exist."""
 
     def remove_unfinished(self, folder: str) -> int:
-        """Remove what writers that died have left in ``folder``, and spoil those that live; how many files."""
+        """Remove unfinished files in ``folder``; returns how many.
+
+        A writer that still runs then fails, so the folder must belong to a fenced attempt.
+        """
 
 
 def open_storage(uri: str) -> Storage:
@@ -55,28 +63,35 @@ def open_storage(uri: str) -> Storage:
     """
     parts = urlsplit(uri)
     if parts.scheme not in ("", "file") or parts.netloc not in ("", "localhost"):
-        raise RequestError(f"checkpoint uri {uri!r} is not supported: give an absolute path or file:///path")
+        raise RequestError(
+            f"checkpoint uri {uri!r} is not supported: give an absolute path or file:///path"
+        )
     path = Path(unquote(parts.path) if parts.scheme else uri)
     if not path.is_absolute():
         raise RequestError(
-            f"checkpoint uri {uri!r} is relative: give an absolute path, for every node resolves it itself"
+            f"checkpoint uri {uri!r} is relative, and each node would resolve it differently: "
+            "give an absolute path"
         )
     return FileStorage(path)
 
 
 def join(uri: str, path: str) -> str:
-    """Address of ``path`` below ``uri``."""
+    """URI of ``path`` below ``uri``."""
     return f"{uri.rstrip('/')}/{path}"
 
 
 def split(uri: str) -> tuple[str, str]:
-    """Folder and name of a file's address."""
+    """Folder and name of a file's URI."""
     folder, _, name = uri.rpartition("/")
     return folder, name
 
 
 class FileStorage:
-    """A folder of a file system with hard links (ext4, xfs, NFS, Lustre): link(2) is the create-if-absent."""
+    """A folder on a file system with hard links (ext4, xfs, NFS, Lustre).
+
+    link(2) is the create-if-absent: it fails when the name exists, atomically and on every client
+    of a shared file system, where rename(2) would overwrite.
+    """
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -91,6 +106,10 @@ class FileStorage:
         target = self._at(path)
         _make_folder(target.parent)
         size = 0
+        # Order: write, fsync the file, link it to its name, fsync the folder. A crash before the
+        # link leaves a temporary file that no reader sees; after the link the bytes are on disk, so
+        # a name never leads to a file that is cut short. The name itself is durable only after the
+        # last fsync, and only then may anything refer to it.
         with _temporary(target) as (descriptor, name):
             for chunk in chunks:
                 _write_all(descriptor, memoryview(chunk))
@@ -131,7 +150,7 @@ class FileStorage:
             return None
 
     def names(self, folder: str) -> list[str]:
-        """See :meth:`Storage.names`. Files that are still being written are not listed."""
+        """See :meth:`Storage.names`. Temporary files start with "." and are not listed."""
         try:
             return sorted(name for name in os.listdir(self._at(folder)) if not name.startswith("."))
         except FileNotFoundError:
@@ -148,6 +167,7 @@ class FileStorage:
         return count
 
     def _at(self, path: str) -> Path:
+        # Paths also come from manifests, which may be damaged or of foreign origin.
         parts = path.split("/")
         if not path or any(part in ("", ".", "..") for part in parts):
             raise RequestError(f"path {path!r} does not stay below {self._root}")
@@ -156,18 +176,20 @@ class FileStorage:
 
 @contextmanager
 def _temporary(target: Path) -> Iterator[tuple[int, str]]:
-    """A nameless-to-others file beside ``target`` that is gone at the end, whatever happens."""
+    """A temporary file beside ``target``, removed at the end in any case."""
+    # In the target's own folder, because a link cannot cross file systems; the name starts with "."
+    # so that names() skips it and remove_unfinished() finds it.
     descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     try:
         yield descriptor, name
     finally:
         os.close(descriptor)
-        with suppress(FileNotFoundError):  # a later attempt may have removed it
+        with suppress(FileNotFoundError):  # a later attempt may have removed it as unfinished
             os.unlink(name)
 
 
 def _write_all(descriptor: int, data: memoryview) -> None:
-    while data:
+    while data:  # a write may be partial, near a quota for example
         data = data[os.write(descriptor, data) :]
 
 
@@ -176,17 +198,20 @@ def _link(source: str, target: Path) -> None:
         os.link(source, target)
     except OSError as error:
         if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
-            text = "this file system has no hard links, which commits need: use ext4, xfs, NFS or Lustre"
+            text = (
+                "this file system has no hard links, which commits need: "
+                "use ext4, xfs, NFS or Lustre"
+            )
             raise OSError(error.errno, text, str(target)) from error
         raise
 
 
 def _make_folder(folder: Path) -> None:
-    """Create ``folder`` durably: each new name is synced into the folder that holds it."""
+    """Create ``folder`` durably, parents first: each new name is synced in its parent folder."""
     if folder.is_dir():
         return
     _make_folder(folder.parent)
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)  # another rank may create it at the same time
     _sync_folder(folder.parent)
 
 

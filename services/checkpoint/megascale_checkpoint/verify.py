@@ -7,30 +7,30 @@ import xxhash
 from megascale_checkpoint import manifest as manifests
 from megascale_checkpoint.checksums import CHUNK_BYTES, checksum
 from megascale_checkpoint.commit_log import Record
-from megascale_checkpoint.errors import CheckpointError, DamagedError
 from megascale_checkpoint.manifest import File
 from megascale_checkpoint.storage import Storage
+from megascale_common.service.errors import DamagedError, ServiceError
 
 
 def verify_commit(record: Record, manifest_uri: str) -> list[str]:
-    """What is wrong with a checkpoint, each problem naming its file; nothing when it is whole."""
+    """The problems of a checkpoint, each with its file's name; none when it is whole."""
     try:
         storage, manifest = manifests.load(manifest_uri)
         if checksum(storage.read(manifests.NAME)) != record.values["manifest_xxh3"]:
             return [f"{manifest_uri}: is not the manifest that was committed"]
-    except (CheckpointError, OSError) as error:
+    except (ServiceError, OSError) as error:
         return [str(error)]
     problems = []
     for file in manifest.files:
         try:
             verify_file(storage, file)
-        except (CheckpointError, OSError) as error:
+        except (ServiceError, OSError) as error:
             problems.append(str(error))
     return problems
 
 
 def verify_file(storage: Storage, file: File) -> None:
-    """Read one file whole. DamagedError when its size or checksum is not the manifest's."""
+    """Read a whole file. Raises DamagedError when its size or checksum is not the manifest's."""
     name = f"{storage.uri}/{file.path}"
     manifests.check_size(storage, file)
     hasher = xxhash.xxh3_128()

@@ -1,4 +1,7 @@
-"""Starts a driver: ``python -m megascale_driver --cluster NAME --etcd HOST:PORT --token-file F``."""
+"""Starts a driver.
+
+``python -m megascale_driver --cluster NAME --etcd HOST:PORT --token-file FILE``
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,16 @@ from pathlib import Path
 import uvloop
 
 from megascale.v1 import driver_pb2_grpc, link_pb2_grpc
-from megascale_common import identity, logs, rpc
-from megascale_common.clock import SystemClock
 from megascale_common.etcd.client import EtcdClient
-from megascale_common.metrics import MetricsServer, bind_option
-from megascale_common.process import PARENT_PID_VARIABLE, arm_parent_death
+from megascale_common.job.names import is_dns_label
+from megascale_common.node.files import replace_file
+from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
+from megascale_common.service import logs
+from megascale_common.service.build import build_version
+from megascale_common.service.clock import SystemClock
+from megascale_common.service.metrics import MetricsServer, bind_option
+from megascale_common.service.server import RpcServer, Tls
+from megascale_common.service.token import check_token
 from megascale_driver.analysis.progress import HangLimits
 from megascale_driver.core.policy import Policy
 from megascale_driver.engine import Engine
@@ -35,17 +43,27 @@ _log = logs.get(__name__)
 def main() -> None:
     """Serve until SIGTERM or SIGINT; exit status 0 then."""
     if PARENT_PID_VARIABLE in os.environ:
-        arm_parent_death()  # started by `megascale up` or a test, not by an operator's service manager
+        # Started by `megascale up` or a test, and not by a service manager: end with the parent.
+        arm_parent_death()
     parser = _parser()
     options = parser.parse_args()
     if not options.token_file.is_file():
-        parser.error(f"--token-file: {options.token_file} is not there; write a random word into it with mode 0600")
-    if not identity.is_dns_label(options.cluster):
-        parser.error(f"--cluster: {options.cluster!r} is not a DNS-1123 label: use a-z, 0-9 and '-'")
-    if bool(options.tls_key) != bool(options.tls_certificate) or (options.tls_client_ca and not options.tls_key):
-        parser.error("--tls-key and --tls-certificate (and --tls-client-ca with them): one is of no use alone")
+        parser.error(
+            f"--token-file: {options.token_file} does not exist; "
+            "write a random word into it, mode 0600"
+        )
+    if not is_dns_label(options.cluster):
+        parser.error(
+            f"--cluster: {options.cluster!r} is not a DNS-1123 label: use a-z, 0-9 and '-'"
+        )
+    if bool(options.tls_key) != bool(options.tls_certificate) or (
+        options.tls_client_ca and not options.tls_key
+    ):
+        parser.error(
+            "--tls-key and --tls-certificate must be given together, --tls-client-ca only with them"
+        )
     try:
-        rpc.check_token(options.token_file.read_text().strip())
+        check_token(options.token_file.read_text().strip())
     except (OSError, ValueError) as error:
         parser.error(f"--token-file: {options.token_file}: {error}")
     if options.heartbeat_interval_s <= 0:
@@ -64,17 +82,19 @@ async def _serve(options: argparse.Namespace) -> None:
     prefix = options.prefix or f"/megascale/{options.cluster}/v1"
     tls = None
     if options.tls_key and options.tls_certificate:
-        tls = rpc.Tls(options.tls_key, options.tls_certificate, options.tls_client_ca)
+        tls = Tls(options.tls_key, options.tls_certificate, options.tls_client_ca)
     async with EtcdClient(options.etcd.split(","), prefix=prefix.rstrip("/") + "/") as client:
-        policy = Policy.for_interval(options.heartbeat_interval_s, HangLimits(floor_s=options.hang_floor_s))
+        policy = Policy.for_interval(
+            options.heartbeat_interval_s, HangLimits(floor_s=options.hang_floor_s)
+        )
         engine = Engine(policy, SystemClock(), token, "")
-        server = rpc.RpcServer(token, tls=tls)
+        server = RpcServer(token, tls=tls)
 
-        async def told(leads: bool) -> None:
+        async def set_serving(leads: bool) -> None:
             for name in SERVICES:
                 await server.set_serving(name, leads)
 
-        leader = Leader(client, engine, told)
+        leader = Leader(client, engine, set_serving)
         service = DriverService(engine, leader, options.cluster)
         driver_pb2_grpc.add_DriverServiceServicer_to_server(service, server.server)
         link_pb2_grpc.add_ExecutorLinkServiceServicer_to_server(
@@ -82,9 +102,10 @@ async def _serve(options: argparse.Namespace) -> None:
         )
         engine.address = await server.start(options.bind, SERVICES, serving=False)
         metrics = await _serve_metrics(engine, options)
-        _publish_address(options.address_file, engine.address)
-        _log.info("the driver serves", address=engine.address, build=identity.build())
-        gc.freeze()  # what start-up made lives as long as the process: collections need not walk it
+        if options.address_file is not None:
+            replace_file(options.address_file, engine.address + "\n")
+        _log.info("the driver serves", address=engine.address, build=build_version())
+        gc.freeze()  # what start-up created lives as long as the process: never collect it
         term = asyncio.create_task(leader.run())
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait((term, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -93,7 +114,7 @@ async def _serve(options: argparse.Namespace) -> None:
 
 
 async def _serve_metrics(engine: Engine, options: argparse.Namespace) -> MetricsServer:
-    """Count what the engine does and, if asked to, show it."""
+    """Have the engine observed by metrics, and serve them if --metrics-bind is given."""
     figures = DriverMetrics(engine)
     engine.observers.append(figures)
     server = MetricsServer(figures.registry)
@@ -102,8 +123,8 @@ async def _serve_metrics(engine: Engine, options: argparse.Namespace) -> Metrics
     return server
 
 
-async def _shut_down(server: rpc.RpcServer, engine: Engine, term: asyncio.Task[None]) -> None:
-    """Say NOT_SERVING, resign so that a standby leads at once, let calls end."""
+async def _shut_down(server: RpcServer, engine: Engine, term: asyncio.Task[None]) -> None:
+    """Report NOT_SERVING, resign so that a standby leads at once, let calls end."""
     for name in ("", *SERVICES):
         await server.set_serving(name, False)
     failed = term.done() and not term.cancelled() and term.exception()
@@ -117,38 +138,89 @@ async def _shut_down(server: rpc.RpcServer, engine: Engine, term: asyncio.Task[N
         raise failed
 
 
-def _publish_address(path: Path | None, address: str) -> None:
-    """Write the address so that a reader sees the whole of it or nothing."""
-    if path is not None:
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
-        draft.write_text(address + "\n")
-        draft.replace(path)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megascale_driver",
-        description="The driver: one leader per cluster. Start several for a standby; etcd elects the leader.",
+        description="The driver: schedules the jobs of one cluster and recovers them from faults. "
+        "Start a second one as a standby; etcd elects the leader.",
     )
-    parser.add_argument("--cluster", required=True, metavar="NAME", help="name of the cluster (DNS-1123 label)")
-    parser.add_argument("--bind", default="127.0.0.1:0", metavar="HOST:PORT", help="where to serve; port 0 picks one")
-    parser.add_argument("--etcd", required=True, metavar="HOST:PORT[,..]", help="members of the etcd cluster")
-    parser.add_argument("--prefix", default="", metavar="KEY", help="keys in etcd; default /megascale/NAME/v1")
-    parser.add_argument("--token-file", required=True, type=Path, metavar="FILE", help="the cluster token (mode 0600)")
-    parser.add_argument("--address-file", type=Path, metavar="FILE", help="write host:port here once it serves")
     parser.add_argument(
-        "--metrics-bind", type=bind_option, default="", metavar="HOST:PORT", help="serve /metrics; default: not at all"
+        "--cluster", required=True, metavar="NAME", help="name of the cluster (DNS-1123 label)"
     )
-    parser.add_argument("--metrics-address-file", type=Path, metavar="FILE", help="write its host:port here")
-    parser.add_argument("--heartbeat-interval-s", type=float, default=5.0, metavar="S", help="default 5")
     parser.add_argument(
-        "--hang-floor-s", type=float, default=60.0, metavar="S", help="no step may hang for less; default 60"
+        "--bind",
+        default="127.0.0.1:0",
+        metavar="HOST:PORT",
+        help="where to serve; with port 0 any free one",
     )
-    parser.add_argument("--tls-key", type=Path, metavar="PEM", help="needed to bind beyond loopback")
-    parser.add_argument("--tls-certificate", type=Path, metavar="PEM")
-    parser.add_argument("--tls-client-ca", type=Path, metavar="PEM", help="ask clients for a certificate of this CA")
-    parser.add_argument("--version", action="version", version=identity.build())
+    parser.add_argument(
+        "--etcd", required=True, metavar="HOST:PORT[,..]", help="members of the etcd cluster"
+    )
+    parser.add_argument(
+        "--prefix",
+        default="",
+        metavar="KEY",
+        help="prefix of the keys in etcd; default /megascale/NAME/v1",
+    )
+    parser.add_argument(
+        "--token-file",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="file with the cluster token (mode 0600)",
+    )
+    parser.add_argument(
+        "--address-file",
+        type=Path,
+        metavar="FILE",
+        help="write host:port to this file once it serves",
+    )
+    _add_metrics_and_limits(parser)
+    _add_tls(parser)
+    parser.add_argument("--version", action="version", version=build_version())
     return parser
+
+
+def _add_metrics_and_limits(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--metrics-bind",
+        type=bind_option,
+        default="",
+        metavar="HOST:PORT",
+        help="serve /metrics there; default: no metrics",
+    )
+    parser.add_argument(
+        "--metrics-address-file",
+        type=Path,
+        metavar="FILE",
+        help="write the host:port of /metrics to this file",
+    )
+    parser.add_argument(
+        "--heartbeat-interval-s",
+        type=float,
+        default=5.0,
+        metavar="S",
+        help="time between the heartbeats of a node; default 5",
+    )
+    parser.add_argument(
+        "--hang-floor-s",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="a step counts as hung after this time at the earliest; default 60",
+    )
+
+
+def _add_tls(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tls-key", type=Path, metavar="PEM", help="needed to bind beyond loopback"
+    )
+    parser.add_argument(
+        "--tls-certificate", type=Path, metavar="PEM", help="certificate chain of --tls-key"
+    )
+    parser.add_argument(
+        "--tls-client-ca", type=Path, metavar="PEM", help="require client certificates of this CA"
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""The one task that owns the state: events in, ``core.step``, commit, then commands and effects out.
+"""The one task that owns the state: events in, ``core.step``, commit, then commands and effects.
 
-Nothing leaves before the decision behind it is committed to etcd. While a commit waits for etcd, events queue up with
-the times at which they happened; when the leadership cannot be held, the uncommitted decisions are dropped, and the
-next term derives them anew from what the nodes report.
+Nothing leaves the driver before the decision behind it is committed to etcd. While a commit waits
+for etcd, events queue up, each with the time at which it happened. When the leadership is lost, the
+decisions that are not committed are dropped, and the next term makes them again from what the nodes
+report.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megascale.v1 import types_pb2
-from megascale_common import logs
-from megascale_common.clock import Clock
 from megascale_common.etcd.election import Leadership
+from megascale_common.service import logs
+from megascale_common.service.clock import Clock
+from megascale_common.service.errors import NotLeaderError
 from megascale_driver import probes, wire
-from megascale_driver.audit_log import AuditLog, canonical
 from megascale_driver.core import machine
 from megascale_driver.core.events import (
     Audit,
@@ -36,23 +37,24 @@ from megascale_driver.core.events import (
 )
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.state import Cluster
-from megascale_driver.daemons import Daemons
-from megascale_driver.links import Links
-from megascale_driver.store import Loaded, NotLeader, Store
-from megascale_driver.watch import Feeds
+from megascale_driver.feeds import JobFeeds
+from megascale_driver.journal.audit_log import AuditLog, canonical
+from megascale_driver.journal.store import Loaded, Store
+from megascale_driver.node_calls import NodeCalls
+from megascale_driver.open_links import OpenLinks
 
 TICK_INTERVAL_S = 0.25
-CALL_TIMEOUT_S = 4.0  # for a request, within which etcd has to confirm it
-LOOP_BLOCKED_S = 1.0  # the loop itself stood still for longer: silence of others is no evidence
-BATCH_EVENTS = 256  # taken in by one commit
-QUEUE_EVENTS = 100_000  # beyond, reports are dropped: newer ones replace them
+CALL_TIMEOUT_S = 4.0  # within which etcd has to confirm a request
+LOOP_BLOCKED_S = 1.0  # beyond, the driver itself stood still: silence of nodes is no evidence
+BATCH_EVENTS = 256  # decided on in one commit
+QUEUE_EVENTS = 100_000  # beyond, heartbeats are dropped: newer ones replace them
 
 _log = logs.get(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One leadership of this process."""
+    """One leadership of this process, from the election to the loss of the lease."""
 
     leadership: Leadership
     store: Store
@@ -61,7 +63,7 @@ class Term:
 
 
 class Observer(Protocol):
-    """Somebody who keeps count."""
+    """Who counts steps and decisions: the metrics."""
 
     def step(self, job: str, record: types_pb2.StepRecord) -> None:
         """A step was completed."""
@@ -77,7 +79,7 @@ class _Entry:
 
 
 class Engine:
-    """Runs terms one after another over the same links and feeds."""
+    """Runs terms one after another, over the same links and feeds."""
 
     def __init__(self, policy: Policy, clock: Clock, token: str, address: str) -> None:
         self.policy = policy
@@ -85,12 +87,13 @@ class Engine:
         self.address = address
         self.state = Cluster()
         self.term: Term | None = None
-        # Whether the state was ever read from etcd: it may be shown then, also while nobody leads.
+        # Whether the state was ever read from etcd: from then on clients may read it, also while no
+        # driver leads.
         self.loaded = False
         self.audit = AuditLog()
-        self.feeds = Feeds()
-        self.daemons = Daemons(token, clock)
-        self.links = Links()
+        self.feeds = JobFeeds()
+        self.node_calls = NodeCalls(token, clock)
+        self.links = OpenLinks()
         self.observers: list[Observer] = []
         self._token = token
         self._queue: deque[_Entry] = deque()
@@ -99,24 +102,26 @@ class Engine:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def post(self, event: Event) -> None:
-        """Take an event in, soon. Without a leadership it is dropped: a new term asks the links for the present."""
+        """Queue an event; dropped without a leadership, since a term starts from the open links."""
         if self.term is None:
             return
         if len(self._queue) >= QUEUE_EVENTS:
-            _log.warning("event queue is full, a report is dropped", node=getattr(event, "node", ""))
+            _log.warning(
+                "the event queue is full; an event is dropped", node=getattr(event, "node", "")
+            )
             return
         self._queue.append(_Entry(event))
         self._arrived.set()
 
     async def call(self, event: Event) -> Outcome:
-        """Take a request in and wait until it is committed.
+        """Queue a request and wait until it is committed.
 
         Raises:
-            NotLeader: there is no leadership, or it ended first.
-            TimeoutError: etcd did not confirm it in time; whether it will is open.
+            NotLeaderError: this driver does not lead, or the leadership ended before the commit.
+            TimeoutError: etcd did not confirm the commit in time; it may still happen.
         """
         if self.term is None:
-            raise NotLeader("this driver does not lead")
+            raise NotLeaderError("this driver does not lead")
         answer: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._queue.append(_Entry(event, answer))
         self._arrived.set()
@@ -124,7 +129,7 @@ class Engine:
             return await answer
 
     def step_done(self, job: str, record: types_pb2.StepRecord) -> bool:
-        """Take a step record in; False when it was known."""
+        """Take in a step record; False if it was known."""
         if not self.feeds.of(job).add_step(record):
             return False
         self._steps[job] = (record.attempt, record.step)
@@ -133,18 +138,20 @@ class Engine:
         return True
 
     async def lead(self, leadership: Leadership, store: Store, loaded: Loaded) -> None:
-        """Lead until the lease is lost or a write is refused.
+        """Lead until the lease is lost or a commit is refused.
 
         Raises:
-            NotLeader, EtcdError: why the term ended.
+            NotLeaderError, EtcdError: why the term ended.
         """
-        epoch = types_pb2.Epoch(cluster_generation=loaded.generation, create_revision=leadership.create_revision)
+        epoch = types_pb2.Epoch(
+            cluster_generation=loaded.generation, create_revision=leadership.create_revision
+        )
         self._begin(Term(leadership, store, epoch, self.clock.now_s()), loaded)
         ticker = asyncio.create_task(self._tick())
         try:
             while not leadership.lease.lost.is_set():
                 await self._turn(store, leadership)
-            raise NotLeader(f"the lease was lost: {leadership.lease.lost_reason}")
+            raise NotLeaderError(f"the lease was lost: {leadership.lease.lost_reason}")
         finally:
             self.term = None
             ticker.cancel()
@@ -153,7 +160,7 @@ class Engine:
             self._queue.clear()
 
     async def close(self) -> None:
-        """End the tasks under way."""
+        """Cancel the effects in progress."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -168,29 +175,39 @@ class Engine:
                 self.feeds.of(line.log).add_event(wire.event_message(line, term.epoch))
         for name in loaded.cluster.jobs:
             self._publish_job(name)
+        # First the start of the term, then for each open link the node's hello and its newest
+        # heartbeat. One from before this epoch counts as a report without a desired state.
         self._queue.clear()
         self._queue.append(_Entry(LeaderStarted(term.since_s, self.address)))
-        for link in self.links.open():
+        for link in self.links.all():
             self._queue.append(_Entry(NodeHello(term.since_s, link.node, link.identity)))
             if link.beat is not None:
                 report = wire.report(link.beat, term.epoch)
-                self._queue.append(_Entry(NodeReport(term.since_s, link.node, link.identity.incarnation, report)))
+                self._queue.append(
+                    _Entry(NodeReport(term.since_s, link.node, link.identity.incarnation, report))
+                )
         self._arrived.set()
 
     async def _turn(self, store: Store, leadership: Leadership) -> None:
-        """Wait for events, take a batch of them in, commit, let out what follows."""
+        """Wait for events, decide on a batch of them, commit, then let out what follows."""
         if not self._queue:
             self._arrived.clear()
             await first_of(self._arrived.wait(), leadership.lease.lost.wait())
         batch = [self._queue.popleft() for _ in range(min(len(self._queue), BATCH_EVENTS))]
         old, state = self.state, self.state
         outcomes: list[tuple[_Entry, Outcome]] = []
+        # self.state stays the committed one until the commit is confirmed: a request that is
+        # answered meanwhile, and a term that ends here, see nothing that may never have been.
         for entry in batch:
             try:
                 state, outcome = machine.step(state, entry.event, self.policy)
             except Exception as error:
-                # One event that the core cannot take must not stop the cluster's only brain.
-                _log.exception("an event was dropped", event_kind=type(entry.event).__name__)
+                # A defect that one event exposes must not stop all other decisions: `state` is a
+                # value, so the failed step has left nothing behind.
+                _log.exception(
+                    "the core failed on an event; it is dropped",
+                    event_kind=type(entry.event).__name__,
+                )
                 if entry.answer is not None and not entry.answer.done():
                     entry.answer.set_exception(error)
                 continue
@@ -206,22 +223,35 @@ class Engine:
         self._publish(old, outcomes, audit)
 
     async def _commit(
-        self, store: Store, leadership: Leadership, old: Cluster, state: Cluster, audit: tuple[Audit, ...]
+        self,
+        store: Store,
+        leadership: Leadership,
+        old: Cluster,
+        state: Cluster,
+        audit: tuple[Audit, ...],
     ) -> None:
-        """Commit within the lease. A write that is still open at its end is fenced off by the next leader key."""
+        """Commit within the lease.
+
+        Whether a write that is still open when the lease ends was applied is unknown, and need not
+        be known. It compares the create revision of this term's leader key, so it cannot be applied
+        once the next leader's key exists, and that leader reads etcd only then.
+        """
         deadline_s = max(leadership.lease.remaining_s(), 0.1)
         work = asyncio.ensure_future(store.commit(old, state, audit, deadline_s=deadline_s))
         lost = asyncio.ensure_future(leadership.lease.lost.wait())
         try:
             await asyncio.wait((work, lost), return_when=asyncio.FIRST_COMPLETED)
             if leadership.lease.lost.is_set():
-                raise NotLeader("the lease was lost during a commit")
+                raise NotLeaderError("the lease was lost during a commit")
             await work
         finally:
             work.cancel()
             lost.cancel()
 
-    def _publish(self, old: Cluster, outcomes: list[tuple[_Entry, Outcome]], audit: tuple[Audit, ...]) -> None:
+    def _publish(
+        self, old: Cluster, outcomes: list[tuple[_Entry, Outcome]], audit: tuple[Audit, ...]
+    ) -> None:
+        """Let out what is committed: audit log, watchers, then commands, effects, answers."""
         assert self.term is not None
         epoch = self.term.epoch
         self.audit.extend(audit)
@@ -261,22 +291,31 @@ class Engine:
                 outcome = await probes.probe(effect, self._token)
                 self.post(ProbeResult(self.clock.now_s(), effect.node, effect.incarnation, outcome))
             else:
-                self.post(await self.daemons.open_attempt(effect, self.state.nodes[effect.node], term.epoch))
+                self.post(
+                    await self.node_calls.open_attempt(
+                        effect, self.state.nodes[effect.node], term.epoch
+                    )
+                )
         except Exception as error:
-            _log.exception("an effect failed; the core asks for it again", effect=type(effect).__name__)
+            _log.exception(
+                "an effect failed; the core orders it again", effect=type(effect).__name__
+            )
             if isinstance(effect, OpenAttempt):
                 text = f"{type(error).__name__}: {error}"
                 self.post(OpenFailed(self.clock.now_s(), effect.job, effect.attempt, text))
 
     async def _tick(self) -> None:
-        """Time for the core, four times a second; notices when the loop itself was blocked."""
+        """Give the core the time, four times a second; detect a blocked event loop."""
         due_s = self.clock.now_s() + TICK_INTERVAL_S
         while True:
             await asyncio.sleep(max(0.0, due_s - self.clock.now_s()))
             now_s = self.clock.now_s()
             blocked = now_s - due_s > LOOP_BLOCKED_S
             if blocked:
-                _log.warning("the event loop was blocked; silence is not judged for a while", seconds=now_s - due_s)
+                _log.warning(
+                    "the event loop was blocked; silence of nodes is ignored for a while",
+                    seconds=now_s - due_s,
+                )
             due_s = now_s + TICK_INTERVAL_S
             if blocked or not any(isinstance(entry.event, Tick) for entry in self._queue):
                 steps = tuple((job, attempt, step) for job, (attempt, step) in self._steps.items())
@@ -290,16 +329,20 @@ class Engine:
 
 
 def _visible(job: Any) -> tuple[Any, ...]:
-    """What of a job makes watchers want to see it again."""
+    """The part of a job whose change is sent to watchers."""
     return (
-        job.phase, job.reason, job.attempt, job.slots, job.spares, job.evicted, job.restore, job.committed_step,
-        job.restarts, job.profile,
+        job.phase, job.reason, job.attempt, job.slots, job.spares, job.evicted, job.restore,
+        job.committed_step, job.restarts, job.profile,
     )  # fmt: skip
 
 
 def _refuse(entry: _Entry) -> None:
     if entry.answer is not None and not entry.answer.done():
-        entry.answer.set_exception(NotLeader("the leadership ended before the request was committed; send it again"))
+        entry.answer.set_exception(
+            NotLeaderError(
+                "the leadership ended before the commit was confirmed; send the request again"
+            )
+        )
 
 
 async def first_of(*waits: Coroutine[Any, Any, Any]) -> None:
@@ -310,5 +353,6 @@ async def first_of(*waits: Coroutine[Any, Any, Any]) -> None:
     finally:
         for task in tasks:
             task.cancel()
-        # Without suppressing anything: a cancellation of ours in this moment would be lost, and SIGTERM with it.
+        # Nothing is suppressed here: a cancellation that arrives during this wait must go on to the
+        # caller, or SIGTERM would have no effect.
         await asyncio.wait(tasks)

@@ -1,7 +1,8 @@
-"""Campaigns for leadership, leads, and campaigns again; a standby knows who leads.
+"""Campaigns for leadership, leads, and campaigns again; a standby looks up who leads.
 
-A driver whose lease lapsed while etcd was away keeps its links and comes back with a higher epoch. If another driver
-leads by then, the links are closed, so that executors go there, and watchers are sent after them.
+A driver whose lease expired while etcd was away keeps its links, and leads again with a higher
+epoch when etcd is back. If another driver leads by then, the links are closed so that the agents
+dial that one, and watchers get an error that names it.
 """
 
 from __future__ import annotations
@@ -11,17 +12,14 @@ import contextlib
 import json
 from collections.abc import Awaitable, Callable
 
-import grpc
-
-from megascale_common import logs
 from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.election import Leadership, campaign
 from megascale_common.etcd.errors import EtcdError, EtcdUnavailable, UnknownOutcome
-from megascale_common.rpc_errors import RpcError
-from megascale_driver.codec import CodecError
+from megascale_common.service import logs
+from megascale_common.service.errors import CodecError, NotLeaderError
 from megascale_driver.engine import Engine
-from megascale_driver.predecessor import clear_dead_leader, is_gone, self_description
-from megascale_driver.store import LEADER_KEY, NotLeader, Store
+from megascale_driver.journal.predecessor import clear_dead_leader, is_gone, self_description
+from megascale_driver.journal.store import LEADER_KEY, Store
 
 LEASE_TTL_S = 10
 OBSERVE_INTERVAL_S = 1.0
@@ -30,35 +28,42 @@ RETRY_S = 1.0
 _log = logs.get(__name__)
 
 
-async def _nobody(leads: bool) -> None:
-    """Nobody wants to hear of it."""
+async def _ignore(leads: bool) -> None:
+    """The default of ``notify``: does nothing."""
 
 
 class Leader:
-    """Runs the engine's terms. ``told`` is called with True when a term begins and with False when it has ended."""
+    """Runs the engine's terms; calls ``notify`` with True when one starts, False when it ends."""
 
-    def __init__(self, client: EtcdClient, engine: Engine, told: Callable[[bool], Awaitable[None]] = _nobody) -> None:
+    def __init__(
+        self,
+        client: EtcdClient,
+        engine: Engine,
+        notify: Callable[[bool], Awaitable[None]] = _ignore,
+    ) -> None:
         self.known_address = ""
         self.etcd_answers = True
         # Set while another driver is known to lead.
         self.superseded = asyncio.Event()
         self._client = client
         self._engine = engine
-        self._told = told
+        self._notify = notify
 
     @property
     def shows_state(self) -> bool:
-        """Whether this driver's picture is the best there is: it leads, or did last and nobody else does."""
+        """Whether clients may read this driver's state: it leads, or led last and no other does."""
         return self._engine.term is not None or (self._engine.loaded and not self.known_address)
 
-    def not_leading(self) -> RpcError:
-        """The refusal of a standby, with the leader's address where it is known."""
+    def not_leading(self) -> NotLeaderError:
+        """The error of a driver that does not lead, with the leader's address if it is known."""
         where = f"; the leader is {self.known_address}" if self.known_address else ""
-        why = "" if self.etcd_answers else "; etcd does not answer, so no driver may change anything now"
-        metadata = {"leader": self.known_address} if self.known_address else {}
-        return RpcError(
-            grpc.StatusCode.UNAVAILABLE, "NOT_LEADER", f"this driver does not lead{where}{why}", metadata=metadata
+        why = (
+            ""
+            if self.etcd_answers
+            else "; etcd does not answer, so no driver may change anything now"
         )
+        metadata = {"leader": self.known_address} if self.known_address else {}
+        return NotLeaderError(f"this driver does not lead{where}{why}", metadata=metadata)
 
     async def run(self) -> None:
         """Campaign and lead, term after term, until cancelled."""
@@ -77,27 +82,34 @@ class Leader:
         await self._clear_dead_leader(value)
         try:
             leadership = await campaign(self._client, LEADER_KEY, value, ttl_s=LEASE_TTL_S)
-        except EtcdError as error:  # no room, too many requests, no access: all of it may be mended while we wait
-            _log.error("etcd refuses the campaign; it is tried again", error=str(error), retry_s=RETRY_S)
+        except EtcdError as error:
+            # No space, too many requests, no access: an operator may fix it while we wait.
+            _log.error(
+                "etcd refuses the campaign; it is repeated", error=str(error), retry_s=RETRY_S
+            )
             await asyncio.sleep(RETRY_S)
             return
         self.known_address = engine.address
         self.superseded.clear()
         try:
             await self._lead(leadership)
-        except (NotLeader, EtcdError) as error:
-            self.etcd_answers = not leadership.lease.lost.is_set()  # the observer will know better soon
+        except (NotLeaderError, EtcdError) as error:
+            self.etcd_answers = not leadership.lease.lost.is_set()  # a guess until the next look-up
             _log.warning("leadership ended", error=str(error))
         except CodecError as error:
-            _log.error("what etcd holds cannot be read; another build may", error=str(error))
+            _log.error("the state in etcd cannot be read by this build", error=str(error))
             await asyncio.sleep(RETRY_S)
         finally:
             self.known_address = ""
-            await self._told(False)
+            await self._notify(False)
+            # Also after an error: a key that stays would keep standbys waiting for the lease.
             await leadership.resign()
 
     async def _clear_dead_leader(self, own_value: bytes) -> None:
-        """Once etcd answers: before, there is nothing to campaign for. What it refuses, the campaign raises."""
+        """Wait until etcd answers, then remove the key of a leader that is gone.
+
+        An error other than unavailability is left to the campaign, which reports it.
+        """
         while True:
             try:
                 await clear_dead_leader(self._client, own_value)
@@ -108,13 +120,15 @@ class Leader:
                 return
 
     async def _lead(self, leadership: Leadership) -> None:
+        # Read only now that the leader key is this driver's: whatever a former leader still tries
+        # to commit fails on its fence, so nothing can be added to what is read here.
         store = Store(self._client, leadership)
         loaded = await store.load()
-        await self._told(True)
+        await self._notify(True)
         await self._engine.lead(leadership, store, loaded)
 
     async def _observe(self) -> None:
-        """While not leading, look up who does, and let executors go to it."""
+        """While another driver leads, keep its address and send the agents to it."""
         while True:
             if self._engine.term is not None:
                 self.etcd_answers = True
@@ -126,7 +140,8 @@ class Leader:
         try:
             holder = await self._client.get(LEADER_KEY)
             if holder is not None and is_gone(holder.value):
-                await clear_dead_leader(self._client)  # the campaign sees the key go, and need not wait for the lease
+                # The campaign watches the key: it goes on at once instead of with the lease's end.
+                await clear_dead_leader(self._client)
                 holder = None
             self.etcd_answers = True
         except EtcdError:
@@ -141,7 +156,7 @@ class Leader:
 
 
 def _address_of(value: bytes) -> str:
-    """Where the leader serves, by the value of its key; empty when somebody else wrote that."""
+    """The leader's address, from the value of its key; empty if that has another format."""
     try:
         found = json.loads(value)
     except ValueError:

@@ -1,4 +1,8 @@
-"""ExecutorLinkService: the stream that each node dials, and its step records."""
+"""ExecutorLinkService: the RPCs that agents call, for their node's link and its step records.
+
+The node dials; the driver never needs an address to command it. What is to be sent on a link waits
+in :mod:`megascale_driver.open_links`.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,21 @@ from typing import Any
 import grpc
 
 from megascale.v1 import link_pb2, link_pb2_grpc
-from megascale_common import identity as names
-from megascale_common import logs
-from megascale_common.rpc_errors import RpcError, abort
+from megascale_common.job.names import is_dns_label
+from megascale_common.service import logs
+from megascale_common.service.build import build_version
+from megascale_common.service.errors import (
+    NotFoundError,
+    RequestError,
+    ServiceError,
+    StateError,
+)
+from megascale_common.service.status import abort
 from megascale_driver import wire
 from megascale_driver.core.events import NodeHello, NodeReport, StreamReset
 from megascale_driver.engine import Engine
 from megascale_driver.leadership import Leader
-from megascale_driver.links import Link
+from megascale_driver.open_links import Link
 
 PROTOCOL = link_pb2.ProtocolRange(lowest=1, highest=1)
 HELLO_TIMEOUT_S = 10.0
@@ -26,7 +37,7 @@ _log = logs.get(__name__)
 
 
 class LinkService(link_pb2_grpc.ExecutorLinkServiceServicer):
-    """Turns streams into events of the engine, and desired states and acknowledgements into messages."""
+    """Turns the messages of nodes into events for the engine, and sends what their links hold."""
 
     def __init__(self, engine: Engine, leader: Leader, cluster: str) -> None:
         self._engine = engine
@@ -41,17 +52,19 @@ class LinkService(link_pb2_grpc.ExecutorLinkServiceServicer):
         """One node's link, from its hello until either side ends it."""
         try:
             hello = await self._hello(request_iterator)
-        except RpcError as error:
+        except ServiceError as error:
             await abort(context, error)
         term = self._engine.term
-        if term is None:  # it may have ended while the hello was on its way
+        if term is None:  # it may have ended while this call waited for the hello
             await abort(context, self._leader.not_leading())
         link = Link(hello.node, wire.identity(hello), self._engine.clock.now_s())
+        # Registered before the driver's hello is sent: a new term that starts in between finds the
+        # link and introduces the node to the core again.
         self._engine.links.add(link)
         yield link_pb2.ConnectResponse(
             hello=link_pb2.DriverHello(
                 protocol=PROTOCOL,
-                build=names.build(),
+                build=build_version(),
                 cluster=self._cluster,
                 epoch=term.epoch,
                 heartbeat_interval=wire.duration(self._engine.policy.heartbeat_interval_s),
@@ -64,6 +77,7 @@ class LinkService(link_pb2_grpc.ExecutorLinkServiceServicer):
                 yield message
         finally:
             reader.cancel()
+            # Not if the node has dialled again meanwhile: its new link is not broken.
             if self._engine.links.remove(link):
                 now_s = self._engine.clock.now_s()
                 self._engine.post(StreamReset(now_s, link.node, link.identity.incarnation))
@@ -73,82 +87,103 @@ class LinkService(link_pb2_grpc.ExecutorLinkServiceServicer):
         request_iterator: AsyncIterator[link_pb2.ReportStepsRequest],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> link_pb2.ReportStepsResponse:
-        """Step records of jobs on one node; known ones are counted as accepted and dropped."""
+        """Take in step records of jobs on one node; known ones are accepted and dropped."""
         accepted = 0
         async for request in request_iterator:
             if not self._leader.shows_state:
                 await abort(context, self._leader.not_leading())
             if request.job not in self._engine.state.jobs:
-                await abort(context, RpcError(grpc.StatusCode.NOT_FOUND, "JOB_NOT_FOUND", f"no job {request.job!r}"))
+                await abort(
+                    context,
+                    NotFoundError(f"no job {request.job!r}", reason="JOB_NOT_FOUND"),
+                )
             for record in request.records:
                 self._engine.step_done(request.job, record)
                 accepted += 1
         return link_pb2.ReportStepsResponse(accepted=accepted)
 
-    async def _hello(self, requests: AsyncIterator[link_pb2.ConnectRequest]) -> link_pb2.ExecutorHello:
+    async def _hello(
+        self, requests: AsyncIterator[link_pb2.ConnectRequest]
+    ) -> link_pb2.ExecutorHello:
         if self._engine.term is None:
             raise self._leader.not_leading()
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 first = await anext(requests)
         except (TimeoutError, StopAsyncIteration) as error:
-            code = grpc.StatusCode.INVALID_ARGUMENT
-            raise RpcError(code, "HELLO_MISSING", f"no hello came within {HELLO_TIMEOUT_S:g} s") from error
+            text = f"no hello arrived within {HELLO_TIMEOUT_S:g} s"
+            raise RequestError(text, reason="HELLO_MISSING") from error
         hello = first.hello
         if first.WhichOneof("message") != "hello":
-            raise RpcError(grpc.StatusCode.INVALID_ARGUMENT, "HELLO_MISSING", "the first message must be a hello")
+            raise RequestError("the first message must be a hello", reason="HELLO_MISSING")
         if hello.protocol.lowest > PROTOCOL.highest or hello.protocol.highest < PROTOCOL.lowest:
-            raise RpcError(
-                grpc.StatusCode.FAILED_PRECONDITION,
-                "PROTOCOL_MISMATCH",
-                f"the executor speaks link protocol {hello.protocol.lowest} to {hello.protocol.highest}, the driver "
-                f"{PROTOCOL.lowest} to {PROTOCOL.highest}: install builds of the same release",
+            raise StateError(
+                f"the executor uses link protocol {hello.protocol.lowest} to "
+                f"{hello.protocol.highest}, the driver {PROTOCOL.lowest} to {PROTOCOL.highest}: "
+                "install builds of the same release",
+                reason="PROTOCOL_MISMATCH",
             )
         problems = [
             (f"hello.{name}", problem)
             for name, wrong, problem in (
-                ("node", not names.is_dns_label(hello.node), "not a DNS-1123 label: 1 to 63 of a-z, 0-9 and '-'"),
+                (
+                    "node",
+                    not is_dns_label(hello.node),
+                    "not a DNS-1123 label: 1 to 63 of a-z, 0-9 and '-'",
+                ),
                 (
                     "incarnation",
                     not 0 < len(hello.incarnation) <= wire.MAX_LABEL,
                     f"give one id per start of the agent, of at most {wire.MAX_LABEL} characters",
                 ),
-                ("devices", not 0 < len(hello.devices) <= wire.MAX_DEVICES, f"give 1 to {wire.MAX_DEVICES} devices"),
+                (
+                    "devices",
+                    not 0 < len(hello.devices) <= wire.MAX_DEVICES,
+                    f"give 1 to {wire.MAX_DEVICES} devices",
+                ),
             )
             if wrong
         ]
         if problems:
             text = "; ".join(f"{field}: {problem}" for field, problem in problems)
-            raise RpcError(grpc.StatusCode.INVALID_ARGUMENT, "BAD_HELLO", text, fields=problems)
+            raise RequestError(text, reason="BAD_HELLO", fields=problems)
         self._refuse_rival(hello)
         return hello
 
     def _refuse_rival(self, hello: link_pb2.ExecutorHello) -> None:
-        """Two agents of one name would take the node from each other for ever; the one that serves keeps it."""
-        heard_since_s = self._engine.clock.now_s() - self._engine.policy.suspect_after_s
-        rival = self._engine.links.rival(hello.node, hello.incarnation, heard_since_s)
+        """Refuse a second agent of the same node name while the first one is alive.
+
+        Otherwise each would replace the other's link, for ever.
+        """
+        received_since_s = self._engine.clock.now_s() - self._engine.policy.suspect_after_s
+        rival = self._engine.links.rival(hello.node, hello.incarnation, received_since_s)
         if rival is not None:
             where = rival.identity.hostname or "another host"
-            raise RpcError(
-                grpc.StatusCode.FAILED_PRECONDITION,
-                "NODE_NAME_IN_USE",
-                f"node {hello.node} is linked already, by the agent on {where} at {rival.identity.executor_endpoint}: "
-                "end that agent, or give this one another --node",
+            raise StateError(
+                f"node {hello.node} has a link already, to the agent on {where} at "
+                f"{rival.identity.executor_endpoint}: stop that agent, or start this one with "
+                "another --node",
+                reason="NODE_NAME_IN_USE",
             )
 
     async def _read(self, requests: AsyncIterator[link_pb2.ConnectRequest], link: Link) -> None:
-        """Acknowledge every heartbeat at once and hand it to the engine; the stream's end closes the link."""
+        """Acknowledge every heartbeat and hand it to the engine; close the link with the stream."""
         try:
             async for request in requests:
                 received_s = self._engine.clock.now_s()
                 if request.WhichOneof("message") != "heartbeat":
                     continue
                 beat = request.heartbeat
-                # Dropped, yet a sign of life: closing would bring the same beat back with the next link.
-                link.heard_at_s = received_s
+                # An oversized one is dropped but proves the agent alive. Closing the link would not
+                # help: the same heartbeat would come with the next one.
+                link.received_at_s = received_s
                 oversized = beat.ByteSize() > MAX_HEARTBEAT_BYTES
                 if oversized:
-                    _log.warning("a heartbeat beyond 64 KiB is dropped", node=link.node, bytes=beat.ByteSize())
+                    _log.warning(
+                        "a heartbeat of more than 64 KiB is dropped",
+                        node=link.node,
+                        bytes=beat.ByteSize(),
+                    )
                 else:
                     link.beat = beat
                 link.acknowledge(
@@ -161,6 +196,8 @@ class LinkService(link_pb2_grpc.ExecutorLinkServiceServicer):
                 term = self._engine.term
                 if term is not None and not oversized:
                     report = wire.report(beat, term.epoch)
-                    self._engine.post(NodeReport(received_s, link.node, link.identity.incarnation, report))
+                    self._engine.post(
+                        NodeReport(received_s, link.node, link.identity.incarnation, report)
+                    )
         finally:
             link.close()

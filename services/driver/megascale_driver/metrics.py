@@ -1,6 +1,7 @@
-"""What the driver tells Prometheus: jobs, nodes, steps, recoveries, the audit log in numbers.
+"""The driver's metrics for Prometheus: jobs, nodes, steps, recoveries, lines of the audit log.
 
-Gauges are read off the state at each scrape; counters and histograms count what this process has seen since its start.
+Gauges are read from the state at each scrape; counters and histograms count from the start of this
+process.
 """
 
 from __future__ import annotations
@@ -17,16 +18,35 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from megascale.v1 import types_pb2
-from megascale_common.metrics import registry_of
+from megascale_common.service.metrics import registry_of
 from megascale_driver.core.events import Audit
 from megascale_driver.core.state import Cluster, Job, JobPhase, Node
 from megascale_driver.engine import Engine
 
-STEP_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1, 2, 3, 5, 7.5, 10, 15, 20, 30, 60, 120, 300, 600, math.inf)
+STEP_BUCKETS_S = (
+    0.01,
+    0.03,
+    0.1,
+    0.3,
+    1,
+    2,
+    3,
+    5,
+    7.5,
+    10,
+    15,
+    20,
+    30,
+    60,
+    120,
+    300,
+    600,
+    math.inf,
+)
 RECOVERY_BUCKETS_S = (0.1, 0.3, 1, 2, 3, 5, 10, 15, 20, 30, 60, 120, 300, 600, 1800, math.inf)
-# Series of a job that has ended stay for a last scrape, then go.
+# How long the series of an ended job are kept, so that they are scraped to the end.
 ENDED_JOB_KEPT_S = 3600.0
-# Which part of a recovery the phase is that a job leaves.
+# The part of a recovery that each phase is; observed when the job leaves the phase.
 _PARTS = {
     JobPhase.STOPPING: "stop",
     JobPhase.QUEUED: "schedule",
@@ -36,7 +56,7 @@ _PARTS = {
 
 
 class DriverMetrics(Collector):
-    """Observes one engine; :attr:`registry` is what is served."""
+    """Observes one engine; :attr:`registry` is served."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -47,13 +67,23 @@ class DriverMetrics(Collector):
         self.registry: CollectorRegistry = registry_of("driver", self)
         into = self.registry
         self._step_time = Histogram(
-            "megascale_step_duration_seconds", "Time of one optimizer step.", job, buckets=STEP_BUCKETS_S, registry=into
+            "megascale_step_duration_seconds",
+            "Time of one optimizer step.",
+            job,
+            buckets=STEP_BUCKETS_S,
+            registry=into,
         )
         self._recovery = Histogram(
-            "megascale_recovery_duration_seconds", "Parts of a recovery, and the whole from verdict to first new step.",
+            "megascale_recovery_duration_seconds",
+            "Parts of a recovery, and the whole from verdict to first new step.",
             ["phase"], buckets=RECOVERY_BUCKETS_S, registry=into,
         )  # fmt: skip
-        self._tokens = Total("megascale_tokens", "Tokens trained on; steps done again count again.", job, registry=into)
+        self._tokens = Total(
+            "megascale_tokens",
+            "Tokens trained on; repeated steps count again.",
+            job,
+            registry=into,
+        )
         self._of_job: dict[str, Gauge] = {
             name: Gauge(f"megascale_{name}", text, job, registry=into)
             for name, text in (
@@ -64,7 +94,8 @@ class DriverMetrics(Collector):
             )
         }
         self._mfu = Gauge(
-            "megascale_mfu_ratio", "Model FLOP utilisation of the newest step; attention counted causal or full.",
+            "megascale_mfu_ratio",
+            "Model FLOP utilisation of the newest step; attention counted causal or full.",
             ["job", "attention"], registry=into,
         )  # fmt: skip
 
@@ -78,9 +109,15 @@ class DriverMetrics(Collector):
             gauge.labels(job).set(getattr(record, name))
         for kind in ("causal", "full"):
             if record.HasField("mfu_causal" if kind == "causal" else "mfu_full"):
-                self._mfu.labels(job, kind).set(record.mfu_causal if kind == "causal" else record.mfu_full)
+                self._mfu.labels(job, kind).set(
+                    record.mfu_causal if kind == "causal" else record.mfu_full
+                )
         found = self._engine.state.jobs.get(job)
-        if found is not None and found.phase is JobPhase.RUNNING and record.attempt == found.attempt:
+        if (
+            found is not None
+            and found.phase is JobPhase.RUNNING
+            and record.attempt == found.attempt
+        ):
             self._recovered(found)
 
     def committed(self, old: Cluster, new: Cluster, audit: Iterable[Audit]) -> None:
@@ -92,18 +129,20 @@ class DriverMetrics(Collector):
                 self._moved(before, job)
 
     def collect(self) -> Iterator[Metric]:
-        """Gauges of the state as it stands; called at each scrape."""
+        """Gauges of the current state; called at each scrape."""
         state, now_s = self._engine.state, self._engine.clock.now_s()
         self._forget_ended(state, now_s)
         leads = GaugeMetricFamily("megascale_leader", "1 while this driver leads.")
         leads.add_metric([], float(self._engine.term is not None))
         yield leads
-        events = CounterMetricFamily("megascale_events", "Lines written to the audit log.", labels=["reason"])
+        events = CounterMetricFamily(
+            "megascale_events", "Lines written to the audit log.", labels=["reason"]
+        )
         for reason, count in sorted(self._events.items()):
             events.add_metric([reason], count)
         yield events
         if self._engine.term is None:
-            return  # a standby's picture of the cluster is old or empty: the leader tells it
+            return  # the state of a standby is old or empty: the leader reports it
         yield from _jobs(state)
         yield from _nodes(state, now_s)
 
@@ -114,7 +153,9 @@ class DriverMetrics(Collector):
         if job.phase is JobPhase.STOPPING and job.after_stop is JobPhase.QUEUED:
             self._recovering.setdefault(job.name, job.timer_s)
         elif job.name in self._recovering and before.phase in _PARTS:
-            self._recovery.labels(_PARTS[before.phase]).observe(max(0.0, job.timer_s - before.timer_s))
+            self._recovery.labels(_PARTS[before.phase]).observe(
+                max(0.0, job.timer_s - before.timer_s)
+            )
 
     def _recovered(self, job: Job) -> None:
         since_s = self._recovering.pop(job.name, None)
@@ -126,12 +167,23 @@ class DriverMetrics(Collector):
     def _forget_ended(self, state: Cluster, now_s: float) -> None:
         for name in list(self._jobs):
             job = state.jobs.get(name)
-            if job is not None and not (job.terminal and now_s - job.updated_at_s > ENDED_JOB_KEPT_S):
+            if job is not None and not (
+                job.terminal and now_s - job.updated_at_s > ENDED_JOB_KEPT_S
+            ):
                 continue
             self._jobs.discard(name)
-            series = [(metric, (name,)) for metric in (self._step_time, self._tokens, *self._of_job.values())]
-            for metric, labels in (*series, (self._mfu, (name, "causal")), (self._mfu, (name, "full"))):
-                with contextlib.suppress(KeyError):  # never set where the device's peak is unknown
+            series = [
+                (metric, (name,))
+                for metric in (self._step_time, self._tokens, *self._of_job.values())
+            ]
+            for metric, labels in (
+                *series,
+                (self._mfu, (name, "causal")),
+                (self._mfu, (name, "full")),
+            ):
+                with contextlib.suppress(
+                    KeyError
+                ):  # MFU is not set if the device's peak is unknown
                     metric.remove(*labels)
 
 
@@ -141,11 +193,17 @@ def _jobs(state: Cluster) -> Iterator[Metric]:
     for phase in JobPhase:
         by_phase.add_metric([phase.lower()], phases[phase])
     yield by_phase
-    restarts = CounterMetricFamily("megascale_job_restarts", "Restarts of a job that has not ended.", labels=["job"])
-    committed = GaugeMetricFamily(
-        "megascale_job_committed_step", "Newest complete checkpoint of a job that has not ended.", labels=["job"]
+    restarts = CounterMetricFamily(
+        "megascale_job_restarts", "Restarts of a job that has not ended.", labels=["job"]
     )
-    spares = GaugeMetricFamily("megascale_job_spare_nodes", "Spares that stand by for a job.", labels=["job"])
+    committed = GaugeMetricFamily(
+        "megascale_job_committed_step",
+        "Newest complete checkpoint of a job that has not ended.",
+        labels=["job"],
+    )
+    spares = GaugeMetricFamily(
+        "megascale_job_spare_nodes", "Spares that stand by for a job.", labels=["job"]
+    )
     for job in state.jobs.values():
         if not job.terminal:
             restarts.add_metric([job.name], job.restarts)
@@ -156,7 +214,9 @@ def _jobs(state: Cluster) -> Iterator[Metric]:
 
 def _nodes(state: Cluster, now_s: float) -> Iterator[Metric]:
     counts = Counter((node.liveness, node.disposition) for node in state.nodes.values())
-    nodes = GaugeMetricFamily("megascale_nodes", "Nodes by state.", labels=["liveness", "disposition"])
+    nodes = GaugeMetricFamily(
+        "megascale_nodes", "Nodes by state.", labels=["liveness", "disposition"]
+    )
     for (liveness, disposition), count in sorted(counts.items()):
         nodes.add_metric([liveness.lower(), disposition.lower()], count)
     yield nodes
@@ -167,11 +227,13 @@ def _nodes(state: Cluster, now_s: float) -> Iterator[Metric]:
         if _expected(node):
             age.add_metric([node.name], max(0.0, now_s - node.last_seen_s))
     yield age
-    breaker = GaugeMetricFamily("megascale_breaker_tripped", "1 while silent nodes are only observed, not evicted.")
+    breaker = GaugeMetricFamily(
+        "megascale_breaker_tripped", "1 while silent nodes are only observed, not evicted."
+    )
     breaker.add_metric([], float(state.breaker.tripped_at_s > 0))
     yield breaker
 
 
 def _expected(node: Node) -> bool:
-    """Whether the node has a heartbeat to be late with: those that left the cluster for good would alarm for ever."""
+    """Whether heartbeats of the node are expected; a node that was removed would alarm for ever."""
     return node.liveness not in ("DEAD", "UNKNOWN")

@@ -1,4 +1,8 @@
-"""Is the process behind an address there? A refused connection is evidence that it is gone; silence proves little."""
+"""Probes of a node: is the agent at this address alive, and is it the same incarnation?
+
+A refused connection is evidence that the process is gone. No answer at all proves little: the host
+may be slow or unreachable. The core orders probes and decides on their results.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +12,20 @@ import contextlib
 import grpc
 
 from megascale.v1 import executor_pb2, executor_pb2_grpc
-from megascale_common import rpc
+from megascale_common.service.channel import open_channel
 from megascale_driver.core.events import Probe
 
 DEADLINE_S = 2.0
-REFUSALS = 2  # in a row
+REFUSALS = 2  # in a row, before the process counts as gone
 TRIES = 4
 PAUSE_S = 0.5
 
 
 async def probe(wanted: Probe, token: str) -> str:
-    """``alive``, ``refused`` (twice in a row, or another process answers there), or ``timeout``; bounded by about 4 s.
+    """``alive``, ``refused`` (or another incarnation answers) or ``timeout``, within about 4 s.
 
-    A process that is just being killed may still accept or reset a connection: that is tried again.
+    A process that is being killed may still accept a connection and reset it, so the outcome of one
+    try is not trusted: a reset is tried again, and only two refusals in a row count.
     """
     refusals = 0
     for attempt in range(TRIES):
@@ -46,7 +51,7 @@ async def _refuses(endpoint: str) -> bool:
     except ConnectionRefusedError:
         return True
     except (OSError, ValueError, TimeoutError):
-        return False  # unreachable or slow: says nothing of the process
+        return False  # unreachable or slow: no evidence about the process
     writer.close()
     with contextlib.suppress(OSError):
         await writer.wait_closed()
@@ -54,8 +59,8 @@ async def _refuses(endpoint: str) -> bool:
 
 
 async def _ask(wanted: Probe, token: str) -> str:
-    """``alive``, ``refused`` or ``timeout``; empty when the connection broke, which says nothing yet."""
-    channel = rpc.open_channel(wanted.endpoint, token)
+    """``alive``, ``refused``, ``timeout``; empty if the connection broke, which proves nothing."""
+    channel = open_channel(wanted.endpoint, token)
     try:
         stub = executor_pb2_grpc.ExecutorServiceStub(channel)
         reply = await stub.GetNodeStatus(executor_pb2.GetNodeStatusRequest(), timeout=DEADLINE_S)

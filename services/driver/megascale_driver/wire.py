@@ -1,4 +1,7 @@
-"""Between the wire and the core: messages of ``megascale.v1`` to values of the core, and back."""
+"""Conversions between the wire and the core: messages of ``megascale.v1`` and the core's values.
+
+Everything that comes from a node is cut to a bound here, before it enters the state and etcd.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from megascale.v1 import driver_pb2, link_pb2, types_pb2
-from megascale_common import job_spec
+from megascale_common.job.wire import restore
+from megascale_common.job.wire import spec as job_spec
 from megascale_driver.analysis.progress import OperationCount, RankStatus
 from megascale_driver.core import events
 from megascale_driver.core.state import (
@@ -21,8 +25,7 @@ from megascale_driver.core.state import (
     Profile,
     Progress,
     Report,
-    Restore,
-    Sealed,
+    SealedSnapshot,
     TraceReport,
     TraceState,
     WorkerReport,
@@ -32,9 +35,9 @@ MAX_NAME = 64
 MAX_OPERATIONS = 64
 MAX_DEVICES = 1024
 MAX_TEXT = 4096
-MAX_LABEL = 256  # of an address, an id, a key or value of the topology
+MAX_LABEL = 256  # characters of an address, an id, a key or value of the topology
 MAX_LABELS = 64
-MAX_TRACES = 64  # of one profile
+MAX_TRACES = 64  # in one profile
 
 
 def timestamp(seconds: float) -> Timestamp:
@@ -52,12 +55,12 @@ def duration(seconds: float) -> Duration:
 
 
 def epoch_tuple(epoch: types_pb2.Epoch) -> tuple[int, int]:
-    """An epoch as an ordered pair."""
+    """An epoch as a pair that can be compared: a later leader has a greater one."""
     return epoch.cluster_generation, epoch.create_revision
 
 
 def identity(hello: link_pb2.ExecutorHello) -> Identity:
-    """A node's hello. Texts and lists are cut to a bound."""
+    """A node's hello; texts and lists are cut to a bound."""
     return Identity(
         incarnation=hello.incarnation[:MAX_LABEL],
         boot_id=hello.boot_id[:MAX_LABEL],
@@ -68,7 +71,10 @@ def identity(hello: link_pb2.ExecutorHello) -> Identity:
                    d.uuid[:MAX_LABEL], d.model[:MAX_LABEL], d.memory_bytes)
             for d in hello.devices[:MAX_DEVICES]
         ),
-        topology={key[:MAX_LABEL]: hello.topology[key][:MAX_LABEL] for key in sorted(hello.topology)[:MAX_LABELS]},
+        topology={
+            key[:MAX_LABEL]: hello.topology[key][:MAX_LABEL]
+            for key in sorted(hello.topology)[:MAX_LABELS]
+        },
         executor_endpoint=hello.executor_endpoint[:MAX_LABEL],
         checkpoint_endpoint=hello.checkpoint_endpoint[:MAX_LABEL],
         folder=hello.folder[:MAX_TEXT],
@@ -76,9 +82,13 @@ def identity(hello: link_pb2.ExecutorHello) -> Identity:
 
 
 def report(beat: link_pb2.Heartbeat, epoch: types_pb2.Epoch) -> Report:
-    """A heartbeat; a version of another epoch's desired state counts as none."""
+    """A heartbeat; the version of a desired state of another epoch counts as 0."""
     current = epoch_tuple(beat.epoch_seen) == epoch_tuple(epoch)
-    name = link_pb2.AttemptPhase.Name(beat.phase).removeprefix("ATTEMPT_PHASE_") if beat.phase else "IDLE"
+    name = (
+        link_pb2.AttemptPhase.Name(beat.phase).removeprefix("ATTEMPT_PHASE_")
+        if beat.phase
+        else "IDLE"
+    )
     return Report(
         desired_version=beat.desired_version if current else 0,
         job=beat.job,
@@ -88,8 +98,8 @@ def report(beat: link_pb2.Heartbeat, epoch: types_pb2.Epoch) -> Report:
         workers=tuple(_worker(item) for item in beat.workers),
         statuses=tuple(_status(item) for item in beat.workers if item.phase),
         checks=tuple(
-            Check(c.name, types_pb2.CheckVerdict.Name(c.verdict).removeprefix("CHECK_VERDICT_"), c.target,
-                  c.detail[:MAX_TEXT], c.elapsed.ToNanoseconds() / 1e9)
+            Check(c.name, types_pb2.CheckVerdict.Name(c.verdict).removeprefix("CHECK_VERDICT_"),
+                  c.target, c.detail[:MAX_TEXT], c.elapsed.ToNanoseconds() / 1e9)
             for c in beat.checks
         ),
         store_endpoint=beat.store_endpoint,
@@ -98,24 +108,8 @@ def report(beat: link_pb2.Heartbeat, epoch: types_pb2.Epoch) -> Report:
     )  # fmt: skip
 
 
-def restore_from(plan: link_pb2.RestorePlan) -> Restore:
-    """A restore plan as the core keeps it."""
-    name = types_pb2.RestoreSource.Name(plan.source).removeprefix("RESTORE_SOURCE_")
-    return Restore(name if plan.source else "NONE", plan.step, plan.written_by_attempt, plan.manifest_uri)
-
-
-def restore_plan(restore: Restore) -> link_pb2.RestorePlan:
-    """The inverse of :func:`restore_from`."""
-    return link_pb2.RestorePlan(
-        source=types_pb2.RestoreSource.Value(f"RESTORE_SOURCE_{restore.source}"),
-        step=restore.step,
-        written_by_attempt=restore.written_by_attempt,
-        manifest_uri=restore.manifest_uri,
-    )
-
-
 def desired_state(node: Node, job: Job | None, epoch: types_pb2.Epoch) -> link_pb2.DesiredState:
-    """What ``node`` is to do, ``job`` being the holder of its attempt."""
+    """The desired state of ``node``; ``job`` is the job that holds it, if any."""
     wanted: Desired = node.desired
     message = link_pb2.DesiredState(
         epoch=epoch,
@@ -142,7 +136,7 @@ def desired_state(node: Node, job: Job | None, epoch: types_pb2.Epoch) -> link_p
             )
         )
         if wanted.restore is not None:
-            message.assignment.restore.CopyFrom(restore_plan(wanted.restore))
+            message.assignment.restore.CopyFrom(restore.to_proto(wanted.restore))
         if wanted.profile is not None:
             message.profile.CopyFrom(
                 link_pb2.ProfileCommand(
@@ -157,7 +151,7 @@ def desired_state(node: Node, job: Job | None, epoch: types_pb2.Epoch) -> link_p
 
 
 def profile_message(profile: Profile) -> driver_pb2.Profile:
-    """A profile for people."""
+    """A profile for clients."""
     return driver_pb2.Profile(
         id=profile.id,
         attempt=profile.attempt,
@@ -179,7 +173,7 @@ def profile_message(profile: Profile) -> driver_pb2.Profile:
 
 
 def job_message(job: Job, record: types_pb2.StepRecord | None) -> driver_pb2.Job:
-    """A job for people; ``record`` is its newest step record."""
+    """A job for clients; ``record`` is its newest step record."""
     step = record.step if record is not None and record.attempt == job.attempt else job.step
     message = driver_pb2.Job(
         spec=job_spec.to_proto(job.config),
@@ -199,7 +193,7 @@ def job_message(job: Job, record: types_pb2.StepRecord | None) -> driver_pb2.Job
     )
     if job.restore is not None:
         message.restored_step = job.restore.step
-        message.restore_source = types_pb2.RestoreSource.Value(f"RESTORE_SOURCE_{job.restore.source}")
+        message.restore_source = restore.source_to_proto(job.restore.source)
     if record is not None:
         message.last_record.CopyFrom(record)
     if job.profile is not None:
@@ -208,7 +202,7 @@ def job_message(job: Job, record: types_pb2.StepRecord | None) -> driver_pb2.Job
 
 
 def node_message(state: Cluster, node: Node) -> driver_pb2.Node:
-    """A node for people."""
+    """A node for clients."""
     job = state.holder_of(node.name)
     slot = job.slot_of(node.name) if job is not None else None
     spare = any(node.name in other.spares for other in state.jobs.values())
@@ -251,7 +245,7 @@ def node_message(state: Cluster, node: Node) -> driver_pb2.Node:
 
 
 def event_message(line: events.Audit, epoch: types_pb2.Epoch) -> types_pb2.Event:
-    """A line of the audit log for people."""
+    """A line of the audit log for clients."""
     return types_pb2.Event(
         seq=line.seq,
         time=timestamp(line.at_s),
@@ -263,7 +257,10 @@ def event_message(line: events.Audit, epoch: types_pb2.Epoch) -> types_pb2.Event
         mode=line.mode,
         epoch=epoch,
         attempt=line.attempt,
-        evidence=[types_pb2.Evidence(kind=e.kind, source=e.source, digest=e.digest, uri=e.uri) for e in line.evidence],
+        evidence=[
+            types_pb2.Evidence(kind=e.kind, source=e.source, digest=e.digest, uri=e.uri)
+            for e in line.evidence
+        ],
         outcome=line.outcome,
     )
 
@@ -293,14 +290,22 @@ def _status(status: link_pb2.WorkerStatus) -> RankStatus:
 
 
 def _trace(item: link_pb2.TraceReport) -> TraceReport:
-    name = types_pb2.TraceState.Name(item.state).removeprefix("TRACE_STATE_") if item.state else "FAILED"
-    return TraceReport(item.profile, item.rank, TraceState(name), item.size_bytes, item.detail[:MAX_TEXT])
+    name = (
+        types_pb2.TraceState.Name(item.state).removeprefix("TRACE_STATE_")
+        if item.state
+        else "FAILED"
+    )
+    return TraceReport(
+        item.profile, item.rank, TraceState(name), item.size_bytes, item.detail[:MAX_TEXT]
+    )
 
 
 def _progress(item: link_pb2.CheckpointProgress) -> Progress:
     return Progress(
         job=item.job,
-        sealed=tuple(Sealed(s.rank, s.attempt, s.step, s.layout_digest) for s in item.sealed),
+        sealed=tuple(
+            SealedSnapshot(s.rank, s.attempt, s.step, s.layout_digest) for s in item.sealed
+        ),
         committed_step=item.committed_step,
         committed_by_attempt=item.committed_by_attempt,
         manifest_uri=item.manifest_uri,

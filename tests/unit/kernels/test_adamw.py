@@ -1,4 +1,4 @@
-"""The AdamW update, plain and fused: against the formula in float64, and what a skipped step leaves alone."""
+"""The AdamW update, plain and fused: against float64, and a skipped step changes nothing."""
 
 from __future__ import annotations
 
@@ -6,13 +6,29 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.harness.kernels import DEVICE, blank
 
 from megascale_kernels.adamw import AdamWKernel, AdamWUpdate, adamw
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # Triton's interpreter where there is no CUDA
 UPDATE = AdamWUpdate(3e-3, 0.9, 0.95, 1e-8, 0.1, 1)
 SIZE = 2500  # no multiple of a block
 ONE, ZERO, QUARTER = torch.tensor([1.0, 0.0, 0.25], device=DEVICE)
+
+
+def _compile(size: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Two steps, whose numbers differ: one kernel."""
+    from megascale_kernels.fused import adamw as fused
+
+    shard, scalar = torch.zeros(4, size), torch.ones(())
+    for number in (1, 16):
+        update = replace(UPDATE, number=number, learning_rate=float(number - 1), weight_decay=1.0)
+        fused.adamw(shard[:3], shard[3], blank(size, dtype=dtype), scalar, scalar, update)
+
+
+COMPILED = {
+    "adamw": lambda: _compile(1 << 16),
+    "small adamw": lambda: _compile(100, torch.float32),
+}
 
 
 @pytest.fixture(params=["torch", "triton"])
@@ -35,13 +51,18 @@ def _exact(states: torch.Tensor, gradient: torch.Tensor, update: AdamWUpdate) ->
     master, mean, square = states.unbind()
     mean = update.beta1 * mean + (1 - update.beta1) * gradient
     square = update.beta2 * square + (1 - update.beta2) * gradient**2
-    mean_hat, square_hat = mean / (1 - update.beta1**update.number), square / (1 - update.beta2**update.number)
+    mean_hat, square_hat = (
+        mean / (1 - update.beta1**update.number),
+        square / (1 - update.beta2**update.number),
+    )
     step = mean_hat / (square_hat.sqrt() + update.epsilon) + update.weight_decay * master
     return torch.stack((master - update.learning_rate * step, mean, square))
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_five_updates_follow_the_formula_in_float64(weight_decay: float, kernel: AdamWKernel) -> None:
+def test_five_updates_follow_the_formula_in_float64(
+    weight_decay: float, kernel: AdamWKernel
+) -> None:
     # a run inside a wider shard, as the optimizer has it
     shard = torch.zeros(3, SIZE + 64, device=DEVICE)
     shard[0] = _random(SIZE + 64, seed=4)
@@ -50,7 +71,10 @@ def test_five_updates_follow_the_formula_in_float64(weight_decay: float, kernel:
     parameters, largest = torch.zeros_like(states[0]), torch.zeros_like(exact[0])
     for number in range(1, 6):
         gradient = 10 ** (3 * _random(SIZE, seed=number)) * _random(SIZE, seed=-number)
-        scaled, update = 0.25 * gradient.double(), replace(UPDATE, number=number, weight_decay=weight_decay)
+        scaled, update = (
+            0.25 * gradient.double(),
+            replace(UPDATE, number=number, weight_decay=weight_decay),
+        )
         exact = _exact(exact, scaled, update)
         kernel(states, gradient, parameters, QUARTER, ONE, update)
         torch.testing.assert_close(states[0].double(), exact[0], atol=5e-7, rtol=2e-7)

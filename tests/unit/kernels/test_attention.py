@@ -51,11 +51,15 @@ def _heads(generator: torch.Generator, dtype: torch.dtype, kv_heads: int) -> lis
 @pytest.mark.parametrize("window", [0, 3, SEQUENCE])
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
-def test_attention(kv_heads: int, window: int, documents: bool, dtype: torch.dtype, tolerance: float) -> None:
+def test_attention(
+    kv_heads: int, window: int, documents: bool, dtype: torch.dtype, tolerance: float
+) -> None:
     generator = torch.Generator().manual_seed(1)
     q, k, v = _heads(generator, dtype, kv_heads)
     start = START if documents else None
-    mask = attention_mask(SEQUENCE, window=window, documents=documents_of(START) if documents else None)
+    mask = attention_mask(
+        SEQUENCE, window=window, documents=documents_of(START) if documents else None
+    )
     out = attention(q, k, v, mask)
     gradient = torch.randn(out.shape, generator=generator)
     found = torch.autograd.grad(out, (q, k, v), gradient.to(dtype))
@@ -80,7 +84,9 @@ def test_a_dense_mask_is_built_once() -> None:
 def test_a_backend_by_name(backend: str, window: int) -> None:
     q, k, v = _heads(torch.Generator().manual_seed(2), torch.float32, 2)
     out = attention(q, k, v, attention_mask(SEQUENCE, window=window), backend)
-    torch.testing.assert_close(out, _reference([q, k, v], _seen(window, None)), atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(
+        out, _reference([q, k, v], _seen(window, None)), atol=2e-6, rtol=2e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,18 +140,28 @@ def test_the_flash_attn_packages_are_called_as_they_are_documented(
 def test_packages_take_no_documents() -> None:
     q, _, _ = _heads(torch.Generator().manual_seed(3), torch.float32, 2)
     mask = attention_mask(SEQUENCE, documents=documents_of(START))
-    assert all(BACKENDS[f"flash_attn_{n}"].obstacle(q, mask) == "it takes no documents" for n in (2, 3, 4))
+    assert all(
+        BACKENDS[f"flash_attn_{n}"].obstacle(q, mask) == "it takes no documents" for n in (2, 3, 4)
+    )
 
 
 @pytest.mark.usefixtures("varlen")
 @pytest.mark.parametrize("by_position", [False, True])
 @pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize(("documents", "window"), [(False, 1), (False, 3), (True, 0), (True, 3), (True, 1)])
-def test_documents_and_windows_without_a_matrix(documents: bool, window: int, kv_heads: int, by_position: bool) -> None:
+@pytest.mark.parametrize(
+    ("documents", "window"), [(False, 1), (False, 3), (True, 0), (True, 3), (True, 1)]
+)
+def test_documents_and_windows_without_a_matrix(
+    documents: bool, window: int, kv_heads: int, by_position: bool
+) -> None:
     leaves = _heads(torch.Generator().manual_seed(4), torch.float32, kv_heads)
-    mask = attention_mask(SEQUENCE, window=window, documents=documents_of(START) if documents else None)
+    mask = attention_mask(
+        SEQUENCE, window=window, documents=documents_of(START) if documents else None
+    )
     assert mask.by_position
-    given = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in leaves] if by_position else leaves
+    given = (
+        [x.transpose(1, 2).contiguous().transpose(1, 2) for x in leaves] if by_position else leaves
+    )
     out = attention(*given, mask)
     gradient = torch.randn(out.shape, generator=torch.Generator().manual_seed(5))
     found = (out, *torch.autograd.grad(out, leaves, gradient))
@@ -180,17 +196,21 @@ def test_varlen_refuses_documents_of_another_batch() -> None:
 
 
 def test_sequences_of_one_document_each_are_plainly_causal() -> None:
-    whole = attention_mask(SEQUENCE, documents=documents_of(torch.zeros(BATCH, SEQUENCE, dtype=torch.int64)))
+    whole = attention_mask(
+        SEQUENCE, documents=documents_of(torch.zeros(BATCH, SEQUENCE, dtype=torch.int64))
+    )
     assert whole.causal
     assert not attention_mask(SEQUENCE, documents=documents_of(START)).causal
 
 
-def test_varlen_wants_what_its_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_varlen_is_refused_where_its_kernels_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     mask, q = attention_mask(SEQUENCE, window=3), torch.empty(1, 4, SEQUENCE, 12)
     assert BACKENDS["varlen"].obstacle(q, mask) == "it needs a CUDA device"
     monkeypatch.setattr(module, "_device_obstacle", lambda query, capability=None: None)
     obstacle = BACKENDS["varlen"].obstacle
-    assert obstacle(q, mask) == "it needs a head size that is a multiple of 8 and at most 256, got 12"
+    assert (
+        obstacle(q, mask) == "it needs a head size that is a multiple of 8 and at most 256, got 12"
+    )
     monkeypatch.setattr(module, "_varlen", lambda: None)
     assert obstacle(q[..., :8], mask) == "torch was built without flash attention"
 
@@ -221,11 +241,11 @@ def test_what_must_repeat_is_never_left_to_cudnn(causal: bool) -> None:
 
 
 def test_a_backends_gradient_has_one_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """cuDNN's cached backward believes that of its first call."""
-    met: list[bool] = []
+    """cuDNN's cached backward assumes that of its first call."""
+    contiguous: list[bool] = []
 
     def note(gradient: torch.Tensor) -> None:
-        met.append(gradient.is_contiguous())
+        contiguous.append(gradient.is_contiguous())
 
     def watched(*arguments: Any, **options: Any) -> torch.Tensor:
         out = sdpa(*arguments, **options)
@@ -237,4 +257,4 @@ def test_a_backends_gradient_has_one_layout(monkeypatch: pytest.MonkeyPatch) -> 
     q, k, v = _heads(torch.Generator().manual_seed(1), torch.float32, 4)
     out = attention(q, k, v, attention_mask(SEQUENCE))
     out.backward(torch.randn(SEQUENCE, BATCH, 4, WIDTH).permute(1, 2, 0, 3))
-    assert met == [True]
+    assert contiguous == [True]

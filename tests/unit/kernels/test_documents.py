@@ -1,4 +1,4 @@
-"""Documents as offsets: the same documents that each token's start tells of, whatever their number and lengths."""
+"""Documents as offsets: the same documents as by each token's start, for any number and lengths."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def test_bounds_cut_all_tokens_into_the_documents(start: torch.Tensor) -> None:
     assert len(bounds) == documents.number + 1
     lengths = [end - begin for begin, end in pairwise(bounds)]
     assert min(lengths) > 0 and max(lengths) == documents.longest and sum(lengths) == start.numel()
-    assert {row * sequence for row in range(batch)} <= set(bounds), "no document reaches over two sequences"
+    assert {row * sequence for row in range(batch)} <= set(bounds), (
+        "no document crosses from one sequence to the next"
+    )
     token = [row * sequence + int(first) for row in range(batch) for first in start[row].unique()]
     assert bounds[:-1] == token
 
@@ -57,11 +59,20 @@ def test_offsets_mean_what_the_starts_mean(start: torch.Tensor, window: int) -> 
 
 
 def test_any_change_of_start_begins_a_document() -> None:
-    assert documents_of(torch.tensor([[0, 0, 2, 2], [0, 1, 2, 2]])).bounds.tolist() == [0, 2, 4, 5, 6, 8]
+    assert documents_of(torch.tensor([[0, 0, 2, 2], [0, 1, 2, 2]])).bounds.tolist() == [
+        0,
+        2,
+        4,
+        5,
+        6,
+        8,
+    ]
     assert documents_of(torch.zeros(2, 4, dtype=torch.int32)).bounds.tolist() == [0, 4, 8]
 
 
 def test_documents_of_other_sequences_are_refused() -> None:
     documents = documents_of(torch.zeros(2, 4, dtype=torch.int32))
-    with pytest.raises(ValueError, match="documents of sequences of 4 tokens cannot mask sequences of 8"):
+    with pytest.raises(
+        ValueError, match="documents of sequences of 4 tokens cannot mask sequences of 8"
+    ):
         attention_mask(8, documents=documents)

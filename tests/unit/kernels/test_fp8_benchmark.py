@@ -1,4 +1,4 @@
-"""A dry run of benchmarks/fp8_products.py: sections give figures, and the errors are those of the formats."""
+"""A dry run of benchmarks/fp8_gemms.py: sections give figures, with the errors of the formats."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from benchmarks import fp8_products
+from benchmarks import fp8_gemms
 from benchmarks.fp8_recipes import LAYERS, RECIPES
 from benchmarks.power import sustained
 from tests.harness.fp8 import right_fp8_conversion  # noqa: F401
@@ -14,11 +14,11 @@ from tests.harness.fp8 import right_fp8_conversion  # noqa: F401
 pytest.importorskip("triton")
 
 
-def test_a_layer_has_the_products_of_a_parallel_block() -> None:
+def test_a_layer_has_the_gemms_of_a_parallel_block() -> None:
     layer = LAYERS["175b tp4"]
-    assert layer.products()["in, forward"] == (8192, 21504, 12288)
-    assert layer.products()["out, wgrad"] == (15360, 12288, 8192)
-    flops = sum(2 * rows * columns * depth for rows, columns, depth in layer.products().values())
+    assert layer.gemms()["in, forward"] == (8192, 21504, 12288)
+    assert layer.gemms()["out, wgrad"] == (15360, 12288, 8192)
+    flops = sum(2 * rows * columns * depth for rows, columns, depth in layer.gemms().values())
     assert flops == layer.flops
 
 
@@ -33,11 +33,11 @@ def test_a_cpu_runs_an_operation_once() -> None:
 @pytest.mark.usefixtures("right_fp8_conversion")
 def test_a_dry_run_measures(capsys: pytest.CaptureFixture[str]) -> None:
     sections = "products", "layers", "errors", "linear"
-    assert fp8_products.main(["--quick", "--models", "7b tp2", "--only", ",".join(sections)]) == 0
+    assert fp8_gemms.main(["--quick", "--models", "7b tp2", "--only", ",".join(sections)]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(found) == {"machine", *sections}, "all of it in one line"
     assert {row["recipe"] for row in found["layers"]} == {"bf16, torch", "bf16, chosen", *RECIPES}
-    assert {row["product"] for row in found["products"]} == set(LAYERS["7b tp2"].products())
+    assert {row["product"] for row in found["products"]} == set(LAYERS["7b tp2"].gemms())
     assert not [row for row in found["products"] if "problem" in row]
     for row in found["errors"]:
         if row["recipe"] == "bf16":

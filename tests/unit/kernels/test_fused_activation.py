@@ -1,4 +1,4 @@
-"""The fused activations against the plain ones in float64, alone and on columns of wider matrices."""
+"""The fused activations against the plain ones in float64, also on columns of wider matrices."""
 
 from __future__ import annotations
 
@@ -6,16 +6,52 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from tests.harness.kernels import DEVICE, gradients_of, relative_error
+from tests.harness.kernels import COMPILED_ROWS as ROWS
+from tests.harness.kernels import DEVICE, blank, gradients_of, relative_error
 
-from megascale_executor.trainer.model.weights import Weight
 from megascale_kernels import activation as plain
 from megascale_kernels.activation import Activation
+from megascale_trainer.weights import Weight
 
 pytest.importorskip("triton")
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # numpy's, in the interpreter; the result is right
+def _compile(
+    shape: tuple[int, ...],
+    beside: tuple[int, int],
+    activation: Activation,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    bias: bool,
+) -> None:
+    """Both ways, on columns behind those of ``beside``: q, k and v, and the attention's result."""
+    from megascale_kernels.fused.activation import write_activation, write_gradients
+
+    *rows, ffn = shape
+    wide = ffn * (2 if activation == "swiglu" else 1)
+    x = blank(*rows, beside[0] + wide, dtype=dtype)[..., beside[0] :]
+    y = blank(*rows, beside[1] + ffn, dtype=dtype)[..., beside[1] :]
+    shift, sums = (None, None)
+    if bias:
+        shift = blank(beside[0] + wide, dtype=dtype)[beside[0] :]
+        sums = blank(beside[0] + wide, dtype=torch.float32)[beside[0] :]
+    write_activation(y, x, shift, activation)
+    write_gradients(x, sums, y, x, shift, activation)
+
+
+COMPILED = {
+    "gelu 7b tp2": lambda: _compile((*ROWS, 8192), (6144, 2048), "gelu", bias=True),
+    "gelu 30b tp8": lambda: _compile((*ROWS, 3584), (2688, 896), "gelu", bias=False),
+    "swiglu": lambda: _compile((*ROWS, 10928), (4352, 4096), "swiglu", bias=False),
+    "swiglu bias": lambda: _compile((*ROWS, 4096), (768, 512), "swiglu", bias=True),
+    "small activation": lambda: _compile(
+        (8, 2, 100), (108, 72), "swiglu", torch.float32, bias=True
+    ),
+}
+
+
+# numpy's warning, in the interpreter; the result is right.
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 @pytest.mark.parametrize("shape", [(7, 3, 37), (37, 2, 5), (1, 1, 300)])
@@ -49,7 +85,9 @@ def test_columns_of_wider_matrices_leave_the_others_alone(activation: Activation
     from megascale_kernels.fused.activation import write_activation, write_gradients
 
     wide = 22 if activation == "swiglu" else 11
-    inputs, d_inputs, y, d_y = (torch.randn(5, 2, width, device=DEVICE) for width in (wide + 6, wide + 6, 20, 20))
+    inputs, d_inputs, y, d_y = (
+        torch.randn(5, 2, width, device=DEVICE) for width in (wide + 6, wide + 6, 20, 20)
+    )
     before = d_inputs.clone(), y.clone()
     x = inputs[..., 6:].clone().requires_grad_()
     expected = plain.activate(x, None, activation)

@@ -1,7 +1,8 @@
-"""Every fused kernel compiles for Hopper, on any machine: what the interpreter runs, the compiler may yet refuse."""
+"""Every fused kernel compiles for Hopper, on any machine: the interpreter accepts more."""
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+FUSED = Path(__file__).resolve().parents[3] / "kernels" / "megascale_kernels" / "fused"
 NARROW = re.compile(r"(?:ld|st)\.global[\w.:]*\.b16")
 WIDE = re.compile(r"(?:ld|st)\.global[\w.:]*\.v4")
 
@@ -37,11 +39,25 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     return found
 
 
-def test_memory_is_touched_16_bytes_at_a_time(compiled: dict[str, dict[str, Any]]) -> None:
+def test_no_kernel_is_left_out(compiled: dict[str, dict[str, Any]]) -> None:
+    """A kernel has a call in the table COMPILED of its module's test."""
+    kernels = {
+        f"megascale_kernels.fused.{path.stem}.{node.name}"
+        for path in FUSED.glob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef)
+        and node.name.endswith("kernel")
+        and any(ast.unparse(decorator) == "triton.jit" for decorator in node.decorator_list)
+    }
+    assert len(kernels) > 10
+    assert {kernel["kernel"] for kernel in compiled.values()} == kernels
+
+
+def test_memory_is_read_and_written_16_bytes_at_a_time(compiled: dict[str, dict[str, Any]]) -> None:
     for name, kernel in compiled.items():
-        if name.startswith("small"):  # rows of any width, of which nothing is promised
+        if name.startswith("small"):  # at any width: nothing is promised
             continue
-        # one number alone: a row's logit of the target
+        # One number by itself: a row's logit of the target.
         singles = 1 if name == "cross entropy: statistics_kernel" else 0
         assert len(NARROW.findall(kernel["ptx"])) == singles, name
         assert WIDE.search(kernel["ptx"]), name
@@ -49,19 +65,26 @@ def test_memory_is_touched_16_bytes_at_a_time(compiled: dict[str, dict[str, Any]
 
 @pytest.mark.parametrize(
     ("kernel", "loads", "stores"),
-    [("cross entropy: statistics_kernel", 2, 0), ("cross entropy: gradient_kernel", 2, 2), ("adamw: kernel", 8, 7)],
+    [
+        ("cross entropy: statistics_kernel", 2, 0),
+        ("cross entropy: gradient_kernel", 2, 2),
+        ("adamw: kernel", 8, 7),
+    ],
 )
-def test_nothing_is_read_twice(kernel: str, loads: int, stores: int, compiled: dict[str, dict[str, Any]]) -> None:
-    """A thread has 16 logits in bf16, or 8 parameters: two loads of each float32 operand, one store in bf16."""
+def test_nothing_is_read_twice(
+    kernel: str, loads: int, stores: int, compiled: dict[str, dict[str, Any]]
+) -> None:
+    """A thread has 16 logits in bf16, or 8 parameters: two loads of each float32 operand."""
     ptx = compiled[kernel]["ptx"]
     assert len(re.findall(r"ld\.global[\w.:]*\.v4", ptx)) == loads
     assert len(re.findall(r"st\.global[\w.:]*\.v4", ptx)) == stores
 
 
 def test_registers_suffice(compiled: dict[str, dict[str, Any]]) -> None:
-    """No kernel waits for its own spilled registers.
+    """No kernel waits for spilled registers of its own.
 
-    A norm's backward, which sums over rows, may spill a few; and a wide norm, of which two programs are to fit.
+    A norm's backward, which sums over rows, may spill a few; so may a wide norm, of which two
+    programs must fit a multiprocessor.
     """
     for name, kernel in compiled.items():
         few = re.search(r"norm \d+: backward_kernel|175b tp4: norm_kernel", name)
@@ -76,7 +99,9 @@ def test_two_programs_of_a_wide_norms_backward_share_a_multiprocessor(
     assert compiled[f"{kind}: backward_kernel"]["registers"] <= 64
 
 
-def test_numbers_that_change_from_step_to_step_compile_nothing_anew(compiled: dict[str, dict[str, Any]]) -> None:
+def test_numbers_that_change_from_step_to_step_compile_nothing_anew(
+    compiled: dict[str, dict[str, Any]],
+) -> None:
     assert [name for name in compiled if name.startswith("adamw")] == ["adamw: kernel"]
 
 

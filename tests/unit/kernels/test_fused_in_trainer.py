@@ -1,31 +1,30 @@
-"""The fused loss and update in their places in the trainer: the head's objective, and the optimizer over its runs."""
+"""The fused loss and update in the trainer: the head's objective, and the optimizer's runs."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+from tests.harness.kernels import DEVICE
 from tests.harness.training import micro_batches, tiny_job
 
-from megascale_common.job_config import JobConfig, from_dict
-from megascale_common.parameter_slices import ParameterTable
-from megascale_common.parameter_table import parameter_table
-from megascale_executor.trainer.groups import single_process_groups
-from megascale_executor.trainer.model.head import loss_sums
-from megascale_executor.trainer.model.weights import bind_weights
-from megascale_executor.trainer.optimizer.adamw import AdamW
-from megascale_executor.trainer.optimizer.step_control import StepControl
-from megascale_executor.trainer.parallel.data.buffers import FlatBuffers
-from megascale_executor.trainer.parallel.tensor.products import plain_tensor_parallel
-from megascale_kernels import adamw as plain_adamw
+from megascale_common.job.config import JobConfig, from_accepted
+from megascale_common.sizes.parameter_slices import ParameterTable
+from megascale_common.sizes.parameter_table import parameter_table
 from megascale_kernels import cross_entropy as plain_cross_entropy
 from megascale_kernels.operators import torch_operators
+from megascale_trainer.model.head import loss_sums
+from megascale_trainer.optimizer.adamw import AdamW
+from megascale_trainer.optimizer.interface import OptimizerSetup
+from megascale_trainer.optimizer.step_control import StepControl
+from megascale_trainer.parallel.data.buffers import FlatBuffers
+from megascale_trainer.parallel.groups import single_process_groups
+from megascale_trainer.parallel.tensor.sharding import plain_tensor_parallel
+from megascale_trainer.weights import bind_weights
 
 pytest.importorskip("triton")
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # Triton's interpreter where there is no CUDA
 
 
 def _buffers(table: ParameterTable) -> FlatBuffers:
@@ -41,7 +40,9 @@ def _head(config: JobConfig, entropy_of: Any) -> list[torch.Tensor]:
     for flat in buffers.parameters.values():
         flat.copy_(torch.randn(flat.shape, generator=generator))
     weights = bind_weights(table, buffers.parameters, buffers.gradients)
-    hidden = torch.randn(config.model.sequence_length, 1, config.model.hidden_size, generator=generator)
+    hidden = torch.randn(
+        config.model.sequence_length, 1, config.model.hidden_size, generator=generator
+    )
     hidden = hidden.to(DEVICE).requires_grad_()
     [batch, *_] = micro_batches(config, 0, 0, DEVICE)
     tp = plain_tensor_parallel(single_process_groups().tp)
@@ -56,17 +57,21 @@ def _head(config: JobConfig, entropy_of: Any) -> list[torch.Tensor]:
 def test_the_head_has_the_same_objective_and_gradients() -> None:
     from megascale_kernels.fused import cross_entropy as fused
 
-    config = from_dict(tiny_job(model={"vocab_size": 299, "layers": 1}))  # 5 columns of padding
+    config = from_accepted(tiny_job(model={"vocab_size": 299, "layers": 1}))  # 5 columns of padding
     found = [_head(config, module.cross_entropy) for module in (plain_cross_entropy, fused)]
     for plain, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours, plain, atol=1e-4, rtol=1e-5)
     assert not found[1][3][299:].any(), "padding must have no gradient"
 
 
-def _updated(config: JobConfig, kernel: Any) -> list[torch.Tensor]:
-    """States and parameters of the last of two replicas after an update, a skipped one, and another."""
+def _updated(config: JobConfig, kernels: Literal["torch", "triton"]) -> list[torch.Tensor]:
+    """States and parameters of the last of two replicas after an update, a skipped one, and
+    another.
+    """
     table = parameter_table(config, 1)
-    optimizer, buffers = AdamW(config.optimizer, table, DEVICE, kernel), _buffers(table)
+    states = torch.zeros((len(AdamW.state_names), table.shard_elements), device=DEVICE)
+    optimizer = AdamW(OptimizerSetup(config.optimizer, table, states, kernels))
+    buffers = _buffers(table)
     generator = torch.Generator().manual_seed(3)
     found: list[torch.Tensor] = []
     for number, apply in enumerate((1.0, 0.0, 1.0), start=1):
@@ -78,15 +83,16 @@ def _updated(config: JobConfig, kernel: Any) -> list[torch.Tensor]:
         shards = [shard for _, shard in buffers.gradient_shards()]
         optimizer.update(shards, buffers.parameter_shards(), control, 1e-2, number)
         for owned, shard in zip(table.shard_ranges, buffers.parameter_shards(), strict=True):
-            assert torch.equal(shard, optimizer.master[owned.shard_offset : owned.shard_offset + shard.numel()])
-        found.append(optimizer.states.clone())
+            master = states[0, owned.shard_offset : owned.shard_offset + shard.numel()]
+            assert torch.equal(shard, master)
+        found.append(states.clone())
     assert torch.equal(found[0], found[1]), "a skipped step"
     return found
 
 
 def test_the_optimizer_makes_the_same_updates_of_all_its_runs() -> None:
-    from megascale_kernels.fused import adamw as fused
-
-    config = from_dict(tiny_job(model={"layers": 2, "vocab_size": 299, "ffn_size": 101}, parallelism={"dp": 2}))
-    for plain, ours in zip(*(_updated(config, module.adamw) for module in (plain_adamw, fused)), strict=True):
+    config = from_accepted(
+        tiny_job(model={"layers": 2, "vocab_size": 299, "ffn_size": 101}, parallelism={"dp": 2})
+    )
+    for plain, ours in zip(_updated(config, "torch"), _updated(config, "triton"), strict=True):
         torch.testing.assert_close(ours, plain, atol=1e-6, rtol=1e-6)

@@ -8,8 +8,8 @@ import pytest
 from tests.harness.kept_memory import kept_bytes, layers_job
 from tests.harness.kernels import DEVICE
 
-from megascale_common.job_config import from_dict
-from megascale_common.memory import rank_memory
+from megascale_common.job.config import from_accepted
+from megascale_common.sizes.memory import rank_memory
 from megascale_kernels.operators import triton_operators
 
 pytest.importorskip("triton")
@@ -29,6 +29,8 @@ def test_activations_of_a_layer(model: dict[str, Any], recompute: str) -> None:
     few, many = (layers_job(layers, model, recompute=recompute) for layers in (1, 2))
     for job in (few, many):
         job["training"]["kernels"] = "triton"
-    measured = kept_bytes(many, triton_operators(), DEVICE) - kept_bytes(few, triton_operators(), DEVICE)
-    estimate = [rank_memory(from_dict(job), 0).activations_bytes for job in (few, many)]
+    measured = kept_bytes(many, triton_operators(), DEVICE) - kept_bytes(
+        few, triton_operators(), DEVICE
+    )
+    estimate = [rank_memory(from_accepted(job), 0).activations_bytes for job in (few, many)]
     assert estimate[1] - estimate[0] == pytest.approx(measured, rel=0.03)

@@ -1,11 +1,13 @@
-"""Norm and activation whose results leave the kernel in FP8, beside the plain operator and the plain cast."""
+"""Norm and activation whose results leave the kernel in FP8, against plain operator and cast."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
 from tests.harness.fp8 import right_fp8_conversion  # noqa: F401
-from tests.harness.kernels import DEVICE, relative_error
+from tests.harness.kernels import COMPILED_ROWS, DEVICE, blank, relative_error
 
 from megascale_kernels.activation import Activation, gelu, swiglu
 from megascale_kernels.norm import Kind, layer_norm, rms_norm
@@ -16,8 +18,30 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("right_fp8_conversion")
 
 EPSILON = 1e-5
-# Relative, root mean square, of normal numbers: e4m3 has 0.026, bf16 0.0017 (truncated, as in the interpreter, 0.004).
+# Relative, root mean square, of normal numbers: e4m3 has 0.026, bf16 0.0017 (truncated, as in the
+# interpreter, 0.004).
 FP8_ERROR, BF16_ERROR = 0.035, 6e-3
+
+
+def _compile(width: int, ffn: int, activation: Activation) -> None:
+    from megascale_kernels.fused.activation_operand import activation_operand, activation_with_amax
+    from megascale_kernels.fused.norm_operand import NormCast, norm_operand
+
+    rows = math.prod(COMPILED_ROWS)
+    x, vector = blank(rows, width), blank(width)
+    for cast in (NormCast("rows"), NormCast("given", scale=torch.ones(1)), NormCast("amax")):
+        norm_operand(x, x, vector, vector, vector, "layernorm", EPSILON, cast)
+    wide = ffn * (2 if activation == "swiglu" else 1)
+    inputs, bias = blank(rows, width + wide)[:, width:], blank(wide)
+    activation_operand(inputs, bias, activation, blank(rows, ffn // 4))
+    activation_with_amax(inputs, bias, activation)
+
+
+COMPILED = {
+    "operands 175b tp4": lambda: _compile(12288, 12288, "gelu"),
+    "operands 7b": lambda: _compile(4096, 16384, "gelu"),
+    "operands grouped swiglu": lambda: _compile(5120, 13824, "swiglu"),
+}
 
 
 def _random(*shape: int, seed: int = 5) -> torch.Tensor:
@@ -28,28 +52,24 @@ def _random(*shape: int, seed: int = 5) -> torch.Tensor:
 @pytest.mark.parametrize(("kind", "bias"), [("layernorm", True), ("rmsnorm", False)])
 @pytest.mark.parametrize("form", ["rows", "given", "amax"])
 def test_norm(form: str, kind: Kind, bias: bool, residual: bool) -> None:
-    from megascale_kernels.fused.norm_operand import norm_bound, norm_operand
+    from megascale_kernels.fused.norm_operand import NormCast, norm_bound, norm_operand
 
     rows, width = 9, 200
     x, weight = _random(rows, width), 1 + _random(width, seed=6) / 10
     shift = _random(width, seed=7) if bias else None
     other = _random(rows, width, seed=8) if residual else None
     given = scale_of(norm_bound(weight, shift), torch.float8_e4m3fn) if form == "given" else None
-    found = norm_operand(
-        x,
-        other,
-        None,
-        weight,
-        shift,
-        kind,
-        EPSILON,
-        form,
-        scale=given,  # type: ignore[arg-type]
+    cast = NormCast(form, scale=given)  # type: ignore[arg-type]
+    found = norm_operand(x, other, None, weight, shift, kind, EPSILON, cast)
+    assert (
+        relative_error(found.stream, x.double() if other is None else x.double() + other.double())
+        < BF16_ERROR
     )
-    assert relative_error(found.stream, x.double() if other is None else x.double() + other.double()) < BF16_ERROR
     wide = found.stream.double()
     if kind == "layernorm":
-        exact = layer_norm(wide, weight.double(), None if shift is None else shift.double(), EPSILON)
+        exact = layer_norm(
+            wide, weight.double(), None if shift is None else shift.double(), EPSILON
+        )
     else:
         exact = rms_norm(wide, weight.double(), EPSILON)
     if form == "amax":
@@ -68,7 +88,7 @@ def test_no_norm_exceeds_its_bound() -> None:
     from megascale_kernels.fused.norm_operand import norm_bound
 
     x = torch.zeros(2, 64, device=DEVICE)
-    x[0, 3] = 1.0  # as far from the mean as there can be
+    x[0, 3] = 1.0  # as far from the mean as possible
     weight, bias = _random(64).float(), _random(64, seed=2).float()
     bound = norm_bound(weight, bias)
     assert layer_norm(x, weight, bias, 0.0)[0].abs().max() <= bound
@@ -77,12 +97,11 @@ def test_no_norm_exceeds_its_bound() -> None:
 
 
 def test_a_scale_and_its_form_come_together() -> None:
-    from megascale_kernels.fused.norm_operand import norm_operand
+    from megascale_kernels.fused.norm_operand import NormCast
 
-    x, weight = _random(2, 16), _random(16)
     for form, scale in (("given", None), ("rows", torch.ones(1))):
         with pytest.raises(ValueError, match="takes a scale"):
-            norm_operand(x, None, None, weight, None, "rmsnorm", EPSILON, form, scale=scale)  # type: ignore[arg-type]
+            NormCast(form, scale=scale)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("beside", [True, False])

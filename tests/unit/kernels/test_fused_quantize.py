@@ -1,11 +1,14 @@
-"""The fused casts beside the plain ones, bit for bit; in the interpreter with torch's conversion to FP8."""
+"""The fused casts against the plain ones, bit for bit.
+
+In the interpreter torch converts to FP8 (tests/harness/fp8.py).
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from tests.harness.fp8 import right_fp8_conversion  # noqa: F401
-from tests.harness.kernels import DEVICE
+from tests.harness.kernels import DEVICE, blank
 
 from megascale_kernels import quantize as plain
 from megascale_kernels.quantize import E4M3, E5M2, Operand
@@ -13,6 +16,19 @@ from megascale_kernels.quantize import E4M3, E5M2, Operand
 pytest.importorskip("triton")
 
 pytestmark = pytest.mark.usefixtures("right_fp8_conversion")
+
+
+def _compile(width: int) -> None:
+    from megascale_kernels.fused import quantize as fused
+
+    x, one = blank(8192, width), torch.ones(1)
+    fused.amax(x)
+    fused.transpose(fused.quantize(x, amax=one))
+    fused.quantize(x, E5M2, amax=one, power_of_two=True, straight=False)
+    fused.quantize_rows(x, transposed=True)
+
+
+COMPILED = {"casts 4096": lambda: _compile(4096), "casts 12288": lambda: _compile(12288)}
 
 
 def _random(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -41,7 +57,9 @@ def test_one_scale(shape: tuple[int, int], dtype: torch.dtype, power_of_two: boo
     _is_same(found, plain.quantize(x, dtype, power_of_two=power_of_two, transposed=True))
     alone = fused.quantize(x, dtype, amax=fused.amax(x), power_of_two=power_of_two, straight=False)
     assert alone.data.numel() == 0
-    assert torch.equal(alone.over_rows().data.view(torch.uint8), found.over_rows().data.view(torch.uint8))
+    assert torch.equal(
+        alone.over_rows().data.view(torch.uint8), found.over_rows().data.view(torch.uint8)
+    )
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])

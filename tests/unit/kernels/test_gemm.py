@@ -1,4 +1,4 @@
-"""Products on a CPU, what describes them to the library, and the file of choices."""
+"""GEMMs on a CPU, how they are described to the library, and the file of choices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _random(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("per", ["tensor", "row"])
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_a_product_of_what_the_fp8_numbers_stand_for(accumulate: bool, per: str) -> None:
+def test_a_gemm_of_the_values_of_fp8_numbers(accumulate: bool, per: str) -> None:
     x = quantize(_random(32, 48), per=per).over_columns()  # type: ignore[arg-type]
     w = quantize(_random(16, 48), E5M2).over_columns()
     out = torch.ones(32, 16)
@@ -49,7 +49,11 @@ def test_a_linear_layer_and_its_gradients() -> None:
 
 
 def test_transposed_views_are_upright() -> None:
-    left, right, out = Factor(_random(48, 32).t()), Factor(_random(16, 48)), torch.empty(64, 20)[16:48, :16]
+    left, right, out = (
+        Factor(_random(48, 32).t()),
+        Factor(_random(16, 48)),
+        torch.empty(64, 20)[16:48, :16],
+    )
     problem = problem_of(left, right, out, accumulate=True, fast=True)
     assert (problem.rows, problem.columns, problem.depth) == (32, 16, 48)
     assert (problem.left_upright, problem.left_stride) == (True, 32)
@@ -65,7 +69,9 @@ def test_the_worst_alignment_counts() -> None:
     for first, bytes_found in ((0, 256), (64, 64), (48, 16)):
         left = Factor(aligned[:, first : first + 256], scale)
         rows = out.flatten()[(-out.data_ptr() % 256) // 4 :][: 32 * 32].view(32, 32)
-        problem = problem_of(left, Factor(aligned[:, :256], scale), rows, accumulate=False, fast=True)
+        problem = problem_of(
+            left, Factor(aligned[:, :256], scale), rows, accumulate=False, fast=True
+        )
         assert problem.alignment == bytes_found
 
 
@@ -74,7 +80,9 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="is not"):
         problem_of(x, w, torch.empty(4, 8), accumulate=False, fast=True)
     with pytest.raises(ValueError, match="contiguous along one"):
-        problem_of(Factor(_random(16, 32)[::2, ::2]), w, torch.empty(8, 4), accumulate=False, fast=True)
+        problem_of(
+            Factor(_random(16, 32)[::2, ::2]), w, torch.empty(8, 4), accumulate=False, fast=True
+        )
     with pytest.raises(ValueError, match="columns must be contiguous"):
         problem_of(x, w, torch.empty(4, 8).t(), accumulate=False, fast=True)
     with pytest.raises(ValueError, match="either both"):
@@ -84,12 +92,15 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_everything_that_an_algorithm_depends_on_is_in_the_key() -> None:
     x, w = quantize(_random(8, 16)).over_columns(), quantize(_random(4, 16)).over_columns()
     first = problem_of(x, w, torch.empty(8, 4), accumulate=False, fast=True)
-    others = {name: -1 if isinstance(value, int) else torch.int8 for name, value in first._asdict().items()}
+    others = {
+        name: -1 if isinstance(value, int) else torch.int8
+        for name, value in first._asdict().items()
+    }
     keys = {first._replace(**{name: value}).key for name, value in others.items()}
     assert len(keys | {first.key}) == len(first) + 1
 
 
-def test_choices_outlast_the_process_and_join_those_of_others(tmp_path: Path) -> None:
+def test_choices_are_kept_beside_those_of_other_processes(tmp_path: Path) -> None:
     file = tmp_path / "cache" / "choices.json"
     first, second = Choices(file), Choices(file)
     first.put("gpu a", ALGORITHM, [1.0, 2.0])
@@ -112,7 +123,7 @@ def test_choices_outlast_the_process_and_join_those_of_others(tmp_path: Path) ->
         json.dumps({"gpu a": {"code": "zz" * CODE_BYTES, "workspace_bytes": 1}}),
     ],
 )
-def test_a_file_that_is_broken_is_as_none(content: str, tmp_path: Path) -> None:
+def test_a_broken_file_counts_as_empty(content: str, tmp_path: Path) -> None:
     file = tmp_path / "choices.json"
     file.write_text(content)
     assert Choices(file).get("gpu a") is None
@@ -127,7 +138,7 @@ def test_a_folder_that_cannot_be_written_costs_the_file_alone(tmp_path: Path) ->
     assert choices.get("gpu a") == ALGORITHM
 
 
-def test_what_the_library_fills_has_its_size() -> None:
+def test_structures_have_the_librarys_sizes() -> None:
     """Of cublasLtMatmulAlgo_t and cublasLtMatmulHeuristicResult_t in cublasLt.h."""
     assert ctypes.sizeof(cublas_lt._Algorithm) == 64
     assert ctypes.sizeof(cublas_lt._Result) == 96

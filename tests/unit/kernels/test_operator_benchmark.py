@@ -1,4 +1,4 @@
-"""A dry run of benchmarks/operators.py: every operator and way that is here gives figures, and right results."""
+"""A dry run of benchmarks/operators.py: every operator and way here gives figures and is right."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ WAYS = "eager,torch_fused,plain,fused,flash"  # not compile, which takes a C++ c
 
 @pytest.mark.slow
 def test_a_dry_run_measures_every_operator(capsys: pytest.CaptureFixture[str]) -> None:
-    assert operators.main(["--quick", "--json", "--ways", WAYS]) == 0
-    machine, *rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert operators.main(["--quick", "--ways", WAYS]) == 0
+    found = json.loads(capsys.readouterr().out)
+    machine, rows = found["machine"], found["rows"]
     assert machine["copy_gb_per_s"] > 0
     assert {row["operator"] for row in rows if row["way"] == "eager"} == set(CASES)
     measured = [row for row in rows if not row["problem"]]
@@ -32,10 +33,15 @@ def test_a_dry_run_measures_every_operator(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_the_table_has_one_line_for_each_row(capsys: pytest.CaptureFixture[str]) -> None:
-    assert operators.main(["--quick", "--only", "adamw", "--ways", "eager,fused"]) == 0
-    _, *table = capsys.readouterr().out.splitlines()
+    arguments = ["--quick", "--only", "adamw", "--ways", "eager,fused"]
+    assert operators.main(arguments) == 0
+    _, *table = capsys.readouterr().err.splitlines()
     assert len(table) == 4
     assert len({line.count("|") for line in table}) == 1
+    assert operators.main([*arguments, "--json"]) == 0
+    printed = capsys.readouterr()
+    machine, *rows = map(json.loads, printed.err.splitlines())
+    assert json.loads(printed.out) == {"machine": machine, "rows": rows}
 
 
 def test_a_way_that_is_wrong_shows_and_one_that_breaks_fails_alone() -> None:
@@ -60,16 +66,22 @@ def test_a_way_that_is_wrong_shows_and_one_that_breaks_fails_alone() -> None:
     )
     meter = Meter(device, 2, quick=True)
     rows = {
-        row.way: row for row in operators.measure("made up", case, torch.float32, meter, (10.0, 2.0), list(case.ways))
+        row.way: row
+        for row in operators.measure(
+            "made up", case, torch.float32, meter, (10.0, 2.0), list(case.ways)
+        )
     }
     assert rows["eager"].error_max == 0.0
-    assert rows["eager"].floor_us == 20e6  # 40 FLOP at 2 a second, more than 100 bytes at 10 a second
+    # 40 FLOP at 2 a second take longer than 100 bytes at 10 a second.
+    assert rows["eager"].floor_us == 20e6
     assert rows["flash"].error_rms == pytest.approx(0.5)
     assert (rows["plain"].failed, rows["plain"].problem) == (False, "ImportError: not installed")
     assert (rows["fused"].failed, rows["fused"].problem) == (True, "RuntimeError: broken")
 
 
-def test_an_unknown_operator_is_refused_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_operator_is_refused_with_the_known_ones(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit):
         operators.main(["--only", "adamw,nonsense"])
     assert "unknown: nonsense; known: layernorm" in capsys.readouterr().err

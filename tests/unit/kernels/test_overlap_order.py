@@ -1,15 +1,16 @@
-"""On a device nothing but streams, events and barriers orders the accesses of overlapped products: is that enough?
+"""Whether streams, events and barriers order all accesses of overlapped matmuls: a race detector.
 
-A race detector in the manner of vector clocks. Each rank's operations are run by one thread with a side stream that
-only takes notes; every tensor operation is noted with the stream it would run on and the bytes it reads and writes.
-Then two accesses of the same bytes, one of them a write, must be ordered by streams, marks or barriers.
+It uses vector clocks. One thread runs each rank's operations with a side stream that only records;
+every tensor operation is recorded with the stream it would run on and the bytes it reads and
+writes. Then two accesses of the same bytes, one of them a write, must be ordered by streams, marks
+or barriers, as nothing else orders them on a device.
 """
 
 from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,8 +19,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megascale_kernels.overlap import products as products_module
-from megascale_kernels.overlap.products import OverlappedProducts, region_bytes
+from megascale_kernels.gemm import Gemm
+from megascale_kernels.overlap import row_transfers
+from megascale_kernels.overlap.collective_matmul import CollectiveMatmuls
+from megascale_kernels.overlap.fp8_matmul import Fp8Gemms, OverlappedFp8Gemms
+from megascale_kernels.overlap.row_transfers import region_bytes
+from megascale_kernels.quantize import Per, quantize, transpose
 
 MAIN, SIDE = 0, 1
 Clock = dict[tuple[int, int], int]  # newest known note of each (rank, stream)
@@ -36,8 +41,10 @@ class _Access:
     clock: Clock
 
     def races(self, other: _Access) -> bool:
-        """Whether ``self``, noted earlier, meets ``other`` without being known to be over by then."""
-        if (self.rank, self.stream) == (other.rank, other.stream) or not (self.write or other.write):
+        """Whether ``self``, noted earlier, meets ``other`` and nothing orders the two."""
+        if (self.rank, self.stream) == (other.rank, other.stream) or not (
+            self.write or other.write
+        ):
             return False
         before = other.clock.get((self.rank, self.stream), 0) >= self.count
         after = self.clock.get((other.rank, other.stream), 0) >= other.count
@@ -45,7 +52,7 @@ class _Access:
 
 
 class _Notes(TorchDispatchMode):
-    """What one rank did, in the order in which its thread said so; also its side stream and its peer memory."""
+    """What one rank did, in the order of its thread; it is also its side stream and peer memory."""
 
     device = torch.device("cpu")
 
@@ -55,13 +62,18 @@ class _Notes(TorchDispatchMode):
         self._regions, self._stream, self._marks = regions, MAIN, 0
         self.notes: list[tuple[str, Any]] = []
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         schema = function._schema
         made = [value.alias_info for value in schema.returns]
-        if not any(alias is not None and not alias.is_write for alias in made):  # else a view: touches nothing
+        # A view accesses nothing.
+        if not any(alias is not None and not alias.is_write for alias in made):
             for position, argument in enumerate(schema.arguments):
-                value = args[position] if position < len(args) else (kwargs or {}).get(argument.name)
+                value = (
+                    args[position] if position < len(args) else (kwargs or {}).get(argument.name)
+                )
                 if isinstance(value, torch.Tensor):
                     write = argument.alias_info is not None and argument.alias_info.is_write
                     self.notes.append(("access", (self._stream, *self._bytes_of(value), write)))
@@ -70,9 +82,14 @@ class _Notes(TorchDispatchMode):
         return result
 
     def _bytes_of(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Addresses; memory that is not shared lies apart for each rank. What is freed may be given out again."""
+        """Addresses (start, stop); memory that is not shared lies apart for each rank.
+
+        Memory that was freed may be allocated again at the same address.
+        """
         start = tensor.data_ptr()
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        last = sum(
+            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
         if not any(0 <= start - region.data_ptr() < region.numel() for region in self._regions):
             start += (self.rank + 1) << 52
         return start, start + (last + 1) * tensor.itemsize
@@ -98,9 +115,13 @@ class _Notes(TorchDispatchMode):
 
     # the memory
 
-    def tensor_of(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:
+    def tensor_of(
+        self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0
+    ) -> torch.Tensor:
         length = torch.Size(shape).numel() * dtype.itemsize
-        return self._regions[rank][offset_bytes : offset_bytes + length].view(dtype).view(tuple(shape))
+        return (
+            self._regions[rank][offset_bytes : offset_bytes + length].view(dtype).view(tuple(shape))
+        )
 
     def barrier(self) -> None:
         assert self._stream == SIDE, "all barriers on one stream"
@@ -108,8 +129,10 @@ class _Notes(TorchDispatchMode):
 
 
 def _races(ranks: list[_Notes]) -> list[tuple[_Access, _Access]]:
-    """All pairs of accesses that nothing orders; the barriers of the ranks are met together, one after the other."""
-    clocks: dict[tuple[int, int], Clock] = {(notes.rank, stream): {} for notes in ranks for stream in (MAIN, SIDE)}
+    """All pairs of accesses that nothing orders; ranks pass their barriers together, in order."""
+    clocks: dict[tuple[int, int], Clock] = {
+        (notes.rank, stream): {} for notes in ranks for stream in (MAIN, SIDE)
+    }
     accesses: list[_Access] = []
     left = [list(reversed(notes.notes)) for notes in ranks]
     marks: dict[tuple[int, int], Clock] = {}
@@ -120,7 +143,12 @@ def _races(ranks: list[_Notes]) -> list[tuple[_Access, _Access]]:
         known = _join(*(clocks[rank, SIDE] for rank in range(len(ranks))))
         for rank in range(len(ranks)):
             clocks[rank, SIDE] = known
-    return [(one, other) for number, other in enumerate(accesses) for one in accesses[:number] if one.races(other)]
+    return [
+        (one, other)
+        for number, other in enumerate(accesses)
+        for one in accesses[:number]
+        if one.races(other)
+    ]
 
 
 def _replay(
@@ -146,30 +174,67 @@ def _replay(
 
 
 def _join(*clocks: Clock) -> Clock:
-    return {place: max(clock.get(place, 0) for clock in clocks) for clock in clocks for place in clock}
+    return {
+        place: max(clock.get(place, 0) for clock in clocks) for clock in clocks for place in clock
+    }
 
 
-def _run(size: int, chunks: int, monkeypatch: pytest.MonkeyPatch, notes_type: type[_Notes] = _Notes) -> list[_Notes]:
-    """What each rank notes of the same ten operations."""
-    kinds = random.Random(size).choices((False, True), k=7)
-    kinds += [True, True, False, False, True]  # each after each, and each after itself
+def _run(
+    size: int, chunks: int, monkeypatch: pytest.MonkeyPatch, notes_type: type[_Notes] = _Notes
+) -> list[_Notes]:
+    """What each rank notes of the same operations."""
+    dice = random.Random(size)
+    names = dice.choices(list(_OPERATIONS), k=7)
+    names += [name for name in _OPERATIONS for _ in range(2)]  # each after itself, and more
     regions = [torch.zeros(region_bytes(4 * 6 * size * 8), dtype=torch.uint8) for _ in range(size)]
     ranks = []
     for rank in range(size):
         notes = notes_type(rank, regions)
-        monkeypatch.setattr(products_module, "SideStream", lambda device, side=notes: side)
+        monkeypatch.setattr(row_transfers, "SideStream", lambda device, side=notes: side)
         with torch.no_grad(), notes:
-            products = OverlappedProducts(notes, chunks)
-            weight = torch.ones(8, 8)
-            for gathers in kinds:
-                x = torch.ones(6 if gathers else 6 * size, 1, 8)
-                if gathers:
-                    product, gathered = products.gather_multiply(x, weight)
-                    torch.mm(gathered.flatten(0, 1).t(), product.flatten(0, 1))
-                else:
-                    products.multiply_scatter(x, weight, partial(torch.sum, x)).add_(1.0)
+            products = CollectiveMatmuls(notes, chunks)
+            gemms = OverlappedFp8Gemms(products.transfers, Gemm())
+            for name in names:
+                _OPERATIONS[name](products, gemms, size)
         ranks.append(notes)
     return ranks
+
+
+def _gather(products: CollectiveMatmuls, gemms: Fp8Gemms, size: int) -> None:
+    product, gathered = products.all_gather_matmul(torch.ones(6, 1, 8), torch.ones(8, 8))
+    torch.mm(gathered.flatten(0, 1).t(), product.flatten(0, 1))
+
+
+def _scatter(products: CollectiveMatmuls, gemms: Fp8Gemms, size: int) -> None:
+    x = torch.ones(6 * size, 1, 8)
+    products.matmul_reduce_scatter(x, torch.ones(8, 8), partial(torch.sum, x)).add_(1.0)
+
+
+def _fp8_gather(
+    products: CollectiveMatmuls, gemms: Fp8Gemms, size: int, per: Per = "tensor"
+) -> None:
+    weight = quantize(torch.ones(8, 8)).over_columns()
+    product, gathered = gemms.all_gather_matmul(quantize(torch.ones(6, 8), per=per), weight)
+    torch.mm(transpose(gathered).over_rows().data.float(), product.float())
+
+
+def _fp8_scatter(products: CollectiveMatmuls, gemms: Fp8Gemms, size: int) -> None:
+    x, weight = (quantize(torch.ones(rows, 8)).over_columns() for rows in (6 * size, 8))
+    gemms.matmul_reduce_scatter(x, weight, partial(torch.sum, x.data.float())).add_(1.0)
+
+
+def _fp8_largest(products: CollectiveMatmuls, gemms: Fp8Gemms, size: int) -> None:
+    gemms.largest(torch.ones(1)).add_(1.0)
+
+
+_OPERATIONS: Mapping[str, Callable[[CollectiveMatmuls, Fp8Gemms, int], None]] = {
+    "gather": _gather,
+    "scatter": _scatter,
+    "fp8 gather": _fp8_gather,
+    "fp8 gather by rows": partial(_fp8_gather, per="row"),
+    "fp8 scatter": _fp8_scatter,
+    "fp8 largest": _fp8_largest,
+}
 
 
 @pytest.mark.parametrize(("size", "chunks"), [(2, 1), (2, 3), (3, 1), (4, 2)])
@@ -195,10 +260,14 @@ class _WithoutBarrier(_Notes):
 
 
 @pytest.mark.parametrize("broken", [_WithoutHold, _WithoutFollow, _WithoutBarrier])
-def test_the_detector_sees_a_missing_order(broken: type[_Notes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_detector_sees_a_missing_order(
+    broken: type[_Notes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert _races(_run(2, 1, monkeypatch, broken))
 
 
-def test_the_detector_sees_a_slot_that_is_used_again_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products_module, "_SLOTS", 1)
+def test_the_detector_sees_a_slot_that_is_used_again_too_early(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(row_transfers, "_SLOTS", 1)
     assert _races(_run(2, 1, monkeypatch))

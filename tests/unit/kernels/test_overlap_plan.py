@@ -1,4 +1,4 @@
-"""The plans of overlapped products: every row once, own rows first or last, each row with its owner."""
+"""The plans of overlapped matmuls: every row once, own rows first or last, each with its owner."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ CHUNKS = st.integers(1, 50)
 
 
 @given(st.data(), SIZES, ROWS, CHUNKS)
-def test_every_row_is_multiplied_once_and_travels_once(data: st.DataObject, size: int, rows: int, chunks: int) -> None:
+def test_every_row_is_multiplied_once_and_travels_once(
+    data: st.DataObject, size: int, rows: int, chunks: int
+) -> None:
     index = data.draw(st.integers(0, size - 1))
     for plan in (gather_plan(index, size, rows, chunks), scatter_plan(index, size, rows, chunks)):
         covered = [row for step in plan for row in range(step.start, step.stop)]
@@ -22,7 +24,11 @@ def test_every_row_is_multiplied_once_and_travels_once(data: st.DataObject, size
         for step in plan:
             pieces = [row for piece in step.pieces for row in range(piece.start, piece.stop)]
             assert pieces == list(range(step.start, step.stop))
-            assert all(row // rows == piece.owner for piece in step.pieces for row in range(piece.start, piece.stop))
+            assert all(
+                row // rows == piece.owner
+                for piece in step.pieces
+                for row in range(piece.start, piece.stop)
+            )
 
 
 @given(st.data(), SIZES, ROWS, CHUNKS)
@@ -39,7 +45,9 @@ def test_own_rows_come_first_or_last_and_peers_in_cyclic_order(
 
 
 @given(st.data(), st.integers(2, 9), ROWS, CHUNKS)
-def test_as_many_steps_of_like_size_as_asked_for(data: st.DataObject, size: int, rows: int, chunks: int) -> None:
+def test_as_many_steps_of_like_size_as_asked_for(
+    data: st.DataObject, size: int, rows: int, chunks: int
+) -> None:
     index = data.draw(st.integers(0, size - 1))
     steps = gather_plan(index, size, rows, chunks)[1:]
     wanted = min(chunks, (size - 1) * rows)
@@ -47,13 +55,34 @@ def test_as_many_steps_of_like_size_as_asked_for(data: st.DataObject, size: int,
     assert wanted <= len(steps) <= wanted + leaps
     if not leaps:
         lengths = [step.stop - step.start for step in steps]
-        assert max(lengths) - min(lengths) <= (rows if chunks < size - 1 else 1)
+        assert max(lengths) - min(lengths) < (rows + 1 if chunks < size - 1 else 2 * unit(lengths))
+
+
+def unit(lengths: list[int]) -> int:
+    """At multiples of what chunks with these lengths are cut."""
+    return next(unit for unit in (128, 16, 1) if unit * len(lengths) <= sum(lengths))
+
+
+@given(st.data(), st.integers(2, 9), st.integers(1, 64), CHUNKS)
+def test_parts_of_many_rows_are_cut_at_multiples(
+    data: st.DataObject, size: int, rows: int, chunks: int
+) -> None:
+    index, rows = data.draw(st.integers(0, size - 1)), 16 * rows
+    steps = gather_plan(index, size, rows, chunks)
+    multiple = 16 if chunks * 16 <= (size - 1) * rows else 1
+    assert all(step.start % multiple == step.stop % multiple == 0 for step in steps)
 
 
 def test_an_example() -> None:
-    found = [(step.start, step.stop, [piece.owner for piece in step.pieces]) for step in gather_plan(2, 4, 10, 2)]
+    found = [
+        (step.start, step.stop, [piece.owner for piece in step.pieces])
+        for step in gather_plan(2, 4, 10, 2)
+    ]
     assert found == [(20, 30, [2]), (30, 40, [3]), (0, 20, [0, 1])]
-    assert gather_plan(0, 2, 10, 2)[1:] == (Step(10, 15, (Piece(1, 10, 15),)), Step(15, 20, (Piece(1, 15, 20),)))
+    assert gather_plan(0, 2, 10, 2)[1:] == (
+        Step(10, 15, (Piece(1, 10, 15),)),
+        Step(15, 20, (Piece(1, 15, 20),)),
+    )
 
 
 @pytest.mark.parametrize(("rows", "chunks"), [(0, 1), (4, 0)])

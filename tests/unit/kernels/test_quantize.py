@@ -1,4 +1,4 @@
-"""FP8 operands in plain torch: scales, what a cast keeps, non-finite and zero tensors, transposed copies."""
+"""FP8 operands in plain torch: scales, rounding, non-finite and zero tensors, transposed copies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def _random(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("per", ["tensor", "row"])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_values_come_back_within_half_a_step(dtype: torch.dtype, per: str, power_of_two: bool) -> None:
+def test_values_come_back_within_half_a_step(
+    dtype: torch.dtype, per: str, power_of_two: bool
+) -> None:
     x = 3.0 * _random(16, 64)
     operand = quantize(x, dtype, per=per, power_of_two=power_of_two)  # type: ignore[arg-type]
     found = dequantize(operand.over_columns())
@@ -50,7 +52,9 @@ def test_the_largest_value_is_the_largest_number() -> None:
 
 def test_values_beyond_a_given_amax_are_limited() -> None:
     found = quantize(torch.tensor([[1.0, -8.0, 0.5]]), amax=torch.tensor([2.0]))
-    torch.testing.assert_close(dequantize(found.over_columns()), torch.tensor([[1.0, -2.0, 0.5]]), rtol=0.07, atol=0)
+    torch.testing.assert_close(
+        dequantize(found.over_columns()), torch.tensor([[1.0, -2.0, 0.5]]), rtol=0.07, atol=0
+    )
 
 
 @pytest.mark.parametrize("broken", [float("inf"), float("nan")])
@@ -64,7 +68,7 @@ def test_what_is_not_finite_breaks_the_scale(broken: float) -> None:
     assert not bool(by_row.finite())
 
 
-def test_nothing_but_zeros_stays_zero() -> None:
+def test_zeros_stay_zeros() -> None:
     operand = quantize(torch.zeros(4, 8))
     assert bool(operand.finite())
     assert not dequantize(operand.over_columns()).any()
@@ -86,7 +90,7 @@ def test_the_transposed_copy_of_rows_has_one_scale_and_the_same_values() -> None
     assert (over_rows.t() - straight).abs().max() <= 2.0**-10 * operand.scale.max()
 
 
-def test_a_sum_over_rows_wants_the_copy() -> None:
+def test_a_sum_over_rows_needs_the_copy() -> None:
     operand = quantize(_random(4, 8))
     with pytest.raises(ValueError, match="transposed copy"):
         operand.over_rows()

@@ -17,8 +17,12 @@ def test_rotary() -> None:
     out = apply_rotary(x, rotary_table(position, 16, THETA))
     frequency = THETA ** (-torch.arange(8, dtype=torch.float64) / 8)
     angle = position.t()[:, :, None, None] * frequency
-    turned = torch.complex(x[..., :8].double(), x[..., 8:].double()) * torch.polar(torch.ones_like(angle), angle)
-    torch.testing.assert_close(out.double(), torch.cat((turned.real, turned.imag), -1), atol=1e-6, rtol=1e-5)
+    turned = torch.complex(x[..., :8].double(), x[..., 8:].double()) * torch.polar(
+        torch.ones_like(angle), angle
+    )
+    torch.testing.assert_close(
+        out.double(), torch.cat((turned.real, turned.imag), -1), atol=1e-6, rtol=1e-5
+    )
 
 
 def test_scores_depend_on_distance_alone() -> None:
@@ -26,8 +30,12 @@ def test_scores_depend_on_distance_alone() -> None:
     q, k = (torch.randn(1, 1, 1, 16, generator=generator) for _ in range(2))
 
     def score(query_position: int, key_position: int) -> torch.Tensor:
-        tables = (rotary_table(torch.tensor([[p]]), 16, THETA) for p in (query_position, key_position))
-        return sum_product(*(apply_rotary(t, table) for t, table in zip((q, k), tables, strict=True)))
+        tables = (
+            rotary_table(torch.tensor([[p]]), 16, THETA) for p in (query_position, key_position)
+        )
+        return sum_product(
+            *(apply_rotary(t, table) for t, table in zip((q, k), tables, strict=True))
+        )
 
     def sum_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return (a * b).sum()

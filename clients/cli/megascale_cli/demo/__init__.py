@@ -1,1 +1,1 @@
-"""`megascale demo`: a run that loses a node, recovers by itself, and is compared with its uninterrupted twin."""
+"""`megascale demo`: a run loses a node, recovers by itself, and equals an uninterrupted one."""

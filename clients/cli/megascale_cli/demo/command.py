@@ -1,18 +1,20 @@
-"""The command `megascale demo`: options, and the verdict as an exit status."""
+"""The command `megascale demo`: its options, and the outcome as an exit status."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from megascale_cli.demo.machine import DemoFailed, run_command
-from megascale_cli.demo.plan import MAX_STEPS, PlanError, Sabotage, choose_plan
-from megascale_cli.demo.run import Demo
+from megascale_cli.demo.cluster import DemoFailed, run_command
+from megascale_cli.demo.plan import MAX_STEPS, DemoPlan, PlanError, Sabotage, choose_plan
+from megascale_cli.demo.run import Demo, Echo
 from megascale_cli.exits import FAILED, INTERRUPTED, fail
 from megascale_cli.output import print_json
 from megascale_client import MegascaleError
@@ -22,16 +24,24 @@ Size = Annotated[int | None, typer.Option(min=1, help="Default: 2 (dp on GPUs: 1
 
 
 def demo(
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: GPUs if there are enough.")] = "auto",
-    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes, spare included; default: those needed.")] = None,
-    devices_per_node: Annotated[int | None, typer.Option(min=1, help="Default: 4 CPU ranks or 2 GPUs.")] = None,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="auto: GPUs if there are enough.")
+    ] = "auto",
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Nodes, spare included; default: those needed.")
+    ] = None,
+    devices_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Default: 4 CPU ranks or 2 GPUs.")
+    ] = None,
     tp: Size = None,
     pp: Size = None,
     dp: Size = None,
     steps: Annotated[int, typer.Option(max=MAX_STEPS, help="Optimizer steps.")] = DEFAULT_STEPS,
-    run_folder: Annotated[Path, typer.Option(help="Everything is written there.")] = Path("runs/demo"),
+    run_folder: Annotated[Path, typer.Option(help="Folder for everything that is written.")] = Path(
+        "runs/demo"
+    ),
     recovery_timeout_s: Annotated[
-        float, typer.Option(min=1, help="How long the job may stand still after the kill.")
+        float, typer.Option(min=1, help="How long there may be no progress after the kill.")
     ] = 180.0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the report as JSON on stdout, all else on stderr.")
@@ -40,49 +50,59 @@ def demo(
 ) -> None:
     """See a training run lose a node and recover by itself.
 
-    Starts a cluster on this machine, trains a small GPT on the sources of the Python standard library, kills one of
-    the two active nodes after the second checkpoint, sees the spare take over and the job finish; then trains the
-    uninterrupted twin and compares every loss. The status is 0 only if all of it was observed.
+    Starts a cluster on this machine, trains a small GPT on the sources of the Python standard
+    library, kills one of the two active nodes after the second checkpoint, and waits until the
+    spare has taken over and the job has finished; then trains the same job without interruption and
+    compares every loss. The status is 0 only if all of it was observed.
 
     Example: [bold]megascale demo --device cpu[/bold]
     """
     console = Console(stderr=as_json, highlight=False)
-
-    def say(text: str) -> None:
-        console.print(text, soft_wrap=True)
-
-    async def run() -> dict[str, object]:
-        look = await run_command("up", "--dry-run", "--device", "cpu")
-        plan = choose_plan(
-            device=device,
-            gpus=int(look["gpus_present"]),
-            nodes=nodes,
-            devices_per_node=devices_per_node,
-            tp=tp,
-            pp=pp,
-            dp=dp,
-            steps=steps,
-            sabotage=sabotage,
-        )
-        say(f"device: {plan.device} ({look['gpus_present']} GPUs here); {plan.nodes} nodes of {plan.devices_per_node}")
-        return (await Demo(plan, run_folder, say, recovery_timeout_s).run()).as_dict()
-
+    echo = partial(console.print, soft_wrap=True)
+    choose = partial(
+        choose_plan,
+        device=device,
+        nodes=nodes,
+        devices_per_node=devices_per_node,
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        steps=steps,
+        sabotage=sabotage,
+    )
     try:
-        report = asyncio.run(run())
+        report = asyncio.run(_run(choose, run_folder, recovery_timeout_s, echo))
     except PlanError as error:
         raise typer.BadParameter(str(error)) from None
     except DemoFailed as error:
-        say(f"[bold red]the demo failed[/bold red]: {escape(str(error))}")
+        echo(f"[bold red]the demo failed[/bold red]: {escape(str(error))}")
         raise typer.Exit(FAILED) from None
     except MegascaleError as error:
         raise fail(error, as_json) from None
     except KeyboardInterrupt:
-        say("interrupted; everything that was started is stopped")
+        echo("interrupted; everything that was started is stopped")
         raise typer.Exit(INTERRUPTED) from None
     if as_json:
         print_json(report)
-    say(
-        f"[bold green]all of it was observed[/bold green]: fault to detected {report['fault_to_detected_s']} s, "
-        f"detected to restarted {report['detected_to_restarted_s']} s, fault to first new step "
-        f"{report['fault_to_first_new_step_s']} s, {report['steps_lost']} steps lost, {report['wall_s']} s in all"
+    echo(_summary(report))
+
+
+async def _run(
+    choose: Callable[..., DemoPlan], run_folder: Path, recovery_timeout_s: float, echo: Echo
+) -> dict[str, Any]:
+    """Choose the plan for the GPUs of this machine and run it; returns the report."""
+    dry_run = await run_command("up", "--dry-run", "--device", "cpu")
+    gpus = int(dry_run["gpus_present"])
+    plan = choose(gpus=gpus)
+    echo(f"device: {plan.device} ({gpus} GPUs here); {plan.nodes} nodes of {plan.devices_per_node}")
+    return (await Demo(plan, run_folder, echo, recovery_timeout_s).run()).as_dict()
+
+
+def _summary(report: dict[str, Any]) -> str:
+    return (
+        "[bold green]all of it was observed[/bold green]: "
+        f"fault to detected {report['fault_to_detected_s']} s, "
+        f"detected to restarted {report['detected_to_restarted_s']} s, "
+        f"fault to first new step {report['fault_to_first_new_step_s']} s, "
+        f"{report['steps_lost']} steps lost, {report['wall_s']} s in all"
     )

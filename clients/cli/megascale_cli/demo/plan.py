@@ -1,4 +1,4 @@
-"""What the demo runs: device, layout, model; and the job that it submits."""
+"""What the demo runs: its devices and layout, and the job that it submits."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ Sabotage = Literal["none", "no-kill", "no-spare", "loss"]
 
 BYTES_VOCABULARY = 257  # 256 byte values and end of document
 MAX_STEPS = 60
-SNAPSHOTS = 6  # over the whole run: the kill comes after the second, well before the last
+SNAPSHOTS = 6  # of the whole run; the node is killed after the second
 
 
 class PlanError(ValueError):
-    """The options do not fit together; the message says which and what to do."""
+    """The options do not fit together; the message names them and the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """One demo. ``nodes`` counts the spare; ranks = tp * pp * dp fill the other nodes."""
+class DemoPlan:
+    """One demo; ``nodes`` includes the spare, and tp * pp * dp ranks fill the other nodes."""
 
     device: Literal["cpu", "cuda"]
     nodes: int
@@ -48,24 +48,24 @@ class Plan:
     def __post_init__(self) -> None:
         if self.devices_per_node % self.tp:
             raise PlanError(
-                f"tensor parallelism stays inside a node: --devices-per-node {self.devices_per_node} is no multiple of "
-                f"--tp {self.tp}"
+                "tensor parallelism stays inside a node: "
+                f"--devices-per-node {self.devices_per_node} is not a multiple of --tp {self.tp}"
             )
         if self.world_size % self.devices_per_node:
             raise PlanError(
-                f"tp {self.tp} * pp {self.pp} * dp {self.dp} = {self.world_size} ranks do not fill nodes of "
-                f"{self.devices_per_node} devices: change --devices-per-node or the layout"
+                f"tp {self.tp} * pp {self.pp} * dp {self.dp} = {self.world_size} ranks do not fill "
+                f"nodes of {self.devices_per_node} devices: change --devices-per-node or the layout"
             )
         if self.nodes <= self.active_nodes and self.sabotage != "no-spare":
             raise PlanError(
-                f"{self.world_size} ranks fill {self.active_nodes} nodes and one node must be spare: "
-                f"use --nodes {self.active_nodes + 1} or more"
+                f"{self.world_size} ranks fill {self.active_nodes} nodes and "
+                f"one node must be spare: use --nodes {self.active_nodes + 1} or more"
             )
         if not SNAPSHOTS * 2 <= self.steps <= MAX_STEPS:
             raise PlanError(f"--steps {self.steps}: use {SNAPSHOTS * 2} to {MAX_STEPS}")
 
     def job(self, name: str, corpus: Path, checkpoints: Path) -> dict[str, Any]:
-        """The job as plain values: some 0.85 million parameters, learning bytes of text."""
+        """The job as plain values: about 0.85 million parameters, trained on bytes of text."""
         on_gpu = self.device == "cuda"
         micro_batch_size = 2
         return {
@@ -87,7 +87,7 @@ class Plan:
                 },
                 "training": {
                     "steps": self.steps,
-                    # More micro-batches on GPUs, so that a step takes long enough to be interrupted.
+                    # More micro-batches on GPUs, so a step is long enough to be interrupted.
                     "global_batch_size": micro_batch_size * self.dp * (32 if on_gpu else 4),
                     "micro_batch_size": micro_batch_size,
                     "precision": "bf16" if on_gpu else "fp32",
@@ -112,19 +112,26 @@ def choose_plan(
     dp: int | None,
     steps: int,
     sabotage: Sabotage,
-) -> Plan:
-    """Fill in what the options leave open: GPUs where there are enough (six by default), else the CPU.
+) -> DemoPlan:
+    """Choose what the options leave open: GPUs if there are enough (six by default), else CPU.
 
     Raises:
         PlanError: the options do not fit together or the machine has too few GPUs.
     """
 
-    def plan(kind: Literal["cpu", "cuda"], default_per_node: int, default_dp: int) -> Plan:
+    def plan(kind: Literal["cpu", "cuda"], default_per_node: int, default_dp: int) -> DemoPlan:
         per_node = devices_per_node or default_per_node
         sizes = {"tp": tp or 2, "pp": pp or 2, "dp": dp or default_dp}
         active = -(-sizes["tp"] * sizes["pp"] * sizes["dp"] // per_node)
         count = nodes or active + (0 if sabotage == "no-spare" else 1)
-        return Plan(device=kind, nodes=count, devices_per_node=per_node, steps=steps, sabotage=sabotage, **sizes)
+        return DemoPlan(
+            device=kind,
+            nodes=count,
+            devices_per_node=per_node,
+            steps=steps,
+            sabotage=sabotage,
+            **sizes,
+        )
 
     if device != "cpu":
         # TP2 x PP2 over two nodes of two GPUs, and a spare.
@@ -134,8 +141,8 @@ def choose_plan(
             return on_gpu
         if device == "cuda":
             raise PlanError(
-                f"{on_gpu.nodes} nodes of {on_gpu.devices_per_node} GPUs are more than the {gpus} GPUs of this "
-                f"machine: use --devices-per-node 1 --tp 1 --pp 2, or --device cpu"
+                f"{on_gpu.nodes} nodes of {on_gpu.devices_per_node} GPUs are more than the {gpus} "
+                "GPUs of this machine: use --devices-per-node 1 --tp 1 --pp 2, or --device cpu"
             )
     # TP2 x PP2 x DP2 over two nodes of four ranks, and a spare.
     return plan("cpu", 4, 2)

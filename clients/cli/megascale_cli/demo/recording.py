@@ -1,4 +1,4 @@
-"""Everything that a watch of one job has shown, and the questions that the demo asks of it."""
+"""Everything that the watch of one job returned, with the queries that the demo needs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def seconds(stamp: object) -> float:
 
 @dataclass(slots=True)
 class Recording:
-    """Step records by attempt and step, events in their order, nodes of each attempt by rank."""
+    """Step records by attempt and step, events in order, nodes of each attempt by rank."""
 
     name: str
     job: driver_pb2.Job = field(default_factory=driver_pb2.Job)
@@ -27,14 +27,14 @@ class Recording:
     nodes_of_attempt: dict[int, list[str]] = field(default_factory=dict)
 
     async def follow(self, client: AsyncClient, on_update: OnUpdate) -> None:
-        """Record the job to its end."""
+        """Record the job until it ends."""
         async for update in client.watch(self.name):
             self.add(update)
             on_update(update)
         self.job = await client.get(self.name)
 
     def add(self, update: driver_pb2.WatchJobResponse) -> None:
-        """Take in one update."""
+        """Record one update."""
         kind = update.WhichOneof("update")
         if kind == "step":
             self.records[update.step.attempt, update.step.step] = update.step
@@ -47,7 +47,7 @@ class Recording:
 
     @property
     def progress(self) -> tuple[int, int, int]:
-        """What changes whenever the job moves: steps recorded, events, phase."""
+        """A value that changes whenever the job makes progress: steps, events, phase."""
         return len(self.records), len(self.events), self.job.phase
 
     @property
@@ -78,7 +78,7 @@ class Recording:
         return self.records[attempt, min(steps)] if steps else None
 
     def event_time(self, reason: str, subject: str, after: float) -> float | None:
-        """Time of the first event with this reason and subject after ``after`` (seconds since 1970)."""
+        """Time of the first such event since ``after``; both in seconds since 1970."""
         times = [
             seconds(event.time)
             for event in self.events

@@ -1,11 +1,11 @@
-"""How the demo shows what happened: the timeline, the loss curve as text, and the same as a picture."""
+"""The demo's output: the timeline, and the loss curve as text and as a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 
-from megascale_cli.demo.judge import Kill
+from megascale_cli.demo.claims import Kill
 from megascale_cli.demo.recording import Recording, seconds
 from megascale_cli.output import clipped
 
@@ -14,26 +14,34 @@ CURVE_HEIGHT = 12
 
 
 def timeline(run: Recording, kill: Kill | None) -> list[str]:
-    """Events, the kill, and each attempt's first and last step, in order; seconds since the first of them."""
+    """Events, the kill, and each attempt's first and last step, with seconds since the first."""
     rows: list[tuple[float, str]] = [
-        (seconds(event.time), f"{event.reason:<22} {clipped(event.message)}") for event in run.events
+        (seconds(event.time), f"{event.reason:<22} {clipped(event.message)}")
+        for event in run.events
     ]
     if kill is not None:
-        rows.append((kill.at, f"{'>>> SIGKILL':<22} node {kill.node} with its {kill.processes} processes"))
+        rows.append(
+            (kill.at, f"{'>>> SIGKILL':<22} node {kill.node} with its {kill.processes} processes")
+        )
     for attempt in range(1, run.attempts + 1):
         steps = sorted(step for number, step in run.records if number == attempt)
         for step in dict.fromkeys(steps[:1] + steps[-1:]):
             record = run.records[attempt, step]
             rows.append(
-                (seconds(record.completed_at), f"{'step ' + str(step):<22} loss {record.loss:.4f}, attempt {attempt}")
+                (
+                    seconds(record.completed_at),
+                    f"{'step ' + str(step):<22} loss {record.loss:.4f}, attempt {attempt}",
+                )
             )
     rows.sort(key=lambda row: row[0])
     start = rows[0][0] if rows else 0.0
     return [f"{moment - start:8.3f} s  {text}" for moment, text in rows]
 
 
-def curve(losses: Mapping[int, float], killed_at_step: int | None, resumed_from_step: int) -> list[str]:
-    """The loss over the steps as lines of text; ``x`` is the last step before the kill, ``o`` the first one resumed."""
+def curve(
+    losses: Mapping[int, float], killed_at_step: int | None, resumed_from_step: int
+) -> list[str]:
+    """The loss curve as text; ``x``: last step before the kill, ``o``: first step resumed."""
     if not losses:
         return ["no losses"]
     first, last = min(losses), max(losses)
@@ -52,7 +60,9 @@ def curve(losses: Mapping[int, float], killed_at_step: int | None, resumed_from_
         if step in losses:
             place(step, sign)
     labels = {0: f"{high:.3f}", CURVE_HEIGHT - 1: f"{low:.3f}"}
-    lines = [f"{labels.get(index, ''):>8} |{''.join(row).rstrip()}" for index, row in enumerate(grid)]
+    lines = [
+        f"{labels.get(index, ''):>8} |{''.join(row).rstrip()}" for index, row in enumerate(grid)
+    ]
     legend = (
         ""
         if killed_at_step is None
@@ -62,7 +72,7 @@ def curve(losses: Mapping[int, float], killed_at_step: int | None, resumed_from_
 
 
 def write_png(path: Path, run: Recording, twin: Recording, killed_at_step: int | None) -> str:
-    """Write the loss curves as a picture; "" when that worked, else why not."""
+    """Write the loss curves as a picture; returns "", or why there is none."""
     try:
         import matplotlib
     except ImportError:
@@ -72,13 +82,27 @@ def write_png(path: Path, run: Recording, twin: Recording, killed_at_step: int |
 
     figure, axes = pyplot.subplots(figsize=(9, 4.5))
     twin_losses = twin.losses()
-    axes.plot(list(twin_losses), list(twin_losses.values()), color="#bbbbbb", linewidth=5, label="uninterrupted twin")
+    axes.plot(
+        list(twin_losses),
+        list(twin_losses.values()),
+        color="#bbbbbb",
+        linewidth=5,
+        label="uninterrupted twin",
+    )
     for attempt in range(1, run.attempts + 1):
         losses = run.losses(attempt)
-        axes.plot(list(losses), list(losses.values()), linewidth=1.5, marker=".", label=f"attempt {attempt}")
+        axes.plot(
+            list(losses),
+            list(losses.values()),
+            linewidth=1.5,
+            marker=".",
+            label=f"attempt {attempt}",
+        )
     if killed_at_step is not None:
         axes.axvline(killed_at_step, color="black", linestyle=":", label="node killed")
-    axes.set(xlabel="step", ylabel="loss", title="A node is killed; the run resumes from its checkpoint")
+    axes.set(
+        xlabel="step", ylabel="loss", title="A node is killed; the run resumes from its checkpoint"
+    )
     axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)

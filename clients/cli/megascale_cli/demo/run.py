@@ -1,4 +1,4 @@
-"""The demo itself, in the order in which it happens."""
+"""The demo, in the order in which it happens."""
 
 from __future__ import annotations
 
@@ -15,106 +15,127 @@ from rich.markup import escape
 
 from megascale.v1 import driver_pb2, types_pb2
 from megascale_cli.demo import render
-from megascale_cli.demo.judge import (
+from megascale_cli.demo.claims import (
     FIRST,
     MIN_COMMITS_BEFORE_KILL,
     SECOND,
     Claim,
     DemoReport,
     Kill,
-    judge_recovery,
-    judge_twin,
     make_report,
+    recovery_claims,
+    twin_claims,
 )
-from megascale_cli.demo.machine import DemoFailed, Machine, fresh_folder, run_command
-from megascale_cli.demo.plan import Plan
+from megascale_cli.demo.cluster import DemoCluster, DemoFailed, fresh_folder, run_command
+from megascale_cli.demo.plan import DemoPlan
 from megascale_cli.demo.recording import Recording
 from megascale_cli.output import event_text, step_text
 from megascale_client import AsyncClient, MegascaleError, parse_job
 
 CORPUS_BYTES = 2 << 20
-# A job may train for as long as the machine needs; one that shows no step, event or phase for so long stands still.
+# A job may train for as long as the machine needs; without a new step, event or phase for this
+# long it has failed.
 STANDSTILL_S = 120.0
 PROGRESS_POLL_S = 0.1
-STEPS_AFTER_COMMIT = 2  # the kill comes these many steps after the second commit, so that steps are lost
+STEPS_AFTER_COMMIT = 2  # between the second commit and the kill, so that the kill loses steps
 COMMIT_POLL_S = 0.1
 SHOW_EVERY_STEPS = 4
 
 Result = TypeVar("Result")
-Say = Callable[[str], None]
+Echo = Callable[[str], None]
 
 
 class Demo:
     """One demo in ``folder``.
 
     Args:
-        say: prints rich markup.
-        recovery_timeout_s: how long nothing may move after the kill.
+        echo: prints rich markup.
+        recovery_timeout_s: how long there may be no progress after the kill.
     """
 
-    def __init__(self, plan: Plan, folder: Path, say: Say, recovery_timeout_s: float) -> None:
+    def __init__(self, plan: DemoPlan, folder: Path, echo: Echo, recovery_timeout_s: float) -> None:
         self.plan = plan
         self.folder = folder.resolve()
         self.name = self.folder.name
-        self._say = say
+        self._echo = echo
         self._recovery_timeout_s = recovery_timeout_s
         self._started = time.monotonic()
         self._corpus = self.folder / "corpus" / "stdlib"
 
     async def run(self) -> DemoReport:
-        """Everything; returns the report when all was observed.
+        """Run the whole demo; returns the report when everything was observed.
 
         Raises:
-            DemoFailed: something was not observed; says what.
-            MegascaleError: the cluster refused or did not answer.
+            DemoFailed: something was not observed; the message names it.
+            MegascaleError: the cluster refused a call or did not answer.
         """
         fresh_folder(self.folder)
         await self._tokenise()
-        machine = Machine(self.plan, self.folder, self._say)
+        cluster = DemoCluster(self.plan, self.folder, self._echo)
         try:
-            await machine.start()
+            await cluster.start()
             async with AsyncClient.from_run_folder(self.folder) as client:
-                report = await self._train(client, machine)
+                report = await self._train(client, cluster)
         finally:
-            left = await machine.stop()
-        self._require([Claim("nothing is left running", left == 0, f"{left} processes had to be killed")])
+            left = await cluster.stop()
+        self._require(
+            [Claim("nothing is left running", left == 0, f"{left} processes had to be killed")]
+        )
         return report
 
     async def _tokenise(self) -> None:
         stdlib = sysconfig.get_path("stdlib")
-        arguments = ["data", "tokenize", stdlib, "--output", str(self._corpus), "--tokenizer", "bytes"]
+        arguments = [
+            "data",
+            "tokenize",
+            stdlib,
+            "--output",
+            str(self._corpus),
+            "--tokenizer",
+            "bytes",
+        ]
         corpus = await run_command(*arguments, "--glob", "*.py", "--max-bytes", str(CORPUS_BYTES))
-        self._say(f"corpus: {corpus['documents']} documents, {corpus['tokens']} tokens from {stdlib}")
+        self._echo(
+            f"corpus: {corpus['documents']} documents, {corpus['tokens']} tokens from {stdlib}"
+        )
 
-    async def _train(self, client: AsyncClient, machine: Machine) -> DemoReport:
+    async def _train(self, client: AsyncClient, cluster: DemoCluster) -> DemoReport:
         run = Recording(self.name)
-        kill = await self._interrupted(client, machine, run)
+        kill = await self._interrupted(client, cluster, run)
         warm = await _incarnations(client)
-        self._require(judge_recovery(self.plan, run, kill))
+        self._require(recovery_claims(self.plan, run, kill))
         twin = Recording(f"{self.name}-twin")
-        self._say(f"now the uninterrupted twin {twin.name} on the same nodes")
+        self._echo(f"now the uninterrupted twin {twin.name} on the same nodes")
         await self._submit(client, twin.name)
-        await self._while_moving(STANDSTILL_S, twin.follow(client, self._show), "the twin did not finish", client, twin)
+        await self._while_moving(
+            STANDSTILL_S, twin.follow(client, self._show), "the twin did not finish", client, twin
+        )
         after = await _incarnations(client)
-        same_nodes = all(warm.get(node) == after.get(node) for node in twin.nodes_of_attempt.get(FIRST, ["none"]))
+        same_nodes = all(
+            warm.get(node) == after.get(node) for node in twin.nodes_of_attempt.get(FIRST, ["none"])
+        )
         if self.plan.sabotage == "loss":
             _change_one_loss(twin)
         nodes = [node.name async for node in client.nodes()]
         report = make_report(self.plan, run, twin, kill, nodes, time.monotonic() - self._started)
         self._show_results(run, twin, kill, report)
-        self._require(judge_twin(self.plan, run, twin, same_nodes))
+        self._require(twin_claims(self.plan, run, twin, same_nodes))
         return report
 
-    async def _interrupted(self, client: AsyncClient, machine: Machine, run: Recording) -> Kill | None:
-        """Train until the second commit, kill a node, see the job to its end."""
+    async def _interrupted(
+        self, client: AsyncClient, cluster: DemoCluster, run: Recording
+    ) -> Kill | None:
+        """Train until the second commit, kill a node, and wait for the job to end."""
         await self._submit(client, run.name)
         following = asyncio.create_task(run.follow(client, self._show))
         try:
             waiting = self._commits(client, run)
-            commits = await self._while_moving(STANDSTILL_S, waiting, "no two checkpoints were completed", client, run)
+            commits = await self._while_moving(
+                STANDSTILL_S, waiting, "no two checkpoints were completed", client, run
+            )
             kill = None
             if self.plan.sabotage != "no-kill" and not run.ended:
-                kill = await self._kill(machine, run, commits)
+                kill = await self._kill(cluster, run, commits)
             why = "the job did not resume and finish" if kill else "the job did not finish"
             await self._while_moving(self._recovery_timeout_s, following, why, client, run)
         finally:
@@ -125,33 +146,49 @@ class Demo:
         spec = parse_job(self.plan.job(name, self._corpus, self.folder / "checkpoints" / name))
         await client.submit(spec)
         plan = self.plan
-        self._say(
-            f"job {name}: {plan.world_size} {plan.device} ranks (TP{plan.tp} x PP{plan.pp} x DP{plan.dp}), "
-            f"{plan.steps} steps, a checkpoint every {plan.interval_steps}"
+        layout = f"TP{plan.tp} x PP{plan.pp} x DP{plan.dp}"
+        self._echo(
+            f"job {name}: {plan.world_size} {plan.device} ranks ({layout}), {plan.steps} steps, "
+            f"a checkpoint every {plan.interval_steps}"
         )
 
     async def _commits(self, client: AsyncClient, run: Recording) -> tuple[int, ...]:
-        """Wait until two checkpoints are complete and some steps have followed; the steps of those complete."""
+        """Wait for two complete checkpoints and some steps more; returns all complete steps."""
         while not run.ended:
             await asyncio.sleep(COMMIT_POLL_S)
-            if run.last_step(FIRST) < MIN_COMMITS_BEFORE_KILL * self.plan.interval_steps + STEPS_AFTER_COMMIT:
+            if (
+                run.last_step(FIRST)
+                < MIN_COMMITS_BEFORE_KILL * self.plan.interval_steps + STEPS_AFTER_COMMIT
+            ):
                 continue
             steps = sorted([checkpoint.step async for checkpoint in client.checkpoints(run.name)])
-            if len(steps) >= MIN_COMMITS_BEFORE_KILL and run.last_step(FIRST) >= steps[1] + STEPS_AFTER_COMMIT:
+            if (
+                len(steps) >= MIN_COMMITS_BEFORE_KILL
+                and run.last_step(FIRST) >= steps[1] + STEPS_AFTER_COMMIT
+            ):
                 return tuple(steps)
         return tuple(sorted([checkpoint.step async for checkpoint in client.checkpoints(run.name)]))
 
-    async def _kill(self, machine: Machine, run: Recording, commits: tuple[int, ...]) -> Kill:
-        # The node of rank 0 is the hardest to lose: the rendezvous store and the committer live there.
+    async def _kill(self, cluster: DemoCluster, run: Recording, commits: tuple[int, ...]) -> Kill:
+        # The node of rank 0 is the hardest one to lose: the rendezvous store and the committer run
+        # there.
         node = run.nodes_of_attempt[FIRST][0]
-        self._say(f"[bold red]SIGKILL to every process of node {node}[/bold red] after step {run.last_step(FIRST)}")
-        killed_at, processes, left = await machine.kill_node(node)
+        self._echo(
+            f"[bold red]SIGKILL to every process of node {node}[/bold red] "
+            f"after step {run.last_step(FIRST)}"
+        )
+        killed_at, processes, left = await cluster.kill_node(node)
         return Kill(killed_at, node, commits, processes, left)
 
     async def _while_moving(
-        self, limit_s: float, waiting: Awaitable[Result], why: str, client: AsyncClient, run: Recording
+        self,
+        limit_s: float,
+        waiting: Awaitable[Result],
+        why: str,
+        client: AsyncClient,
+        run: Recording,
     ) -> Result:
-        """Wait as long as ``run`` moves: DemoFailed once it has stood still for ``limit_s``."""
+        """Wait while ``run`` makes progress. Raises DemoFailed after ``limit_s`` without any."""
         task = asyncio.ensure_future(waiting)
         progress, moved_s = run.progress, time.monotonic()
         try:
@@ -167,34 +204,38 @@ class Demo:
             explanation = (await client.explain(run.name)).explanation
         except MegascaleError as error:
             explanation = str(error)
-        raise DemoFailed(f"{why}: nothing moved for {limit_s:g} s: {explanation}")
+        raise DemoFailed(f"{why}: no progress for {limit_s:g} s: {explanation}")
 
     def _show(self, update: driver_pb2.WatchJobResponse) -> None:
         kind = update.WhichOneof("update")
         if kind == "event":
-            self._say(event_text(update.event))
+            self._echo(event_text(update.event))
         elif kind == "step" and (update.step.step % SHOW_EVERY_STEPS == 0 or update.step.step == 1):
-            self._say(step_text(update.step, self.plan.steps))
+            self._echo(step_text(update.step, self.plan.steps))
 
-    def _show_results(self, run: Recording, twin: Recording, kill: Kill | None, report: DemoReport) -> None:
+    def _show_results(
+        self, run: Recording, twin: Recording, kill: Kill | None, report: DemoReport
+    ) -> None:
         file = self.folder / "report.json"
         file.write_text(json.dumps(report.as_dict(), indent=2) + "\n")
-        killed_at_step = run.last_step(FIRST) if kill is not None and run.attempts >= SECOND else None
-        self._say("\n[bold]timeline[/bold]")
+        killed_at_step = (
+            run.last_step(FIRST) if kill is not None and run.attempts >= SECOND else None
+        )
+        self._echo("\n[bold]timeline[/bold]")
         for line in render.timeline(run, kill):
-            self._say(escape(line))
-        self._say("\n[bold]loss[/bold]")
+            self._echo(escape(line))
+        self._echo("\n[bold]loss[/bold]")
         for line in render.curve(run.losses(), killed_at_step, report.resumed_from_step):
-            self._say(line)
+            self._echo(line)
         picture = self.folder / "loss.png"
         problem = render.write_png(picture, run, twin, killed_at_step)
-        self._say(f"no picture: {problem}" if problem else f"picture: {picture}")
-        self._say(f"report: {file}\n")
+        self._echo(f"no picture: {problem}" if problem else f"picture: {picture}")
+        self._echo(f"report: {file}\n")
 
     def _require(self, claims: list[Claim]) -> None:
         for claim in claims:
             mark = "[green]yes[/green]" if claim.holds else "[bold red]NO[/bold red] "
-            self._say(f"  {mark} {escape(str(claim))}")
+            self._echo(f"  {mark} {escape(str(claim))}")
         failed = [claim for claim in claims if not claim.holds]
         if failed:
             raise DemoFailed(f"not observed: {failed[0]}")
@@ -206,7 +247,7 @@ async def _incarnations(client: AsyncClient) -> dict[str, str]:
 
 
 def _change_one_loss(recording: Recording) -> None:
-    """Sabotage: the smallest change that a double can have, in one step in the middle."""
+    """Sabotage: change one loss in the middle by the smallest step of a double."""
     attempt, step = sorted(recording.records)[len(recording.records) // 2]
     record = recording.records[attempt, step]
     record.loss = math.nextafter(record.loss, math.inf)

@@ -1,25 +1,32 @@
-"""The asyncio client of etcd's v3 API: keys and values, transactions, and the way to watches and leases.
+"""The asyncio client of etcd's v3 API: keys, values and transactions.
 
-Reads are linearizable and retried. Writes are sent once: `UnknownOutcome` means that the caller must
-decide, and `settled.txn_settled` is how.
+Watches, leases and elections stand on it in modules of their own. Reads are linearizable and
+retried. A write is sent once: on `UnknownOutcome` the caller decides what to do, and
+`settled.txn_settled` is the way to do it.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from megascale_common.etcd import rpc_pb2
-from megascale_common.etcd.connection import Cluster, Member, TlsConfig
-from megascale_common.etcd.errors import InvalidRequest, ResourceExhausted
-from megascale_common.etcd.operations import Compare, KeySpace, KeyValue, Listing, Operation, TxnResult
+from megascale_common.etcd.connection import EtcdMembers, Member, TlsConfig
+from megascale_common.etcd.errors import InvalidEtcdRequest, ResourceExhausted
+from megascale_common.etcd.operations import (
+    Compare,
+    KeySpace,
+    KeyValue,
+    Listing,
+    Operation,
+    TxnResult,
+)
 
 PAGE_KEYS = 512  # keys per range request; halved when a page is too large to receive
 
 
 @dataclass(frozen=True, slots=True)
 class MemberStatus:
-    """What the member that answered says of itself; `leader_id` 0 means that it knows no leader."""
+    """Status of the member that answered; `leader_id` 0 means that it has no leader."""
 
     version: str
     leader_id: int
@@ -30,9 +37,9 @@ class MemberStatus:
 class EtcdClient:
     """One client of one cluster, for use as `async with EtcdClient(["127.0.0.1:2379"]) as etcd:`.
 
-    `endpoints` are host:port; calls fail over among them. `prefix` (empty, or ending with "/") is put
-    before every key and taken off again. `timeout_s` bounds each call, retries of reads included.
-    Every call may raise `EtcdUnavailable`, writes also `UnknownOutcome`; see `errors`.
+    `endpoints` are host:port; calls fail over among them. `prefix` (empty, or ending with "/") is
+    put before every key and removed from results. `timeout_s` bounds each call, retries of reads
+    included. Every call may raise `EtcdUnavailable`, writes also `UnknownOutcome`; see `errors`.
     """
 
     def __init__(
@@ -44,34 +51,32 @@ class EtcdClient:
         tls: TlsConfig | None = None,
     ) -> None:
         if timeout_s <= 0:
-            raise InvalidRequest(f"timeout_s: {timeout_s} must be positive")
+            raise InvalidEtcdRequest(f"timeout_s: {timeout_s} must be positive")
         self.keys = KeySpace(prefix)
         self.timeout_s = timeout_s
         self._endpoints = tuple(endpoints)
         self._tls = tls
-        self._cluster: Cluster | None = None
+        self._members: EtcdMembers | None = None
 
     async def __aenter__(self) -> Self:
-        self._cluster = Cluster(self._endpoints, self._tls)
+        self._members = EtcdMembers(self._endpoints, self._tls)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections; close leases and watches before. A closed client stays closed."""
-        cluster, self._cluster = self._cluster, None
-        if cluster is not None:
-            await cluster.close()
+        """Close the connections, after leases and watches. A closed client stays closed."""
+        members, self._members = self._members, None
+        if members is not None:
+            await members.close()
 
     @property
-    def cluster(self) -> Cluster:
-        """The connections. Raises InvalidRequest outside the `async with` block."""
-        if self._cluster is None:
-            raise InvalidRequest("the etcd client is not open: use it in an `async with` block")
-        return self._cluster
+    def members(self) -> EtcdMembers:
+        """The connections. Raises InvalidEtcdRequest outside the `async with` block."""
+        if self._members is None:
+            raise InvalidEtcdRequest("the etcd client is not open: use it in an `async with` block")
+        return self._members
 
     async def get(self, key: str) -> KeyValue | None:
         """The key as stored now, or None."""
@@ -84,12 +89,14 @@ class EtcdClient:
         Raises Compacted if that revision was compacted away between two pages: call again.
         """
         if page_keys < 1:
-            raise InvalidRequest(f"page_keys: {page_keys} must be at least 1")
+            raise InvalidEtcdRequest(f"page_keys: {page_keys} must be at least 1")
         key, end = self.keys.range_of(prefix)
         items: list[KeyValue] = []
         revision = 0
         while True:
-            request = rpc_pb2.RangeRequest(key=key, range_end=end, limit=page_keys, revision=revision)
+            request = rpc_pb2.RangeRequest(
+                key=key, range_end=end, limit=page_keys, revision=revision
+            )
             try:
                 reply = await self._range(request)
             except ResourceExhausted:
@@ -104,20 +111,23 @@ class EtcdClient:
             key = reply.kvs[-1].key + b"\0"
 
     async def put(self, key: str, value: bytes, *, lease_id: int = 0) -> int:
-        """Store the value; the revision of the change. Raises LeaseNotFound for a lease that is gone."""
+        """Store the value; returns the revision of the change.
+
+        Raises LeaseNotFound when the lease has expired or was revoked.
+        """
         request = rpc_pb2.PutRequest(key=self.keys.full(key), value=value, lease=lease_id)
 
         async def send(member: Member, timeout_s: float) -> rpc_pb2.PutResponse:
             return await member.kv.Put(request, timeout=timeout_s)
 
-        return (await self.cluster.write(f"put {key}", self.timeout_s, send)).header.revision
+        return (await self.members.write(f"put {key}", self.timeout_s, send)).header.revision
 
     async def delete(self, key: str) -> int:
-        """Delete the key; how many keys went (0 or 1)."""
+        """Delete the key; returns the number of keys deleted (0 or 1)."""
         return await self._delete(f"delete {key}", self.keys.full(key), b"")
 
     async def delete_prefix(self, prefix: str) -> int:
-        """Delete every key that starts with `prefix`; how many keys went."""
+        """Delete every key that starts with `prefix`; returns their number."""
         return await self._delete(f"delete prefix {prefix!r}", *self.keys.range_of(prefix))
 
     async def txn(
@@ -129,23 +139,24 @@ class EtcdClient:
     ) -> TxnResult:
         """All of `success` if every compare holds, else all of `failure`, atomically.
 
-        A key may be put or deleted once per transaction. Raises InvalidRequest for a bad request.
+        A key may be put or deleted once per transaction.
+        Raises InvalidEtcdRequest for a bad request.
         """
         request = self.keys.txn_request(compare, success, failure)
 
         async def send(member: Member, timeout_s: float) -> rpc_pb2.TxnResponse:
             return await member.kv.Txn(request, timeout=timeout_s)
 
-        return self.keys.txn_result(await self.cluster.write("txn", self.timeout_s, send))
+        return self.keys.txn_result(await self.members.write("txn", self.timeout_s, send))
 
     async def compact(self, revision: int) -> None:
-        """Forget history before `revision`. Raises Compacted if that has happened already."""
+        """Discard history before `revision`. Raises Compacted if that has happened already."""
         request = rpc_pb2.CompactionRequest(revision=revision, physical=True)
 
         async def send(member: Member, timeout_s: float) -> rpc_pb2.CompactionResponse:
             return await member.kv.Compact(request, timeout=timeout_s)
 
-        await self.cluster.write(f"compact {revision}", self.timeout_s, send)
+        await self.members.write(f"compact {revision}", self.timeout_s, send)
 
     async def status(self) -> MemberStatus:
         """The status of the member in use."""
@@ -153,14 +164,14 @@ class EtcdClient:
         async def send(member: Member, timeout_s: float) -> rpc_pb2.StatusResponse:
             return await member.maintenance.Status(rpc_pb2.StatusRequest(), timeout=timeout_s)
 
-        reply = await self.cluster.read("status", self.timeout_s, send)
+        reply = await self.members.read("status", self.timeout_s, send)
         return MemberStatus(reply.version, reply.leader, reply.dbSize, reply.header.revision)
 
     async def _range(self, request: rpc_pb2.RangeRequest) -> rpc_pb2.RangeResponse:
         async def send(member: Member, timeout_s: float) -> rpc_pb2.RangeResponse:
             return await member.kv.Range(request, timeout=timeout_s)
 
-        return await self.cluster.read(f"get {request.key!r}", self.timeout_s, send)
+        return await self.members.read(f"get {request.key!r}", self.timeout_s, send)
 
     async def _delete(self, what: str, key: bytes, end: bytes) -> int:
         request = rpc_pb2.DeleteRangeRequest(key=key, range_end=end)
@@ -168,4 +179,4 @@ class EtcdClient:
         async def send(member: Member, timeout_s: float) -> rpc_pb2.DeleteRangeResponse:
             return await member.kv.DeleteRange(request, timeout=timeout_s)
 
-        return (await self.cluster.write(what, self.timeout_s, send)).deleted
+        return (await self.members.write(what, self.timeout_s, send)).deleted

@@ -1,12 +1,11 @@
-"""Channels to the members of one etcd cluster: which one to use, when to move on, what may be retried.
+"""Channels to the members of one etcd cluster: which to use, when to move on, what to retry.
 
-A read may be sent twice, a write may not. So a write waits until a channel is connected, is sent
-once, and if no answer comes its outcome is unknown; a read moves on to the next member until its
-time is up.
+A read may be sent twice, a write may not. So a write waits until a channel is connected and is sent
+once; if no answer comes, its outcome is unknown. A read moves on to the next member until its time
+is up.
 """
 
 import asyncio
-import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,13 @@ import grpc
 import grpc.aio
 
 from megascale_common.etcd import rpc_pb2_grpc
-from megascale_common.etcd.errors import EtcdUnavailable, InvalidRequest, UnknownOutcome, refusal
+from megascale_common.etcd.errors import (
+    EtcdUnavailable,
+    InvalidEtcdRequest,
+    UnknownOutcome,
+    refusal,
+)
+from megascale_common.service.backoff import Backoff
 
 T = TypeVar("T")
 
@@ -54,9 +59,14 @@ class TlsConfig:
     key_path: Path | None = None
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Raises InvalidRequest if only half of the pair is given, OSError if a file cannot be read."""
+        """The files as gRPC takes them.
+
+        Raises InvalidEtcdRequest if one of the pair is missing, OSError if a file cannot be read.
+        """
         if (self.certificate_path is None) != (self.key_path is None):
-            raise InvalidRequest("tls: certificate_path and key_path are given together or not at all")
+            raise InvalidEtcdRequest(
+                "tls: certificate_path and key_path are given together or not at all"
+            )
         key = None if self.key_path is None else self.key_path.read_bytes()
         chain = None if self.certificate_path is None else self.certificate_path.read_bytes()
         return grpc.ssl_channel_credentials(self.ca_path.read_bytes(), key, chain)
@@ -75,10 +85,12 @@ class Member:
         self.kv: rpc_pb2_grpc.KVAsyncStub = rpc_pb2_grpc.KVStub(self.channel)
         self.lease: rpc_pb2_grpc.LeaseAsyncStub = rpc_pb2_grpc.LeaseStub(self.channel)
         self.watch: rpc_pb2_grpc.WatchAsyncStub = rpc_pb2_grpc.WatchStub(self.channel)
-        self.maintenance: rpc_pb2_grpc.MaintenanceAsyncStub = rpc_pb2_grpc.MaintenanceStub(self.channel)
+        self.maintenance: rpc_pb2_grpc.MaintenanceAsyncStub = rpc_pb2_grpc.MaintenanceStub(
+            self.channel
+        )
 
     async def connected(self) -> bool:
-        """Wait for the connection attempt under way to end; whether it succeeded."""
+        """Wait until the current attempt to connect ends; whether it succeeded."""
         state = self.channel.get_state(try_to_connect=True)
         while state in (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING):
             await self.channel.wait_for_state_change(state)
@@ -86,15 +98,17 @@ class Member:
         return state is grpc.ChannelConnectivity.READY
 
 
-class Cluster:
-    """The members, tried in turn; calls stay with one member until it fails."""
+class EtcdMembers:
+    """The members, tried in turn: calls stay with one until it fails."""
 
     def __init__(self, endpoints: Sequence[str], tls: TlsConfig | None) -> None:
         if not endpoints:
-            raise InvalidRequest("endpoints: at least one host:port is needed")
+            raise InvalidEtcdRequest("endpoints: at least one host:port is needed")
         for endpoint in endpoints:
             if "://" in endpoint or ":" not in endpoint:
-                raise InvalidRequest(f"endpoints: {endpoint!r} must be host:port without a scheme")
+                raise InvalidEtcdRequest(
+                    f"endpoints: {endpoint!r} must be host:port without a scheme"
+                )
         self._members = [Member(endpoint, tls) for endpoint in endpoints]
         self._current = 0
         self.endpoints = tuple(endpoints)
@@ -104,7 +118,7 @@ class Cluster:
         await asyncio.gather(*(member.channel.close() for member in self._members))
 
     def avoid(self, member: Member) -> None:
-        """Turn to the next member, unless another call has already done so."""
+        """Use the next member from now on, unless another call has moved on already."""
         if self._members[self._current] is member:
             self._current = (self._current + 1) % len(self._members)
 
@@ -113,34 +127,39 @@ class Cluster:
         member = self._members[self._current]
         if member.channel.get_state() is grpc.ChannelConnectivity.READY:
             return member  # the common case, without a task and a timer per call
-        backoff = Backoff()
+        backoff = retry_backoff()
         share_s = timeout_s / len(self._members)
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
                     for _ in self._members:
                         member = self._members[self._current]
-                        # A member that swallows packets must not eat the time of the others.
+                        # A member that drops packets must not use up the time of the others.
                         if await _within(member.connected(), share_s):
                             return member
                         self.avoid(member)
                     await backoff.sleep()
         except TimeoutError:
             names = ", ".join(self.endpoints)
-            raise EtcdUnavailable(f"no etcd endpoint of {names} could be reached in {timeout_s:g} s") from None
+            raise EtcdUnavailable(
+                f"no etcd endpoint of {names} could be reached in {timeout_s:g} s"
+            ) from None
 
-    async def read(self, what: str, timeout_s: float, send: Callable[[Member, float], Awaitable[T]]) -> T:
-        """Send an idempotent call, again at the next member after each failure, for up to `timeout_s`.
+    async def read(
+        self, what: str, timeout_s: float, send: Callable[[Member, float], Awaitable[T]]
+    ) -> T:
+        """Send an idempotent call; after each failure again, at the next member.
 
-        Raises EtcdUnavailable when the time is up, or the typed refusal.
+        Raises EtcdUnavailable when `timeout_s` is up, or the typed refusal.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        backoff = Backoff()
+        backoff = retry_backoff()
         failure: grpc.aio.AioRpcError | None = None
         while (remaining_s := deadline - loop.time()) > 0:
             member = await self.member(remaining_s)
             try:
+                # A share of the time: a member that does not answer leaves some for the next.
                 return await send(member, min(remaining_s, timeout_s / len(self._members)))
             except grpc.aio.AioRpcError as error:
                 if (refused := refusal(error, what)) is not None:
@@ -149,12 +168,17 @@ class Cluster:
                 self.avoid(member)
             await backoff.sleep()
         code = failure.code().name if failure else "not sent"
-        raise EtcdUnavailable(f"{what}: no answer from etcd within {timeout_s:g} s ({code})") from failure
+        raise EtcdUnavailable(
+            f"{what}: no answer from etcd within {timeout_s:g} s ({code})"
+        ) from failure
 
-    async def write(self, what: str, timeout_s: float, send: Callable[[Member, float], Awaitable[T]]) -> T:
-        """Send a call once, on a connection that stands.
+    async def write(
+        self, what: str, timeout_s: float, send: Callable[[Member, float], Awaitable[T]]
+    ) -> T:
+        """Send a call once, on an open connection.
 
-        Raises EtcdUnavailable if it was never sent, UnknownOutcome if no answer came, or the refusal.
+        Raises EtcdUnavailable if it was never sent, UnknownOutcome if no answer came, or the
+        refusal.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
@@ -164,34 +188,22 @@ class Cluster:
         except grpc.aio.AioRpcError as error:
             if (refused := refusal(error, what)) is not None:
                 raise refused from error
+            # The request may have been applied before the connection broke: not sent again here.
             self.avoid(member)
-            raise UnknownOutcome(f"{what}: sent to {member.endpoint}, no answer ({error.code().name})") from error
+            raise UnknownOutcome(
+                f"{what}: sent to {member.endpoint}, no answer ({error.code().name})"
+            ) from error
 
 
-class Backoff:
-    """Exponential back-off with full jitter, so that clients of one cluster do not come back in step."""
-
-    def __init__(self) -> None:
-        self._limit_s = RETRY_BACKOFF_MIN_S
-
-    def reset(self) -> None:
-        """Start small again, after a success."""
-        self._limit_s = RETRY_BACKOFF_MIN_S
-
-    def next_s(self) -> float:
-        """A random time of up to the limit; the limit doubles."""
-        wait_s = random.uniform(RETRY_BACKOFF_MIN_S / 2, self._limit_s)
-        self._limit_s = min(2 * self._limit_s, RETRY_BACKOFF_MAX_S)
-        return wait_s
-
-    async def sleep(self) -> None:
-        """Wait for `next_s`."""
-        await asyncio.sleep(self.next_s())
+def retry_backoff() -> Backoff:
+    """The waits between retries of calls to etcd."""
+    return Backoff(RETRY_BACKOFF_MIN_S, RETRY_BACKOFF_MAX_S)
 
 
 async def _within(answer: Awaitable[bool], timeout_s: float) -> bool:
-    # Not wait_for: before Python 3.12 it swallows a cancellation that comes as the answer does, and the
-    # caller's own time limit, which ends at the same moment where there is one member, would never end.
+    # Not wait_for: before Python 3.12 it swallows a cancellation that comes as the answer does, and
+    # the caller's own time limit, which ends at the same moment where there is one member, would
+    # never end.
     try:
         async with asyncio.timeout(timeout_s):
             return await answer

@@ -1,18 +1,23 @@
-"""Leader election on one key: whoever creates it, with a lease, leads until the key goes.
+"""Leader election on one key: who creates it, with a lease, leads until the key is deleted.
 
 The key's create revision rises from leader to leader: it is the fencing token. A lease alone cannot
-stop a leader that was paused from finishing a write that it began before; comparing the token inside
-every write's transaction (`guard`) can.
+stop a leader that was paused from completing a write that it began before the pause; comparing the
+token inside every write's transaction (`guard`) can.
 """
 
 import contextlib
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from megascale_common.etcd.client import EtcdClient
-from megascale_common.etcd.connection import Backoff
-from megascale_common.etcd.errors import Compacted, EtcdError, EtcdUnavailable, LeaseNotFound, UnknownOutcome
+from megascale_common.etcd.connection import retry_backoff
+from megascale_common.etcd.errors import (
+    Compacted,
+    EtcdError,
+    EtcdUnavailable,
+    LeaseNotFound,
+    UnknownOutcome,
+)
 from megascale_common.etcd.lease import Lease
 from megascale_common.etcd.operations import CreateRevisionEquals, Delete, Get, Put
 from megascale_common.etcd.watch import Watch
@@ -20,9 +25,9 @@ from megascale_common.etcd.watch import Watch
 
 @dataclass(frozen=True, slots=True)
 class Leadership:
-    """A won election. `create_revision` is the fencing token; `lease.lost` says when to stop.
+    """A won election. `create_revision` is the fencing token; stop when `lease.lost` is set.
 
-    The lease does not notice when somebody deletes the key by hand: a fenced write that is rejected
+    The lease does not detect that somebody deleted the key by hand: a fenced write that is rejected
     because `guard` failed means that leadership is over, too.
     """
 
@@ -36,27 +41,25 @@ class Leadership:
         return CreateRevisionEquals(self.key, self.create_revision)
 
     async def resign(self) -> None:
-        """Give the key up at once, so that the next leader need not wait for the lease; then revoke it."""
-        with contextlib.suppress(EtcdError):  # whatever happened to the delete, the lease ends the term
+        """Delete the key at once, so that the next leader need not wait; then revoke the lease."""
+        with contextlib.suppress(EtcdError):  # if the delete was lost, the lease ends the term
             await self.client.txn(compare=[self.guard()], success=[Delete(self.key)])
         await self.lease.close()
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.resign()
 
 
 async def campaign(client: EtcdClient, key: str, value: bytes, *, ttl_s: int) -> Leadership:
-    """Wait until this candidate leads. `value` tells the others who and where the leader is.
+    """Wait until this candidate leads. `value` describes the leader and its address to others.
 
-    Waits without limit, across restarts of etcd; cancel it to give up. After that or an error no lease
-    is left behind. Raises the refusals of `errors` (a wrong request, access denied).
+    Waits without limit, across restarts of etcd; cancel it to give up. After that or an error no
+    lease is left behind. Raises the refusals of `errors` (a wrong request, access denied).
     """
-    backoff = Backoff()
+    backoff = retry_backoff()
     while True:
         try:
             lease = await Lease.grant(client, ttl_s)
@@ -65,6 +68,7 @@ async def campaign(client: EtcdClient, key: str, value: bytes, *, ttl_s: int) ->
                     won, revision = await _claim(client, key, value, lease)
                     if won:
                         return Leadership(client, key, revision, lease)
+                    # From the next revision on: a deletion right after the claim is not missed.
                     await _until_deleted(client, key, revision + 1)
             except BaseException:
                 await lease.close()
@@ -75,11 +79,12 @@ async def campaign(client: EtcdClient, key: str, value: bytes, *, ttl_s: int) ->
 
 
 async def _claim(client: EtcdClient, key: str, value: bytes, lease: Lease) -> tuple[bool, int]:
-    """Try to create the key: (True, its create revision), or (False, the revision at which another has it).
+    """Try to create the key: (True, its create revision), or (False, revision of the answer).
 
-    Without an answer the same claim is made again: if it had gone through, the key carries our lease.
+    Without an answer the claim is made again: if the first one was applied after all, the key
+    carries our lease.
     """
-    backoff = Backoff()
+    backoff = retry_backoff()
     while True:
         try:
             result = await client.txn(
@@ -101,7 +106,7 @@ async def _claim(client: EtcdClient, key: str, value: bytes, lease: Lease) -> tu
 
 
 async def _until_deleted(client: EtcdClient, key: str, start_revision: int) -> None:
-    """Return at the first deletion of the key from `start_revision` on."""
+    """Wait for the first deletion of the key at `start_revision` or later."""
     async with Watch(client, key, start_revision, prefix=False) as watch:
         async for event in watch:
             if event.deleted:

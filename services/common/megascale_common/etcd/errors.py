@@ -1,14 +1,14 @@
 """The errors of the etcd client: one small tree, mapped from gRPC status codes.
 
-What a caller must tell apart is whether a write happened. Every class here but `UnknownOutcome`
-means that the failed call changed nothing.
+What matters to a caller is whether a write happened. Every class here but `UnknownOutcome` means
+that the failed call changed nothing.
 """
 
 import grpc
 
 
 class EtcdError(Exception):
-    """Base of everything that the client raises; on its own: the server refused for another reason."""
+    """Base of all that the client raises; by itself: the server refused for another reason."""
 
 
 class EtcdUnavailable(EtcdError):
@@ -22,7 +22,7 @@ class UnknownOutcome(EtcdError):
     """
 
 
-class InvalidRequest(EtcdError):
+class InvalidEtcdRequest(EtcdError):
     """The request cannot be right: fix the caller."""
 
 
@@ -39,9 +39,10 @@ class LeaseNotFound(EtcdError):
 
 
 class Compacted(EtcdError):
-    """History before `compact_revision` is gone: list again, and watch from the list's revision + 1.
+    """History before `compact_revision` was discarded.
 
-    `compact_revision` is 0 where the server did not say (range requests).
+    List again, and watch from the listing's revision + 1. `compact_revision` is 0 where the server
+    does not report it (range requests).
     """
 
     def __init__(self, message: str, compact_revision: int = 0) -> None:
@@ -49,12 +50,13 @@ class Compacted(EtcdError):
         self.compact_revision = compact_revision
 
 
-# Refusals: the server looked at the request and did nothing. Every other code leaves a write unknown.
+# Refusals: the server read the request and changed nothing. With any other code the outcome of a
+# write is unknown.
 _REFUSALS: dict[grpc.StatusCode, type[EtcdError]] = {
-    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
-    grpc.StatusCode.OUT_OF_RANGE: InvalidRequest,
-    grpc.StatusCode.UNIMPLEMENTED: InvalidRequest,
-    grpc.StatusCode.ALREADY_EXISTS: InvalidRequest,
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidEtcdRequest,
+    grpc.StatusCode.OUT_OF_RANGE: InvalidEtcdRequest,
+    grpc.StatusCode.UNIMPLEMENTED: InvalidEtcdRequest,
+    grpc.StatusCode.ALREADY_EXISTS: InvalidEtcdRequest,
     grpc.StatusCode.PERMISSION_DENIED: AccessDenied,
     grpc.StatusCode.UNAUTHENTICATED: AccessDenied,
     grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhausted,

@@ -1,14 +1,13 @@
-"""Leases: keys that vanish with their owner, and an owner that knows in time that they are about to.
+"""Leases: keys that are deleted when their owner is gone, which the owner detects in time.
 
-Validity is counted from before the last successful keep-alive left, on a clock that runs on while the
-machine sleeps, less a margin. So the owner stops acting before the server can give its keys to another,
-even if it was paused, cut off, or its event loop was blocked.
+Validity is counted from the moment before the last successful keep-alive was sent, on a clock that
+runs on while the machine is suspended, less a margin. So the owner stops acting before the server
+can give its keys to another, even if it was paused or cut off, or its event loop was blocked.
 """
 
 import asyncio
 import contextlib
 import time
-from types import TracebackType
 from typing import Self
 
 import grpc.aio
@@ -16,31 +15,39 @@ import structlog
 
 from megascale_common.etcd import rpc_pb2
 from megascale_common.etcd.client import EtcdClient
-from megascale_common.etcd.connection import Backoff, Member
-from megascale_common.etcd.errors import EtcdError, EtcdUnavailable, InvalidRequest, UnknownOutcome
+from megascale_common.etcd.connection import Member, retry_backoff
+from megascale_common.etcd.errors import (
+    EtcdError,
+    EtcdUnavailable,
+    InvalidEtcdRequest,
+    UnknownOutcome,
+)
 
 KEEPALIVES_PER_TTL = 3
 MARGIN_FRACTION = 0.1  # of the TTL: room for clock drift and for the work between check and effect
 REVOKE_TIMEOUT_S = 2.0
-GRANT_ATTEMPTS = 3  # a grant without an answer leaves at worst a lease that nobody renews
+GRANT_ATTEMPTS = 3  # a grant whose answer is lost leaves a lease that expires by itself
 
 _log = structlog.get_logger(__name__)
 
 
 def now_s() -> float:
-    """Seconds on a clock that never steps and keeps running through suspend."""
+    """Seconds on a clock that never steps and that runs on while the machine is suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Lease:
     """A lease that is kept alive in the background until `close` or until it is lost.
 
-    `lost` is set, for good, when the server says that the lease is gone, when it can no longer be
-    trusted to stand, or when it was closed; `lost_reason` says which. Code that must not act without
-    the lease asks `remaining_s()` right before acting: it needs no event loop turn to be right.
+    `lost` is set, for good, when the server reports that the lease is gone, when its validity has
+    run out here, or when it was closed; `lost_reason` has the reason. Code that must not act
+    without the lease checks `remaining_s()` right before it acts: that is right even if the event
+    loop has not run since.
     """
 
-    def __init__(self, client: EtcdClient, lease_id: int, ttl_s: int, granted_from_s: float) -> None:
+    def __init__(
+        self, client: EtcdClient, lease_id: int, ttl_s: int, granted_from_s: float
+    ) -> None:
         self.lease_id = lease_id
         self.ttl_s = ttl_s  # as granted: the server raises one that is below its election timeout
         self.lost = asyncio.Event()
@@ -54,20 +61,24 @@ class Lease:
     async def grant(cls, client: EtcdClient, ttl_s: int) -> Self:
         """Get a lease of `ttl_s` whole seconds and start to keep it alive.
 
-        Raises InvalidRequest for a TTL below one second, EtcdUnavailable and UnknownOutcome as usual.
+        Raises InvalidEtcdRequest for a TTL below one second, EtcdUnavailable and UnknownOutcome as
+        usual.
         """
         if ttl_s < 1:
-            raise InvalidRequest(f"ttl_s: {ttl_s} must be at least 1 second")
+            raise InvalidEtcdRequest(f"ttl_s: {ttl_s} must be at least 1 second")
 
         async def send(member: Member, timeout_s: float) -> rpc_pb2.LeaseGrantResponse:
-            return await member.lease.LeaseGrant(rpc_pb2.LeaseGrantRequest(TTL=ttl_s), timeout=timeout_s)
+            return await member.lease.LeaseGrant(
+                rpc_pb2.LeaseGrantRequest(TTL=ttl_s), timeout=timeout_s
+            )
 
         attempts_left = GRANT_ATTEMPTS
         while True:
             attempts_left -= 1
+            # Taken before sending: the server's TTL starts later, so ours ends earlier.
             sent_s = now_s()
             try:
-                reply = await client.cluster.write("lease grant", client.timeout_s, send)
+                reply = await client.members.write("lease grant", client.timeout_s, send)
             except UnknownOutcome:
                 if attempts_left == 0:
                     raise
@@ -75,11 +86,11 @@ class Lease:
                 return cls(client, reply.ID, reply.TTL, sent_s)
 
     def remaining_s(self) -> float:
-        """Seconds for which the lease may still be relied on; 0 when it is lost."""
+        """Seconds for which the lease is still valid; 0 when it is lost."""
         return 0.0 if self.lost.is_set() else max(0.0, self._valid_until_s - now_s())
 
     async def close(self) -> None:
-        """Stop keeping the lease and revoke it, so that its keys go at once; quiet if etcd is away."""
+        """Stop the keep-alives and revoke the lease, which deletes its keys. Never raises."""
         self._lose("closed")
         self._keeper.cancel()
         await asyncio.wait([self._keeper])
@@ -90,14 +101,12 @@ class Lease:
 
         # A lease that cannot be revoked expires by itself.
         with contextlib.suppress(EtcdError):
-            await self._client.cluster.write("lease revoke", REVOKE_TIMEOUT_S, send)
+            await self._client.members.write("lease revoke", REVOKE_TIMEOUT_S, send)
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     def _extend(self, sent_s: float, ttl_s: float) -> None:
@@ -109,12 +118,13 @@ class Lease:
             self.lost.set()
 
     async def _keep(self) -> None:
-        """Renew every third of the TTL; after a failure again at once, until the validity has run out."""
+        """Renew every third of the TTL; after a failure retry until the validity has run out."""
         interval_s = self.ttl_s / KEEPALIVES_PER_TTL
-        backoff = Backoff()
+        backoff = retry_backoff()
         wait_s = interval_s
         try:
             while True:
+                # Never past the end of the validity: that must be detected when it happens.
                 await asyncio.sleep(min(wait_s, self.remaining_s()))
                 if (remaining_s := self.remaining_s()) <= 0:
                     return self._lose(f"not renewed for {self.ttl_s} s less a margin")
@@ -134,14 +144,17 @@ class Lease:
             self._lose("no longer renewed")
 
     async def _renew(self, timeout_s: float) -> int:
-        """One keep-alive on a stream of its own, so that each may fail over; the new TTL in seconds."""
+        """Send one keep-alive; returns the new TTL in seconds, 0 for a lease that is gone.
+
+        Each has a stream of its own, so that it can go to another member than the one before.
+        """
 
         async def send(member: Member, call_timeout_s: float) -> int:
             call = member.lease.LeaseKeepAlive(timeout=call_timeout_s)
             try:
                 await call.write(rpc_pb2.LeaseKeepAliveRequest(ID=self.lease_id))
                 reply = await call.read()
-            except asyncio.InvalidStateError:  # gRPC's word for writing to a call that has just ended
+            except asyncio.InvalidStateError:  # raised by a write to a call that has just ended
                 reply = grpc.aio.EOF
             finally:
                 call.cancel()
@@ -149,4 +162,4 @@ class Lease:
                 raise EtcdUnavailable("the keep-alive stream ended without a reply")
             return reply.TTL
 
-        return await self._client.cluster.read("lease keep-alive", timeout_s, send)
+        return await self._client.members.read("lease keep-alive", timeout_s, send)

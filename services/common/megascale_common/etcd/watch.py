@@ -1,14 +1,13 @@
-"""Watches that survive the server: every change of a key or prefix, in order, once, from a revision on.
+"""Watches that survive the server: each change from a revision on, in order, delivered once.
 
-After a lost connection the watch resumes behind what was delivered. A revision can touch many keys and
-etcd may split its events over several messages, so the position is a revision and the number of its
-events already delivered: resuming asks for that revision again and skips that number.
+After a lost connection the watch resumes behind what was delivered. A revision can change many keys
+and etcd may split its events over several messages, so the position is a revision and the number of
+its events already delivered: resuming requests that revision again and skips that number.
 """
 
 import asyncio
 import contextlib
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 import grpc
@@ -17,18 +16,20 @@ import structlog
 
 from megascale_common.etcd import rpc_pb2
 from megascale_common.etcd.client import EtcdClient
-from megascale_common.etcd.connection import Backoff
+from megascale_common.etcd.connection import retry_backoff
 from megascale_common.etcd.errors import (
     AccessDenied,
     Compacted,
     EtcdUnavailable,
-    InvalidRequest,
+    InvalidEtcdRequest,
     refusal,
 )
 from megascale_common.etcd.operations import Event
+from megascale_common.service.backoff import Backoff
 
-QUEUE_EVENTS = 1024  # a slow consumer stops the reading, and flow control then holds the server back
-# Without it a member that lost its cluster would keep the stream open and silent for ever.
+# A slow consumer stops the reading, and flow control then stops the server.
+QUEUE_EVENTS = 1024
+# Without it a member that lost its cluster would keep the stream open without events for ever.
 _REQUIRE_LEADER = (("hasleader", "true"),)
 
 _log = structlog.get_logger(__name__)
@@ -36,9 +37,9 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(slots=True)
 class Position:
-    """Where a watch stands: all before `revision` is delivered, and `delivered` events of it.
+    """How far a watch is: all before `revision` is delivered, and `delivered` events of it.
 
-    `repeated` events of `revision` come once more on the present stream before new ones.
+    `repeated` events of `revision` will come once more on the present stream before new ones.
     """
 
     revision: int
@@ -46,7 +47,7 @@ class Position:
     repeated: int = 0
 
     def restart(self) -> int:
-        """The revision to ask for on a new stream."""
+        """The revision to request on a new stream."""
         self.repeated = self.delivered
         return self.revision
 
@@ -71,11 +72,12 @@ class Position:
 class Watch:
     """`async with Watch(client, prefix, start_revision) as watch: async for event in watch: ...`
 
-    Delivers the changes of every key that starts with `key` (`prefix=False`: of that key alone), from
-    `start_revision`, inclusive, on: read a Listing first and start at its revision + 1. While etcd is
-    away it waits, without limit; who must know asks the client. Iteration raises Compacted when history
-    that was still to come is gone (list again), AccessDenied, and ends after `close`. At most
-    `queue_events` are held ahead of the consumer.
+    Delivers the changes of every key that starts with `key` (`prefix=False`: of that key alone),
+    from `start_revision` on, which is included: read a Listing first and start at its revision + 1.
+    While no member answers it waits, without limit; a call of the client shows whether etcd is
+    away. Iteration raises Compacted when history that was still to be delivered was discarded (list
+    again), AccessDenied, and ends after `close`. At most `queue_events` are held ahead of the
+    consumer.
     """
 
     def __init__(
@@ -88,16 +90,17 @@ class Watch:
         queue_events: int = QUEUE_EVENTS,
     ) -> None:
         if start_revision < 1:
-            raise InvalidRequest(
-                f"start_revision: {start_revision} must be at least 1: start right behind a read, so that "
-                "nothing falls between the two"
+            raise InvalidEtcdRequest(
+                f"start_revision: {start_revision} must be at least 1: start right behind a read, "
+                "so that no change is missed between the two"
             )
         self.position = Position(start_revision)
         self._client = client
         self._key = key
         self._range = client.keys.range_of(key) if prefix else (client.keys.full(key), b"")
         self._room = asyncio.Semaphore(queue_events)
-        self._queue: asyncio.Queue[Event | None] = asyncio.Queue()  # bounded by _room; None: the end
+        # Bounded by _room, not by a size, so that the end (None) always finds a place in it.
+        self._queue: asyncio.Queue[Event | None] = asyncio.Queue()
         self._failure: Exception | None = None
         self._reader: asyncio.Task[None] | None = None
 
@@ -105,9 +108,7 @@ class Watch:
         self._reader = asyncio.create_task(self._run(), name=f"etcd-watch-{self._key}")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     def __aiter__(self) -> Self:
@@ -118,7 +119,7 @@ class Watch:
         if event is not None:
             self._room.release()
             return event
-        self._queue.put_nowait(None)  # the end stays the end
+        self._queue.put_nowait(None)  # every later call finds the end as well
         if self._failure is not None:
             raise self._failure
         raise StopAsyncIteration
@@ -131,12 +132,12 @@ class Watch:
 
     async def _run(self) -> None:
         """Follow one stream after another until refused or closed."""
-        backoff = Backoff()
-        cluster = self._client.cluster
+        backoff = retry_backoff()
+        members = self._client.members
         try:
             while True:
                 with contextlib.suppress(EtcdUnavailable):
-                    member = await cluster.member(self._client.timeout_s)
+                    member = await members.member(self._client.timeout_s)
                     call = member.watch.Watch(metadata=_REQUIRE_LEADER)
                     try:
                         await self._follow(call, backoff)
@@ -144,13 +145,13 @@ class Watch:
                         if (refused := refusal(error, f"watch {self._key}")) is not None:
                             raise refused from error
                     except asyncio.InvalidStateError:
-                        pass  # gRPC's word for writing to a call that has just ended
+                        pass  # raised by a write to a call that has just ended
                     finally:
                         call.cancel()
-                    cluster.avoid(member)
+                    members.avoid(member)
                 _log.info("watch resumes", key=self._key, revision=self.position.revision)
                 await backoff.sleep()
-        except Exception as error:  # whatever ends the reading is the consumer's to see
+        except Exception as error:  # raised again where the consumer iterates
             self._failure = error
         finally:
             self._queue.put_nowait(None)
@@ -181,22 +182,29 @@ class Watch:
                 await self._deliver(response)
 
     async def _deliver(self, response: rpc_pb2.WatchResponse) -> None:
-        """Queue the new events of a message, or take its word that there were none up to a revision."""
+        """Queue the new events of a message and move the position behind it."""
         for event in response.events:
             if self.position.take(event.kv.mod_revision):
                 await self._room.acquire()
                 deleted = event.type == rpc_pb2.Event.DELETE
                 self._queue.put_nowait(Event(self._client.keys.key_value(event.kv), deleted))
         if not response.fragment:
-            # A message with events may be older than its header says, so only the events' own count.
-            last = response.events[-1].kv.mod_revision if response.events else response.header.revision
+            # Without events it is a progress notification: there were none up to its revision. With
+            # events its header's revision may be ahead of them, so only their own counts. A
+            # fragment completes nothing: more events of its last revision follow.
+            last = (
+                response.events[-1].kv.mod_revision if response.events else response.header.revision
+            )
             self.position.complete(last)
 
     def _canceled(self, response: rpc_pb2.WatchResponse) -> None:
-        """Raise if the server will never serve this watch; return if another try may."""
+        """Raise if the server will never serve this watch; return if a new stream may help."""
         reason = response.cancel_reason or "no reason given"
         if response.compact_revision:
-            raise Compacted(f"watch {self._key}: revision {self.position.revision} is gone", response.compact_revision)
+            raise Compacted(
+                f"watch {self._key}: revision {self.position.revision} is gone",
+                response.compact_revision,
+            )
         if "permission denied" in reason:
             raise AccessDenied(f"watch {self._key}: {reason}")
         _log.warning("watch canceled by the server", key=self._key, reason=reason)

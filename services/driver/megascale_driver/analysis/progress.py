@@ -1,9 +1,10 @@
-"""Whether a job whose processes all live still advances, and which ranks hold the others up.
+"""Whether a job with all processes alive still advances, and which ranks hold the others up.
 
-A rank advances when it writes its status page: a step, a phase, a micro-batch, an operation entered or completed. When
-no rank does for the limit of its phase, the job hangs. Who is to blame is read off the operations: a rank inside one
-waits for the members of its group that have not entered it yet; whoever is waited for, and waits for nobody, holds the
-job up (MegaScale section 5.2: in a hang the silent rank is the culprit).
+A rank advances when it writes its status page: a step, a phase, a micro-batch, an operation entered
+or completed. When no rank does for the limit of its phase, the job hangs. The operations show which
+rank is to blame: a rank inside one waits for the members of its group that have not entered it yet.
+A rank for which others wait, and which waits for none itself, holds the job up (MegaScale section
+5.2: in a hang the silent rank is the culprit).
 """
 
 from __future__ import annotations
@@ -12,19 +13,23 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megascale_common.rank_layout import RankLayout
+from megascale_common.job.rank_layout import RankLayout
 
 MAX_STEP_TIMES = 128
-# With fewer step times than this, nothing is known of the job's pace, and a step may take as long as the warm-up.
+# With fewer step times than this the job's pace is unknown, and a step may take as long as the
+# warm-up.
 MIN_STEP_TIMES = 3
-# Last writes this close together tell nothing about who stopped first.
+# Last writes this close together do not show which rank stopped first.
 SAME_TIME_S = 1.0
 DONE = "DONE"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HangLimits:
-    """How long no rank may advance, in seconds. A step: max(``floor_s``, ``p99_factor`` x p99 of the step times)."""
+    """How long no rank may advance before the job counts as hung, in seconds, by phase.
+
+    For a step it is max(``floor_s``, ``p99_factor`` x p99 of the step times).
+    """
 
     floor_s: float = 60.0
     p99_factor: float = 5.0
@@ -37,10 +42,12 @@ class HangLimits:
 
     def __post_init__(self) -> None:
         if not 0 < self.floor_s < math.inf:
-            raise ValueError(f"the hang floor must be a positive number of seconds, got {self.floor_s}")
+            raise ValueError(
+                f"the hang floor must be a positive number of seconds, got {self.floor_s}"
+            )
 
     def of(self, phase: str, step_times: Sequence[float]) -> float:
-        """The limit for a rank in ``phase`` (:class:`megascale_common.status_page.Phase`, by name)."""
+        """The limit for a rank in ``phase``, a name of megascale_common.node.status_page.Phase."""
         generous = {
             "STARTING": self.starting_s,
             "WARMUP": self.warmup_s,
@@ -67,7 +74,7 @@ class OperationCount:
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """A rank's status page as a heartbeat carries it; ``age_s``: time since the rank last wrote it."""
+    """A rank's status page in a heartbeat. ``age_s``: time since the rank last wrote it."""
 
     rank: int
     step: int
@@ -78,7 +85,7 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """What the newest heartbeat of a node, at ``at_s``, says of the job's ``ranks`` there."""
+    """The job's ``ranks`` on a node by its newest heartbeat, which arrived at ``at_s``."""
 
     node: str
     at_s: float
@@ -88,7 +95,7 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class RankView:
-    """Where a rank stood when it was last seen to write; ``status`` is None where its page cannot be read."""
+    """A rank at its last known write; ``status`` is None if its page cannot be read."""
 
     rank: int
     node: str
@@ -97,13 +104,14 @@ class RankView:
 
     def __str__(self) -> str:
         if self.status is None:
-            return f"rank {self.rank} on node {self.node} has no status page that can be read"
-        return f"rank {self.rank} on node {self.node} stands in phase {self.status.phase} at step {self.status.step}"
+            return f"rank {self.rank} on node {self.node} has no readable status page"
+        where = f"is in phase {self.status.phase} at step {self.status.step}"
+        return f"rank {self.rank} on node {self.node} {where}"
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """How long no rank is known to have advanced, against the limit; ``ranks`` are those that are not done."""
+    """For how long no rank has advanced, and the limit; ``ranks`` are those that are not done."""
 
     still_s: float
     limit_s: float
@@ -116,20 +124,23 @@ class Standing:
 
 
 def add_step_time(times: tuple[float, ...], interval_s: float) -> tuple[float, ...]:
-    """The sample with one more time per step; the oldest leave it."""
+    """The sample with one more time per step, cut to the newest MAX_STEP_TIMES."""
     return (*times, interval_s)[-MAX_STEP_TIMES:] if interval_s > 0 else times
 
 
 def p99(times: Sequence[float]) -> float:
-    """The 99th percentile by nearest rank; 0 of nothing."""
+    """The 99th percentile by nearest rank; 0 of an empty sample."""
     return sorted(times)[math.ceil(0.99 * len(times)) - 1] if times else 0.0
 
 
-def standing(beats: Sequence[Beat], step_times: Sequence[float], since_s: float, limits: HangLimits) -> Standing | None:
-    """What the beats of all nodes of a job prove; None when they prove nothing.
+def standing(
+    beats: Sequence[Beat], step_times: Sequence[float], since_s: float, limits: HangLimits
+) -> Standing | None:
+    """What the newest heartbeats of all nodes of a job prove; None if they prove nothing.
 
-    Time counts from ``since_s`` or the newest write of any rank up to the oldest of the beats: what happened after a
-    node was last heard of is not known, so heartbeats that stop, stop the clock with them.
+    Time counts from ``since_s`` or the newest write of any rank, whichever is later, to the oldest
+    of the heartbeats. What a node's ranks did after its newest heartbeat is not known, so a node
+    that stops sending them stops this clock, and silence decides about it instead.
     """
     views: list[RankView] = []
     newest_s = since_s
@@ -139,6 +150,8 @@ def standing(beats: Sequence[Beat], step_times: Sequence[float], since_s: float,
             return None
         for rank in beat.ranks:
             status = known.get(rank)
+            # The page's age, measured on the node, against the arrival of the heartbeat: the clocks
+            # of nodes and driver are never compared.
             written_at_s = beat.at_s - status.age_s if status is not None else -math.inf
             newest_s = max(newest_s, written_at_s)
             if status is None or status.phase != DONE:
@@ -151,10 +164,11 @@ def standing(beats: Sequence[Beat], step_times: Sequence[float], since_s: float,
 
 
 def suspects(views: Sequence[RankView], layout: RankLayout) -> tuple[RankView, ...]:
-    """The ranks that hold the others up, best guess first.
+    """The ranks that hold the others up, the most likely first.
 
-    Ranks without a readable page; else those that are waited for and wait for nobody; where the operations do not
-    tell some ranks from the others, those that are behind in steps and were the first to stop writing.
+    These are the ranks without a readable page; if there are none, those for which others wait and
+    which wait for none; if the operations do not single out some of the ranks, those at the lowest
+    step that stopped writing first.
     """
     silent = tuple(view for view in views if view.status is None)
     if silent:
@@ -170,7 +184,11 @@ def suspects(views: Sequence[RankView], layout: RankLayout) -> tuple[RankView, .
 
 
 def _holding_up(views: Iterable[RankView], layout: RankLayout) -> set[int]:
-    """Ends of the chains of waiting: ranks inside no operation, or waited for in one that all members have entered."""
+    """Ends of the chains of waiting: ranks that wait for no rank, see :func:`suspects`.
+
+    A rank inside no operation is one. So is a rank inside an operation that all members of its
+    group have entered, if others wait for it elsewhere.
+    """
     entered: dict[tuple[str, tuple[int, ...]], dict[int, int]] = {}
     inside: dict[int, list[tuple[tuple[str, tuple[int, ...]], int]]] = {}
     for view in views:
@@ -181,15 +199,24 @@ def _holding_up(views: Iterable[RankView], layout: RankLayout) -> set[int]:
             if count.entered > count.completed:
                 inside[view.rank].append((group, count.entered))
     waits: dict[int, set[int]] = {
-        rank: {peer for group, number in places for peer, theirs in entered[group].items() if theirs < number}
+        rank: {
+            peer
+            for group, number in places
+            for peer, theirs in entered[group].items()
+            if theirs < number
+        }
         for rank, places in inside.items()
     }
     waited_for = set[int]().union(*waits.values())
-    return {rank for rank, peers in waits.items() if not peers and (not inside[rank] or rank in waited_for)}
+    return {
+        rank
+        for rank, peers in waits.items()
+        if not peers and (not inside[rank] or rank in waited_for)
+    }
 
 
 def _members(group: str, rank: int, layout: RankLayout) -> tuple[int, ...]:
-    """Ranks among which the group's name is unique: the trainer names a pipeline edge by its stages."""
+    """Ranks among which the group's name is unique: pipeline edges are named by their stages."""
     if group == "tp":
         return layout.group_of(rank, ("tp",))
     if group == "dp":

@@ -1,16 +1,29 @@
-"""What each node is to do: a pure function of its job, so that sending it again is always right."""
+"""The desired state of each node: a pure function of its job.
+
+Level-triggered: it says what should be, not what has happened. Sending it again is always correct,
+and a node that missed ten versions needs only the newest.
+"""
 
 from __future__ import annotations
 
-from megascale_driver.core.state import Desired, DesiredPhase, Job, JobPhase, Node, ProfileCommand, TraceState
+from megascale_driver.core.state import (
+    Desired,
+    DesiredPhase,
+    Job,
+    JobPhase,
+    Node,
+    ProfileCommand,
+    TraceState,
+)
 
 IDLE = Desired()
 
 
 def desired_of(node: Node, job: Job | None) -> Desired:
-    """The desired state of ``node``, whose attempt (if any) is that of ``job``.
+    """The desired state of ``node``, held by an attempt of ``job`` or idle.
 
-    A node that restarted since its attempt was placed is IDLE: its workers are gone, and the attempt with them.
+    A node whose agent restarted since the attempt was placed is IDLE: its workers are gone, and the
+    attempt is about to end.
     """
     slot = job.slot_of(node.name) if job is not None else None
     if job is None or slot is None or job.phase is JobPhase.STOPPING:
@@ -20,17 +33,21 @@ def desired_of(node: Node, job: Job | None) -> Desired:
     if job.phase is JobPhase.PREPARING:
         return Desired(DesiredPhase.PREPARE, job.name, job.attempt)
     return Desired(
-        DesiredPhase.START, job.name, job.attempt, job.store_endpoint, job.restore, job.committer_endpoint,
-        _profile_on(node.name, job),
+        DesiredPhase.START, job.name, job.attempt, job.store_endpoint, job.restore,
+        job.committer_endpoint, _profile_on(node.name, job),
     )  # fmt: skip
 
 
 def _profile_on(node: str, job: Job) -> ProfileCommand | None:
-    """The node's part in the attempt's profile, while traces of its ranks are awaited."""
+    """The node's part in the attempt's profile, while traces of its ranks are pending."""
     profile = job.profile
     if profile is None or profile.attempt != job.attempt:
         return None
-    ranks = tuple(t.rank for t in profile.traces if t.node == node and t.state is TraceState.PENDING)
+    ranks = tuple(
+        t.rank for t in profile.traces if t.node == node and t.state is TraceState.PENDING
+    )
     if not ranks:
         return None
-    return ProfileCommand(profile.id, profile.first_step, profile.last_step, ranks, profile.not_after_s)
+    return ProfileCommand(
+        profile.id, profile.first_step, profile.last_step, ranks, profile.not_after_s
+    )

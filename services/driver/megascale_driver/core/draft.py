@@ -1,4 +1,8 @@
-"""The working copy that handlers change while one event is taken in; frozen again at its end."""
+"""The working copy of the state that the core changes during one event.
+
+The functions of the core take a draft and change it; :meth:`Draft.finish` freezes it again. So a
+state is replaced as a whole or not at all.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ DRIVER = "driver"
 
 
 class Draft:
-    """A mutable view of one :class:`Cluster`. Nothing of it outlives :meth:`finish`."""
+    """A mutable copy of one :class:`Cluster`, used for one event."""
 
     def __init__(self, state: Cluster, policy: Policy, now_s: float) -> None:
         self.policy = policy
@@ -32,11 +36,11 @@ class Draft:
         self._commanded: dict[str, None] = {}
 
     def set(self, **values: Any) -> None:
-        """Set plain fields of the cluster."""
+        """Set fields of the cluster other than nodes, jobs, requests and breaker."""
         self._values.update(values)
 
     def cluster(self, name: str) -> Any:
-        """A plain field of the cluster as it stands now."""
+        """A field of the cluster as changed so far, other than nodes, jobs, requests, breaker."""
         return self._values.get(name, getattr(self.state, name))
 
     def node(self, name: str, **changes: Any) -> Node:
@@ -56,23 +60,26 @@ class Draft:
         return job
 
     def holder_of(self, node: str) -> Job | None:
-        """The job whose attempt runs on the node, as it stands now."""
-        return next((job for job in self.jobs.values() if job.active and job.slot_of(node) is not None), None)
+        """The job whose attempt holds the node, in this draft."""
+        return next(
+            (job for job in self.jobs.values() if job.active and job.slot_of(node) is not None),
+            None,
+        )
 
     def holders(self) -> dict[str, Job]:
-        """Every node whose attempt is under way, with its job."""
+        """Every node that an attempt holds, with its job; one pass for callers that need many."""
         return {slot.node: job for job in self.jobs.values() if job.active for slot in job.slots}
 
     def command(self, node: str) -> None:
-        """Want the node's desired state sent, whether or not it changes."""
+        """Send the node's desired state after the commit, even if it has not changed."""
         self._commanded[node] = None
 
     def refuse(self, refusal: str, detail: str = "") -> None:
-        """Refuse the request; ``detail`` says it in words where the word alone does not."""
+        """Refuse the request; ``detail`` explains it with the numbers of this case."""
         self.refusal, self.refusal_detail = refusal, detail
 
     def ask(self, effect: Effect) -> None:
-        """Want an effect once the decision is committed."""
+        """Have an effect performed after the commit."""
         self._effects.append(effect)
 
     def log(
@@ -89,7 +96,7 @@ class Draft:
         evidence: tuple[Evidence, ...] = (),
         outcome: str = "",
     ) -> None:
-        """Write a line of the audit log, in the job's log or, without a job, in the cluster's."""
+        """Write a line of the audit log: the job's log or, without a job, the cluster's."""
         if job:
             seq = self.jobs[job].log_seq + 1
             self.job(job, log_seq=seq)
@@ -97,11 +104,24 @@ class Draft:
             self._log_seq += 1
             seq = self._log_seq
         self._audit.append(
-            Audit(job, seq, self.now_s, actor, subject, reason, message, policy, mode, attempt, evidence, outcome)
+            Audit(
+                job,
+                seq,
+                self.now_s,
+                actor,
+                subject,
+                reason,
+                message,
+                policy,
+                mode,
+                attempt,
+                evidence,
+                outcome,
+            )
         )
 
     def finish(self) -> tuple[Cluster, Outcome]:
-        """The new state, every node's desired state brought up to date, and what follows from it."""
+        """The new state, with every node's desired state up to date, and what follows from it."""
         self._refresh_desired()
         state = replace(
             self.state,
@@ -116,11 +136,18 @@ class Draft:
         return state, Outcome(*follows, self.refusal, self.refusal_detail)
 
     def _refresh_desired(self) -> None:
+        # Only the nodes of jobs that have changed, and nodes with a new identity: this runs for
+        # every event, and most change nothing that a node would do.
         touched: dict[str, None] = {}
         for name, job in self.jobs.items():
             old = self.state.jobs.get(name)
             if old is None or _role(old) != _role(job):
-                touched.update((slot.node, None) for held in (old, job) if held is not None for slot in held.slots)
+                touched.update(
+                    (slot.node, None)
+                    for held in (old, job)
+                    if held is not None
+                    for slot in held.slots
+                )
         for name, node in self.nodes.items():
             before = self.state.nodes.get(name)
             if before is not node and (before is None or before.identity is not node.identity):
@@ -132,10 +159,20 @@ class Draft:
             if name in self.nodes:
                 wanted = desired_of(self.nodes[name], holders.get(name))
                 if wanted != self.nodes[name].desired:
-                    self.node(name, desired=wanted, desired_version=self.nodes[name].desired_version + 1)
+                    self.node(
+                        name, desired=wanted, desired_version=self.nodes[name].desired_version + 1
+                    )
                     self.command(name)
 
 
 def _role(job: Job) -> tuple[object, ...]:
-    """Whatever of a job decides its nodes' desired state."""
-    return (job.phase, job.attempt, job.slots, job.store_endpoint, job.restore, job.committer_endpoint, job.profile)
+    """The part of a job that decides its nodes' desired state."""
+    return (
+        job.phase,
+        job.attempt,
+        job.slots,
+        job.store_endpoint,
+        job.restore,
+        job.committer_endpoint,
+        job.profile,
+    )

@@ -1,6 +1,7 @@
-"""What goes into the core and what comes out of it. Time enters only in events.
+"""What goes into the core and what comes out of it: events, effects, outcomes, audit lines.
 
-Effects are asked for, not guaranteed: each is repeated by the core as long as the state still wants it.
+Time enters only with events. An effect may fail or be lost with its driver: the core orders it
+again as long as the state requires it.
 """
 
 from __future__ import annotations
@@ -8,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megascale_common.job_config import JobConfig
-from megascale_driver.core.state import Identity, Report, Restore
+from megascale_common.job.config import JobConfig
+from megascale_common.job.restore import RestorePlan
+from megascale_driver.core.state import Identity, Report
 
-# Every reason that a line of the audit log may carry; docs/operations.md says for each what to do.
+# Every reason of a line of the audit log; docs/operations.md has what to do for each.
 Reason = Literal[
     "LEADER_ELECTED",
     "SUBMITTED",
@@ -46,7 +48,7 @@ Reason = Literal[
 
 @dataclass(frozen=True, slots=True)
 class LeaderStarted:
-    """This driver leads from now on; the state was just read from etcd."""
+    """This driver leads from now on, with the state that it has just read from etcd."""
 
     now_s: float
     address: str
@@ -54,9 +56,10 @@ class LeaderStarted:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed. ``steps`` holds (job, attempt, step) of the newest records since the last tick.
+    """Time has passed. ``steps``: (job, attempt, step) of the newest records since the last tick.
 
-    ``loop_blocked`` says that the driver itself stood still, so silence of others proves nothing for a while.
+    ``loop_blocked``: the driver's own event loop stood still, so heartbeats may have been waiting
+    in its sockets and silence is no evidence for a while.
     """
 
     now_s: float
@@ -94,7 +97,7 @@ class StreamReset:
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """Answer to a probe: ``alive``, ``refused`` (nobody listens on its port) or ``timeout``."""
+    """Result of a probe: ``alive``, ``refused`` (that incarnation is gone) or ``timeout``."""
 
     now_s: float
     node: str
@@ -104,7 +107,7 @@ class ProbeResult:
 
 @dataclass(frozen=True, slots=True)
 class RequestKey:
-    """Identity of a mutating call: an id chosen by the caller and a digest of what it asks."""
+    """Identity of a mutating call: an id that the caller chose and a digest of the request."""
 
     request_id: str
     digest: str
@@ -122,7 +125,7 @@ class JobSubmitted:
 
 @dataclass(frozen=True, slots=True)
 class CancelRequested:
-    """Someone wants the job stopped."""
+    """A client asked to cancel the job."""
 
     now_s: float
     job: str
@@ -133,7 +136,7 @@ class CancelRequested:
 
 @dataclass(frozen=True, slots=True)
 class EvictRequested:
-    """Someone wants the node quarantined."""
+    """An operator asked to quarantine the node."""
 
     now_s: float
     node: str
@@ -144,7 +147,7 @@ class EvictRequested:
 
 @dataclass(frozen=True, slots=True)
 class CordonRequested:
-    """Someone wants the node to get no new work."""
+    """An operator asked to keep new work off the node."""
 
     now_s: float
     node: str
@@ -155,7 +158,7 @@ class CordonRequested:
 
 @dataclass(frozen=True, slots=True)
 class UncordonRequested:
-    """Someone wants a cordoned or quarantined node to get work again."""
+    """An operator asked to give a cordoned or quarantined node work again."""
 
     now_s: float
     node: str
@@ -166,9 +169,10 @@ class UncordonRequested:
 
 @dataclass(frozen=True, slots=True)
 class ProfileRequested:
-    """Someone wants a profile of a running job. ``first_step`` 0: the nearest that all ranks hear of in time.
+    """A client asked for a profile of a running job.
 
-    ``newest_step`` and ``step_time_s`` are those of the attempt's newest step record; 0 where there is none.
+    ``first_step`` 0: the first step of which all ranks can be notified in time. ``newest_step`` and
+    ``step_time_s`` are of the attempt's newest step record; 0 if there is none.
     """
 
     now_s: float
@@ -183,17 +187,27 @@ class ProfileRequested:
     request: RequestKey | None = None
 
 
-Mutation = JobSubmitted | CancelRequested | EvictRequested | CordonRequested | UncordonRequested | ProfileRequested
+Mutation = (
+    JobSubmitted
+    | CancelRequested
+    | EvictRequested
+    | CordonRequested
+    | UncordonRequested
+    | ProfileRequested
+)
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptOpened:
-    """The committer, at ``committer_endpoint``, has opened the attempt. ``refused`` names what was passed over."""
+    """The committer, at ``committer_endpoint``, has opened the attempt.
+
+    ``refused``: newer checkpoints that are damaged, each with the reason.
+    """
 
     now_s: float
     job: str
     attempt: int
-    restore: Restore
+    restore: RestorePlan
     committer_endpoint: str
     refused: tuple[str, ...] = ()
 
@@ -209,13 +223,21 @@ class OpenFailed:
 
 
 Event = (
-    LeaderStarted | Tick | NodeHello | NodeReport | StreamReset | ProbeResult | Mutation | AttemptOpened | OpenFailed
+    LeaderStarted
+    | Tick
+    | NodeHello
+    | NodeReport
+    | StreamReset
+    | ProbeResult
+    | Mutation
+    | AttemptOpened
+    | OpenFailed
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """One fact behind a decision: its kind, where it comes from, what it says, and where to read it."""
+    """One fact behind a decision: its kind, its source, a digest, and where to read more."""
 
     kind: str
     source: str
@@ -225,7 +247,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """A line of the audit log. ``log`` is the job whose log it stands in; empty: the cluster's own log."""
+    """A line of the audit log. ``log`` is the job whose log it is in; empty: the cluster's log."""
 
     log: str
     seq: int
@@ -243,7 +265,7 @@ class Audit:
 
 @dataclass(frozen=True, slots=True)
 class OpenAttempt:
-    """Ask the committer, the daemon of ``node``, to open the attempt and to say what is restored."""
+    """Call the committer, the daemon of ``node``: open the attempt and choose what to restore."""
 
     job: str
     attempt: int
@@ -259,7 +281,7 @@ class OpenAttempt:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Ask the node whether it is there."""
+    """Probe the node's port."""
 
     node: str
     incarnation: str
@@ -271,10 +293,11 @@ Effect = OpenAttempt | Probe
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one event led to beside the new state. ``commanded``: nodes whose desired state must be sent.
+    """What one event led to, beside the new state.
 
-    ``refusal``: the request was refused, and why; empty when it was carried out. ``refusal_detail``: in words, where
-    the word alone does not say it.
+    ``commanded``: nodes whose desired state must be sent. ``refusal``: reason for which the request
+    was refused; empty if it was carried out. ``refusal_detail``: a sentence with the numbers of
+    this case; empty where the reason says it all.
     """
 
     effects: tuple[Effect, ...] = ()

@@ -1,14 +1,24 @@
-"""The life of a job: one step of its machine whenever something about it or its nodes has changed.
+"""The state machine of a job, advanced whenever the job or one of its nodes has changed.
 
-QUEUED -> PREPARING -> STARTING -> RUNNING -> SUCCEEDED, and from any of them over STOPPING back to QUEUED (a new
-attempt) or to FAILED or CANCELLED. Attempts never overlap: the next is placed when the last one's nodes have said that
-they stand idle, or are dead, or have been given up.
+QUEUED -> PREPARING -> STARTING -> RUNNING -> SUCCEEDED, and from each of them through STOPPING back
+to QUEUED (for a new attempt) or to FAILED or CANCELLED.
+
+An attempt opens in two phases. PREPARE: every node reserves its devices and checks itself, and rank
+0's node binds the rendezvous port. When all nodes are prepared, the committer (the checkpoint
+daemon of the first node) appends OPEN(attempt) to the job's commit log. That record fences all
+earlier attempts: what still runs of one, on a node that was given up, can commit no checkpoint from
+here on. The committer returns what to restore, and with that the nodes get START. A job without
+checkpoints has no commit log and starts as soon as all nodes are prepared.
+
+Attempts never overlap: the next one is placed when every node of the last one has reported that it
+is idle, is dead, or has been given up.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_driver.analysis.progress import add_step_time
 from megascale_driver.core import hang, profiles, recovery
 from megascale_driver.core.draft import Draft
@@ -30,8 +40,7 @@ from megascale_driver.core.state import (
     JobPhase,
     Liveness,
     Node,
-    Restore,
-    Slot,
+    NodeSlot,
 )
 
 MAX_REFUSALS = 8  # damaged checkpoints named in the audit log at the opening of one attempt
@@ -39,16 +48,22 @@ STARTED = frozenset({AttemptPhase.RUNNING, AttemptPhase.FINISHED})
 
 
 def submit(draft: Draft, event: JobSubmitted) -> None:
-    """A new job waits for nodes."""
+    """Add a new job, which waits for nodes."""
     name = event.config.name
     if name in draft.jobs:
         draft.refusal = "JOB_EXISTS"
         return
     draft.jobs[name] = Job(
         name, event.config, created_at_s=draft.now_s, updated_at_s=draft.now_s, timer_s=draft.now_s,
-        reason="waits for nodes",
+        reason="waiting for nodes",
     )  # fmt: skip
-    draft.log("SUBMITTED", f"submitted by {event.actor}", subject=f"jobs/{name}", job=name, actor=event.actor)
+    draft.log(
+        "SUBMITTED",
+        f"submitted by {event.actor}",
+        subject=f"jobs/{name}",
+        job=name,
+        actor=event.actor,
+    )
 
 
 def cancel(draft: Draft, event: CancelRequested) -> None:
@@ -58,7 +73,7 @@ def cancel(draft: Draft, event: CancelRequested) -> None:
         draft.refusal = "JOB_NOT_FOUND" if job is None else "JOB_ENDED"
         return
     draft.log(
-        "CANCEL_REQUESTED", f"{event.actor} wants it cancelled: {event.reason}",
+        "CANCEL_REQUESTED", f"{event.actor} asked to cancel the job: {event.reason}",
         subject=f"jobs/{job.name}", job=job.name, actor=event.actor, attempt=job.attempt,
     )  # fmt: skip
     why = f"cancelled by {event.actor}: {event.reason}"
@@ -69,10 +84,15 @@ def cancel(draft: Draft, event: CancelRequested) -> None:
 
 
 def advance(draft: Draft, name: str, reporter: str = "") -> None:
-    """Move the job on as far as its nodes' reports and the clock allow; ``reporter``: only that node has news."""
+    """Advance the job as far as its nodes' reports and the clock allow.
+
+    ``reporter``: the only node whose report has changed; "" if any may have.
+    """
     job = draft.jobs[name]
     if not job.active:
         return
+    # While the attempt stops, faults are still recorded: the culprit is often seen after the
+    # symptom that started the stop.
     job = recovery.observe(draft, job, reporter)
     if job.phase is JobPhase.STOPPING:
         _advance_stopping(draft, job)
@@ -92,28 +112,37 @@ def advance(draft: Draft, name: str, reporter: str = "") -> None:
 
 
 def opened(draft: Draft, event: AttemptOpened) -> None:
-    """The committer has fenced earlier attempts and said what is restored: start."""
+    """The committer has fenced all earlier attempts and chosen what to restore: start."""
     job = draft.jobs.get(event.job)
+    # The answer may belong to a call of an attempt that was given up meanwhile: it starts nothing.
     if job is None or job.attempt != event.attempt or job.phase is not JobPhase.PREPARING:
         return
     for item in event.refused[:MAX_REFUSALS]:
         draft.log(
-            "CHECKPOINT_REFUSED", f"a newer checkpoint is passed over: {item[:300]}",
+            "CHECKPOINT_REFUSED", f"a newer checkpoint is not used: {item[:300]}",
             subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt, policy="commit-log",
-            outcome="an older state is used",
+            outcome="an older one is restored",
         )  # fmt: skip
-    what = f"restores step {event.restore.step} from {event.restore.source.lower()}"
+    what = f"restores step {event.restore.step} from {event.restore.source}"
+    if event.restore.source is RestoreSource.NONE:
+        what = "starts from step 0"
     draft.log(
         "ATTEMPT_OPENED",
-        f"attempt {job.attempt} {what if event.restore.source != 'NONE' else 'starts from step 0'}",
+        f"attempt {job.attempt} {what}",
         subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt, policy="newest-complete",
-        evidence=tuple(Evidence("refused", "commit-log", item[:300]) for item in event.refused[:MAX_REFUSALS]),
+        evidence=tuple(
+            Evidence("refused", "commit-log", item[:300]) for item in event.refused[:MAX_REFUSALS]
+        ),
     )  # fmt: skip
     _start(draft, draft.jobs[job.name], event.restore, event.committer_endpoint)
 
 
 def open_failed(draft: Draft, event: OpenFailed) -> None:
-    """The committer did not open the attempt: ask again a few times, then give the attempt up."""
+    """The committer did not open the attempt: call it again a few times, then give it up.
+
+    Calling again is safe even if the failed call has reached the commit log: an attempt is opened
+    there once, and every later call gets the same answer.
+    """
     job = draft.jobs.get(event.job)
     if job is None or job.attempt != event.attempt or job.phase is not JobPhase.PREPARING:
         return
@@ -127,24 +156,31 @@ def open_failed(draft: Draft, event: OpenFailed) -> None:
 
 
 def steps_seen(draft: Draft, name: str, attempt: int, step: int) -> None:
-    """Newest step record of the attempt under way."""
+    """Take in the newest step record of the current attempt."""
     job = draft.jobs.get(name)
     if job is None or attempt != job.attempt or step <= job.step:
         return
-    interval_s = (draft.now_s - job.last_step_at_s) / (step - job.step) if job.last_step_at_s else 0.0
+    interval_s = (
+        (draft.now_s - job.last_step_at_s) / (step - job.step) if job.last_step_at_s else 0.0
+    )
     draft.job(
-        name, step=step, best_step=max(step, job.best_step), last_step_at_s=draft.now_s, step_interval_s=interval_s,
-        step_times=add_step_time(job.step_times, interval_s),
+        name, step=step, best_step=max(step, job.best_step), last_step_at_s=draft.now_s,
+        step_interval_s=interval_s, step_times=add_step_time(job.step_times, interval_s),
     )  # fmt: skip
 
 
 def _advance_preparing(draft: Draft, job: Job) -> None:
-    if any(_report_phase(draft.nodes.get(slot.node), job) is not AttemptPhase.PREPARED for slot in job.slots):
+    if any(
+        _report_phase(draft.nodes.get(slot.node), job) is not AttemptPhase.PREPARED
+        for slot in job.slots
+    ):
         return
     first = draft.nodes[job.slots[0].node]
     if not job.config.checkpoint.uri:
-        _start(draft, job, Restore(), "")
+        _start(draft, job, RestorePlan(), "")
     elif not job.open_asked and draft.now_s >= job.open_not_before_s:
+        # Evaluated now, with all nodes prepared: what their memory holds no longer changes, because
+        # nothing of the old attempt runs.
         step, attempt = sealed_everywhere(job, draft.nodes)
         draft.job(job.name, open_asked=True, open_since_s=job.open_since_s or draft.now_s)
         draft.ask(
@@ -163,13 +199,13 @@ def _advance_preparing(draft: Draft, job: Job) -> None:
         )
 
 
-def _start(draft: Draft, job: Job, restore: Restore, committer_endpoint: str) -> None:
+def _start(draft: Draft, job: Job, restore: RestorePlan, committer_endpoint: str) -> None:
     first = draft.nodes[job.slots[0].node]
     store = first.report.store_endpoint if first.report is not None else ""
     draft.job(
         job.name,
         phase=JobPhase.STARTING,
-        reason=f"attempt {job.attempt}: workers start on {len(job.slots)} nodes",
+        reason=f"attempt {job.attempt}: workers are starting on {len(job.slots)} nodes",
         restore=restore,
         store_endpoint=store,
         committer_endpoint=committer_endpoint,
@@ -178,30 +214,48 @@ def _start(draft: Draft, job: Job, restore: Restore, committer_endpoint: str) ->
 
 def _advance_starting(draft: Draft, job: Job) -> None:
     if all(_report_phase(draft.nodes.get(slot.node), job) in STARTED for slot in job.slots):
-        draft.job(job.name, phase=JobPhase.RUNNING, reason=f"attempt {job.attempt} runs on {len(job.slots)} nodes")
+        draft.job(
+            job.name,
+            phase=JobPhase.RUNNING,
+            reason=f"attempt {job.attempt} runs on {len(job.slots)} nodes",
+        )
         draft.log(
-            "ATTEMPT_STARTED", f"all {job.config.layout.world_size} workers of attempt {job.attempt} run",
+            "ATTEMPT_STARTED",
+            f"all {job.config.layout.world_size} workers of attempt {job.attempt} run",
             subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt,
         )  # fmt: skip
 
 
 def _advance_running(draft: Draft, job: Job) -> None:
-    if all(_report_phase(draft.nodes.get(slot.node), job) is AttemptPhase.FINISHED for slot in job.slots):
+    if all(
+        _report_phase(draft.nodes.get(slot.node), job) is AttemptPhase.FINISHED
+        for slot in job.slots
+    ):
         _end(draft, job, JobPhase.SUCCEEDED, f"all {job.config.training.steps} steps are done")
 
 
 def _check_deadline(draft: Draft, job: Job) -> Job:
-    limits = {JobPhase.PREPARING: draft.policy.prepare_timeout_s, JobPhase.STARTING: draft.policy.start_timeout_s}
+    limits = {
+        JobPhase.PREPARING: draft.policy.prepare_timeout_s,
+        JobPhase.STARTING: draft.policy.start_timeout_s,
+    }
     limit_s, since_s = limits.get(job.phase), job.timer_s
     if job.phase is JobPhase.PREPARING and job.open_since_s:
         limit_s, since_s = draft.policy.open_timeout_s, job.open_since_s
     if limit_s is None or draft.now_s - since_s < limit_s:
         return job
     wanted = {AttemptPhase.PREPARED} if job.phase is JobPhase.PREPARING else STARTED
-    late = [slot.node for slot in job.slots if _report_phase(draft.nodes.get(slot.node), job) not in wanted]
-    # Several late nodes have a common cause, which is none of them.
+    late = [
+        slot.node
+        for slot in job.slots
+        if _report_phase(draft.nodes.get(slot.node), job) not in wanted
+    ]
+    # Several nodes that are late at once have a common cause, which is none of them.
     blamed = late[0] if len(late) == 1 else ""
-    message = f"{job.phase.lower()} took longer than {limit_s:g} s; not ready: {', '.join(late) or 'the committer'}"
+    message = (
+        f"{job.phase.lower()} took longer than {limit_s:g} s; "
+        f"not ready: {', '.join(late) or 'the committer'}"
+    )
     fault = Fault(FaultKind.DEADLINE, blamed, draft.now_s, message, hard=False)
     return draft.job(job.name, faults=(*job.faults, fault))
 
@@ -228,22 +282,23 @@ def _why(job: Job) -> str:
 
 
 def _advance_stopping(draft: Draft, job: Job) -> None:
-    """Go on when every node of the attempt stands idle or is gone; give up on those that do not answer in time."""
+    """End the attempt when all its nodes are idle or gone; give up on those that do not confirm."""
     waiting = [slot for slot in job.slots if not _stopped(draft.nodes.get(slot.node), slot)]
     overdue = draft.now_s - job.timer_s >= draft.policy.stop_timeout_s
     if waiting and not overdue:
         return
     if job.after_stop is JobPhase.QUEUED:
-        # What began the stop may have been a peer's symptom; the culprit may have been seen since.
+        # A symptom may have started the stop; the culprit may have been reported since then.
         job = draft.job(job.name, stop_reason=_why(job))
     for slot in waiting:
         if slot.node not in job.evicted:
             job = draft.job(job.name, evicted=(*job.evicted, slot.node))
             draft.log(
                 "NODE_EVICTED",
-                f"node {slot.node} did not confirm within {draft.policy.stop_timeout_s:g} s that it has stopped",
-                subject=f"nodes/{slot.node}", job=job.name, attempt=job.attempt, policy="stop-deadline",
-                outcome="it gets no work until it reports idle",
+                f"node {slot.node} did not confirm within {draft.policy.stop_timeout_s:g} s "
+                "that its workers have stopped",
+                subject=f"nodes/{slot.node}", job=job.name, attempt=job.attempt,
+                policy="stop-deadline", outcome="it gets no work until it reports idle",
             )  # fmt: skip
     draft.log(
         "ATTEMPT_STOPPED", f"attempt {job.attempt} has stopped: {job.stop_reason}",
@@ -253,16 +308,25 @@ def _advance_stopping(draft: Draft, job: Job) -> None:
     if job.after_stop is JobPhase.QUEUED:
         job = recovery.settle(draft, job)
     if job.after_stop is JobPhase.QUEUED:
-        draft.job(job.name, phase=JobPhase.QUEUED, reason=f"waits for nodes after: {job.stop_reason}")
+        draft.job(
+            job.name, phase=JobPhase.QUEUED, reason=f"waiting for nodes after: {job.stop_reason}"
+        )
     else:
         _end(draft, job, job.after_stop, job.stop_reason)
 
 
-def _stopped(node: Node | None, slot: Slot) -> bool:
-    if node is None or node.liveness is Liveness.DEAD or node.identity.incarnation != slot.incarnation:
+def _stopped(node: Node | None, slot: NodeSlot) -> bool:
+    """Whether nothing of the attempt runs on the node any more."""
+    if (
+        node is None
+        or node.liveness is Liveness.DEAD
+        or node.identity.incarnation != slot.incarnation
+    ):
         return True
     report = node.report
     idle = report is not None and report.phase is AttemptPhase.IDLE
+    # An idle report counts only if the node has received the order to stop: one that was sent
+    # before may be from a node that was about to prepare.
     return idle and report is not None and report.desired_version >= node.desired_version
 
 
@@ -278,13 +342,21 @@ def _end(draft: Draft, job: Job, phase: JobPhase, why: str) -> None:
 
 
 def _report_phase(node: Node | None, job: Job) -> AttemptPhase | None:
-    """Where the node stands in this attempt; None when it speaks of another, or not at all."""
-    if node is None or node.report is None or (node.report.job, node.report.attempt) != (job.name, job.attempt):
+    """The node's phase in this attempt; None if its report is about another one or missing."""
+    if (
+        node is None
+        or node.report is None
+        or (node.report.job, node.report.attempt) != (job.name, job.attempt)
+    ):
         return None
     return node.report.phase
 
 
 def restart_timers(draft: Draft) -> None:
-    """A new leader gives every phase its full time and asks again what its predecessor may have asked."""
+    """Give every phase its full time under a new leader.
+
+    The previous leader may have called the committer, but its answer went to that process: the call
+    is made again.
+    """
     for name, job in list(draft.jobs.items()):
         draft.jobs[name] = replace(job, timer_s=draft.now_s, open_asked=False, open_since_s=0.0)

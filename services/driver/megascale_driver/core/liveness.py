@@ -1,8 +1,10 @@
-"""Who is there: verdicts over hellos, heartbeats, broken streams, probes and silence.
+"""Which nodes are alive: verdicts from hellos, heartbeats, broken streams, probes and silence.
 
-A refused connection after a broken stream is positive evidence that the process is gone: DEAD at once. Silence alone
-is an inference: it takes longer, wants a corroboration, and passes through the breaker. A job that completes steps
-proves all its nodes alive (MegaScale section 4.1: heartbeats tell where, progress tells whether).
+A refused connection after a broken stream is positive evidence that the agent's process is gone:
+the node is DEAD at once. Silence alone is an inference: its verdict takes longer, is quicker with a
+second independent sign (corroboration), and passes through the breaker. A job that completes steps
+proves that all its nodes are alive (MegaScale section 4.1: heartbeats show where a fault is,
+progress shows whether there is one).
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from megascale_driver.core.state import Job, JobPhase, Liveness, Node
 
 
 def stream_reset(draft: Draft, event: StreamReset) -> None:
-    """The link broke: ask the node's port at once whether the process is still there."""
+    """The link broke: probe the node's port at once, to find out whether its agent is gone."""
     node = draft.nodes.get(event.node)
     if node is None or node.identity.incarnation != event.incarnation or not node.connected:
         return
@@ -23,14 +25,19 @@ def stream_reset(draft: Draft, event: StreamReset) -> None:
 
 
 def probe_result(draft: Draft, event: ProbeResult) -> None:
-    """Take in a probe's answer."""
+    """Take in the result of a probe."""
     node = draft.nodes.get(event.node)
     if node is None or node.identity.incarnation != event.incarnation:
         return
     if event.outcome == "alive":
         unlinked_since_s = node.reset_at_s or draft.cluster("leader_since_s")
-        if not node.connected and draft.now_s - unlinked_since_s >= draft.policy.dead_uncorroborated_after_s:
-            return  # a process that answers but cannot take orders is of no use: its silence counts from here on
+        if (
+            not node.connected
+            and draft.now_s - unlinked_since_s >= draft.policy.dead_uncorroborated_after_s
+        ):
+            # An agent that answers probes but opens no link cannot be commanded. From here on its
+            # answers no longer count as signs of life.
+            return
         draft.node(node.name, last_seen_s=draft.now_s, probe_failed_at_s=0.0)
         if node.liveness is Liveness.SUSPECT and node.connected:
             draft.node(node.name, liveness=Liveness.ALIVE)
@@ -38,19 +45,26 @@ def probe_result(draft: Draft, event: ProbeResult) -> None:
     draft.node(node.name, probe_failed_at_s=draft.now_s)
     if event.outcome == "refused" and not node.connected and node.liveness is not Liveness.DEAD:
         if draft.now_s < draft.cluster("grace_until_s") and not node.reset_at_s:
-            return
+            return  # this leader has not seen its link break: the agent may be restarting
         evidence = (
-            Evidence("stream", f"nodes/{node.name}", "reset" if node.reset_at_s else "never opened in this term"),
+            Evidence(
+                "stream",
+                f"nodes/{node.name}",
+                "reset" if node.reset_at_s else "not opened in this term",
+            ),
             Evidence("probe", node.identity.executor_endpoint, "connection refused"),
         )
         if draft.holder_of(node.name) is not None:
             breaker.count(draft, node.name)
-        _declare_dead(draft, node, "its link broke and its port refuses connections", "process-gone", evidence)
+        _declare_dead(
+            draft, node, "its link broke and its port refuses connections", "process-gone", evidence
+        )
 
 
-def judge_silence(draft: Draft) -> None:
-    """SUSPECT and DEAD by age of the last sign of life; asks for probes of those that are silent."""
+def evaluate_silence(draft: Draft) -> None:
+    """Declare nodes SUSPECT or DEAD by the age of their last sign of life; probe silent ones."""
     policy = draft.policy
+    # After a block of the driver's own loop or a reset of the breaker, silence is not evidence yet.
     if draft.now_s < draft.cluster("silence_hold_until_s"):
         return
     holders = draft.holders()
@@ -58,7 +72,7 @@ def judge_silence(draft: Draft) -> None:
         if node.liveness is Liveness.DEAD:
             continue
         if draft.now_s < draft.cluster("grace_until_s") and node.liveness is Liveness.UNKNOWN:
-            continue
+            continue  # not linked to this leader yet, and still within the time for it
         job = holders.get(node.name)
         age_s = draft.now_s - _last_sign(node, job, policy.step_proof_lag_s)
         if age_s < policy.suspect_after_s:
@@ -69,31 +83,38 @@ def judge_silence(draft: Draft) -> None:
             _probe(draft, draft.nodes[node.name])
         corroboration = _corroboration(draft, node, job)
         limit_s = policy.dead_after_s if corroboration else policy.dead_uncorroborated_after_s
-        # Without a job the verdict costs nothing: the node is alive again with its next word.
+        # Without a job the verdict harms nothing, since the node is ALIVE again with its next
+        # heartbeat: the breaker protects running jobs only.
         if age_s >= limit_s and (job is None or breaker.allows(draft, node.name)):
-            silence = Evidence("silence", f"nodes/{node.name}", f"{age_s:.1f} s without a sign of life")
-            why = f"it has been silent for {age_s:.1f} s" + (f" and {corroboration}" if corroboration else "")
-            evidence = (silence, Evidence("corroboration", "driver", corroboration)) if corroboration else (silence,)
+            why = f"no heartbeat for {age_s:.1f} s"
+            evidence: tuple[Evidence, ...] = (
+                Evidence("silence", f"nodes/{node.name}", f"no sign of life for {age_s:.1f} s"),
+            )
+            if corroboration:
+                why = f"{why} and {corroboration}"
+                evidence = (*evidence, Evidence("corroboration", "driver", corroboration))
             _declare_dead(draft, draft.nodes[node.name], why, "silence", evidence)
 
 
 def _last_sign(node: Node, job: Job | None, lag_s: float) -> float:
-    """Newest proof of life: a heartbeat, or a step that the node's job completed."""
+    """When the node was last known alive: heartbeat, answered probe, or a step of its job."""
     if job is not None and job.phase is JobPhase.RUNNING and job.last_step_at_s:
         return max(node.last_seen_s, job.last_step_at_s - lag_s)
     return node.last_seen_s
 
 
 def _corroboration(draft: Draft, node: Node, job: Job | None) -> str:
-    """A second, independent sign that the node is gone; empty without one."""
+    """A second sign, independent of the heartbeats, that the node is gone; empty without one."""
     if node.reset_at_s and not node.connected:
         return "its link is broken"
     if node.probe_failed_at_s > node.last_seen_s:
         return "a probe of its port failed"
     if job is not None and job.phase is JobPhase.RUNNING and job.step_interval_s:
         still_s = draft.now_s - job.last_step_at_s
-        if still_s > max(draft.policy.suspect_after_s, draft.policy.still_intervals * job.step_interval_s):
-            return f"job {job.name} has stood still for {still_s:.1f} s"
+        if still_s > max(
+            draft.policy.suspect_after_s, draft.policy.still_intervals * job.step_interval_s
+        ):
+            return f"job {job.name} has completed no step for {still_s:.1f} s"
     return ""
 
 
@@ -101,7 +122,7 @@ def _suspect(draft: Draft, node: Node, job: Job | None, age_s: float) -> None:
     draft.node(node.name, liveness=Liveness.SUSPECT)
     draft.log(
         "NODE_SUSPECT",
-        f"node {node.name} has not been heard of for {age_s:.1f} s; it is being probed",
+        f"no heartbeat from node {node.name} for {age_s:.1f} s; it is being probed",
         subject=f"nodes/{node.name}",
         job=job.name if job else "",
         attempt=job.attempt if job else 0,
@@ -111,7 +132,9 @@ def _suspect(draft: Draft, node: Node, job: Job | None, age_s: float) -> None:
     )
 
 
-def _declare_dead(draft: Draft, node: Node, why: str, policy: str, evidence: tuple[Evidence, ...]) -> None:
+def _declare_dead(
+    draft: Draft, node: Node, why: str, policy: str, evidence: tuple[Evidence, ...]
+) -> None:
     job = draft.holder_of(node.name)
     draft.node(node.name, liveness=Liveness.DEAD)
     draft.log(
@@ -127,6 +150,7 @@ def _declare_dead(draft: Draft, node: Node, why: str, policy: str, evidence: tup
 
 
 def _probe(draft: Draft, node: Node) -> None:
+    """Order a probe of the node's port; a node that never gave one cannot be probed."""
     if node.identity.executor_endpoint:
         draft.node(node.name, probed_at_s=draft.now_s)
         draft.ask(Probe(node.name, node.identity.incarnation, node.identity.executor_endpoint))

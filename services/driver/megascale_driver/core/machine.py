@@ -1,7 +1,11 @@
-"""The core of the driver: ``step(state, event) -> (state, outcome)``. Pure: no I/O, no clock, no random.
+"""The core of the driver: ``step(state, event, policy) -> (state, outcome)``, a pure function.
 
-The shell commits what differs between the two states, together with the audit lines, before it lets any desired state
-or effect leave the process. Equal states and events give equal outcomes, which the simulation rests on.
+No I/O, no clock, no random: time comes in with the events, so equal states and events give equal
+outcomes. The simulation in tests/ depends on that, and so does a change of leader.
+
+Order of decision and command: the shell commits what differs between the two states, together with
+the audit lines, in a fenced transaction, and only then sends desired states and performs effects.
+A command can be lost with its driver; a decision that a node has acted upon cannot.
 """
 
 from __future__ import annotations
@@ -43,10 +47,11 @@ _MUTATION_KINDS = {
 
 
 def step(state: Cluster, event: Event, policy: Policy) -> tuple[Cluster, Outcome]:
-    """Take in one event. ``policy`` holds every limit; the state that is passed in stays as it was."""
+    """The state after ``event``, and what follows from it; ``state`` itself is not changed."""
     draft = Draft(state, policy, event.now_s)
     if isinstance(event, NodeReport):
-        # The steady stream of heartbeats that say nothing new stays cheap; ticks look at everything.
+        # Most heartbeats repeat the one before: only the job that a changed report can move on is
+        # advanced, so that a heartbeat stays cheap. Ticks advance all jobs, four times a second.
         job = nodes.report(draft, event)
         if job is not None:
             jobs.advance(draft, job.name, event.node)
@@ -55,6 +60,7 @@ def step(state: Cluster, event: Event, policy: Policy) -> tuple[Cluster, Outcome
         _dispatch(draft, event)
         for name in list(draft.jobs):
             jobs.advance(draft, name)
+        # Last: a node that this event freed goes to a waiting job in the same decision.
         schedule(draft)
     return draft.finish()
 
@@ -94,12 +100,19 @@ def _mutate(draft: Draft, event: Mutation) -> None:
     else:
         subject = f"nodes/{event.node}"
         nodes.set_disposition(draft, event)
+    # A refused request is not remembered: sent again, it may be possible by then.
     if event.request is not None and not draft.refusal:
-        draft.requests[event.request.request_id] = Request(kind, subject, event.request.digest, draft.now_s)
+        draft.requests[event.request.request_id] = Request(
+            kind, subject, event.request.digest, draft.now_s
+        )
 
 
 def _seen_before(draft: Draft, kind: str, key: RequestKey) -> bool:
-    """Whether the request was carried out before; another request under the same id is refused."""
+    """Whether the request was carried out before; a different one under the same id is refused.
+
+    The id is stored in the transaction that carries out the request. A client that got no answer
+    sends the request again, to the same driver or to the next leader, and it takes effect once.
+    """
     known = draft.requests.get(key.request_id)
     if known is None:
         return False
@@ -115,7 +128,7 @@ def _tick(draft: Draft, event: Tick) -> None:
     for name, attempt, number in event.steps:
         jobs.steps_seen(draft, name, attempt, number)
     breaker.refresh(draft)
-    liveness.judge_silence(draft)
+    liveness.evaluate_silence(draft)
     oldest_s = event.now_s - draft.policy.request_memory_s
     expired = [key for key, request in draft.requests.items() if request.at_s < oldest_s]
     for key in expired:
@@ -123,9 +136,18 @@ def _tick(draft: Draft, event: Tick) -> None:
 
 
 def _leader_started(draft: Draft, event: LeaderStarted) -> None:
-    """Absence of a node says nothing until the grace period has passed; counting starts now."""
+    """Adopt what the previous leader has stored; its clocks start again.
+
+    Running attempts continue. A node that has not linked yet may just not have found this driver,
+    so its absence is no evidence before the grace period is over.
+    """
     draft.set(leader_since_s=event.now_s, grace_until_s=event.now_s + draft.policy.leader_grace_s)
     for name in list(draft.nodes):
         draft.node(name, last_seen_s=event.now_s)
     jobs.restart_timers(draft)
-    draft.log("LEADER_ELECTED", f"the driver at {event.address} leads", subject="driver", policy="election")
+    draft.log(
+        "LEADER_ELECTED",
+        f"the driver at {event.address} leads",
+        subject="driver",
+        policy="election",
+    )

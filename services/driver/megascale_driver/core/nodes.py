@@ -1,23 +1,32 @@
-"""What nodes say and what people say of nodes: hello, heartbeat, cordon, eviction and the way back."""
+"""Nodes: hello, heartbeat, and their disposition (cordon, quarantine, back to schedulable)."""
 
 from __future__ import annotations
 
 from megascale_driver.core import breaker, profiles
 from megascale_driver.core.draft import Draft
-from megascale_driver.core.events import CordonRequested, EvictRequested, NodeHello, NodeReport, UncordonRequested
+from megascale_driver.core.events import (
+    CordonRequested,
+    EvictRequested,
+    NodeHello,
+    NodeReport,
+    UncordonRequested,
+)
 from megascale_driver.core.state import Disposition, Job, Liveness, Node, Progress, Report
 
-SELF_CHECK = "self-check"  # the policy by which a failed self-check quarantines
+SELF_CHECK = "self-check"  # the policy of a quarantine after a failed self-check
 
 
 def hello(draft: Draft, event: NodeHello) -> None:
-    """A node opened its link: it is alive. A new incarnation has lost everything that the old one ran."""
+    """A node opened its link, so it is alive.
+
+    A new incarnation has lost all workers and snapshots of the one before.
+    """
     known = draft.nodes.get(event.node)
     if known is None:
         draft.nodes[event.node] = Node(event.node)
     fresh = known is None or known.identity.incarnation != event.identity.incarnation
     if known is not None and fresh and known.disposition_policy == SELF_CHECK:
-        _give_another_chance(draft, known)
+        _lift_self_check_quarantine(draft, known)
     draft.node(
         event.node,
         identity=event.identity,
@@ -27,6 +36,8 @@ def hello(draft: Draft, event: NodeHello) -> None:
         reset_at_s=0.0,
         probe_failed_at_s=0.0,
     )
+    # In any case: the node may have missed what was sent while its link was broken, and has nothing
+    # of this leader's epoch yet.
     draft.command(event.node)
     if fresh:
         draft.node(event.node, report=None, checks=())
@@ -37,18 +48,23 @@ def hello(draft: Draft, event: NodeHello) -> None:
         )
 
 
-def _give_another_chance(draft: Draft, node: Node) -> None:
-    """What failed a self-check may have been mended with the restart; the next PREPARE checks the node again."""
-    draft.node(node.name, disposition=Disposition.SCHEDULABLE, disposition_reason="", disposition_policy="")
-    _welcome_back(draft, node.name)
+def _lift_self_check_quarantine(draft: Draft, node: Node) -> None:
+    """Lift a quarantine by self-check: the restart may have fixed what failed.
+
+    The next PREPARE checks the node again.
+    """
+    draft.node(
+        node.name, disposition=Disposition.SCHEDULABLE, disposition_reason="", disposition_policy=""
+    )
+    _readmit(draft, node.name)
     draft.log(
-        "NODE_UNCORDONED", f"node {node.name} was started anew and may get work again",
+        "NODE_UNCORDONED", f"node {node.name} was restarted and may get work again",
         subject=f"nodes/{node.name}", policy=SELF_CHECK,
         outcome=f"it was quarantined: {node.disposition_reason}",
     )  # fmt: skip
 
 
-def _welcome_back(draft: Draft, name: str) -> None:
+def _readmit(draft: Draft, name: str) -> None:
     """Jobs that left the node when it was quarantined may return to it."""
     for job in list(draft.jobs.values()):
         if not job.terminal and name in job.evicted:
@@ -56,8 +72,10 @@ def _welcome_back(draft: Draft, name: str) -> None:
 
 
 def report(draft: Draft, event: NodeReport) -> Job | None:
-    """Take in a heartbeat; the job that it may move on, or None when it says nothing new."""
+    """Take in a heartbeat; the job that it may move on, or None if nothing relevant has changed."""
     node = draft.nodes.get(event.node)
+    # Events queue up: this heartbeat may be from before a restart of the agent, or from a link that
+    # has broken since.
     if node is None or node.identity.incarnation != event.incarnation or not node.connected:
         return None
     draft.node(
@@ -73,13 +91,17 @@ def report(draft: Draft, event: NodeReport) -> Job | None:
         _committed(draft, node.name, progress)
     profiles.report(draft, node.name, event.report)
     before = node.report
-    if before is not None and node.liveness is Liveness.ALIVE and _news(before) == _news(event.report):
+    if (
+        before is not None
+        and node.liveness is Liveness.ALIVE
+        and _relevant(before) == _relevant(event.report)
+    ):
         return None
     return draft.holder_of(node.name)
 
 
-def _news(report: Report) -> tuple[object, ...]:
-    """What of a report can move a job or free a node: all but the checkpoints."""
+def _relevant(report: Report) -> tuple[object, ...]:
+    """The part of a report that can move a job on or free a node."""
     return (
         report.desired_version,
         report.job,
@@ -97,12 +119,18 @@ def _committed(draft: Draft, node: str, progress: Progress) -> None:
     if job is None or not progress.committed_step:
         return
     if progress.committed_by_attempt > job.attempt:
-        return  # no such attempt was ever issued: a lying or foreign daemon
-    if progress.committed_by_attempt == job.attempt and progress.committed_step in job.refused_steps:
-        # The number stands for another state now: what was refused had been written by an earlier attempt.
+        return  # no such attempt was ever issued: the daemon is faulty or of another cluster
+    if (
+        progress.committed_by_attempt == job.attempt
+        and progress.committed_step in job.refused_steps
+    ):
+        # This step is another state now: the refused one was written by an earlier attempt.
         rest = tuple(step for step in job.refused_steps if step != progress.committed_step)
         job = draft.job(job.name, refused_steps=rest)
-    if (progress.committed_step, progress.committed_by_attempt) <= (job.committed_step, job.committed_by_attempt):
+    if (progress.committed_step, progress.committed_by_attempt) <= (
+        job.committed_step,
+        job.committed_by_attempt,
+    ):
         return
     draft.job(
         job.name,
@@ -120,8 +148,10 @@ def _committed(draft: Draft, node: str, progress: Progress) -> None:
     )
 
 
-def set_disposition(draft: Draft, event: EvictRequested | CordonRequested | UncordonRequested) -> None:
-    """Do with a node as somebody wants; what is so already stays as it is."""
+def set_disposition(
+    draft: Draft, event: EvictRequested | CordonRequested | UncordonRequested
+) -> None:
+    """Carry out an operator's request; nothing happens if the node is in that state already."""
     node = draft.nodes.get(event.node)
     if node is None:
         draft.refusal = "NODE_NOT_FOUND"
@@ -134,7 +164,7 @@ def set_disposition(draft: Draft, event: EvictRequested | CordonRequested | Unco
 
 
 def _cordon(draft: Draft, node: Node, event: CordonRequested) -> None:
-    """No new work; what runs there goes on. A spare is one no longer: the scheduler names another."""
+    """Keep new work off the node; its attempt continues. The scheduler replaces it as a spare."""
     if node.disposition is Disposition.QUARANTINED:
         draft.refusal = "NODE_QUARANTINED"
         return
@@ -142,37 +172,49 @@ def _cordon(draft: Draft, node: Node, event: CordonRequested) -> None:
         return
     job = draft.holder_of(node.name)
     draft.node(
-        node.name, disposition=Disposition.CORDONED, disposition_reason=event.reason, disposition_policy="manual"
+        node.name,
+        disposition=Disposition.CORDONED,
+        disposition_reason=event.reason,
+        disposition_policy="manual",
     )
     draft.log(
-        "NODE_CORDONED", f"node {node.name} gets no new work: {event.reason}", subject=f"nodes/{node.name}",
-        job=job.name if job else "", attempt=job.attempt if job else 0, actor=event.actor, policy="manual",
-        outcome=f"attempt {job.attempt} of job {job.name} goes on there" if job else "it runs nothing",
+        "NODE_CORDONED", f"node {node.name} gets no new work: {event.reason}",
+        subject=f"nodes/{node.name}", job=job.name if job else "",
+        attempt=job.attempt if job else 0, actor=event.actor, policy="manual",
+        outcome=f"attempt {job.attempt} of job {job.name} continues" if job else "it runs nothing",
     )  # fmt: skip
 
 
 def _uncordon(draft: Draft, node: Node, event: UncordonRequested) -> None:
-    """Work may come again. Whoever puts a quarantined node back vouches for it: jobs that left it may return."""
+    """Let the node have work again; from a quarantine, also for the jobs that left it."""
     if node.disposition is Disposition.SCHEDULABLE:
         return
     before = node.disposition
-    draft.node(node.name, disposition=Disposition.SCHEDULABLE, disposition_reason="", disposition_policy="")
+    draft.node(
+        node.name, disposition=Disposition.SCHEDULABLE, disposition_reason="", disposition_policy=""
+    )
     if before is Disposition.QUARANTINED:
-        _welcome_back(draft, node.name)
+        _readmit(draft, node.name)
     holder = draft.holder_of(node.name)
     draft.log(
-        "NODE_UNCORDONED", f"node {node.name} may get work again: {event.reason}", subject=f"nodes/{node.name}",
-        job=holder.name if holder else "", attempt=holder.attempt if holder else 0, actor=event.actor,
-        policy="manual", outcome=f"it was {before.lower()}: {node.disposition_reason}",
+        "NODE_UNCORDONED", f"node {node.name} may get work again: {event.reason}",
+        subject=f"nodes/{node.name}", job=holder.name if holder else "",
+        attempt=holder.attempt if holder else 0, actor=event.actor, policy="manual",
+        outcome=f"it was {before.lower()}: {node.disposition_reason}",
     )  # fmt: skip
 
 
 def quarantine(draft: Draft, name: str, reason: str, *, actor: str = "driver", policy: str) -> None:
-    """Give the node no more work. Counts as an eviction by hard fact."""
+    """Give the node no more work; its job leaves it. Counts as an eviction by hard fact."""
     if draft.nodes[name].disposition is Disposition.QUARANTINED:
         return
     job = draft.holder_of(name)
-    draft.node(name, disposition=Disposition.QUARANTINED, disposition_reason=reason, disposition_policy=policy)
+    draft.node(
+        name,
+        disposition=Disposition.QUARANTINED,
+        disposition_reason=reason,
+        disposition_policy=policy,
+    )
     breaker.count(draft, name)
     if job is not None and name not in job.evicted:
         draft.job(job.name, evicted=(*job.evicted, name))

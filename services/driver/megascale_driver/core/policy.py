@@ -1,4 +1,4 @@
-"""Every limit that the driver's decisions rest on, in one place."""
+"""All limits of the driver's decisions, in one place."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from megascale_driver.analysis.progress import HangLimits
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """Times in seconds. The ladder holds: beat < suspect < dead < dead without corroboration.
+    """Limits, times in seconds. They must satisfy heartbeat < suspect < dead < uncorroborated.
 
-    A silent node is SUSPECT, then DEAD with one corroboration (broken stream, failed probe, job standing still),
-    and DEAD without any much later. ``breaker_*`` bound evictions in a window (:mod:`megascale_driver.core.breaker`).
+    A silent node is SUSPECT, then DEAD with one corroboration (broken stream, failed probe, job
+    without progress), and much later DEAD without any. ``breaker_*`` limit evictions in a window
+    (:mod:`megascale_driver.core.breaker`).
     """
 
     heartbeat_interval_s: float = 5.0
@@ -20,32 +21,35 @@ class Policy:
     dead_after_s: float = 14.0
     dead_uncorroborated_after_s: float = 60.0
     probe_interval_s: float = 2.0
-    # A step completed this long before now still proves that all nodes of its job were there.
+    # A step record proves that all nodes of its job were alive this long before it arrived.
     step_proof_lag_s: float = 2.0
-    # A job stands still when it has completed no step for so many of its step intervals.
+    # A job stands still when it has completed no step for this many of its step intervals.
     still_intervals: float = 3.0
-    # Reconnecting executors need this long after a change of leader; before, absence says nothing.
+    # Agents need this long to link to a new leader; before, a missing node is no evidence.
     leader_grace_s: float = 10.0
-    # What an agent may take one after another: its template (90 s), its daemon (20 s), the forks of the self-check
-    # (90 s) and its answers (61 s on GPUs), and the room of shared disks and memory.
+    # The sum of what an agent may take in turn: starting its template (90 s) and its daemon (20 s),
+    # forking the self-checks (90 s) and running them (61 s on GPUs), checking disks and memory.
     prepare_timeout_s: float = 300.0
-    # From the moment in which all nodes are prepared: ``open_attempts`` calls of 22 s, and the pauses between them.
+    # From when all nodes are prepared: ``open_attempts`` calls of 22 s and the pauses between them.
     open_timeout_s: float = 90.0
-    # The rendezvous (120 s), and a large restore from storage.
+    # The rendezvous (120 s) and a large restore from storage.
     start_timeout_s: float = 900.0
     stop_timeout_s: float = 15.0
     open_attempts: int = 3
     open_retry_s: float = 1.0
-    # Worker failures in a row on one node, without progress of the job, after which the node is evicted.
+    # Worker failures in a row on one node, without progress of the job, after which the job leaves
+    # the node.
     node_failures: int = 3
-    # A job that stands still with all processes alive, and hangs in a row after which its node is evicted.
+    # When a job with all processes alive hangs, and after how many hangs in a row it leaves a node.
     hang: HangLimits = field(default_factory=HangLimits)
     node_hangs: int = 2
-    # A profile begins so long after the newest step: time for etcd and the links, not counting the steps under way.
+    # A profile starts this long after the newest step: time for etcd and the links, in addition to
+    # the steps in progress.
     profile_lead_s: float = 2.0
-    # Steps may be named so far ahead.
+    # How far ahead the steps of a profile may be.
     profile_ahead_s: float = 3600.0
-    # Added to the expected time of the steps, after which no rank begins; and what writing a trace may take then.
+    # Added to the expected time until the steps, after which a rank skips the trace; and how long
+    # writing one may take from then on.
     profile_patience_s: float = 60.0
     profile_write_s: float = 600.0
     breaker_share: float = 0.02
@@ -61,11 +65,13 @@ class Policy:
             self.dead_uncorroborated_after_s,
         )
         if list(ladder) != sorted(set(ladder)):
-            raise ValueError(f"heartbeat_interval_s < suspect < dead < uncorroborated must hold, got {ladder}")
+            raise ValueError(
+                f"required: heartbeat_interval_s < suspect < dead < uncorroborated; got {ladder}"
+            )
 
     @classmethod
     def for_interval(cls, heartbeat_interval_s: float, hang: HangLimits | None = None) -> Policy:
-        """The default ladder, stretched where heartbeats are slower than the default; ``hang`` None: its defaults."""
+        """The default limits, scaled up for heartbeats slower than the default of 5 s."""
         scale = max(1.0, heartbeat_interval_s / 5.0)
         return cls(
             heartbeat_interval_s=heartbeat_interval_s,

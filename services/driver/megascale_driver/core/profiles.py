@@ -1,8 +1,11 @@
-"""Profiles on command: which steps, what became of each rank's trace.
+"""Decisions about profiles: which steps are traced, and the final state of each rank's trace.
 
-The command names steps ahead, far enough that it reaches every rank before the first of them; so all ranks profile the
-same steps without a word between them. It is part of the nodes' desired state until each trace is settled: a node that
-was away hears of it when it is back. A new attempt knows nothing of it.
+The command names steps ahead, far enough that it reaches every rank before the first of them. So
+all ranks trace the same steps without a message between them. The command is part of the nodes'
+desired state until each trace is settled: a node whose link was broken gets it with the next one. A
+new attempt does not inherit it.
+
+What a request must look like is checked before, in :mod:`megascale_driver.profile_request`.
 """
 
 from __future__ import annotations
@@ -11,55 +14,78 @@ import math
 from dataclasses import replace
 from pathlib import PurePosixPath
 
-from megascale_common import node_files
+from megascale_common.node.attempt_files import trace_file
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import Evidence, ProfileRequested
-from megascale_driver.core.state import Job, JobPhase, Profile, Report, Trace, TraceReport, TraceState
+from megascale_driver.core.state import (
+    Job,
+    JobPhase,
+    Profile,
+    Report,
+    Trace,
+    TraceReport,
+    TraceState,
+)
 
-# The newest record is that of a step behind the one under way, and on GPUs the next is launched already.
-STEPS_UNDER_WAY = 2
-SLACK = 4.0  # steps may take so many times longer than now before a rank no longer begins
-NO_WORD = "the node said nothing of it in time"
+# The newest record is of the step before the one in progress, and on GPUs the kernels of the step
+# after that are launched already.
+STEPS_IN_PROGRESS = 2
+SLACK = 4.0  # steps may take this many times longer than now before a rank skips the trace
+NO_REPORT = "the node reported nothing about it in time"
 
 
 def request(draft: Draft, event: ProfileRequested) -> None:
-    """Name the steps, or refuse."""
+    """Choose the steps, or refuse the request."""
     job = draft.jobs.get(event.job)
     if job is None:
         draft.refuse("JOB_NOT_FOUND")
     elif job.phase is not JobPhase.RUNNING:
-        draft.refuse("JOB_NOT_RUNNING", f"job {job.name} is {job.phase.lower()}; only a running job can be profiled")
+        draft.refuse(
+            "JOB_NOT_RUNNING",
+            f"job {job.name} is {job.phase.lower()}; only a running job can be profiled",
+        )
     elif job.profile is not None and job.profile.pending:
         steps = f"{job.profile.first_step} to {job.profile.last_step}"
-        draft.refuse("PROFILE_PENDING", f"a profile of steps {steps} is still under way; ask again after it")
+        draft.refuse(
+            "PROFILE_PENDING",
+            f"a profile of steps {steps} is still in progress; ask again after it",
+        )
     else:
         _request(draft, job, event)
 
 
 def _request(draft: Draft, job: Job, event: ProfileRequested) -> None:
     policy, newest = draft.policy, max(event.newest_step, job.step)
-    # The shorter of the two: a step that was held up (warm-up, evaluation) would make the lead too short.
+    # The shorter of the two: after a step that took longer than usual (warm-up, evaluation), the
+    # lead would be too few steps.
     step_times = [time_s for time_s in (event.step_time_s, job.step_interval_s) if time_s > 0]
     if not newest or not step_times:
-        draft.refuse("NO_STEP_YET", f"attempt {job.attempt} has not told of enough steps yet; ask again in a moment")
+        draft.refuse(
+            "NO_STEP_YET",
+            f"attempt {job.attempt} has not reported enough steps yet; ask again in a moment",
+        )
         return
     step_s = min(step_times)
-    earliest = newest + STEPS_UNDER_WAY + math.ceil(policy.profile_lead_s / step_s)
+    earliest = newest + STEPS_IN_PROGRESS + math.ceil(policy.profile_lead_s / step_s)
     first = event.first_step or earliest
     last = first + event.steps - 1
     expected_s = (last - newest) * step_s
     if first < earliest:
         draft.refuse(
             "FIRST_STEP_PASSED",
-            f"step {first} has passed or is too near: step {newest} is done, and the word reaches all ranks in time "
-            f"from step {earliest} on",
+            f"step {first} has passed or is too near: step {newest} is done, "
+            f"and the request reaches all ranks in time from step {earliest} on",
         )
     elif last > job.config.training.steps:
-        draft.refuse("STEPS_BEYOND_END", f"step {last} will not come: the job ends with {job.config.training.steps}")
+        draft.refuse(
+            "STEPS_BEYOND_END",
+            f"step {last} does not exist: the job ends with step {job.config.training.steps}",
+        )
     elif expected_s > policy.profile_ahead_s:
         draft.refuse(
             "STEPS_TOO_FAR",
-            f"step {last} is {expected_s / 60:.0f} minutes ahead; name steps within {policy.profile_ahead_s / 60:.0f}",
+            f"step {last} is {expected_s / 60:.0f} minutes ahead; "
+            f"name steps within {policy.profile_ahead_s / 60:.0f}",
         )
     else:
         not_after_s = draft.now_s + policy.profile_patience_s + SLACK * expected_s
@@ -70,30 +96,41 @@ def _accept(draft: Draft, job: Job, event: ProfileRequested, profile: Profile) -
     nodes = {rank: slot.node for slot in job.slots for rank in slot.ranks}
     traces = tuple(_planned(draft, job, profile, rank, nodes[rank]) for rank in event.ranks)
     own_id = f"{job.name}.{job.attempt}.{job.log_seq + 1}"
-    profile = replace(profile, id=event.request.request_id if event.request else own_id, traces=traces)
+    profile = replace(
+        profile, id=event.request.request_id if event.request else own_id, traces=traces
+    )
     draft.job(job.name, profile=profile)
     why = f": {event.reason}" if event.reason else ""
     draft.log(
         "PROFILE_REQUESTED",
-        f"{event.actor} wants a profile of steps {profile.first_step} to {profile.last_step} on "
+        f"{event.actor} requests a profile of steps {profile.first_step} to {profile.last_step} on "
         f"{_names(profile.traces)}{why}",
         subject=f"jobs/{job.name}", job=job.name, actor=event.actor, attempt=job.attempt,
     )  # fmt: skip
 
 
 def _planned(draft: Draft, job: Job, profile: Profile, rank: int, node: str) -> Trace:
-    file = node_files.trace_file(job.name, profile.attempt, profile.first_step, profile.last_step, rank)
+    file = trace_file(job.name, profile.attempt, profile.first_step, profile.last_step, rank)
     return Trace(rank, node, str(PurePosixPath(draft.nodes[node].identity.folder, file)))
 
 
 def report(draft: Draft, node: str, found: Report) -> None:
-    """Take in what a node says of its ranks' traces."""
+    """Take in what a node reports about its ranks' traces; heartbeats repeat it."""
     for item in found.traces:
         job = draft.jobs.get(found.job)
-        if job is None or job.attempt != found.attempt or job.profile is None or job.profile.id != item.profile:
+        if (
+            job is None
+            or job.attempt != found.attempt
+            or job.profile is None
+            or job.profile.id != item.profile
+        ):
             return
         trace = next((t for t in job.profile.traces if (t.rank, t.node) == (item.rank, node)), None)
-        if trace is not None and trace.state is TraceState.PENDING and item.state is not TraceState.PENDING:
+        if (
+            trace is not None
+            and trace.state is TraceState.PENDING
+            and item.state is not TraceState.PENDING
+        ):
             _settle(draft, job, job.profile, trace, item)
 
 
@@ -114,29 +151,36 @@ def _settle(draft: Draft, job: Job, profile: Profile, trace: Trace, item: TraceR
 
 
 def expire(draft: Draft, job: Job) -> None:
-    """Wait no longer for nodes that say nothing."""
+    """Give up on traces that no node has reported in time."""
     profile = job.profile
-    if profile is None or not profile.pending or draft.now_s < profile.not_after_s + draft.policy.profile_write_s:
+    if (
+        profile is None
+        or not profile.pending
+        or draft.now_s < profile.not_after_s + draft.policy.profile_write_s
+    ):
         return
-    _drop(draft, job, profile, TraceState.FAILED, NO_WORD)
+    _drop(draft, job, profile, TraceState.FAILED, NO_REPORT)
 
 
 def attempt_ends(draft: Draft, job: Job) -> None:
-    """Traces that are not written by now never will be."""
+    """Give up on the missing traces: the workers that would write them end with the attempt."""
     if job.profile is not None and job.profile.pending:
         _drop(draft, job, job.profile, TraceState.LOST, f"attempt {job.attempt} ended first")
 
 
 def _drop(draft: Draft, job: Job, profile: Profile, state: TraceState, why: str) -> None:
     missing = tuple(trace for trace in profile.traces if trace.state is TraceState.PENDING)
-    traces = tuple(replace(t, state=state, detail=why) if t in missing else t for t in profile.traces)
+    traces = tuple(
+        replace(t, state=state, detail=why) if t in missing else t for t in profile.traces
+    )
     draft.job(job.name, profile=replace(profile, traces=traces))
     _missed(draft, job, profile, _names(missing), why, "driver")
 
 
 def _missed(draft: Draft, job: Job, profile: Profile, who: str, why: str, actor: str) -> None:
     draft.log(
-        "PROFILE_MISSED", f"no trace of steps {profile.first_step} to {profile.last_step} from {who}: {why}",
+        "PROFILE_MISSED",
+        f"no trace of steps {profile.first_step} to {profile.last_step} from {who}: {why}",
         subject=f"jobs/{job.name}", job=job.name, actor=actor, attempt=job.attempt,
     )  # fmt: skip
 

@@ -1,7 +1,9 @@
-"""What broke an attempt, who is to blame, and whether the job may try again.
+"""What broke an attempt, which node is to blame, and whether the job may try again.
 
-When one rank goes, all its peers report errors of their collectives within a second: symptoms. The culprit is the
-earliest explicit failure, or the node that is gone. A damaged checkpoint blames no node: the step is refused.
+When one rank fails, all its peers report errors of their collectives within a second. Those are
+symptoms. The culprit is the earliest explicit failure, or the node that is gone. Reports arrive in
+any order, so faults are collected while the attempt stops, and blame is decided only after every
+node has stopped. A damaged checkpoint blames no node: the step is refused.
 """
 
 from __future__ import annotations
@@ -18,18 +20,21 @@ from megascale_driver.core.state import (
     JobPhase,
     Liveness,
     Node,
-    Slot,
+    NodeSlot,
     WorkerReport,
 )
 
 SIGNALS = {6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
-MEMORY_ROOM = "memory_room"  # the self-check that judges the job's sizes, not the node
-# Faults that an operator or another part caused: they cost the job none of its restarts.
+MEMORY_ROOM = "memory_room"  # the self-check that is about the job's sizes, not about the node
+# Faults that the job has no part in: they do not count against its restart budgets.
 FREE_OF_CHARGE = frozenset({FaultKind.NODE_EVICTED})
 
 
 def observe(draft: Draft, job: Job, node: str = "") -> Job:
-    """Record every fault of the attempt that is not yet recorded, with its event; of one node only if it is named."""
+    """Record every fault of the attempt that is not recorded yet, with its event.
+
+    ``node``: only faults of this node; "" for all nodes.
+    """
     known = {(fault.node, fault.kind) for fault in job.faults}
     for slot in job.slots:
         if node and slot.node != node:
@@ -43,25 +48,33 @@ def observe(draft: Draft, job: Job, node: str = "") -> Job:
 
 
 def settle(draft: Draft, job: Job) -> Job:
-    """Blame, count and decide, once the attempt has stopped; sets ``after_stop`` to FAILED when a budget is spent."""
+    """Count the restart and blame a node, once the attempt has stopped.
+
+    Sets ``after_stop`` to FAILED when a restart budget is spent.
+    """
     faults = job.faults
     job = _charge(draft, job)
+    # A damaged checkpoint, or a job that does not fit, explains all other failures of the attempt:
+    # then no worker failure is counted against its node.
     if any(f.kind is FaultKind.CHECKPOINT_CORRUPT for f in faults):
         job = _refuse_checkpoint(draft, job)
     elif any(f.kind is FaultKind.JOB_TOO_BIG for f in faults):
-        _judge_size(draft, job)
+        _decide_on_size(draft, job)
     else:
         _blame(draft, job)
     return _check_budgets(draft, draft.jobs[job.name])
 
 
 def culprit(faults: tuple[Fault, ...]) -> Fault | None:
-    """The fault to name as the cause: what is hard and earliest, before what is only a symptom."""
+    """The fault to name as the cause: the earliest that is not a symptom, else the earliest."""
     order = sorted(faults, key=lambda f: (f.kind is FaultKind.WORKER_SYMPTOM, f.at_s))
     return order[0] if order else None
 
 
-def _fault_of(draft: Draft, job: Job, slot: Slot) -> Fault | None:
+def _fault_of(draft: Draft, job: Job, slot: NodeSlot) -> Fault | None:
+    """What is wrong with the node, the gravest first; None if nothing is."""
+    # The node itself before its report: if it is dead, evicted or restarted, the errors of its
+    # workers are consequences.
     node = draft.nodes.get(slot.node)
     now_s = draft.now_s
     if node is None or node.liveness is Liveness.DEAD:
@@ -70,13 +83,23 @@ def _fault_of(draft: Draft, job: Job, slot: Slot) -> Fault | None:
         message = f"node {slot.node} is quarantined: {node.disposition_reason}"
         return Fault(FaultKind.NODE_EVICTED, slot.node, now_s, message)
     if node.identity.incarnation and node.identity.incarnation != slot.incarnation:
-        return Fault(FaultKind.NODE_RESTARTED, slot.node, now_s, f"the executor of node {slot.node} was restarted")
+        return Fault(
+            FaultKind.NODE_RESTARTED,
+            slot.node,
+            now_s,
+            f"the executor of node {slot.node} was restarted",
+        )
     report = node.report
-    if report is None or (report.job, report.attempt, report.phase) != (job.name, job.attempt, AttemptPhase.FAILED):
+    if report is None or (report.job, report.attempt, report.phase) != (
+        job.name,
+        job.attempt,
+        AttemptPhase.FAILED,
+    ):
         return None
     failed = [check for check in report.checks if check.verdict == "FAIL"]
     if failed and all(check.name == MEMORY_ROOM for check in failed):
-        message = f"job {job.name} does not fit on node {slot.node}: {failed[0].target} {failed[0].detail}"
+        found = f"{failed[0].target} {failed[0].detail}"
+        message = f"job {job.name} does not fit on node {slot.node}: {found}"
         return Fault(FaultKind.JOB_TOO_BIG, slot.node, now_s, message)
     failed = [check for check in failed if check.name != MEMORY_ROOM]
     if failed:
@@ -85,14 +108,16 @@ def _fault_of(draft: Draft, job: Job, slot: Slot) -> Fault | None:
     return _worker_fault(node, report.workers, report.failure, now_s)
 
 
-def _worker_fault(node: Node, workers: tuple[WorkerReport, ...], failure: str, now_s: float) -> Fault:
-    # A worker that ended with status 0 before its last step carries an error kind, too.
+def _worker_fault(
+    node: Node, workers: tuple[WorkerReport, ...], failure: str, now_s: float
+) -> Fault:
+    # A worker that ended with status 0 before its last step has an error kind, too.
     bad = (w for w in workers if w.exited and (w.exit_status != 0 or w.error_kind))
     ended = sorted(bad, key=lambda w: (_secondary(w), w.exited_at_s, w.rank))
     corrupt = next((w for w in workers if w.error_kind == "CHECKPOINT_CORRUPT"), None)
     first = corrupt or (ended[0] if ended else None)
     if first is None:
-        message = f"node {node.name}: {failure or 'the attempt failed without a reason given'}"
+        message = f"node {node.name}: {failure or 'the attempt failed, no reason was reported'}"
         return Fault(FaultKind.WORKER_EXITED, node.name, now_s, message)
     kind = FaultKind.WORKER_EXITED
     if corrupt is not None:
@@ -103,40 +128,60 @@ def _worker_fault(node: Node, workers: tuple[WorkerReport, ...], failure: str, n
     if first.exit_status < 0:
         how = f"was killed by {SIGNALS.get(-first.exit_status, f'signal {-first.exit_status}')}"
     last_line = first.error.strip().splitlines()[-1][:300] if first.error.strip() else ""
-    message = f"rank {first.rank} on node {node.name} {how}" + (f": {last_line}" if last_line else "")
+    message = f"rank {first.rank} on node {node.name} {how}" + (
+        f": {last_line}" if last_line else ""
+    )
     return Fault(kind, node.name, first.exited_at_s or now_s, message, first.rank)
 
 
 def _secondary(worker: WorkerReport) -> bool:
-    """Whether its end only follows from another's: a collective without a peer, or killed by its agent."""
-    return worker.error_kind == "COLLECTIVE" or (worker.error_kind == "STOPPED" and worker.exit_status in (-9, 0))
+    """Whether the worker ended because of another: it lost a peer, or its agent stopped it."""
+    return worker.error_kind == "COLLECTIVE" or (
+        worker.error_kind == "STOPPED" and worker.exit_status in (-9, 0)
+    )
 
 
 def _announce(draft: Draft, job: Job, fault: Fault) -> None:
+    """Write the fault to the audit log; a fault that is a hard fact about the node evicts it."""
     subject = f"nodes/{fault.node}"
-    if fault.kind in (FaultKind.NODE_DEAD, FaultKind.NODE_RESTARTED) and fault.node not in job.evicted:
+    if (
+        fault.kind in (FaultKind.NODE_DEAD, FaultKind.NODE_RESTARTED)
+        and fault.node not in job.evicted
+    ):
         if fault.kind is FaultKind.NODE_DEAD:
             draft.job(job.name, evicted=(*job.evicted, fault.node))
         reason: Reason = "NODE_EVICTED" if fault.kind is FaultKind.NODE_DEAD else "NODE_RESTARTED"
         draft.log(
-            reason, fault.message, subject=subject, job=job.name, attempt=job.attempt, policy="hard-fact",
-            evidence=(Evidence("liveness", subject, fault.message),), outcome="the attempt ends",
+            reason, fault.message, subject=subject, job=job.name, attempt=job.attempt,
+            policy="hard-fact", evidence=(Evidence("liveness", subject, fault.message),),
+            outcome="the attempt ends",
         )  # fmt: skip
     elif fault.kind is FaultKind.CHECK_FAILED and breaker.allows(draft, fault.node):
         nodes.quarantine(draft, fault.node, fault.message, policy=nodes.SELF_CHECK)
     elif fault.kind is FaultKind.CHECK_FAILED:
-        _leave(draft, job, fault, "self-check", "too many nodes were lost lately: only this job leaves it")
-    elif fault.kind in (FaultKind.WORKER_EXITED, FaultKind.WORKER_SYMPTOM, FaultKind.CHECKPOINT_CORRUPT):
+        _leave(
+            draft,
+            job,
+            fault,
+            "self-check",
+            "too many nodes were evicted recently: only this job leaves the node",
+        )
+    elif fault.kind in (
+        FaultKind.WORKER_EXITED,
+        FaultKind.WORKER_SYMPTOM,
+        FaultKind.CHECKPOINT_CORRUPT,
+    ):
         symptom = fault.kind is FaultKind.WORKER_SYMPTOM
         draft.log(
             "WORKER_EXITED", fault.message, subject=subject, job=job.name, attempt=job.attempt,
-            policy="process-exit", evidence=(Evidence("exit", f"{subject}/ranks/{fault.rank}", fault.message),),
+            policy="process-exit",
+            evidence=(Evidence("exit", f"{subject}/ranks/{fault.rank}", fault.message),),
             outcome="a symptom: another rank is the culprit" if symptom else "the attempt ends",
         )  # fmt: skip
 
 
 def _charge(draft: Draft, job: Job) -> Job:
-    """Count the restart; a new highest step since the last one clears what was counted in a row."""
+    """Count the restart; a new highest step since the last restart clears the counts in a row."""
     if job.faults and all(fault.kind in FREE_OF_CHARGE for fault in job.faults):
         return job
     mark = max(job.best_step, job.committed_step, job.progress_mark)
@@ -145,8 +190,10 @@ def _charge(draft: Draft, job: Job) -> Job:
     return draft.job(
         job.name,
         restarts=job.restarts + 1,
-        # A refused checkpoint is a step forward: the next attempt restores another one.
-        restarts_without_progress=0 if progressed else job.restarts_without_progress + (0 if corrupt else 1),
+        # A refused checkpoint counts as progress: the next attempt restores another one.
+        restarts_without_progress=0
+        if progressed
+        else job.restarts_without_progress + (0 if corrupt else 1),
         node_failures={} if progressed else job.node_failures,
         progress_mark=mark,
     )
@@ -161,21 +208,23 @@ def _refuse_checkpoint(draft: Draft, job: Job) -> Job:
         "CHECKPOINT_REFUSED", f"the checkpoint of step {step} is refused: {fault.message}",
         subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt, policy="checksum",
         evidence=(Evidence("checksum", f"nodes/{fault.node}", fault.message),),
-        outcome="an older checkpoint is used",
+        outcome="an older checkpoint is restored",
     )  # fmt: skip
     return draft.jobs[job.name]
 
 
-def _judge_size(draft: Draft, job: Job) -> None:
-    """A job that never fitted ends at once; one that ran before leaves the node, whose memory others have taken."""
+def _decide_on_size(draft: Draft, job: Job) -> None:
+    """End a job that does not fit; if it ran before, it leaves the node instead.
+
+    If it did fit before, something else has taken the node's memory since.
+    """
     if not max(job.best_step, job.committed_step, job.progress_mark):
         first = next(f for f in job.faults if f.kind is FaultKind.JOB_TOO_BIG)
         draft.job(job.name, after_stop=JobPhase.FAILED, stop_reason=first.message)
         return
     for fault in job.faults:
         if fault.kind is FaultKind.JOB_TOO_BIG:
-            outcome = f"job {job.name} takes another node where there is one; other jobs may still use it"
-            _leave(draft, draft.jobs[job.name], fault, "memory-room", outcome)
+            _leave(draft, draft.jobs[job.name], fault, "memory-room", _left_by(job))
 
 
 def _leave(draft: Draft, job: Job, fault: Fault, policy: str, outcome: str) -> None:
@@ -183,50 +232,65 @@ def _leave(draft: Draft, job: Job, fault: Fault, policy: str, outcome: str) -> N
     if fault.node not in job.evicted:
         draft.job(job.name, evicted=(*job.evicted, fault.node))
         draft.log(
-            "NODE_EVICTED", fault.message, subject=f"nodes/{fault.node}", job=job.name, attempt=job.attempt,
-            policy=policy, outcome=outcome,
+            "NODE_EVICTED", fault.message, subject=f"nodes/{fault.node}", job=job.name,
+            attempt=job.attempt, policy=policy, outcome=outcome,
         )  # fmt: skip
 
 
-def _blame(draft: Draft, job: Job) -> None:
-    """Count a worker failure against its node; the job leaves a node that fails it again and again.
+def _left_by(job: Job) -> str:
+    return f"job {job.name} takes another node if there is one; other jobs may still use this node"
 
-    Other jobs may still use the node: whether it or the job's own code is at fault cannot be told from here.
+
+def _blame(draft: Draft, job: Job) -> None:
+    """Count a worker failure against its node; the job leaves a node that fails repeatedly.
+
+    Other jobs may still use the node: the driver cannot decide whether the node or the job's own
+    code is at fault.
     """
+    # A node that is gone explains the failures of all others.
     gone = {f.node for f in job.faults if f.kind in (FaultKind.NODE_DEAD, FaultKind.NODE_EVICTED)}
     guilty = culprit(
-        tuple(f for f in job.faults if f.kind in (FaultKind.WORKER_EXITED, FaultKind.DEADLINE, FaultKind.HANG))
+        tuple(
+            f
+            for f in job.faults
+            if f.kind in (FaultKind.WORKER_EXITED, FaultKind.DEADLINE, FaultKind.HANG)
+        )
     )
     if guilty is None or not guilty.node or gone:
         return
     count = job.node_failures.get(guilty.node, 0) + 1
     job = draft.job(job.name, node_failures={**job.node_failures, guilty.node: count})
     elsewhere = any(failures for name, failures in job.node_failures.items() if name != guilty.node)
-    patience = draft.policy.node_hangs if guilty.kind is FaultKind.HANG else draft.policy.node_failures
+    patience = (
+        draft.policy.node_hangs if guilty.kind is FaultKind.HANG else draft.policy.node_failures
+    )
     if count < patience or elsewhere or guilty.node in job.evicted:
-        return  # failures that follow the job from node to node are the job's own
+        return  # failures that follow the job from node to node are caused by the job
     draft.job(job.name, evicted=(*job.evicted, guilty.node))
     draft.log(
         "NODE_EVICTED",
-        f"node {guilty.node} failed {count} times in a row without progress, the last time: {guilty.message}",
+        f"node {guilty.node} failed {count} times in a row without progress, "
+        f"most recently: {guilty.message}",
         subject=f"nodes/{guilty.node}",
         job=job.name,
         attempt=job.attempt,
         policy="repeated-failure",
-        outcome=f"job {job.name} takes another node where there is one; other jobs may still use it",
+        outcome=_left_by(job),
     )
 
 
 def _check_budgets(draft: Draft, job: Job) -> Job:
+    """Fail the job if it has no restart left."""
     if job.after_stop is not JobPhase.QUEUED:
         return job
     recovery = job.config.recovery
     cause = culprit(job.faults)
-    last = f"; the last failure: {cause.message}" if cause else ""
+    last = f"; last failure: {cause.message}" if cause else ""
     if job.restarts > recovery.max_restarts:
         spent = f"recovery.max_restarts = {recovery.max_restarts} is spent"
     elif job.restarts_without_progress > recovery.max_restarts_without_progress:
-        spent = f"recovery.max_restarts_without_progress = {recovery.max_restarts_without_progress} is spent"
+        limit = recovery.max_restarts_without_progress
+        spent = f"recovery.max_restarts_without_progress = {limit} is spent"
     else:
         return job
     return draft.job(job.name, after_stop=JobPhase.FAILED, stop_reason=spent + last)

@@ -1,4 +1,4 @@
-"""Which step all ranks still hold in the memory of their own nodes."""
+"""Which snapshot all ranks still hold in the memory of their own nodes."""
 
 from __future__ import annotations
 
@@ -8,17 +8,24 @@ from megascale_driver.core.state import Job, Node
 
 
 def sealed_everywhere(job: Job, nodes: Mapping[str, Node]) -> tuple[int, int]:
-    """(step, attempt) of the newest snapshot that every rank of the attempt finds sealed on its own node; (0, 0): none.
+    """(step, attempt) of the newest snapshot that every rank has sealed on its node; (0, 0): none.
 
-    A snapshot counts where one attempt wrote it for all ranks. Refused steps and attempts never issued do not count.
+    It counts only if one attempt wrote it on all ranks: two attempts may have reached the same step
+    with different states. Refused steps, and attempts that were never issued, do not count.
     """
     common: set[tuple[int, int]] | None = None
     for slot in job.slots:
         node = nodes.get(slot.node)
         held: dict[int, set[tuple[int, int]]] = {rank: set() for rank in slot.ranks}
-        for progress in node.report.progress if node is not None and node.report is not None else ():
+        for progress in (
+            node.report.progress if node is not None and node.report is not None else ()
+        ):
             for sealed in progress.sealed if progress.job == job.name else ():
-                if sealed.rank in held and sealed.layout_digest and 0 < sealed.attempt < job.attempt:
+                if (
+                    sealed.rank in held
+                    and sealed.layout_digest
+                    and 0 < sealed.attempt < job.attempt
+                ):
                     held[sealed.rank].add((sealed.step, sealed.attempt))
         for steps in held.values():
             common = set(steps) if common is None else common & steps

@@ -1,4 +1,4 @@
-"""Which nodes a queued job gets, and which spares are named beside it."""
+"""Which nodes a queued job gets, and which nodes stand by as its spares."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from megascale_driver.core.state import (
     JobPhase,
     Liveness,
     Node,
-    Slot,
+    NodeSlot,
 )
 from megascale_driver.placement.gang import Candidate, Part, place, replace_lost, spares
 
 
 def schedule(draft: Draft) -> None:
-    """Place queued jobs, highest priority and oldest first; then complete the spares of active ones."""
+    """Place queued jobs, by priority, then age; then give active jobs the spares they lack."""
     if draft.now_s < draft.cluster("grace_until_s") and any(
         node.liveness is Liveness.UNKNOWN for node in draft.nodes.values()
     ):
-        return  # a new leader waits for the nodes that its predecessor knew before it places anew
+        # The nodes that the previous leader knew are still linking to this one. Placed now, a job
+        # would go to worse nodes than in a moment, or its old nodes would look lost.
+        return
     waiting = [job for job in draft.jobs.values() if job.phase is JobPhase.QUEUED]
     for job in sorted(waiting, key=lambda j: (-j.config.priority, j.created_at_s, j.name)):
         _place_job(draft, job)
@@ -35,7 +37,7 @@ def schedule(draft: Draft) -> None:
 
 
 def candidate(node: Node) -> Candidate:
-    """A node as placement sees it."""
+    """A node as placement takes it: name, devices, their kind, switch."""
     kinds = {device.kind for device in node.identity.devices}
     kind = kinds.pop() if len(kinds) == 1 else ""
     devices = tuple(device.index for device in node.identity.devices)
@@ -43,7 +45,11 @@ def candidate(node: Node) -> Candidate:
 
 
 def usable(node: Node) -> bool:
-    """Whether a new attempt may go to the node: there, schedulable, and running nothing."""
+    """Whether a new attempt may use the node: alive, schedulable, and idle by its own report.
+
+    The last two conditions are both needed: the report may be from before the node was given work,
+    and a node that was given up may be IDLE by its desired state and still run workers.
+    """
     return (
         node.disposition is Disposition.SCHEDULABLE
         and node.liveness is Liveness.ALIVE
@@ -57,7 +63,9 @@ def usable(node: Node) -> bool:
 def idle_nodes(draft: Draft, job: Job) -> list[Node]:
     """Usable nodes that no other job holds, neither for its ranks nor as a spare."""
     taken = {slot.node for other in draft.jobs.values() if other.active for slot in other.slots}
-    taken |= {name for other in draft.jobs.values() if other.name != job.name for name in other.spares}
+    taken |= {
+        name for other in draft.jobs.values() if other.name != job.name for name in other.spares
+    }
     return [node for node in draft.nodes.values() if node.name not in taken and usable(node)]
 
 
@@ -65,13 +73,19 @@ def _place_job(draft: Draft, job: Job) -> None:
     free = {node.name: candidate(node) for node in idle_nodes(draft, job)}
     parts = _replacement(job, free) if job.slots else None
     if parts is None:
+        # Nodes that the job has left are the last resort: better one of them than to wait for ever.
         preferred = [c for c in free.values() if c.name not in job.evicted]
         layout = job.config.layout
-        parts = place(layout.world_size, layout.tp, preferred) or place(layout.world_size, layout.tp, free.values())
+        parts = place(layout.world_size, layout.tp, preferred) or place(
+            layout.world_size, layout.tp, free.values()
+        )
     if parts is None:
         return
     before = {slot.node for slot in job.slots}
-    slots = tuple(Slot(p.node, p.ranks, p.devices, draft.nodes[p.node].identity.incarnation) for p in parts)
+    slots = tuple(
+        NodeSlot(p.node, p.ranks, p.devices, draft.nodes[p.node].identity.incarnation)
+        for p in parts
+    )
     number = job.attempt + 1
     newcomers = tuple(p.node for p in parts if p.node not in before) if before else ()
     used = {p.node for p in parts}
@@ -100,7 +114,11 @@ def _place_job(draft: Draft, job: Job) -> None:
 
 
 def _replacement(job: Job, free: dict[str, Candidate]) -> tuple[Part, ...] | None:
-    """The last placement with its lost nodes replaced; nodes that the job was taken off are not used."""
+    """The last placement with its lost nodes replaced; None if it cannot be completed.
+
+    Survivors keep their ranks, because their memory holds the snapshots of those ranks. Nodes that
+    the job has left are not used.
+    """
     parts = [Part(slot.node, slot.ranks, slot.devices) for slot in job.slots]
     names = {part.node for part in parts}
     welcome = {name: c for name, c in free.items() if name not in job.evicted}
@@ -110,7 +128,9 @@ def _replacement(job: Job, free: dict[str, Candidate]) -> tuple[Part, ...] | Non
     return replace_lost(parts, survivors, named, others)
 
 
-def _log_placement(draft: Draft, job: Job, parts: tuple[Part, ...], newcomers: tuple[str, ...]) -> None:
+def _log_placement(
+    draft: Draft, job: Job, parts: tuple[Part, ...], newcomers: tuple[str, ...]
+) -> None:
     number = job.attempt + 1
     where = "; ".join(f"{p.node}: ranks {p.ranks[0]}-{p.ranks[-1]}" for p in parts[:16])
     subject = f"jobs/{job.name}"
@@ -120,7 +140,14 @@ def _log_placement(draft: Draft, job: Job, parts: tuple[Part, ...], newcomers: t
                 "SPARE_ASSIGNED", f"spare {name} takes over", subject=f"nodes/{name}",
                 job=job.name, attempt=number, policy="placement",
             )  # fmt: skip
-    draft.log("PLACED", f"placed on {where}", subject=subject, job=job.name, attempt=number, policy="placement")
+    draft.log(
+        "PLACED",
+        f"placed on {where}",
+        subject=subject,
+        job=job.name,
+        attempt=number,
+        policy="placement",
+    )
     draft.log(
         "ATTEMPT_PREPARING", f"attempt {number}: its nodes reserve devices and check themselves",
         subject=subject, job=job.name, attempt=number,
@@ -133,9 +160,11 @@ def _name_spares(draft: Draft, job: Job) -> None:
     missing = job.config.recovery.spare_nodes - len(job.spares)
     if missing <= 0:
         return
-    waiting = any(other.phase is JobPhase.QUEUED and other.name != job.name for other in draft.jobs.values())
+    waiting = any(
+        other.phase is JobPhase.QUEUED and other.name != job.name for other in draft.jobs.values()
+    )
     if waiting:
-        return  # nodes go to jobs that wait before they idle as spares
+        return  # waiting jobs get nodes before others get spares
     parts = [Part(slot.node, slot.ranks, slot.devices) for slot in job.slots]
     kinds = {candidate(draft.nodes[p.node]).kind for p in parts if p.node in draft.nodes}
     pool = [candidate(node) for node in idle_nodes(draft, job) if node.name not in job.spares]

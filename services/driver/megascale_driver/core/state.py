@@ -1,7 +1,8 @@
-"""The driver's whole memory as frozen values: nodes, jobs, breaker, requests.
+"""The driver's whole state as frozen values: nodes, jobs, breaker, requests.
 
-Times are Unix seconds as events carried them in. Fields marked volatile are rebuilt from hellos and heartbeats after a
-change of leader; all others are committed to etcd before anything that follows from them leaves the driver.
+Times are Unix seconds, taken from the events. Fields marked VOLATILE are not stored: a new leader
+rebuilds them from hellos and heartbeats. All others are committed to etcd before any command or
+effect that follows from them leaves the driver.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from megascale_common.job_config import JobConfig
+from megascale_common.job.config import JobConfig
+from megascale_common.job.restore import RestorePlan
 from megascale_driver.analysis.progress import RankStatus
 
 VOLATILE: Mapping[str, bool] = {"volatile": True}
@@ -27,7 +29,7 @@ class Disposition(enum.StrEnum):
 
 
 class Liveness(enum.StrEnum):
-    """Whether a node is there."""
+    """Whether a node's agent is alive, as far as the driver can tell."""
 
     UNKNOWN = "UNKNOWN"
     ALIVE = "ALIVE"
@@ -36,7 +38,7 @@ class Liveness(enum.StrEnum):
 
 
 class JobPhase(enum.StrEnum):
-    """Phase of a job."""
+    """Phase of a job; the last three are terminal."""
 
     QUEUED = "QUEUED"
     PREPARING = "PREPARING"
@@ -48,12 +50,14 @@ class JobPhase(enum.StrEnum):
     CANCELLED = "CANCELLED"
 
 
-ACTIVE_PHASES = frozenset({JobPhase.PREPARING, JobPhase.STARTING, JobPhase.RUNNING, JobPhase.STOPPING})
+ACTIVE_PHASES = frozenset(
+    {JobPhase.PREPARING, JobPhase.STARTING, JobPhase.RUNNING, JobPhase.STOPPING}
+)
 TERMINAL_PHASES = frozenset({JobPhase.SUCCEEDED, JobPhase.FAILED, JobPhase.CANCELLED})
 
 
 class AttemptPhase(enum.StrEnum):
-    """Where a node says it stands in an attempt."""
+    """Phase of an attempt on one node, as the node reports it."""
 
     IDLE = "IDLE"
     PREPARING = "PREPARING"
@@ -65,7 +69,7 @@ class AttemptPhase(enum.StrEnum):
 
 
 class DesiredPhase(enum.StrEnum):
-    """What a node is to do."""
+    """What a node is ordered to do."""
 
     IDLE = "IDLE"
     PREPARE = "PREPARE"
@@ -73,9 +77,11 @@ class DesiredPhase(enum.StrEnum):
 
 
 class FaultKind(enum.StrEnum):
-    """What broke an attempt. WORKER_SYMPTOM is a peer's error that only shows that another rank is gone.
+    """What broke an attempt.
 
-    JOB_TOO_BIG is a fact about the job on a node that is sound; DEADLINE names a node only if one alone was late.
+    WORKER_SYMPTOM is the error of a rank that lost its peer: the cause is on another rank.
+    JOB_TOO_BIG is a fact about the job, on a healthy node. DEADLINE names a node only if no other
+    node was late.
     """
 
     NODE_DEAD = "NODE_DEAD"
@@ -92,7 +98,7 @@ class FaultKind(enum.StrEnum):
 
 
 class TraceState(enum.StrEnum):
-    """What became of a rank's trace."""
+    """State of a rank's trace; all but PENDING are final."""
 
     PENDING = "PENDING"
     WRITTEN = "WRITTEN"
@@ -125,7 +131,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """One rank's process as its node reports it. ``exited`` is true once it has ended."""
+    """One rank's worker process as its node reports it."""
 
     rank: int
     exited: bool = False
@@ -136,8 +142,8 @@ class WorkerReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Sealed:
-    """A whole snapshot of one rank in its node's staging memory."""
+class SealedSnapshot:
+    """A complete snapshot of one rank in its node's staging memory."""
 
     rank: int
     attempt: int
@@ -147,10 +153,10 @@ class Sealed:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Checkpoints of one job as a node's daemon sees them."""
+    """Snapshots and checkpoints of one job as a node's daemon reports them."""
 
     job: str
-    sealed: tuple[Sealed, ...] = ()
+    sealed: tuple[SealedSnapshot, ...] = ()
     committed_step: int = 0
     committed_by_attempt: int = 0
     manifest_uri: str = ""
@@ -158,7 +164,10 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class TraceReport:
-    """What a node says of one rank's trace. ``profile`` is the profile's id, ``detail`` why there is no trace."""
+    """One rank's trace as its node reports it.
+
+    ``profile`` is the profile's id, ``detail`` the reason why there is no trace.
+    """
 
     profile: str
     rank: int
@@ -169,7 +178,11 @@ class TraceReport:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a heartbeat says. ``desired_version`` is 0 when the node has not yet seen this leader's epoch."""
+    """Content of a heartbeat.
+
+    ``desired_version`` is the newest desired state that the node has received from this leader; 0
+    if that is none.
+    """
 
     desired_version: int = 0
     job: str = ""
@@ -186,7 +199,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who a node is, from its hello. ``incarnation`` is new for every start of its agent."""
+    """Identity of a node, from its hello. ``incarnation`` is new with every start of its agent."""
 
     incarnation: str = ""
     boot_id: str = ""
@@ -200,18 +213,11 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
-class Restore:
-    """What all ranks of an attempt restore. ``source`` is NONE, MEMORY or STORAGE."""
+class NodeSlot:
+    """One node's slot in an attempt: ``ranks[i]`` runs on the node's device ``devices[i]``.
 
-    source: str = "NONE"
-    step: int = 0
-    written_by_attempt: int = 0
-    manifest_uri: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """A node's part in an attempt: ``ranks[i]`` runs on device ``devices[i]`` of this incarnation of the node."""
+    The slot is bound to one incarnation of the node. A later incarnation runs nothing of it.
+    """
 
     node: str
     ranks: tuple[int, ...]
@@ -221,7 +227,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class ProfileCommand:
-    """A node's part in a profile: these ranks write a trace of these steps, both ends included."""
+    """A node's part in a profile: the ranks to trace, and the steps, both ends included."""
 
     id: str
     first_step: int
@@ -232,37 +238,38 @@ class ProfileCommand:
 
 @dataclass(frozen=True, slots=True)
 class Desired:
-    """What a node is to do; the assignment's fields are empty when it is IDLE."""
+    """Desired state of a node; the other fields are empty when the phase is IDLE."""
 
     phase: DesiredPhase = DesiredPhase.IDLE
     job: str = ""
     attempt: int = 0
     store_endpoint: str = ""
-    restore: Restore | None = None
+    restore: RestorePlan | None = None
     committer_endpoint: str = ""
     profile: ProfileCommand | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node on its three axes; which job holds it is read off the jobs."""
+    """A node. Which job holds it follows from the slots of the jobs and is not stored here."""
 
     name: str
     identity: Identity = field(default_factory=Identity)
     disposition: Disposition = Disposition.SCHEDULABLE
     disposition_reason: str = ""
-    # Which rule set the disposition; a quarantine by self-check ends with the incarnation that failed it.
+    # The rule that set the disposition: a quarantine by self-check ends with the incarnation that
+    # failed the check, one by an operator does not.
     disposition_policy: str = ""
     liveness: Liveness = field(default=Liveness.UNKNOWN, metadata=VOLATILE)
     connected: bool = field(default=False, metadata=VOLATILE)
     last_seen_s: float = field(default=0.0, metadata=VOLATILE)
-    # When the open stream broke; 0 while it stands or was never seen in this term.
+    # When the open stream broke; 0 while it is open, or if it was never open in this term.
     reset_at_s: float = field(default=0.0, metadata=VOLATILE)
     probed_at_s: float = field(default=0.0, metadata=VOLATILE)
-    # Last probe that failed since the node was last heard of.
+    # The newest failed probe since the node's last sign of life; 0 without one.
     probe_failed_at_s: float = field(default=0.0, metadata=VOLATILE)
     report: Report | None = field(default=None, metadata=VOLATILE)
-    # When that report came.
+    # When that report arrived.
     beat_at_s: float = field(default=0.0, metadata=VOLATILE)
     # Self-checks of the newest PREPARE; later heartbeats need not repeat them.
     checks: tuple[Check, ...] = field(default=(), metadata=VOLATILE)
@@ -272,7 +279,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something that broke the attempt under way. ``hard`` facts need no inference."""
+    """Something that broke the current attempt. ``hard``: a fact, not an inference."""
 
     kind: FaultKind
     node: str
@@ -284,16 +291,16 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class AttemptRecord:
-    """Where an attempt ran; kept so that its logs can be found later."""
+    """Where an attempt ran; kept for good, so that its logs can be found."""
 
     number: int
-    slots: tuple[Slot, ...]
+    slots: tuple[NodeSlot, ...]
     opened_at_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A rank's trace. ``path`` is where it lies, or will lie."""
+    """A rank's trace. ``path`` is the file on the rank's node, written or not yet."""
 
     rank: int
     node: str
@@ -305,7 +312,10 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Steps of one attempt that chosen ranks trace, both ends included; none of them begins after ``not_after_s``."""
+    """Steps of one attempt that chosen ranks trace, both ends included.
+
+    A rank that reaches the first step after ``not_after_s`` skips the trace.
+    """
 
     id: str
     attempt: int
@@ -316,13 +326,13 @@ class Profile:
 
     @property
     def pending(self) -> bool:
-        """Whether a trace is still awaited."""
+        """Whether a trace is still missing."""
         return any(trace.state is TraceState.PENDING for trace in self.traces)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job and the attempt under way. ``after_stop`` is the phase that STOPPING leads to."""
+    """A job and its current attempt. ``after_stop`` is the phase that follows STOPPING."""
 
     name: str
     config: JobConfig = field(metadata={"separate": True})
@@ -333,13 +343,13 @@ class Job:
     updated_at_s: float = 0.0
     log_seq: int = 0
     attempt: int = 0
-    slots: tuple[Slot, ...] = ()
+    slots: tuple[NodeSlot, ...] = ()
     spares: tuple[str, ...] = ()
     evicted: tuple[str, ...] = ()
     attempts: tuple[AttemptRecord, ...] = field(default=(), metadata={"separate": True})
     store_endpoint: str = ""
     committer_endpoint: str = ""
-    restore: Restore | None = None
+    restore: RestorePlan | None = None
     refused_steps: tuple[int, ...] = ()
     faults: tuple[Fault, ...] = ()
     after_stop: JobPhase = JobPhase.QUEUED
@@ -347,31 +357,31 @@ class Job:
     restarts: int = 0
     restarts_without_progress: int = 0
     node_failures: Mapping[str, int] = field(default_factory=dict)
-    # Highest step known when the last restart was counted.
+    # Highest step that was known when the last restart was counted.
     progress_mark: int = 0
     committed_step: int = 0
     committed_by_attempt: int = 0
     manifest_uri: str = ""
-    # The newest that was asked for, of this attempt or an earlier one.
+    # The newest profile requested, of this attempt or an earlier one.
     profile: Profile | None = None
     step: int = field(default=0, metadata=VOLATILE)
     best_step: int = field(default=0, metadata=VOLATILE)
     last_step_at_s: float = field(default=0.0, metadata=VOLATILE)
-    # Time per step between the two newest sightings; 0 before there are two.
+    # Time per step between the two newest step records; 0 before there are two.
     step_interval_s: float = field(default=0.0, metadata=VOLATILE)
-    # The newest of those, over all attempts.
+    # The newest of these times, over all attempts.
     step_times: tuple[float, ...] = field(default=(), metadata=VOLATILE)
-    # Start of the clock of the present phase; a new leader starts it again.
+    # When the clock of the current phase started; a new leader restarts it.
     timer_s: float = field(default=0.0, metadata=VOLATILE)
     open_asked: bool = field(default=False, metadata=VOLATILE)
     open_failures: int = field(default=0, metadata=VOLATILE)
     open_not_before_s: float = field(default=0.0, metadata=VOLATILE)
-    # When all nodes had prepared and the committer was first asked; 0 before.
+    # When all nodes were prepared and the committer was first called; 0 before.
     open_since_s: float = field(default=0.0, metadata=VOLATILE)
 
     @property
     def active(self) -> bool:
-        """Whether an attempt is under way."""
+        """Whether an attempt is in progress."""
         return self.phase in ACTIVE_PHASES
 
     @property
@@ -379,14 +389,17 @@ class Job:
         """Whether the job has ended."""
         return self.phase in TERMINAL_PHASES
 
-    def slot_of(self, node: str) -> Slot | None:
-        """The node's part in the attempt, if any."""
+    def slot_of(self, node: str) -> NodeSlot | None:
+        """The node's slot in the attempt, if it has one."""
         return next((slot for slot in self.slots if slot.node == node), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Breaker:
-    """Evictions of the last window and whether inferred ones are only observed now (0: they are enforced)."""
+    """Evictions in the current window.
+
+    ``tripped_at_s`` > 0: since then inferred evictions are only observed, not enforced.
+    """
 
     evictions: tuple[tuple[float, str], ...] = ()
     tripped_at_s: float = 0.0
@@ -394,7 +407,7 @@ class Breaker:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A mutating call that was carried out; the same id gives the same answer."""
+    """A mutating call that was carried out; a repetition under its id changes nothing."""
 
     kind: str
     subject: str
@@ -404,7 +417,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Everything that the driver knows. ``silence_hold_until_s``: no verdict from silence before."""
+    """The driver's whole state.
+
+    Until ``grace_until_s`` a missing node is not evidence (a new leader waits for the links), and
+    until ``silence_hold_until_s`` no node is declared dead for its silence.
+    """
 
     nodes: Mapping[str, Node] = field(default_factory=dict)
     jobs: Mapping[str, Job] = field(default_factory=dict)
@@ -416,17 +433,22 @@ class Cluster:
     silence_hold_until_s: float = 0.0
 
     def holder_of(self, node: str) -> Job | None:
-        """The job whose attempt runs on the node, if any."""
-        return next((job for job in self.jobs.values() if job.active and job.slot_of(node) is not None), None)
+        """The job whose attempt holds the node, if any."""
+        return next(
+            (job for job in self.jobs.values() if job.active and job.slot_of(node) is not None),
+            None,
+        )
 
 
 def persistent_fields(kind: type[Any]) -> tuple[str, ...]:
-    """Names of the fields that are committed with the value itself."""
+    """Names of the fields that are stored with the value itself."""
     return tuple(f.name for f in fields(kind) if not f.metadata)
 
 
 def differs(old: Any, new: Any) -> bool:
-    """Whether a committed field of ``new`` differs from ``old`` (of the same type, or None)."""
+    """Whether a stored field of ``new`` differs from ``old`` (of the same type, or None)."""
     if old is new:
         return False
-    return old is None or any(getattr(old, name) != getattr(new, name) for name in persistent_fields(type(new)))
+    return old is None or any(
+        getattr(old, name) != getattr(new, name) for name in persistent_fields(type(new))
+    )

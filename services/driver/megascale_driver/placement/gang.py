@@ -1,7 +1,8 @@
-"""Gang placement: all ranks of a job at once, on the fewest switches, tensor-parallel groups inside a node.
+"""Gang placement: all ranks of a job at once, on the fewest switches.
 
-Ranks are contiguous by node, so that neighbouring ranks (tensor, then data parallel) share nodes and switches
-(MegaScale section 3.6). After a fault survivors keep their rank positions, so that their memory is still of use.
+A tensor-parallel group never spans nodes. Ranks are contiguous by node, so that neighbouring ranks
+(tensor, then data parallel) share nodes and switches (MegaScale section 3.6). After a fault the
+surviving nodes keep their ranks, so that the snapshots in their memory can be restored.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ KINDS = ("cuda", "cpu")
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A node that may be used: its devices (indices, all of one kind) and its switch ("" when unknown)."""
+    """A node that may be used: its devices (indices, all of one kind) and switch ("": unknown)."""
 
     name: str
     kind: str
@@ -24,7 +25,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A node's share: ``ranks[i]`` runs on ``devices[i]``."""
+    """A node's part of a placement: ``ranks[i]`` runs on ``devices[i]``."""
 
     node: str
     ranks: tuple[int, ...]
@@ -32,9 +33,9 @@ class Part:
 
 
 def place(world_size: int, tp: int, candidates: Iterable[Candidate]) -> tuple[Part, ...] | None:
-    """A fresh placement of ``world_size`` ranks, or None when the candidates do not suffice.
+    """A new placement of ``world_size`` ranks, or None if the candidates do not suffice.
 
-    Only devices of one kind are mixed; cuda is preferred. A node takes whole tensor-parallel groups only.
+    All devices are of one kind, cuda if possible. A node takes whole tensor-parallel groups only.
     """
     usable = [c for c in candidates if _capacity(c, tp)]
     for kind in KINDS:
@@ -50,9 +51,9 @@ def replace_lost(
     named_spares: Sequence[Candidate],
     others: Sequence[Candidate],
 ) -> tuple[Part, ...] | None:
-    """The old placement with lost nodes replaced, each survivor at its old ranks; None when it cannot be had.
+    """The old placement with lost nodes replaced and survivors at their ranks; None if impossible.
 
-    Named spares come first, then other nodes; among each, those on a survivor's switch.
+    Named spares are used first, then other nodes; of each, first those on a survivor's switch.
     """
     kinds = {c.kind for c in survivors.values()}
     near = {c.switch for c in survivors.values()}
@@ -67,7 +68,11 @@ def replace_lost(
             placed.append(part)
             continue
         found = next(
-            (c for c in pool if len(c.devices) >= len(part.ranks) and (not kinds or c.kind in kinds)),
+            (
+                c
+                for c in pool
+                if len(c.devices) >= len(part.ranks) and (not kinds or c.kind in kinds)
+            ),
             None,
         )
         if found is None:
@@ -79,7 +84,7 @@ def replace_lost(
 
 
 def spares(wanted: int, parts: Sequence[Part], candidates: Iterable[Candidate]) -> tuple[str, ...]:
-    """Names of up to ``wanted`` nodes that can stand in for any node of the placement, near ones first."""
+    """Names of up to ``wanted`` nodes that can replace any node of the placement, by name."""
     used = {part.node for part in parts}
     need = max((len(part.ranks) for part in parts), default=0)
     fitting = [c for c in candidates if c.name not in used and len(c.devices) >= need]
@@ -91,14 +96,14 @@ def _capacity(candidate: Candidate, tp: int) -> int:
 
 
 def _choose(world_size: int, tp: int, candidates: Sequence[Candidate]) -> list[Candidate] | None:
-    """Nodes for the job, in the order of their ranks: the fewest switches, then the fewest nodes."""
+    """Nodes for the job in rank order: on the fewest switches, and then the fewest nodes."""
     by_switch: dict[str, list[Candidate]] = {}
     for candidate in candidates:
         by_switch.setdefault(candidate.switch, []).append(candidate)
     room = {switch: sum(_capacity(c, tp) for c in nodes) for switch, nodes in by_switch.items()}
     if sum(room.values()) < world_size:
         return None
-    # One switch that suffices, as small as can be; else the largest first, which uses the fewest.
+    # The smallest switch that suffices alone; else the largest first, which takes the fewest.
     enough = sorted((size, switch) for switch, size in room.items() if size >= world_size)
     order = [enough[0][1]] if enough else sorted(room, key=lambda switch: (-room[switch], switch))
     chosen: list[Candidate] = []
@@ -106,7 +111,7 @@ def _choose(world_size: int, tp: int, candidates: Sequence[Candidate]) -> list[C
     for switch in order:
         nodes = sorted(by_switch[switch], key=lambda c: (-_capacity(c, tp), c.name))
         while nodes and left > 0:
-            # The last node is the smallest that holds the rest; before it, the largest.
+            # The largest nodes first; for the last node, the smallest that holds the rest.
             fitting = [c for c in nodes if _capacity(c, tp) >= left]
             node = min(fitting, key=lambda c: (_capacity(c, tp), c.name)) if fitting else nodes[0]
             nodes.remove(node)

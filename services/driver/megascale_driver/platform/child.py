@@ -1,4 +1,4 @@
-"""One child process of `megascale up`: its own process group, its log file, an end in order or by force."""
+"""One child process of `megascale up`: its process group, its log file, stop and kill."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from megascale_common.process import child_environment
+from megascale_common.node.process import child_environment
 
 POLL_INTERVAL_S = 0.05
 LOG_TAIL_BYTES = 2000
 
 
 class Child:
-    """A process that dies with us and leads a process group of its own, so that one signal ends it with its children.
+    """A process that ends with this one and leads a process group of its own.
 
-    Construct it in the main thread: the parent-death signal fires when the spawning thread ends.
+    One signal to the group ends it with all its children. Construct it in the main thread, because
+    the parent-death signal is sent when the thread that spawned the child ends.
     """
 
     def __init__(self, name: str, command: Sequence[str], log_path: Path) -> None:
         self.name = name
         self.log_path = log_path
         log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Append: what a process wrote before it was restarted is what explains the restart.
+        # Append: the lines before a restart explain the restart.
         with log_path.open("ab") as log:
             self._log_start_bytes = log.tell()
             self._process = subprocess.Popen(
@@ -39,7 +40,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Process id, also the id of the group."""
+        """Process id, which is also the id of the group."""
         return self._process.pid
 
     @property
@@ -48,7 +49,7 @@ class Child:
         return self._process.poll()
 
     async def stop(self, timeout_s: float) -> None:
-        """SIGTERM to the process, then, at its end or after ``timeout_s``, SIGKILL to what is left of its group."""
+        """SIGTERM to the process; once it ends, or after ``timeout_s``, SIGKILL to its group."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         if self._process.returncode is None:
@@ -61,7 +62,8 @@ class Child:
 
     def kill(self) -> None:
         """SIGKILL to the whole group; returns when the process itself has ended."""
-        # Once reaped, the number may be another's; until then it is ours, dead or alive.
+        # Once the process is reaped, its id may belong to another; until then it is the child's,
+        # even if the child has ended. So the group is killed first and the process reaped last.
         if self._process.returncode is not None:
             return
         try:
@@ -71,12 +73,12 @@ class Child:
         self._process.wait()
 
     def _ended(self) -> bool:
-        """Whether the process has ended, without reaping it."""
+        """Whether the process has ended; it is not reaped, so its group can still be killed."""
         if self._process.returncode is not None:
             return True
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def log_tail(self) -> str:
-        """The end of what this run of the process has logged."""
+        """The end of the log of this process, without earlier runs."""
         text = self.log_path.read_bytes()[self._log_start_bytes :]
         return text[-LOG_TAIL_BYTES:].decode(errors="replace")

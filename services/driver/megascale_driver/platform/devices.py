@@ -1,4 +1,4 @@
-"""Which devices this machine offers, without torch: what `--device auto` goes by."""
+"""Which devices this machine has, detected without torch, for `megascale up --device auto`."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ _QUERY_TIMEOUT_S = 10.0
 
 
 def count_gpus() -> int:
-    """GPUs that processes of this machine may use: as the driver tools list them, within $CUDA_VISIBLE_DEVICES."""
+    """Number of GPUs that nvidia-smi or /dev lists, at most those of $CUDA_VISIBLE_DEVICES."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     present = _listed_by_tool()
     if present is None:
-        present = sum(1 for entry in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", entry.name))
+        present = sum(
+            1 for entry in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", entry.name)
+        )
     if visible is None:
         return present
     return min(present, len([word for word in visible.split(",") if word.strip()]))
 
 
 def choose_device(wanted: Literal["auto", "cpu", "cuda"], needed: int) -> DeviceKind:
-    """The kind to use for ``needed`` devices; auto takes GPUs when there are enough.
+    """The kind of device to use for ``needed`` devices; auto: GPUs if there are enough.
 
     Raises:
-        ValueError: cuda is wanted and there are fewer GPUs than needed.
+        ValueError: cuda is required and there are fewer GPUs than needed.
     """
     if wanted == "cpu":
         return "cpu"
@@ -37,13 +39,15 @@ def choose_device(wanted: Literal["auto", "cpu", "cuda"], needed: int) -> Device
         return "cuda"
     if wanted == "cuda":
         raise ValueError(
-            f"--device cuda: {needed} GPUs are needed (nodes times devices per node) and this machine offers "
-            f"{present}; ask for fewer with --nodes or --devices-per-node, or use --device cpu"
+            f"--device cuda: {needed} GPUs are needed (nodes times devices per node) and this "
+            f"machine has {present}; use fewer with --nodes or --devices-per-node, "
+            "or use --device cpu"
         )
     return "cpu"
 
 
 def _listed_by_tool() -> int | None:
+    """GPUs by nvidia-smi; None if it is absent or fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None

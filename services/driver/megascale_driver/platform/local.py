@@ -1,8 +1,9 @@
-"""A whole cluster on one machine: etcd, one driver and N nodes as child processes of `megascale up`.
+"""A whole cluster on one machine: etcd, one driver and N nodes, for `megascale up`.
 
-Each child leads a process group of its own, so that a node is killed as a node, and arms its parent-death signal, so
-that killing `megascale up` leaves nothing. A driver or etcd that ends is started again, within a budget; a node that
-ends stays away, as a lost machine would: recovering from that is the driver's work, and reporting it is ours.
+All are child processes. Each leads a process group of its own, so that a node can be killed as a
+whole, and arms its parent-death signal, so that killing `megascale up` leaves no process. A driver
+or etcd that ends is restarted, within a budget. A node that ends is reported and not restarted, as
+a lost machine would be: recovering from that is the driver's work.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ import grpc.aio
 from megascale.v1 import driver_pb2, driver_pb2_grpc, types_pb2
 from megascale_common.etcd.errors import EtcdError
 from megascale_common.etcd.server import EtcdServer
-from megascale_common.rpc import open_channel, read_or_create_token
+from megascale_common.service.channel import open_channel
+from megascale_common.service.errors import ClusterError
+from megascale_common.service.token import read_or_create_token
 from megascale_driver.platform import metrics_targets
 from megascale_driver.platform.child import Child
 from megascale_driver.platform.devices import DeviceKind
@@ -34,22 +37,19 @@ TARGETS_INTERVAL_S = 5.0
 START_TIMEOUT_S = 90.0
 STOP_DRIVER_TIMEOUT_S = 10.0
 STOP_NODE_TIMEOUT_S = 10.0
-# Restarts of the driver (and, apart, of etcd) in one life of `megascale up`; more means that it cannot stand. The
-# nodes are kept then: training goes on without either, and whoever mends what is wrong starts `megascale up` anew.
+# Restarts of the driver, and of etcd, during one `megascale up`; more would not help. The nodes are
+# kept then, because training continues without both, until `megascale up` is started again.
 MAX_RESTARTS = 20
-RESTART_DELAYS_S = (0.5, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # of the first restarts; the last one of all others
+# Before the first, second, ... restart; the last delay is that of all further ones.
+RESTART_DELAYS_S = (0.5, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 MAX_PAGE = 1000
 
 Report = Callable[[str, dict[str, Any]], None]
 
 
-class ClusterError(Exception):
-    """The cluster cannot be started or kept up; the message says why and what to do."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalOptions:
-    """What to start. ``etcd_endpoints`` empty: an etcd of our own, in the run folder."""
+    """What to start. ``etcd_endpoints`` empty: an etcd in the run folder is started too."""
 
     run_folder: Path
     cluster: str = "local"
@@ -68,7 +68,7 @@ class LocalOptions:
 
 
 class LocalCluster:
-    """The processes of one local cluster. Use: ``await start()``, ``await supervise()``, ``await stop()``."""
+    """The processes of one local cluster; ``start()``, then ``supervise()``, then ``stop()``."""
 
     def __init__(self, options: LocalOptions, report: Report) -> None:
         self.options = options
@@ -82,10 +82,11 @@ class LocalCluster:
         self._restarts = {"etcd": 0, "driver": 0}
 
     async def start(self) -> None:
-        """Start everything and wait until every node is alive for the driver and its checkpoint daemon serves.
+        """Start everything; returns when all nodes are alive and their checkpoint daemons serve.
 
         Raises:
-            ClusterError: the run folder is in use, or a process did not come up; the message has the end of its log.
+            ClusterError: the run folder is in use, or a process did not start; the message has the
+                end of its log.
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._take_lock()
@@ -102,15 +103,18 @@ class LocalCluster:
         self._point_current_here()
         found = self._write_targets()
         targets_file = str(self.folder / metrics_targets.TARGETS_FILE)
-        self._report("metrics_ready", {"url": f"http://{found['driver']}/metrics", "targets_file": targets_file})
+        self._report(
+            "metrics_ready",
+            {"url": f"http://{found['driver']}/metrics", "targets_file": targets_file},
+        )
 
     async def supervise(self) -> None:
-        """Watch the children until cancelled: restart driver and etcd within their budgets, report lost nodes."""
+        """Until cancelled, restart driver and etcd within their budgets and report lost nodes."""
         loop = asyncio.get_running_loop()
         targets_due_s = 0.0
         while True:
-            if loop.time() >= targets_due_s:  # a daemon that its agent restarts has a new port
-                with contextlib.suppress(OSError):  # a full disk must not end the nodes
+            if loop.time() >= targets_due_s:  # a daemon that its agent restarted has a new port
+                with contextlib.suppress(OSError):  # a full disk must not end the cluster
                     self._write_targets()
                 targets_due_s = loop.time() + TARGETS_INTERVAL_S
             if self._etcd is not None and self._etcd.pid is None:
@@ -124,7 +128,7 @@ class LocalCluster:
             await asyncio.sleep(POLL_INTERVAL_S)
 
     async def stop(self) -> None:
-        """End everything in order: driver first, so that it takes the end of the nodes for no failure of theirs."""
+        """Stop everything: the driver first, so that it does not see the nodes' end as faults."""
         if self._driver is not None:
             await self._driver.stop(STOP_DRIVER_TIMEOUT_S)
         await asyncio.gather(*(child.stop(STOP_NODE_TIMEOUT_S) for child in self._nodes.values()))
@@ -132,34 +136,49 @@ class LocalCluster:
             await self._etcd.stop()
         if self._lock is None:
             return
-        for name in ("driver.address", "up.json", metrics_targets.DRIVER_FILE, metrics_targets.TARGETS_FILE):
+        for name in (
+            "driver.address",
+            "up.json",
+            metrics_targets.DRIVER_FILE,
+            metrics_targets.TARGETS_FILE,
+        ):
             (self.folder / name).unlink(missing_ok=True)
         os.close(self._lock)
         self._lock = None
 
     def state(self) -> dict[str, Any]:
-        """What `up.json` holds: pids and addresses."""
-        endpoints = [self._etcd.endpoint] if self._etcd is not None else list(self.options.etcd_endpoints)
+        """The content of `up.json`: pids and addresses."""
+        endpoints = (
+            [self._etcd.endpoint] if self._etcd is not None else list(self.options.etcd_endpoints)
+        )
         return {
             "pid": os.getpid(),
             "cluster": self.options.cluster,
             "run_folder": str(self.folder),
             "device": self.options.device,
             "devices_per_node": self.options.devices_per_node,
-            "etcd": {"pid": self._etcd.pid if self._etcd is not None else None, "endpoints": endpoints},
-            "driver": {"pid": self._driver.pid if self._driver is not None else None, "address": self._address()},
+            "etcd": {
+                "pid": self._etcd.pid if self._etcd is not None else None,
+                "endpoints": endpoints,
+            },
+            "driver": {
+                "pid": self._driver.pid if self._driver is not None else None,
+                "address": self._address(),
+            },
             "nodes": {name: {"pid": child.pid} for name, child in self._nodes.items()},
         }
 
     def _take_lock(self) -> None:
-        # The kernel drops the lock with the process, however it ends; the file itself means nothing.
+        # The kernel releases the lock when the process ends, however it ends; that the file exists
+        # means nothing.
         descriptor = os.open(self.folder / "up.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(descriptor)
             raise ClusterError(
-                f"{self.folder} is in use by another `megascale up`: stop that one, or choose another --run-folder"
+                f"{self.folder} is in use by another `megascale up`: "
+                "stop that one, or choose another --run-folder"
             ) from None
         self._lock = descriptor
 
@@ -178,7 +197,15 @@ class LocalCluster:
         options, address_file = self.options, self.folder / "driver.address"
         address_file.unlink(missing_ok=True)
         endpoints = [self._etcd.endpoint] if self._etcd is not None else options.etcd_endpoints
-        command = [sys.executable, "-m", "megascale_driver", "--cluster", options.cluster, "--bind", "127.0.0.1:0"]
+        command = [
+            sys.executable,
+            "-m",
+            "megascale_driver",
+            "--cluster",
+            options.cluster,
+            "--bind",
+            "127.0.0.1:0",
+        ]
         command += ["--etcd", ",".join(endpoints), "--prefix", f"/megascale/{options.cluster}/v1"]
         command += ["--token-file", str(self.folder / "token"), "--address-file", str(address_file)]
         command += ["--heartbeat-interval-s", f"{options.heartbeat_interval_s:g}"]
@@ -197,11 +224,34 @@ class LocalCluster:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         first = index * options.devices_per_node if options.device == "cuda" else 0
         devices = range(first, first + options.devices_per_node)
-        command = [sys.executable, "-m", "megascale_executor.agent", "--cluster", options.cluster, "--node", name]
-        command += ["--driver-file", str(self.folder / "driver.address"), "--token-file", str(self.folder / "token")]
+        command = [
+            sys.executable,
+            "-m",
+            "megascale_executor.agent",
+            "--cluster",
+            options.cluster,
+            "--node",
+            name,
+        ]
+        command += [
+            "--driver-file",
+            str(self.folder / "driver.address"),
+            "--token-file",
+            str(self.folder / "token"),
+        ]
         command += ["--device", options.device, "--devices", ",".join(map(str, devices))]
-        command += ["--run-folder", str(self.folder), "--topology", f"switch=s{index // options.nodes_per_switch}"]
-        command += ["--address-file", str(folder / "executor.address"), "--metrics-bind", "127.0.0.1:0"]
+        command += [
+            "--run-folder",
+            str(self.folder),
+            "--topology",
+            f"switch=s{index // options.nodes_per_switch}",
+        ]
+        command += [
+            "--address-file",
+            str(folder / "executor.address"),
+            "--metrics-bind",
+            "127.0.0.1:0",
+        ]
         return Child(name, command, folder / "agent.log")
 
     async def _wait_alive(self) -> None:
@@ -220,21 +270,23 @@ class LocalCluster:
 
     def _require_up(self, child: Child, deadline: float) -> None:
         if child.exit_status is not None:
-            what = f"{child.name} ended with status {child.exit_status} while starting"
+            what = f"{child.name} ended with status {child.exit_status} during its start"
         elif asyncio.get_running_loop().time() >= deadline:
-            what = f"{child.name} is not ready after {START_TIMEOUT_S:g} s"
+            what = f"{child.name} was not ready after {START_TIMEOUT_S:g} s"
         else:
             return
         raise ClusterError(f"{what}; the end of {child.log_path}:\n{child.log_tail()}")
 
     async def _restart(self, name: str, start: Callable[[], Any]) -> None:
-        """Start it again after a growing delay; a failed start counts, and is tried again as the next restart."""
+        """Restart after a growing delay; a start that fails counts and is repeated as a restart."""
         if self._restarts[name] > MAX_RESTARTS:
-            return  # given up and said so
+            return  # given up, and reported
         self._restarts[name] += 1
         number = self._restarts[name]
         if number > MAX_RESTARTS:
-            self._report(f"{name}_given_up", {"restarts": MAX_RESTARTS, "log": f"{self.folder / name}.log"})
+            self._report(
+                f"{name}_given_up", {"restarts": MAX_RESTARTS, "log": f"{self.folder / name}.log"}
+            )
             return
         self._report(f"{name}_exited", {"restart": number, "restarts_allowed": MAX_RESTARTS})
         await asyncio.sleep(RESTART_DELAYS_S[min(number, len(RESTART_DELAYS_S)) - 1])
@@ -260,8 +312,11 @@ class LocalCluster:
         temporary.replace(self.folder / "up.json")
 
     def _point_current_here(self) -> None:
-        """Make `current`, beside the run folder, point to it: where clients look when nothing is named."""
-        link, temporary = self.folder.parent / "current", self.folder.parent / f".current.{os.getpid()}"
+        """Point the link `current`, beside the run folder, to it: the clients' default cluster."""
+        link, temporary = (
+            self.folder.parent / "current",
+            self.folder.parent / f".current.{os.getpid()}",
+        )
         if link.exists() and not link.is_symlink():
             return
         temporary.symlink_to(self.folder.name)
@@ -272,9 +327,10 @@ async def _ready_nodes(stub: Any) -> set[str]:
     try:
         answer = await stub.ListNodes(driver_pb2.ListNodesRequest(page_size=MAX_PAGE), timeout=5.0)
     except grpc.aio.AioRpcError as error:
-        if error.code() is grpc.StatusCode.UNAVAILABLE:  # not leader yet, or on its way up
+        if error.code() is grpc.StatusCode.UNAVAILABLE:  # still starting, or not the leader yet
             return set()
         raise ClusterError(f"the driver refuses to list its nodes: {error.details()}") from None
-    # An agent whose daemon is slow to start dials without it, and could not yet restore or save anything.
+    # An agent whose daemon is slow to start links without it; its node could not save or restore
+    # anything yet.
     alive = [node for node in answer.nodes if node.liveness == types_pb2.NODE_LIVENESS_ALIVE]
     return {node.name for node in alive if node.checkpoint_endpoint}

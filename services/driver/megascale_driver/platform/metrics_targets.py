@@ -1,4 +1,4 @@
-"""Where a local cluster's services show their metrics, as a file that Prometheus reads (file_sd_configs)."""
+"""The metrics endpoints of a local cluster, as a file for Prometheus (file_sd_configs)."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from megascale_common.node.files import replace_file
+
 DRIVER_FILE = "metrics.address"
 NODE_FILES = {"executor": "metrics.address", "checkpoint": "checkpoint.metrics.address"}
 TARGETS_FILE = "prometheus.json"
 
 
 def find(folder: Path, nodes: Iterable[str]) -> dict[str, str]:
-    """Addresses by ``driver``, ``executor/NODE`` and ``checkpoint/NODE``; a service that is not up is left out."""
+    """Addresses of services that are up, by ``driver``, ``executor/NODE``, ``checkpoint/NODE``."""
     files = {"driver": folder / DRIVER_FILE}
     for node in nodes:
-        files |= {f"{service}/{node}": folder / "nodes" / node / name for service, name in NODE_FILES.items()}
+        files |= {
+            f"{service}/{node}": folder / "nodes" / node / name
+            for service, name in NODE_FILES.items()
+        }
     found = {}
     for service, path in files.items():
         try:
@@ -26,7 +31,7 @@ def find(folder: Path, nodes: Iterable[str]) -> dict[str, str]:
 
 
 def write(folder: Path, cluster: str, nodes: Iterable[str]) -> dict[str, str]:
-    """Write what :func:`find` finds to TARGETS_FILE, if it has changed, and return it."""
+    """Write the result of :func:`find` to TARGETS_FILE, if it has changed, and return it."""
     found = find(folder, nodes)
     groups = []
     for service, address in found.items():
@@ -35,7 +40,5 @@ def write(folder: Path, cluster: str, nodes: Iterable[str]) -> dict[str, str]:
         groups.append({"targets": [address], "labels": labels})
     text, path = json.dumps(groups, indent=2) + "\n", folder / TARGETS_FILE
     if not path.exists() or path.read_text() != text:
-        draft = path.with_name(f".{TARGETS_FILE}")
-        draft.write_text(text)
-        draft.replace(path)
+        replace_file(path, text)
     return found

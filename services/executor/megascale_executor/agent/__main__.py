@@ -10,11 +10,12 @@ from pathlib import Path
 
 import uvloop
 
-from megascale_common import identity, logs
-from megascale_common.metrics import bind_option
-from megascale_common.process import PARENT_PID_VARIABLE, arm_parent_death
-from megascale_executor.agent.config import AgentConfig, OptionError, parse_devices, parse_topology
-from megascale_executor.diagnostics.devices import DeviceQueryError
+from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
+from megascale_common.service import logs
+from megascale_common.service.build import build_version
+from megascale_common.service.errors import DeviceQueryError, OptionError
+from megascale_common.service.metrics import bind_option
+from megascale_executor.agent.config import AgentConfig, parse_devices, parse_topology
 
 _EPILOG = """\
 example: one node with four CPU slots, whose driver writes its address to a file
@@ -22,8 +23,9 @@ example: one node with four CPU slots, whose driver writes its address to a file
       --token-file run/token --device cpu --devices 0-3 --run-folder run --topology switch=s0 \\
       --address-file run/nodes/n0/executor.address
 
-The agent dials the driver, so a node needs no open port of its own towards it. It starts the node's checkpoint daemon
-and the template process of the workers, and ends all of them with itself. Logs: RUN_FOLDER/nodes/NODE/.
+The agent dials the driver, so the driver needs no port of the node. It starts the node's checkpoint
+daemon and the template process of the workers, and ends all of them with itself.
+Logs: RUN_FOLDER/nodes/NODE/
 Exit status: 0 after SIGTERM or SIGINT, 2 for an option that cannot work.
 """
 
@@ -32,32 +34,59 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(
         prog="python -m megascale_executor.agent",
-        description="Run one node of a cluster: the link to the driver, the workers, their logs and self-checks.",
+        description="Run one node of a cluster: the link to the driver, the workers, their logs "
+        "and self-checks.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--version", action="version", version=identity.build())
+    made.add_argument("--version", action="version", version=build_version())
     add = made.add_argument
     add("--cluster", required=True, help="name of the cluster; a driver of another one is refused")
     add("--node", required=True, help="name of this node, unique in the cluster")
     driver = made.add_mutually_exclusive_group(required=True)
-    driver.add_argument("--driver", default="", help="drivers as HOST:PORT[,HOST:PORT], tried in turn")
-    driver.add_argument("--driver-file", type=Path, help="file with the driver's address, read at every connection")
+    driver.add_argument(
+        "--driver", default="", help="drivers as HOST:PORT[,HOST:PORT], tried in turn"
+    )
+    driver.add_argument(
+        "--driver-file", type=Path, help="file with the driver's address, read at every connection"
+    )
     add("--token-file", type=Path, required=True, help="file with the cluster token (mode 0600)")
     add("--device", choices=("cpu", "cuda"), required=True, help="what a rank runs on")
     add("--devices", required=True, help="indices on the host that this node owns: 0,1,2,3 or 0-3")
-    add("--run-folder", type=Path, required=True, help="the cluster's folder; this node writes to nodes/NODE in it")
-    add("--topology", action="append", default=[], help="labels for placement: switch=s0[,rack=r1]; may be repeated")
-    add("--address-file", type=Path, required=True, help="where to write this agent's HOST:PORT once it serves")
-    add("--host", default="127.0.0.1", help="address of this node for its peers (default %(default)s)")
+    add(
+        "--run-folder",
+        type=Path,
+        required=True,
+        help="the cluster's folder; this node writes to nodes/NODE in it",
+    )
+    add(
+        "--topology",
+        action="append",
+        default=[],
+        help="labels for placement: switch=s0[,rack=r1]; may be repeated",
+    )
+    add(
+        "--address-file",
+        type=Path,
+        required=True,
+        help="where to write this agent's HOST:PORT once it serves",
+    )
+    add(
+        "--host",
+        default="127.0.0.1",
+        help="address of this node for its peers (default %(default)s)",
+    )
     add(
         "--metrics-bind",
         type=bind_option,
         default="",
         help="serve /metrics at HOST:PORT; the address is written to metrics.address "
-        "and, for the checkpoint daemon, checkpoint.metrics.address in the node's folder; default: not at all",
+        "and, for the checkpoint daemon, checkpoint.metrics.address in the node's folder; "
+        "default: not at all",
     )
-    add("--template-command", default="", help="program that replaces the training side (for tests)")
+    add(
+        "--template-command", default="", help="program that replaces the training side (for tests)"
+    )
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     return made
 
@@ -87,16 +116,19 @@ def config_from(options: argparse.Namespace) -> AgentConfig:
 
 def main() -> int:
     """Run the agent; see ``--help``."""
-    if PARENT_PID_VARIABLE in os.environ:  # started by us (megascale up); an operator's shell may end without us
+    # Set by `megascale up`; an agent that an operator starts outlives the shell.
+    if PARENT_PID_VARIABLE in os.environ:
         arm_parent_death()
     options = parser().parse_args()
-    # Read when grpc is imported. Our children exec at once; handlers for forks that do not would only write warnings.
+    # Read when grpc is imported, so nothing above may import it. Its fork handlers run in a child
+    # before that executes its program: they write warnings, and were seen to end the child with a
+    # segmentation fault (grpcio 1.85.1).
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-    from megascale_executor.agent.node import run_node
+    from megascale_executor.agent.node_agent import run_agent
 
     logs.configure("agent", level=options.log_level)
     try:
-        uvloop.run(run_node(config_from(options)))
+        uvloop.run(run_agent(config_from(options)))
     except (OptionError, DeviceQueryError, OSError, ValueError) as error:
         sys.stderr.write(f"megascale agent: {error}\n")
         return 2

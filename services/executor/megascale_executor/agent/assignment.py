@@ -1,4 +1,4 @@
-"""From the driver's assignment to what each worker is told. Pure."""
+"""From the driver's assignment to the message for each worker. Pure."""
 
 from __future__ import annotations
 
@@ -6,27 +6,21 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megascale.v1 import link_pb2, types_pb2
-from megascale_common import framing, job_config
-from megascale_common.job_config import JobConfig
-from megascale_common.local_messages import Assignment, RestorePlanMessage
-from megascale_common.rank_layout import RankLayout
+from megascale.v1 import link_pb2
+from megascale_common.job import config as job_config
+from megascale_common.job.config import JobConfig
+from megascale_common.job.rank_layout import RankLayout
+from megascale_common.job.wire import restore
+from megascale_common.node import framing
+from megascale_common.node.messages import Assignment
+from megascale_common.service.errors import AssignmentError
 from megascale_executor.agent.config import AgentConfig
 from megascale_executor.agent.folders import AttemptFolder
-
-_SOURCES: dict[int, str] = {
-    types_pb2.RESTORE_SOURCE_MEMORY: "memory",
-    types_pb2.RESTORE_SOURCE_STORAGE: "storage",
-}
-
-
-class AssignmentError(ValueError):
-    """The driver asks for what this node cannot do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sockets:
-    """Where the workers of this node find the node's services."""
+    """The unix sockets at which workers reach the services of their node."""
 
     loader: Path
     checkpoint: Path
@@ -38,39 +32,39 @@ def check_assignment(
     """Refuse an assignment that contradicts itself or this node.
 
     Raises:
-        AssignmentError: names what does not fit.
+        AssignmentError: its message has what does not fit.
     """
     ranks, indices = list(assignment.ranks), list(assignment.devices)
     world_size = config.layout.world_size
     if not ranks or len(ranks) != len(indices):
-        raise AssignmentError(f"{len(ranks)} ranks on {len(indices)} devices: each rank needs one device")
+        raise AssignmentError(
+            f"{len(ranks)} ranks on {len(indices)} devices: each rank needs one device"
+        )
     if len(set(ranks)) != len(ranks) or len(set(indices)) != len(indices):
-        raise AssignmentError(f"ranks {ranks} on devices {indices}: each may be named once only")
+        raise AssignmentError(f"ranks {ranks} on devices {indices}: each may be listed once only")
     unknown = sorted(set(indices) - set(devices))
     if unknown:
-        raise AssignmentError(f"devices {unknown} are not of node {node}, which owns {sorted(devices)}")
+        raise AssignmentError(
+            f"devices {unknown} are not of node {node}, which has {sorted(devices)}"
+        )
     if len(assignment.rank_nodes) != world_size:
-        raise AssignmentError(f"{len(assignment.rank_nodes)} rank_nodes for a world size of {world_size}")
+        raise AssignmentError(
+            f"{len(assignment.rank_nodes)} rank_nodes for a world size of {world_size}"
+        )
     here = [rank for rank, name in enumerate(assignment.rank_nodes) if name == node]
     if sorted(ranks) != here:
-        raise AssignmentError(f"ranks {sorted(ranks)} are given to node {node}, but rank_nodes gives it {here}")
+        raise AssignmentError(
+            f"ranks {sorted(ranks)} are given to node {node}, but rank_nodes gives it {here}"
+        )
 
 
 def readers_of(ranks: Sequence[int], layout: RankLayout) -> dict[int, tuple[int, int]]:
-    """For each rank of the node its (reader, readers): its place among those that read the same data-parallel rank."""
+    """(reader, readers) of each rank: its index among the node's ranks of its dp coordinate."""
     by_dp: dict[int, list[int]] = {}
     for rank in ranks:
         by_dp.setdefault(layout.coordinates(rank).dp, []).append(rank)
-    return {rank: (index, len(group)) for group in by_dp.values() for index, rank in enumerate(group)}
-
-
-def restore_plan(plan: link_pb2.RestorePlan) -> RestorePlanMessage:
-    """The driver's restore plan as the workers read it."""
     return {
-        "source": _SOURCES.get(plan.source, "none"),  # type: ignore[typeddict-item]  # one of the literals
-        "step": plan.step,
-        "written_by_attempt": plan.written_by_attempt,
-        "manifest_uri": plan.manifest_uri,
+        rank: (index, len(group)) for group in by_dp.values() for index, rank in enumerate(group)
     }
 
 
@@ -81,7 +75,7 @@ def worker_assignments(
     folder: AttemptFolder,
     sockets: Sockets,
 ) -> list[tuple[Assignment, Path]]:
-    """What each worker of this node is told, and its log file.
+    """The message for each worker of this node, and its log file.
 
     Raises:
         AssignmentError: the store's endpoint is not host:port.
@@ -91,8 +85,8 @@ def worker_assignments(
         raise AssignmentError(f"store_endpoint {assignment.store_endpoint!r} is not host:port")
     ranks = list(assignment.ranks)
     readers = readers_of(ranks, config.layout)
-    values = job_config.to_dict(config)
-    told: list[tuple[Assignment, Path]] = []
+    values = job_config.to_mapping(config)
+    messages: list[tuple[Assignment, Path]] = []
     for local_rank, (rank, device) in enumerate(zip(ranks, assignment.devices, strict=True)):
         reader, count = readers[rank]
         message: Assignment = {
@@ -115,9 +109,9 @@ def worker_assignments(
             "reader": reader,
             "checkpoint_socket": str(sockets.checkpoint),
             "committer_endpoint": assignment.committer_endpoint,
-            "restore": restore_plan(assignment.restore),
+            "restore": restore.from_proto(assignment.restore).to_mapping(),
             "reports": rank == 0,
             "run_folder": str(folder.path),
         }
-        told.append((message, folder.log(rank)))
-    return told
+        messages.append((message, folder.log(rank)))
+    return messages

@@ -1,8 +1,25 @@
-"""This node's part in an attempt, as a state machine without I/O: what is wanted, where we stand, what to do next.
+"""This node's part in an attempt, as a state machine without I/O.
 
-Level-triggered: only the newest desired state counts, and :meth:`AttemptState.next_action` compares it with the
-present. Whatever was missed in between does not matter. Desired states are fenced: a lower epoch, or a lower version
-within the epoch, is refused.
+Level-triggered: only the newest desired state counts, and :meth:`AttemptState.next_action` compares
+it with the present state. It does not matter which desired states were missed in between.
+
+Note [Two-phase open]
+~~~~~~~~~~~~~~~~~~~~~
+An attempt starts in two phases. In PREPARE every node checks itself and its daemon, and the node of
+rank 0 binds the rendezvous store's socket. Only when all nodes have reported PREPARED does the
+driver open the attempt in the job's commit log (if the job writes checkpoints), which fences all
+earlier attempts, and send START with the store's endpoint and the restore plan. So no worker starts
+before every node is ready, and no worker of an earlier attempt can commit once a new one runs.
+
+START therefore requires PREPARED of the same attempt on this node. An agent that was restarted in
+between has neither the checks nor the bound socket, and refuses it (REFUSE_START); the driver then
+opens another attempt.
+
+Note [Fencing]
+~~~~~~~~~~~~~~
+Desired states carry the leader's epoch and a version. A lower epoch is a superseded leader's, a
+lower version of the same epoch was overtaken: both are refused. A higher epoch resets the version,
+because each leader counts its own from 1.
 """
 
 from __future__ import annotations
@@ -12,8 +29,9 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from megascale.v1 import link_pb2, types_pb2
+from megascale_common.service.errors import StaleStateError
 
-# Generated enums are plain numbers at run time; only the type checker knows this name.
+# Generated enums are plain numbers at run time; this name exists for the type checker.
 Phase: TypeAlias = "link_pb2.AttemptPhase.ValueType"
 IDLE = link_pb2.ATTEMPT_PHASE_IDLE
 PREPARING = link_pb2.ATTEMPT_PHASE_PREPARING
@@ -24,8 +42,8 @@ FAILED = link_pb2.ATTEMPT_PHASE_FAILED
 FINISHED = link_pb2.ATTEMPT_PHASE_FINISHED
 
 
-class Action(enum.Enum):
-    """What the node has to do to come closer to the desired state."""
+class AttemptAction(enum.Enum):
+    """The next thing that the node does to reach the desired state."""
 
     NOTHING = enum.auto()
     STOP = enum.auto()
@@ -49,12 +67,14 @@ class EpochNumber:
 
     def to_proto(self) -> types_pb2.Epoch:
         """To the wire."""
-        return types_pb2.Epoch(cluster_generation=self.cluster_generation, create_revision=self.create_revision)
+        return types_pb2.Epoch(
+            cluster_generation=self.cluster_generation, create_revision=self.create_revision
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptKey:
-    """Names one attempt of one job; ("", 0) is none."""
+    """One attempt of one job; ("", 0) is none."""
 
     job: str = ""
     attempt: int = 0
@@ -63,13 +83,9 @@ class AttemptKey:
 NO_ATTEMPT = AttemptKey()
 
 
-class StaleDesiredState(Exception):
-    """The desired state comes from a superseded driver, or is older than one taken in before."""
-
-
 @dataclass(slots=True)
 class AttemptState:
-    """Desired and actual state of the node. Change it through the methods only."""
+    """Desired and actual state of the node. It changes through the methods only."""
 
     epoch_seen: EpochNumber = field(default_factory=EpochNumber)
     desired: link_pb2.DesiredState = field(default_factory=link_pb2.DesiredState)
@@ -80,22 +96,25 @@ class AttemptState:
     checks: tuple[types_pb2.CheckResult, ...] = ()
 
     def see_epoch(self, epoch: EpochNumber) -> None:
-        """Take in the epoch of a driver.
+        """Accept the epoch of a driver.
 
         Raises:
-            StaleDesiredState: a higher one has been seen.
+            StaleStateError: a higher one has been seen.
         """
         if epoch < self.epoch_seen:
-            raise StaleDesiredState(f"epoch {epoch} is lower than {self.epoch_seen}, which this node has seen")
+            raise StaleStateError(
+                f"epoch {epoch} is lower than {self.epoch_seen}, which this node has seen"
+            )
         if epoch > self.epoch_seen:
             self.epoch_seen = epoch
+            # What the earlier leader wanted stays in force until the new one has sent its own.
             self.desired = _with_version(self.desired, 0)
 
     def accept(self, desired: link_pb2.DesiredState) -> None:
         """Make ``desired`` the state to reach.
 
         Raises:
-            StaleDesiredState: its epoch or version is lower than one taken in before.
+            StaleStateError: its epoch or version is lower than one accepted before.
             ValueError: it has no phase, or PREPARE or START without an assignment.
         """
         if desired.phase not in (
@@ -103,42 +122,50 @@ class AttemptState:
             link_pb2.DESIRED_PHASE_PREPARE,
             link_pb2.DESIRED_PHASE_START,
         ):
-            raise ValueError(f"phase {desired.phase} of a desired state is not IDLE, PREPARE or START")
-        if desired.phase != link_pb2.DESIRED_PHASE_IDLE and not (desired.assignment.job and desired.assignment.attempt):
+            raise ValueError(
+                f"phase {desired.phase} of a desired state is not IDLE, PREPARE or START"
+            )
+        if desired.phase != link_pb2.DESIRED_PHASE_IDLE and not (
+            desired.assignment.job and desired.assignment.attempt
+        ):
             raise ValueError("a desired state of PREPARE or START names no job and attempt")
         self.see_epoch(EpochNumber.of(desired.epoch))
         if desired.version < self.desired.version:
-            raise StaleDesiredState(f"version {desired.version} is lower than {self.desired.version}, taken in before")
+            raise StaleStateError(
+                f"version {desired.version} is lower than {self.desired.version}, accepted before"
+            )
         self.desired = desired
 
     @property
     def wanted(self) -> AttemptKey:
-        """The attempt that the driver wants here; NO_ATTEMPT for idle or before the first desired state."""
+        """The attempt that the driver wants here; NO_ATTEMPT when there is none."""
         if self.desired.phase in (link_pb2.DESIRED_PHASE_PREPARE, link_pb2.DESIRED_PHASE_START):
             return AttemptKey(self.desired.assignment.job, self.desired.assignment.attempt)
         return NO_ATTEMPT
 
-    def next_action(self) -> Action:
-        """The one thing to do now; NOTHING also while an action is under way."""
+    def next_action(self) -> AttemptAction:
+        """The one thing to do now; NOTHING also while an action is in progress."""
         if self.desired.phase == link_pb2.DESIRED_PHASE_UNSPECIFIED:
-            return Action.NOTHING  # no driver has spoken yet: whatever runs goes on
+            return AttemptAction.NOTHING  # no desired state yet: what runs goes on
         if self.wanted != self.key:
+            # Whatever else is wanted, the earlier attempt is stopped first: its workers hold the
+            # devices, and its slots must not change while a restore reads them.
             if self.key != NO_ATTEMPT:
-                return Action.STOP
+                return AttemptAction.STOP
             prepare = self.desired.phase == link_pb2.DESIRED_PHASE_PREPARE
-            return Action.PREPARE if prepare else Action.REFUSE_START
+            return AttemptAction.PREPARE if prepare else AttemptAction.REFUSE_START
         if self.desired.phase == link_pb2.DESIRED_PHASE_START and self.phase == PREPARED:
-            return Action.START
-        return Action.NOTHING
+            return AttemptAction.START
+        return AttemptAction.NOTHING
 
     def begin(self, phase: Phase) -> None:
-        """An action on the wanted attempt begins: PREPARING or STARTING."""
+        """An action on the wanted attempt begins; ``phase`` is PREPARING or STARTING."""
         if phase == PREPARING:
             self.checks, self.store_endpoint = (), ""
         self.key, self.phase, self.failure = self.wanted, phase, ""
 
     def prepared(self, store_endpoint: str, checks: tuple[types_pb2.CheckResult, ...]) -> None:
-        """Devices, checks and store are ready; ``store_endpoint`` is empty on nodes without rank 0."""
+        """Checks have passed and the store is bound; ``store_endpoint`` is "" without rank 0."""
         self.phase, self.store_endpoint, self.checks = PREPARED, store_endpoint, checks
 
     def running(self) -> None:
@@ -147,12 +174,12 @@ class AttemptState:
             self.phase = RUNNING
 
     def finished(self) -> None:
-        """All workers of the node ended well."""
+        """All workers of the node have completed."""
         if self.phase in (STARTING, RUNNING):
             self.phase = FINISHED
 
     def fail(self, failure: str, checks: tuple[types_pb2.CheckResult, ...] | None = None) -> None:
-        """The attempt failed here; the first failure stands."""
+        """The attempt failed here. The first failure is kept: later ones follow from it."""
         if self.phase == FAILED:
             return
         self.phase, self.failure = FAILED, failure
@@ -160,7 +187,7 @@ class AttemptState:
             self.checks = checks
 
     def stopped(self) -> None:
-        """Nothing runs any more."""
+        """Nothing of the attempt runs any more."""
         self.key, self.phase, self.failure, self.store_endpoint = NO_ATTEMPT, IDLE, "", ""
 
 

@@ -1,20 +1,21 @@
-"""The agent's ends of local sockets: messages in without blocking the loop, small messages out with descriptors."""
+"""The agent's ends of local sockets: framed messages in and out without blocking the loop."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
 
-from megascale_common import framing
+from megascale_common.node import framing
 
 _RECEIVE_BYTES = 65536
-# A fresh unix socket takes this much without a reader, so that sending never waits.
+# The send buffer of a new socket holds this much without a reader, so that sending never waits.
 _MAX_UNREAD_BYTES = 128 * 1024
 
 
 class MessageChannel:
-    """A connected unix stream socket that carries framed messages. Owns the socket."""
+    """A connected unix stream socket that carries framed messages; it owns the socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -23,19 +24,22 @@ class MessageChannel:
 
     @classmethod
     def pair(cls) -> tuple[MessageChannel, socket.socket]:
-        """A channel and the other end, which is to be handed to a child and then closed here."""
+        """A channel and the other end, which goes to a child and is then closed here."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _MAX_UNREAD_BYTES)
         return cls(ours), theirs
 
-    def send(self, message: framing.Message, descriptors: Sequence[int] = ()) -> None:
-        """Send at once.
+    def send(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
+        """Send at once, with ``descriptors`` beside the message.
 
         Raises:
-            FramingError: the message is too large, the peer is gone, or it has left too much unread.
+            FramingError: the message is too large, the peer is gone, or it has left too much
+                unread.
         """
         if len(framing.encode(message)) > _MAX_UNREAD_BYTES:
-            raise framing.FramingError(f"message {message.get('kind')!r} exceeds {_MAX_UNREAD_BYTES} bytes")
+            raise framing.FramingError(
+                f"message {message.get('kind')!r} exceeds {_MAX_UNREAD_BYTES} bytes"
+            )
         try:
             framing.send(self._socket, message, descriptors)
         except BlockingIOError as error:

@@ -1,4 +1,4 @@
-"""What one agent is told at its start, checked before anything is started."""
+"""The options of one agent, checked before anything is started."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megascale_common.identity import is_dns_label
+from megascale_common.job.names import is_dns_label
+from megascale_common.service.errors import OptionError
 
 DeviceKindName = Literal["cpu", "cuda"]
 MAX_DEVICES = 64
 MAX_TOPOLOGY_LABELS = 16
 
 
-class OptionError(ValueError):
-    """A command-line option has a value that cannot work; the message names the option and the remedy."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgentConfig:
     """One node.
 
-    ``drivers`` are addresses given directly; when empty, ``driver_file`` is read anew at every connection.
-    ``run_folder`` is the cluster's folder; the node writes under ``nodes/NAME`` of it. ``host`` is the address on which
-    peers reach this node: of the rendezvous store, and of the agent's own server. ``template_command`` replaces the
-    training side. ``metrics_bind`` is HOST:PORT of /metrics (the daemon takes the same host and any port); empty: none.
+    Args:
+        drivers: addresses of drivers; when empty, ``driver_file`` is read at every connection.
+        run_folder: the cluster's folder; the node writes under ``nodes/NAME`` in it.
+        host: address at which peers reach this node: the rendezvous store, the agent's server.
+        template_command: replaces the training side.
+        metrics_bind: HOST:PORT of /metrics (the daemon uses the same host and any port); empty: no
+            metrics.
     """
 
     cluster: str
@@ -45,11 +45,20 @@ class AgentConfig:
     def __post_init__(self) -> None:
         for option, name in (("--cluster", self.cluster), ("--node", self.node)):
             if not is_dns_label(name):
-                raise OptionError(f"{option} {name!r}: use 1 to 63 of a-z, 0-9 and '-', neither first nor last a '-'")
+                raise OptionError(
+                    f"{option} {name!r}: use 1 to 63 of a-z, 0-9 and '-', "
+                    "neither first nor last a '-'"
+                )
         if bool(self.drivers) == (self.driver_file is not None):
             raise OptionError("give either --driver HOST:PORT[,HOST:PORT] or --driver-file FILE")
-        if not self.devices or len(set(self.devices)) != len(self.devices) or len(self.devices) > MAX_DEVICES:
-            raise OptionError(f"--devices: give 1 to {MAX_DEVICES} different indices, such as 0,1,2,3")
+        if (
+            not self.devices
+            or len(set(self.devices)) != len(self.devices)
+            or len(self.devices) > MAX_DEVICES
+        ):
+            raise OptionError(
+                f"--devices: give 1 to {MAX_DEVICES} different indices, such as 0,1,2,3"
+            )
 
     @property
     def node_folder(self) -> Path:
@@ -67,7 +76,9 @@ def parse_devices(text: str) -> tuple[int, ...]:
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise OptionError(f"--devices {text!r}: {part!r} is neither an index nor a range such as 0-3")
+            raise OptionError(
+                f"--devices {text!r}: {part!r} is neither an index nor a range such as 0-3"
+            )
         indices += range(int(first), int(last or first) + 1)
         if len(indices) > MAX_DEVICES:
             raise OptionError(f"--devices {text!r}: more than {MAX_DEVICES} devices")
@@ -89,5 +100,7 @@ def parse_topology(labels: Sequence[str]) -> dict[str, str]:
             raise OptionError(f"--topology {label!r}: write KEY=VALUE, such as switch=s0")
         parsed[key] = value
     if len(parsed) > MAX_TOPOLOGY_LABELS:
-        raise OptionError(f"--topology: {len(parsed)} labels; at most {MAX_TOPOLOGY_LABELS} are kept")
+        raise OptionError(
+            f"--topology: {len(parsed)} labels; at most {MAX_TOPOLOGY_LABELS} are kept"
+        )
     return parsed

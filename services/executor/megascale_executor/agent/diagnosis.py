@@ -1,7 +1,7 @@
-"""Self-checks on somebody's word: every check that needs no job, run now, on a node whose ranks are idle.
+"""Diagnostics on request, on a node without an attempt: all that need no job, or those named.
 
-Nothing is recalled from earlier attempts, and nothing found here counts for later ones. An attempt that comes
-meanwhile goes first: the diagnosis is given up.
+No result of an earlier attempt is used, and nothing found here counts for later ones. An attempt
+that arrives meanwhile has precedence: the diagnosis is cancelled.
 """
 
 from __future__ import annotations
@@ -10,54 +10,59 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from megascale_executor.agent.daemon import CHECK_NAME as DAEMON
-from megascale_executor.agent.daemon import CheckpointDaemon
-from megascale_executor.agent.self_check import probe
-from megascale_executor.agent.template import TemplateError
+from megascale_common.service.errors import PreemptedError, TemplateError
+from megascale_executor.agent.asyncio_tasks import once
+from megascale_executor.agent.checkpoint_daemon import CheckpointDaemon
+from megascale_executor.agent.rank_probe import probe
 from megascale_executor.agent.template_keeper import TemplateKeeper
-from megascale_executor.diagnostics import device_present, disk_room, rank_checks
 from megascale_executor.diagnostics.devices import DeviceFacts
+from megascale_executor.diagnostics.diagnostic import NodeView
 from megascale_executor.diagnostics.finding import Finding
-
-PROBED = (rank_checks.COMPUTE, rank_checks.ALL_REDUCE)
-CHECKS = (device_present.NAME, disk_room.NAME, DAEMON, *PROBED)
-
-
-class UnknownCheck(ValueError):
-    """A check was asked for that the node does not know."""
-
-
-class GaveWay(Exception):
-    """The node was given an attempt before the checks were done."""
+from megascale_executor.diagnostics.rank_checks import ALL_REDUCE, COMPUTE
+from megascale_executor.diagnostics.registry import Registry
+from megascale_executor.diagnostics.runner import run_diagnostics
 
 
 class Diagnosis:
-    """Runs checks, one call at a time."""
+    """Runs diagnostics on request, one request at a time."""
 
     def __init__(
-        self, devices: Sequence[DeviceFacts], node_folder: Path, templates: TemplateKeeper, daemon: CheckpointDaemon
+        self,
+        registry: Registry,
+        devices: Sequence[DeviceFacts],
+        node_folder: Path,
+        templates: TemplateKeeper,
+        daemon: CheckpointDaemon,
     ) -> None:
-        self._devices, self._node_folder = devices, node_folder
+        self._registry, self._devices, self._node_folder = registry, devices, node_folder
         self._templates, self._daemon = templates, daemon
         self._turn = asyncio.Lock()
         self._running: asyncio.Future[list[Finding]] | None = None
 
-    async def run(self, wanted: Sequence[str]) -> list[Finding]:
-        """Findings of the checks named in ``wanted``, of all when it is empty.
+    async def run(self, names: Sequence[str]) -> list[Finding]:
+        """Findings of the diagnostics ``names``, of all that run on request when it is empty.
 
         Raises:
-            UnknownCheck: a name that is not one of CHECKS.
-            GaveWay: an attempt came.
+            UnknownDiagnostic: no diagnostic of the node has that name.
+            PreemptedError: an attempt arrived.
         """
-        unknown = sorted(set(wanted) - set(CHECKS))
-        if unknown:
-            raise UnknownCheck(f"no check {', '.join(unknown)}; this node knows {', '.join(CHECKS)}")
+        wanted = self._registry.on_demand(names)
         async with self._turn:
-            running = self._running = asyncio.ensure_future(self._find(set(wanted or CHECKS)))
+            node = NodeView(
+                devices=self._devices,
+                folder=self._node_folder,
+                daemon_endpoint=self._daemon.serving_endpoint,
+                holds_slots=self._daemon.holds_slots,
+                probe_ranks=once(self._probe),
+            )
+            running = self._running = asyncio.ensure_future(run_diagnostics(wanted, node))
             try:
                 await asyncio.wait([running])
                 if running.cancelled():
-                    raise GaveWay("the node was given work before the checks were done; ask again when it is idle")
+                    raise PreemptedError(
+                        "the node was given work before the checks were done; "
+                        "ask again when it is idle"
+                    )
                 return running.result()
             finally:
                 running.cancel()
@@ -68,22 +73,9 @@ class Diagnosis:
         if self._running is not None:
             self._running.cancel()
 
-    async def _find(self, wanted: set[str]) -> list[Finding]:
-        findings: list[Finding] = []
-        if device_present.NAME in wanted:
-            findings += await device_present.check(self._devices)
-        if disk_room.NAME in wanted:
-            findings.append(await asyncio.to_thread(disk_room.check, self._node_folder))
-        if DAEMON in wanted:
-            findings.append(await self._daemon.check())
-        if not wanted.isdisjoint(PROBED):
-            found = await self._probe()
-            findings += [finding for finding in found if finding.name in wanted]
-        return findings
-
     async def _probe(self) -> list[Finding]:
         try:
             template = await self._templates.ready()
             return await probe(self._devices, template, self._node_folder / "self-check.log")
         except (TemplateError, OSError) as error:
-            return [Finding(name, "node", "FAIL", str(error)) for name in PROBED]
+            return [Finding(name, "node", "FAIL", str(error)) for name in (COMPUTE, ALL_REDUCE)]

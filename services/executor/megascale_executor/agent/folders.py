@@ -1,8 +1,9 @@
-"""Where a node's files lie, and the removal of what a dead agent of the same node left.
+"""Where a node's files are, and the removal of what a dead agent of the same node left.
 
-Logs and status pages lie under the run folder. Unix sockets lie in a short private folder of their own, because the
-kernel cuts their paths at 108 bytes; it carries its owner's process id and start time, so that the next agent of the
-node can tell a dead owner from a living one even when the id is in use again.
+Logs and status pages are under the run folder. Unix sockets are in a private folder with a short
+path, because the kernel takes at most 108 bytes of it. An owner file in that folder holds process
+id and start time: the next agent of the node detects by them that the owner is dead, even when the
+id is in use again.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from megascale_common import node_files
+from megascale_common.node import attempt_files
+from megascale_common.node.process import start_ticks
 
 _OWNER_FILE = "owner"
 _MAX_FOLDER_BYTES = 80  # leaves 27 for the longest socket name
@@ -53,21 +55,22 @@ class AttemptFolder:
 
 
 def lock_node(node_folder: Path, node: str) -> int:
-    """Hold ``agent.lock`` in the node's folder for the life of this process; returns its descriptor.
+    """Lock ``agent.lock`` in the node's folder until this process ends; returns its descriptor.
 
     Raises:
         OSError: another agent holds it; the message names its process.
     """
     descriptor = os.open(node_folder / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        # The kernel drops the lock with the process, however it ends; the file itself means nothing.
+        # The kernel releases the lock with the process, however it ends; a file that is left means
+        # nothing.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.pread(descriptor, 20, 0).decode(errors="replace").strip()
         os.close(descriptor)
         raise OSError(
-            f"node {node} already runs here as pid {holder or 'unknown'}: end that agent, or give this one another "
-            "--node or --run-folder"
+            f"node {node} already runs here as pid {holder or 'unknown'}: end that agent, "
+            "or give this one another --node or --run-folder"
         ) from None
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
@@ -76,36 +79,30 @@ def lock_node(node_folder: Path, node: str) -> int:
 
 def attempt_folder(node_folder: Path, job: str, attempt: int) -> AttemptFolder:
     """The folder of an attempt; not created."""
-    return AttemptFolder(node_folder / node_files.attempt_folder(job, attempt))
+    return AttemptFolder(node_folder / attempt_files.attempt_folder(job, attempt))
 
 
 def newest_attempt(node_folder: Path, job: str) -> int:
     """Highest attempt of ``job`` with files on this node; 0 when there is none."""
-    numbers = [path.name.removeprefix("attempt-") for path in (node_folder / "jobs" / job).glob("attempt-*")]
+    numbers = [
+        path.name.removeprefix("attempt-")
+        for path in (node_folder / "jobs" / job).glob("attempt-*")
+    ]
     return max((int(number) for number in numbers if number.isdecimal()), default=0)
 
 
-def process_start_ticks(pid: int) -> int | None:
-    """Start time of a process in clock ticks since boot; None when it is gone or a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
-
-
 def create_socket_folder(cluster: str, node: str, incarnation: str) -> Path:
-    """A new private folder for this agent's sockets; removes those that dead agents of the same node left.
+    """A new private folder for this agent's sockets; removes those of dead agents of the node.
 
     Raises:
-        OSError: the folder cannot be made, or its parent belongs to somebody else.
+        OSError: the folder cannot be made, or its parent belongs to another user.
     """
     parent = _socket_parent()
     prefix = hashlib.sha256(f"{cluster}/{node}".encode()).hexdigest()[:12]
     _remove_stale(parent, prefix)
     folder = parent / f"{prefix}-{incarnation}"
     folder.mkdir(mode=0o700)
-    (folder / _OWNER_FILE).write_text(f"{os.getpid()} {process_start_ticks(os.getpid())}\n")
+    (folder / _OWNER_FILE).write_text(f"{os.getpid()} {start_ticks(os.getpid())}\n")
     return folder
 
 
@@ -118,14 +115,17 @@ def _remove_stale(parent: Path, prefix: str) -> list[Path]:
 
 def _owner_lives(folder: Path) -> bool:
     try:
-        pid, start_ticks = (int(word) for word in (folder / _OWNER_FILE).read_text().split())
+        pid, started = (int(word) for word in (folder / _OWNER_FILE).read_text().split())
     except (OSError, ValueError):
         return False
-    return process_start_ticks(pid) == start_ticks
+    return start_ticks(pid) == started
 
 
 def _socket_parent() -> Path:
-    """``$XDG_RUNTIME_DIR/megascale`` where that is usable and short enough, else ``/tmp/megascale-UID``; mode 0700."""
+    """``$XDG_RUNTIME_DIR/megascale``, or ``/tmp/megascale-UID`` where that is unusable; mode 0700.
+
+    Unusable: unset, not writable, or too long for the paths of sockets.
+    """
     candidates = [Path(f"/tmp/megascale-{os.getuid()}")]
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if runtime and len(runtime.encode()) < _MAX_FOLDER_BYTES - 50 and os.access(runtime, os.W_OK):
@@ -133,14 +133,10 @@ def _socket_parent() -> Path:
     parent = candidates[0]
     with contextlib.suppress(FileExistsError):
         parent.mkdir(mode=0o700)
+    # Anybody may make files in /tmp: a folder of another user, or a link to one, is refused.
     found = parent.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise OSError(f"{parent} must be a folder of mode 0700 that belongs to user {os.getuid()}; remove it")
+        raise OSError(
+            f"{parent} must be a folder of mode 0700 that belongs to user {os.getuid()}; remove it"
+        )
     return parent
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace ``path`` by a file with ``text``; readers see the old or the new one, never half of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    temporary.replace(path)

@@ -1,18 +1,21 @@
-"""What the node tells: its hello, and the heartbeat but for number and clock."""
+"""What the node reports to the driver: its hello, and the heartbeat (the link adds its number)."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from pathlib import Path
 
 from megascale.v1 import link_pb2, types_pb2
-from megascale_common import identity
+from megascale_common.node import host
+from megascale_common.node.incarnation import boot_id
+from megascale_common.service.build import build_version
+from megascale_common.service.wire_text import encodable
+from megascale_executor.agent.attempt_runner import AttemptRunner
+from megascale_executor.agent.checkpoint_daemon import CheckpointDaemon
 from megascale_executor.agent.config import AgentConfig
-from megascale_executor.agent.daemon import CheckpointDaemon
-from megascale_executor.agent.host import host_counters
 from megascale_executor.agent.link import PROTOCOL
-from megascale_executor.agent.runner import AttemptRunner
-from megascale_executor.agent.status import MAX_ERROR_CHARS, encodable, worker_status
+from megascale_executor.agent.worker_status import MAX_ERROR_CHARS, worker_status
 from megascale_executor.diagnostics.devices import DeviceFacts
 
 _KINDS = {"cpu": types_pb2.DEVICE_KIND_CPU, "cuda": types_pb2.DEVICE_KIND_CUDA}
@@ -25,14 +28,14 @@ def build_hello(
     executor_endpoint: str,
     checkpoint_endpoint: str,
 ) -> link_pb2.ExecutorHello:
-    """Who the node is."""
+    """Identity, devices and endpoints of the node."""
     lowest, highest = PROTOCOL
     return link_pb2.ExecutorHello(
         protocol=link_pb2.ProtocolRange(lowest=lowest, highest=highest),
-        build=identity.build(),
+        build=build_version(),
         node=config.node,
         incarnation=incarnation,
-        boot_id=identity.boot_id(),
+        boot_id=boot_id(),
         devices=[
             types_pb2.Device(
                 index=device.index,
@@ -51,8 +54,13 @@ def build_hello(
     )
 
 
-def build_heartbeat(runner: AttemptRunner, daemon: CheckpointDaemon, *, take_logs: bool = True) -> link_pb2.Heartbeat:
-    """What the node does now. With ``take_logs`` the log classes found so far are handed over, once."""
+def build_heartbeat(
+    runner: AttemptRunner, daemon: CheckpointDaemon, *, take_logs: bool = True
+) -> link_pb2.Heartbeat:
+    """The present state of the node.
+
+    ``take_logs`` moves the log classes found so far into this heartbeat; no later one has them.
+    """
     state = runner.state
     beat = link_pb2.Heartbeat(
         epoch_seen=state.epoch_seen.to_proto(),
@@ -71,3 +79,17 @@ def build_heartbeat(runner: AttemptRunner, daemon: CheckpointDaemon, *, take_log
     )
     beat.sent_at.GetCurrentTime()
     return beat
+
+
+def host_counters(
+    proc: Path = host.PROC, staging: Path = host.STAGING_MOUNT
+) -> link_pb2.HostCounters:
+    """Load, memory, staging room and network traffic; a counter that cannot be read stays 0."""
+    received, sent = host.network_bytes(proc)
+    return link_pb2.HostCounters(
+        load_1min=host.load_1min(proc),
+        memory_available_bytes=host.memory_bytes("MemAvailable", proc),
+        staging_free_bytes=host.free_bytes(staging),
+        network_received_bytes=received,
+        network_sent_bytes=sent,
+    )

@@ -1,13 +1,13 @@
-"""The link to the driver: dialled by the node, dialled again for ever, and no reason to touch a worker when it is lost.
+"""The link to the driver, dialled by the node, and dialled again for ever when it is lost.
 
-Each session begins with a hello both ways. Then the driver sends desired states, and the node heartbeats: every
-interval that the driver named, and at once on change, but never more than 20 times a second.
+A lost link never affects the workers. Each session begins with a hello in both directions. Then the
+driver sends desired states, and the node sends heartbeats: one per interval that the driver asked
+for, and at once on change, but at most 20 per second.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable
 from dataclasses import dataclass
@@ -17,32 +17,30 @@ import grpc
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from megascale.v1 import link_pb2, link_pb2_grpc
-from megascale_common import logs
-from megascale_common.rpc import open_channel
-from megascale_executor.agent.attempt import EpochNumber, StaleDesiredState
+from megascale_common.service import logs
+from megascale_common.service.backoff import Backoff
+from megascale_common.service.channel import open_channel
+from megascale_common.service.errors import LinkError, StaleStateError
+from megascale_executor.agent.attempt import EpochNumber
 from megascale_executor.agent.step_reports import StepReports
 
 _log = logs.get(__name__)
 
-PROTOCOL = (1, 1)  # lowest and highest version of the link protocol that this agent speaks
+PROTOCOL = (1, 1)  # lowest and highest version of the link protocol that this agent has
 MIN_BEAT_GAP_S = 0.05
 DEFAULT_INTERVAL_S = 5.0
 _HELLO_TIMEOUT_S = 5.0
 _BACKOFF_S = (0.2, 2.0)
-# A driver that says nothing for so many intervals, though it must acknowledge every beat, is given up for another.
+# The driver acknowledges every heartbeat. After so many intervals without any message the node
+# dials again, perhaps another driver.
 _SILENT_INTERVALS = 6
 MAX_HEARTBEAT_BYTES = 64 * 1024
 
 
-class LinkError(Exception):
-    """The peer is not a driver that this node may obey."""
-
-
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """Clock reading of one acknowledged heartbeat; :mod:`time` in the driver's clock and in ours."""
+    """Times of one acknowledgement, on the driver's clock and on ours, for the clock offset."""
 
-    seq: int
     driver_received_at: Timestamp
     driver_sent_at: Timestamp
     received_at: Timestamp
@@ -50,12 +48,12 @@ class Ack:
 
 @dataclass(frozen=True, slots=True)
 class NodeSide:
-    """What the link asks of the node and tells it."""
+    """What the link needs of the node, and what it passes to it."""
 
     hello: Callable[[], link_pb2.ExecutorHello]
     heartbeat: Callable[[], link_pb2.Heartbeat]  # everything but seq and clock
-    see_epoch: Callable[[EpochNumber], None]  # raises StaleDesiredState
-    desired: Callable[[link_pb2.DesiredState], None]  # raises StaleDesiredState or ValueError
+    see_epoch: Callable[[EpochNumber], None]  # raises StaleStateError
+    desired: Callable[[link_pb2.DesiredState], None]  # raises StaleStateError or ValueError
 
 
 class DriverLink:
@@ -64,11 +62,16 @@ class DriverLink:
     Args:
         cluster: name that the driver must give.
         token: cluster token.
-        addresses: asked anew for each connection; ``host:port`` of drivers, in the order to try.
+        addresses: called for each round of connections; ``host:port`` of drivers, in order.
     """
 
     def __init__(
-        self, cluster: str, token: str, addresses: Callable[[], list[str]], node: NodeSide, reports: StepReports
+        self,
+        cluster: str,
+        token: str,
+        addresses: Callable[[], list[str]],
+        node: NodeSide,
+        reports: StepReports,
     ) -> None:
         self._cluster, self._token, self._addresses = cluster, token, addresses
         self._node, self._reports = node, reports
@@ -78,7 +81,7 @@ class DriverLink:
         self._interval_s = DEFAULT_INTERVAL_S
         self._seq = 0
         self._ack: Ack | None = None
-        self._heard_at_s = 0.0
+        self._received_at_s = 0.0
 
     @property
     def seq(self) -> int:
@@ -87,47 +90,51 @@ class DriverLink:
 
     @property
     def connected(self) -> bool:
-        """Whether a driver has said hello and the session stands."""
+        """Whether the session is open: a driver has sent its hello."""
         return self._greeted.is_set()
 
     def changed(self) -> None:
-        """Something that a heartbeat tells has changed: beat at once."""
+        """The content of the heartbeat has changed: send one at once."""
         self._change.set()
 
     def hello_changed(self) -> None:
-        """Something that the hello tells has changed: connect anew."""
+        """The content of the hello has changed: connect again."""
         self._hello_change.set()
 
     async def run(self) -> None:
         """Connect, serve, connect again, with a jittered back-off that doubles from 0.2 to 2 s."""
-        lowest, highest = _BACKOFF_S
-        backoff = lowest
+        backoff = Backoff(*_BACKOFF_S)
         while True:
             for address in self._addresses():
                 try:
                     await self._session(address)
                 except asyncio.CancelledError:
-                    # gRPC cancels its call, not us, when the iterator of requests raises: that is only a lost link.
+                    # When the iterator of requests raises, gRPC cancels its call, and the session
+                    # sees a CancelledError although nobody cancelled this task: a lost link.
                     task = asyncio.current_task()
                     if task is None or task.cancelling():
                         raise
-                    _log.error("the link was cancelled from within; it is dialled again", driver=address)
-                except StaleDesiredState as error:
+                    _log.error(
+                        "the link was cancelled from within; it is dialled again", driver=address
+                    )
+                except StaleStateError as error:
                     _log.warning(
-                        "a driver is refused whose epoch is older than one that this node has obeyed: an old leader, "
-                        "or etcd was restored from a backup without raising its generation",
+                        "a driver is refused: its epoch is lower than one that this node has "
+                        "accepted. It is an old leader, or etcd was restored from a backup "
+                        "without raising its generation",
                         driver=address,
                         reason=str(error),
                     )
                 except (grpc.aio.AioRpcError, LinkError, OSError) as error:
-                    reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+                    reason = (
+                        error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+                    )
                     _log.info("no link to the driver", driver=address, reason=reason)
                 if self._greeted.is_set():
-                    backoff = lowest
+                    backoff.reset()
                     self._greeted.clear()
             # Jitter spreads the nodes of a fleet over the interval when a driver comes back.
-            await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
-            backoff = min(2 * backoff, highest)
+            await backoff.sleep()
 
     async def _session(self, address: str) -> None:
         self._greeted.clear()
@@ -135,7 +142,9 @@ class DriverLink:
         channel = open_channel(address, self._token)
         tasks: list[asyncio.Task[None]] = []
         try:
-            stub: link_pb2_grpc.ExecutorLinkServiceAsyncStub = link_pb2_grpc.ExecutorLinkServiceStub(channel)
+            stub: link_pb2_grpc.ExecutorLinkServiceAsyncStub = (
+                link_pb2_grpc.ExecutorLinkServiceStub(channel)
+            )
             call = stub.Connect(self._outgoing())
             tasks.append(asyncio.create_task(self._listen(address, call), name="link-listen"))
             tasks.append(asyncio.create_task(self._await_hello(), name="link-hello-timeout"))
@@ -153,30 +162,31 @@ class DriverLink:
         try:
             await asyncio.wait_for(self._greeted.wait(), _HELLO_TIMEOUT_S)
         except TimeoutError as error:
-            raise LinkError(f"the driver did not say hello within {_HELLO_TIMEOUT_S:.0f} s") from error
+            raise LinkError(f"the driver sent no hello within {_HELLO_TIMEOUT_S:.0f} s") from error
 
     async def _await_end(self) -> None:
-        """Returns when the session should be given up: new hello, or silence."""
+        """Wait until the session should end: the hello has changed, or the driver is silent."""
         limit_s = _SILENT_INTERVALS * self._interval_s
         while True:
             try:
                 await asyncio.wait_for(self._hello_change.wait(), self._interval_s)
                 return
             except TimeoutError:
-                silent_s = time.monotonic() - self._heard_at_s
+                silent_s = time.monotonic() - self._received_at_s
                 if silent_s > limit_s:
-                    raise LinkError(f"the driver was silent for {silent_s:.0f} s") from None
+                    raise LinkError(f"no message from the driver for {silent_s:.0f} s") from None
 
     async def _outgoing(self) -> AsyncIterator[link_pb2.ConnectRequest]:
         yield link_pb2.ConnectRequest(hello=self._node.hello())
         await self._greeted.wait()
         while True:
-            # Cleared before the beat is built: a change during the send asks for another beat.
+            # Cleared before the heartbeat is built: a change after that causes another one.
             self._change.clear()
             try:
                 beat = self._next_heartbeat()
             except Exception:
-                # The driver must still hear that the node is there; what cannot be told stays untold until it can.
+                # Raising here would end the stream, and with it all heartbeats: the next one is
+                # tried after the interval.
                 _log.exception("a heartbeat cannot be built")
             else:
                 yield link_pb2.ConnectRequest(heartbeat=beat)
@@ -198,48 +208,62 @@ class DriverLink:
 
     async def _listen(self, address: str, call: AsyncIterable[link_pb2.ConnectResponse]) -> None:
         async for response in call:
-            self._heard_at_s = time.monotonic()
+            self._received_at_s = time.monotonic()
             kind = response.WhichOneof("message")
             if kind == "hello":
                 self._greet(address, response.hello)
             elif not self._greeted.is_set():
-                raise LinkError(f"the driver began with {kind} instead of a hello")
+                raise LinkError(f"the driver's first message is {kind} instead of a hello")
             elif kind == "desired_state":
                 self._obey(response.desired_state)
             elif kind == "heartbeat_ack":
                 ack = response.heartbeat_ack
                 received_at = Timestamp()
                 received_at.GetCurrentTime()
-                self._ack = Ack(ack.seq, ack.received_at, ack.sent_at, received_at)
+                self._ack = Ack(ack.received_at, ack.sent_at, received_at)
         raise LinkError("the driver closed the link")
 
     def _greet(self, address: str, hello: link_pb2.DriverHello) -> None:
         if hello.cluster != self._cluster:
-            raise LinkError(f"the driver serves cluster {hello.cluster!r}; this node belongs to {self._cluster!r}")
+            raise LinkError(
+                f"the driver serves cluster {hello.cluster!r}; "
+                f"this node belongs to {self._cluster!r}"
+            )
         lowest, highest = PROTOCOL
         if hello.protocol.lowest > highest or hello.protocol.highest < lowest:
             raise LinkError(
-                f"the driver speaks link protocol {hello.protocol.lowest} to {hello.protocol.highest}, this node "
-                f"{lowest} to {highest}; update the older side"
+                f"the driver has link protocol {hello.protocol.lowest} to "
+                f"{hello.protocol.highest}, this node {lowest} to {highest}; update the older side"
             )
         self._node.see_epoch(EpochNumber.of(hello.epoch))
         asked_s = hello.heartbeat_interval.ToNanoseconds() / 1e9
-        self._interval_s = min(max(asked_s, 2 * MIN_BEAT_GAP_S), 60.0) if asked_s > 0 else DEFAULT_INTERVAL_S
+        self._interval_s = (
+            min(max(asked_s, 2 * MIN_BEAT_GAP_S), 60.0) if asked_s > 0 else DEFAULT_INTERVAL_S
+        )
         self._greeted.set()
-        _log.info("linked to the driver", driver=address, build=hello.build, heartbeat_interval_s=self._interval_s)
+        _log.info(
+            "linked to the driver",
+            driver=address,
+            build=hello.build,
+            heartbeat_interval_s=self._interval_s,
+        )
 
     def _obey(self, desired: link_pb2.DesiredState) -> None:
-        """Take in a desired state. A stale one ends the session; a senseless one is logged and changes nothing."""
+        """Pass a desired state on; an invalid one is logged and changes nothing.
+
+        A stale one raises: its driver is superseded, so the session ends.
+        """
         try:
             self._node.desired(desired)
         except ValueError as error:
-            _log.error("desired state cannot be understood", error=str(error))
+            _log.error("invalid desired state", error=str(error))
 
 
 def fit(beat: link_pb2.Heartbeat) -> link_pb2.Heartbeat:
-    """Shorten a heartbeat that is over the limit, in the order of what is missed least.
+    """Shorten a heartbeat that is over the limit, least important content first.
 
-    Log samples go first, then error texts (they stand in the logs), then checkpoints of jobs that hold nothing here.
+    Log samples are dropped first, then error texts are cut (the logs have them in full), then
+    checkpoints of jobs that hold nothing here are dropped.
     """
     if beat.ByteSize() > MAX_HEARTBEAT_BYTES:
         del beat.logs[:]
@@ -259,7 +283,7 @@ def fit(beat: link_pb2.Heartbeat) -> link_pb2.Heartbeat:
 
 
 def addresses_from(drivers: tuple[str, ...], driver_file: Path | None) -> list[str]:
-    """Addresses to try: the given ones, or what the file says now (empty while there is no file)."""
+    """Addresses to try: the given ones, or those in the file now (none without a file)."""
     if driver_file is None:
         return list(drivers)
     try:

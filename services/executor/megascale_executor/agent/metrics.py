@@ -1,7 +1,7 @@
-"""What the agent tells Prometheus: its part in an attempt, the ranks' progress, the link, the host.
+"""The agent's metrics for Prometheus: its part in an attempt, the ranks' progress, link and host.
 
-All of it is read off what the heartbeat says, at each scrape; ranks are folded into smallest and largest, because a
-series per rank would grow with the fleet.
+At each scrape they are read from a heartbeat that is built for it. Ranks are reduced to minimum and
+maximum, because a series per rank would grow with the fleet.
 """
 
 from __future__ import annotations
@@ -19,56 +19,90 @@ from megascale_executor.agent.step_reports import StepReports
 
 
 class AgentMetrics(Collector):
-    """Figures of one node. ``beat`` builds the heartbeat without taking anything out of it."""
+    """Metrics of one node. ``beat`` builds a heartbeat and must not consume anything for it."""
 
-    def __init__(self, beat: Callable[[], link_pb2.Heartbeat], link: DriverLink, reports: StepReports) -> None:
+    def __init__(
+        self, beat: Callable[[], link_pb2.Heartbeat], link: DriverLink, reports: StepReports
+    ) -> None:
         self._beat, self._link, self._reports = beat, link, reports
 
     def collect(self) -> Iterator[Metric]:
-        """Everything, as it stands now."""
+        """All metrics, as they are now."""
         beat = self._beat()
-        yield _gauge("megascale_link_connected", "1 while a driver is linked.", self._link.connected)
-        yield _gauge("megascale_step_records_pending", "Step records that no driver has taken yet.", len(self._reports))
-        dropped = CounterMetricFamily("megascale_step_records_dropped", "Step records lost: the buffer was full.")
+        yield _gauge(
+            "megascale_link_connected", "1 while a driver is linked.", self._link.connected
+        )
+        yield _gauge(
+            "megascale_step_records_pending",
+            "Step records that no driver has taken yet.",
+            len(self._reports),
+        )
+        dropped = CounterMetricFamily(
+            "megascale_step_records_dropped", "Step records lost: the buffer was full."
+        )
         dropped.add_metric([], self._reports.dropped)
         yield dropped
-        phase = GaugeMetricFamily("megascale_attempt_phase", "1 for the phase that the node is in.", labels=["phase"])
-        phase.add_metric([link_pb2.AttemptPhase.Name(beat.phase).removeprefix("ATTEMPT_PHASE_").lower()], 1)
+        phase = GaugeMetricFamily(
+            "megascale_attempt_phase", "1 for the phase that the node is in.", labels=["phase"]
+        )
+        phase.add_metric(
+            [link_pb2.AttemptPhase.Name(beat.phase).removeprefix("ATTEMPT_PHASE_").lower()], 1
+        )
         yield phase
         yield from _ranks(beat)
         yield from _host(beat.host)
         checks = GaugeMetricFamily(
-            "megascale_self_checks", "Self-checks of the newest attempt by verdict.", labels=["verdict"]
+            "megascale_self_checks",
+            "Self-checks of the newest attempt by verdict.",
+            labels=["verdict"],
         )
         for verdict, count in sorted(Counter(check.verdict for check in beat.checks).items()):
-            checks.add_metric([types_pb2.CheckVerdict.Name(verdict).removeprefix("CHECK_VERDICT_").lower()], count)
+            checks.add_metric(
+                [types_pb2.CheckVerdict.Name(verdict).removeprefix("CHECK_VERDICT_").lower()], count
+            )
         yield checks
 
 
 def _ranks(beat: link_pb2.Heartbeat) -> Iterator[Metric]:
-    workers = GaugeMetricFamily("megascale_workers", "Workers of the attempt by state.", labels=["state"])
+    workers = GaugeMetricFamily(
+        "megascale_workers", "Workers of the attempt by state.", labels=["state"]
+    )
     for state, count in sorted(Counter(worker.state for worker in beat.workers).items()):
-        workers.add_metric([link_pb2.WorkerState.Name(state).removeprefix("WORKER_STATE_").lower()], count)
+        workers.add_metric(
+            [link_pb2.WorkerState.Name(state).removeprefix("WORKER_STATE_").lower()], count
+        )
     yield workers
     running = [worker for worker in beat.workers if worker.state == link_pb2.WORKER_STATE_RUNNING]
     if not running:
         return
     step = GaugeMetricFamily(
-        "megascale_worker_step", "Step that the node's ranks are in: the last and the first of them.", labels=["bound"]
+        "megascale_worker_step",
+        "Step that the node's ranks are in: the last and the first of them.",
+        labels=["bound"],
     )
     step.add_metric(["min"], min(worker.step for worker in running))
     step.add_metric(["max"], max(worker.step for worker in running))
     yield step
     oldest_s = max(worker.status_age.ToNanoseconds() for worker in running) / 1e9
-    yield _gauge("megascale_status_page_age_seconds", "Time since the quietest rank wrote its status page.", oldest_s)
+    yield _gauge(
+        "megascale_status_page_age_seconds",
+        "Time since the quietest rank wrote its status page.",
+        oldest_s,
+    )
 
 
 def _host(host: link_pb2.HostCounters) -> Iterator[Metric]:
     yield _gauge("megascale_host_load_1min", "Load average of the last minute.", host.load_1min)
-    yield _gauge("megascale_host_memory_available_bytes", "Memory available.", host.memory_available_bytes)
-    yield _gauge("megascale_host_staging_free_bytes", "Room for staging memory.", host.staging_free_bytes)
+    yield _gauge(
+        "megascale_host_memory_available_bytes", "Memory available.", host.memory_available_bytes
+    )
+    yield _gauge(
+        "megascale_host_staging_free_bytes", "Room for staging memory.", host.staging_free_bytes
+    )
     traffic = CounterMetricFamily(
-        "megascale_host_network_bytes", "Bytes through all interfaces but the loopback.", labels=["direction"]
+        "megascale_host_network_bytes",
+        "Bytes through all interfaces but the loopback.",
+        labels=["direction"],
     )
     traffic.add_metric(["received"], host.network_received_bytes)
     traffic.add_metric(["sent"], host.network_sent_bytes)

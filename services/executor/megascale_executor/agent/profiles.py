@@ -1,4 +1,4 @@
-"""Profiles on command: to the workers once, and back what became of each rank's trace."""
+"""Profiles on command: passed to the workers once; what became of each rank's trace is reported."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megascale.v1 import link_pb2, types_pb2
-from megascale_common import framing, logs, node_files
-from megascale_common.local_messages import ProfileSteps
+from megascale_common.node import framing
+from megascale_common.node.attempt_files import TRACE_PREFIX, trace_file
+from megascale_common.node.messages import Profiled, ProfileSteps
+from megascale_common.service import logs
+from megascale_common.service.wire_text import encodable
 from megascale_executor.agent.attempt import AttemptKey
-from megascale_executor.agent.status import encodable
 from megascale_executor.agent.workers import Worker
 
 _log = logs.get(__name__)
@@ -23,7 +25,7 @@ _STATES = {
 
 
 class Profiles:
-    """Of the present attempt. ``changed`` is called when a heartbeat has something new to tell."""
+    """Profiles of the present attempt. ``changed`` is called when the next heartbeat has news."""
 
     def __init__(self, node_folder: Path, changed: Callable[[], None]) -> None:
         self._node_folder, self._changed = node_folder, changed
@@ -32,11 +34,13 @@ class Profiles:
 
     @property
     def reports(self) -> Sequence[link_pb2.TraceReport]:
-        """What is known of the newest profile's traces."""
+        """Reports on the newest profile's traces so far."""
         return self._reports
 
-    def want(self, key: AttemptKey, command: link_pb2.ProfileCommand, workers: Sequence[Worker]) -> None:
-        """Hand the command to the workers of its ranks, once."""
+    def want(
+        self, key: AttemptKey, command: link_pb2.ProfileCommand, workers: Sequence[Worker]
+    ) -> None:
+        """Pass the command to the workers of its ranks, once."""
         if command.id == self._id:
             return
         self._id, self._reports = command.id, []
@@ -44,8 +48,8 @@ class Profiles:
             if worker.rank in command.ranks:
                 self._send(key, command, worker)
 
-    def take(self, rank: int, message: framing.Message) -> None:
-        """A worker tells of its trace.
+    def take(self, rank: int, message: Profiled) -> None:
+        """A worker reports on its trace.
 
         Raises:
             KeyError, TypeError: not a Profiled message.
@@ -53,14 +57,14 @@ class Profiles:
         self._note(message["id"], rank, message["state"], message["detail"], message["size_bytes"])
 
     def forget(self, folder: Path) -> None:
-        """The attempt, with its files in ``folder``, has ended: remove what its workers were writing."""
+        """The attempt has ended: remove the incomplete traces of its workers in ``folder``."""
         self._id, self._reports = "", []
-        for unfinished in folder.glob(f".{node_files.TRACE_PREFIX}*"):
+        for unfinished in folder.glob(f".{TRACE_PREFIX}*"):
             unfinished.unlink(missing_ok=True)
 
     def _send(self, key: AttemptKey, command: link_pb2.ProfileCommand, worker: Worker) -> None:
         first, last = command.first_step, command.last_step
-        path = self._node_folder / node_files.trace_file(key.job, key.attempt, first, last, worker.rank)
+        path = self._node_folder / trace_file(key.job, key.attempt, first, last, worker.rank)
         message: ProfileSteps = {
             "kind": "profile",
             "id": command.id,
@@ -70,14 +74,16 @@ class Profiles:
             "not_after_s": command.not_after.ToNanoseconds() / 1e9,
         }
         try:
-            worker.channel.send(dict(message))
+            worker.channel.send(message)
         except framing.FramingError as error:
-            self._note(command.id, worker.rank, "failed", f"the worker cannot be told: {error}")
+            self._note(command.id, worker.rank, "failed", f"the worker cannot be reached: {error}")
 
     def _note(self, profile: str, rank: int, state: str, detail: str, size_bytes: int = 0) -> None:
         if profile != self._id:
-            return  # the driver waits for it no longer
-        _log.info("trace", profile=profile, rank=rank, state=state, detail=detail, size_bytes=size_bytes)
+            return  # of an earlier profile, for which the driver does not wait any more
+        _log.info(
+            "trace", profile=profile, rank=rank, state=state, detail=detail, size_bytes=size_bytes
+        )
         self._reports.append(
             link_pb2.TraceReport(
                 profile=profile,
@@ -91,7 +97,7 @@ class Profiles:
 
 
 def part_of(desired: link_pb2.DesiredState, key: AttemptKey) -> link_pb2.ProfileCommand | None:
-    """The profile that the desired state asks of the attempt ``key``, if any."""
+    """The profile that the desired state requests of the attempt ``key``, if any."""
     assignment = desired.assignment
     mine = (assignment.job, assignment.attempt) == (key.job, key.attempt)
     return desired.profile if mine and desired.HasField("profile") else None

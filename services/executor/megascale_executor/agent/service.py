@@ -1,4 +1,7 @@
-"""ExecutorService: the node's own face. The driver probes a silent node with it and reads the ranks' logs."""
+"""ExecutorService: what a node answers itself: its status, diagnostics, and the logs of its ranks.
+
+The driver probes a silent node through it.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,14 @@ import grpc
 import grpc.aio
 
 from megascale.v1 import executor_pb2, executor_pb2_grpc
-from megascale_common.identity import is_dns_label
+from megascale_common.job.names import is_dns_label
+from megascale_common.service.errors import NotFoundError, StateError, invalid
+from megascale_common.service.handlers import answers, streams
 from megascale_executor.agent import folders
 from megascale_executor.agent.attempt import AttemptKey
-from megascale_executor.agent.diagnosis import GaveWay, UnknownCheck
-from megascale_executor.agent.logs import DEFAULT_LINES, MAX_LINES, follow, tail
+from megascale_executor.agent.rank_logs import DEFAULT_LINES, MAX_LINES, follow, tail
 from megascale_executor.diagnostics.finding import Finding
+from megascale_executor.diagnostics.registry import UnknownDiagnostic
 
 SERVICE_NAME = "megascale.v1.ExecutorService"
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -27,10 +32,10 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
 
     Args:
         node_folder: where the ranks' logs are.
-        status: builds the answer of GetNodeStatus.
+        status: builds the response of GetNodeStatus.
         is_active: whether an attempt still has workers, so that its logs may grow.
-        holder: the attempt that the node has, or is told to have, if any.
-        diagnose: runs the checks named, or all.
+        holder: the attempt that the node has, or is to have, if any.
+        diagnose: runs the diagnostics named, or all.
     """
 
     def __init__(
@@ -44,50 +49,54 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         self._node_folder, self._status, self._is_active = node_folder, status, is_active
         self._holder, self._diagnose = holder, diagnose
 
+    @answers
     async def GetNodeStatus(
         self, request: executor_pb2.GetNodeStatusRequest, context: _Context
     ) -> executor_pb2.GetNodeStatusResponse:
-        """What the node is and does now."""
+        """Identity and present state of the node."""
         return self._status()
 
+    @answers
     async def RunNodeDiagnostics(
         self, request: executor_pb2.RunNodeDiagnosticsRequest, context: _Context
     ) -> executor_pb2.RunNodeDiagnosticsResponse:
         """Check the node now; it must have no attempt."""
         holder = self._holder()
         if holder is not None:
-            await context.abort(
-                grpc.StatusCode.FAILED_PRECONDITION,
-                f"the node has attempt {holder.attempt} of job {holder.job}; cancel the job or evict the node first",
+            raise StateError(
+                f"the node has attempt {holder.attempt} of job {holder.job}; "
+                "cancel the job or evict the node first",
+                reason="NODE_BUSY",
+                metadata={"job": holder.job},
             )
         try:
             findings = await self._diagnose(request.checks)
-        except UnknownCheck as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"checks: {error}")
-        except GaveWay as error:
-            await context.abort(grpc.StatusCode.ABORTED, str(error))
-        return executor_pb2.RunNodeDiagnosticsResponse(checks=[finding.to_proto() for finding in findings])
+        except UnknownDiagnostic as error:
+            raise invalid("checks", str(error)) from error
+        return executor_pb2.RunNodeDiagnosticsResponse(
+            checks=[finding.to_proto() for finding in findings]
+        )
 
+    @streams
     async def TailWorkerLogs(
         self, request: executor_pb2.TailWorkerLogsRequest, context: _Context
     ) -> AsyncIterator[executor_pb2.TailWorkerLogsResponse]:
-        """Last lines of a rank's log; with ``follow`` also new ones, until the attempt ends here."""
+        """Last lines of a rank's log; with ``follow`` new ones too, until the attempt ends here."""
         if not is_dns_label(request.job):
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"job: {request.job!r} is not the name of a job")
+            raise invalid("job", f"{request.job!r} is not the name of a job; `ListJobs` lists them")
         if not 0 <= request.lines <= MAX_LINES:
-            await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT, f"lines: {request.lines} is not within 0 (the default) to {MAX_LINES}"
-            )
+            problem = f"{request.lines} is not within 0 (the default) to {MAX_LINES}"
+            raise invalid("lines", problem)
         number = request.attempt or folders.newest_attempt(self._node_folder, request.job)
         path = folders.attempt_folder(self._node_folder, request.job, number).log(request.rank)
         try:
             lines, offset = await asyncio.to_thread(tail, path, request.lines or DEFAULT_LINES)
-        except OSError:
-            await context.abort(
-                grpc.StatusCode.NOT_FOUND,
-                f"this node has no log of rank {request.rank} of job {request.job}, attempt {number}; "
-                "ask the driver's TailLogs, which knows the node of each rank",
-            )
+        except OSError as error:
+            raise NotFoundError(
+                f"this node has no log of rank {request.rank} of job {request.job}, "
+                f"attempt {number}; use the driver's TailLogs, which finds the node of each rank",
+                reason="LOG_NOT_FOUND",
+            ) from error
         for line in lines:
             yield executor_pb2.TailWorkerLogsResponse(line=line)
         if request.follow:

@@ -1,6 +1,7 @@
-"""Step records on their way to the driver: in a bounded buffer, across reconnects, until the driver has taken them.
+"""Step records on their way to the driver: kept in a bounded buffer until the driver has them.
 
-At least once: a record whose acceptance was lost is sent again; (job, attempt, step) tells the driver so.
+Delivery is at least once, across reconnects: a record whose acknowledgement was lost is sent again,
+which the driver detects by (job, attempt, step).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import grpc
 import grpc.aio
 
 from megascale.v1 import link_pb2, link_pb2_grpc, types_pb2
-from megascale_common import logs
+from megascale_common.service import logs
 
 _log = logs.get(__name__)
 
@@ -23,19 +24,28 @@ MAX_RECORDS = 10_000
 _MAX_PER_CALL = 1_000
 _MAX_PER_REQUEST = 200
 _CALL_TIMEOUT_S = 10.0
-# Steps of a tiny model come many per second; they share a call.
+# A tiny model makes many steps per second: their records share a call.
 _COALESCE_S = 0.05
 _RETRY_S = 1.0
-# With these the driver has looked at the records and will never take them.
-_JUDGED = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION})
+# With these codes the driver has read the records and will never take them.
+_FINAL = frozenset(
+    {
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.FAILED_PRECONDITION,
+    }
+)
 
 _DURATIONS = {"step_time_s": "step_time"}
 _TIMES = {"completed_at_s": "completed_at"}
-_SCALARS = frozenset(field.name for field in types_pb2.StepRecord.DESCRIPTOR.fields) - {"step_time", "completed_at"}
+_SCALARS = frozenset(field.name for field in types_pb2.StepRecord.DESCRIPTOR.fields) - {
+    "step_time",
+    "completed_at",
+}
 
 
 def to_proto(record: Mapping[str, Any]) -> types_pb2.StepRecord:
-    """A worker's record for the wire; names that the wire does not know are left out, None is absent.
+    """A worker's record for the wire; other names than its fields, and None, are left out.
 
     Raises:
         TypeError, ValueError, OverflowError: a value is not of its field's type or range.
@@ -54,7 +64,7 @@ def to_proto(record: Mapping[str, Any]) -> types_pb2.StepRecord:
 
 
 class StepReports:
-    """The buffer and its sender."""
+    """The buffer of one node, and its sender."""
 
     def __init__(self, limit: int = MAX_RECORDS) -> None:
         self._limit = limit
@@ -69,7 +79,7 @@ class StepReports:
         return len(self._pending)
 
     def add(self, job: str, record: Mapping[str, Any]) -> None:
-        """Keep a worker's record; the oldest is dropped, counted and logged when the buffer is full."""
+        """Keep a worker's record; when the buffer is full the oldest is dropped and counted."""
         try:
             message = to_proto(record)
         except (TypeError, ValueError, OverflowError) as error:  # round() of inf overflows
@@ -81,19 +91,25 @@ class StepReports:
             self._forget(1)
             self.dropped += 1
             if self.dropped == 1 or self.dropped % 1000 == 0:
-                _log.warning("step records dropped: no driver takes them", dropped=self.dropped, limit=self._limit)
+                _log.warning(
+                    "step records dropped: no driver takes them",
+                    dropped=self.dropped,
+                    limit=self._limit,
+                )
         self._empty.clear()
         self._filled.set()
 
     async def until_taken(self, timeout_s: float) -> None:
-        """Wait until the driver has taken all records, at most ``timeout_s``; after it they are still sent."""
+        """Wait until the driver has all records, at most ``timeout_s``; they stay in the buffer."""
         try:
             await asyncio.wait_for(self._empty.wait(), timeout_s)
         except TimeoutError:
-            _log.warning("the driver has not taken all step records", pending=len(self), timeout_s=timeout_s)
+            _log.warning(
+                "the driver has not taken all step records", pending=len(self), timeout_s=timeout_s
+            )
 
     async def send_forever(self, stub: link_pb2_grpc.ExecutorLinkServiceAsyncStub) -> None:
-        """Send what is there and what comes, over one connection; what cannot be sent is kept and tried again."""
+        """Send all records over one connection; what cannot be sent is kept and sent again."""
         while True:
             await self._filled.wait()
             await asyncio.sleep(_COALESCE_S)
@@ -101,22 +117,31 @@ class StepReports:
             try:
                 response = await stub.ReportSteps(_requests(job, records), timeout=_CALL_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
-                if error.code() not in _JUDGED:
-                    _log.info("step records are kept: the driver did not take them", reason=error.details())
+                if error.code() not in _FINAL:
+                    _log.info(
+                        "step records are kept: the driver did not take them",
+                        reason=error.details(),
+                    )
                     await asyncio.sleep(_RETRY_S)
                     continue
-                _log.error("driver refused step records for good", count=len(records), reason=error.details())
+                _log.error(
+                    "driver refused step records for good",
+                    count=len(records),
+                    reason=error.details(),
+                )
                 response = link_pb2.ReportStepsResponse(accepted=len(records))
             if response.accepted < len(records):
-                _log.info("driver left step records out", sent=len(records), accepted=response.accepted)
-            # Some of them may have been dropped meanwhile, for want of room.
+                _log.info(
+                    "driver left step records out", sent=len(records), accepted=response.accepted
+                )
+            # Some of them may have left the buffer meanwhile, dropped because it was full.
             self._forget(first + len(records) - self._first)
             if not self._pending:
                 self._filled.clear()
                 self._empty.set()
 
     def _next_batch(self) -> tuple[str, list[types_pb2.StepRecord]]:
-        """The oldest records, all of one job: a job that the driver does not know must not take others with it."""
+        """The oldest records, all of one job: a refusal of one job must not drop another's."""
         job = self._pending[0][0]
         same = takewhile(lambda entry: entry[0] == job, islice(self._pending, _MAX_PER_CALL))
         return job, [record for _, record in same]
@@ -127,6 +152,10 @@ class StepReports:
             self._first += 1
 
 
-async def _requests(job: str, records: list[types_pb2.StepRecord]) -> AsyncIterator[link_pb2.ReportStepsRequest]:
+async def _requests(
+    job: str, records: list[types_pb2.StepRecord]
+) -> AsyncIterator[link_pb2.ReportStepsRequest]:
     for begin in range(0, len(records), _MAX_PER_REQUEST):
-        yield link_pb2.ReportStepsRequest(job=job, records=records[begin : begin + _MAX_PER_REQUEST])
+        yield link_pb2.ReportStepsRequest(
+            job=job, records=records[begin : begin + _MAX_PER_REQUEST]
+        )

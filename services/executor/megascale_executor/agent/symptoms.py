@@ -1,10 +1,12 @@
-"""Whether a worker's bad end only shows that a peer did not come: such a rank is a victim, not the culprit.
+"""Whether a worker failed only because a peer did not come: it is a victim, not the culprit.
 
-A collective that a peer does not join ends in one of three ways. The worker gets an error and says so; that needs no
-judgement here. NCCL's watchdog aborts the process, and only the log tells. Or, over peer memory (``overlap.tp``), the
-barrier gives up inside its kernel and takes the CUDA context with it: whichever library uses the device next fails
-with some error of its own, or a destructor does and the process aborts without a word. What remains of it is the
-status page: an operation under way for longer than any may take. NCCL counts the same way, from the host's call on.
+A collective that a peer does not join ends in one of three ways. The worker gets an error and
+reports it: nothing is to be decided here. Or NCCL's watchdog aborts the process, and only the log
+has the reason. Or, over peer memory (``overlap.tp``), the barrier times out inside its kernel and
+destroys the CUDA context: the next library that uses the device fails with some error of its own,
+or a destructor does and the process aborts without a message. The evidence that remains is the
+status page: an operation in progress for longer than any may take. NCCL counts the same way, from
+the host's call on.
 """
 
 from __future__ import annotations
@@ -14,22 +16,29 @@ import signal
 import time
 from pathlib import Path
 
-from megascale_common.status_page import Status, read_status_page
+from megascale_common.node.status_page import Status, read_status_page
 
 STOPPED = "STOPPED"  # error kind of workers that the agent itself ended
-_WATCHDOG_WORDS = ("Watchdog caught", "watchdog thread terminated with exception", "watchdog got stuck")
-# The watchdog looks at the device, and so may be the first to meet an error that has nothing to do with a peer.
+_WATCHDOG_WORDS = (
+    "Watchdog caught",
+    "watchdog thread terminated with exception",
+    "watchdog got stuck",
+)
+# The watchdog polls the device, and so may be the first to get an error that no peer has caused.
 _OWN_DEVICE_WORD = "CUDA error"
 _LOG_TAIL_BYTES = 1 << 16
-_STILL_S = 2.0  # a rank that waits for a peer whose process has just ended has been still for less
+_STILL_S = 2.0  # a rank that waits for a peer which has just ended has been still for less
 
 
-def waited_in_vain(exit_status: int, error_kind: str, log_path: Path, page: Path, timeout_s: float) -> str:
-    """Why a worker that ended badly is a victim; "" if nothing says so.
+def waited_in_vain(
+    exit_status: int, error_kind: str, log_path: Path, page: Path, timeout_s: float
+) -> str:
+    """The evidence that a worker which failed is a victim; "" if there is none.
 
     Args:
         exit_status: minus the signal's number if one ended it.
-        error_kind: what it reported itself; "" if nothing. An abort takes its time: it may have been STOPPED within.
+        error_kind: what it reported itself; "" if nothing. STOPPED if the agent killed it while an
+            abort was in progress, which takes some time.
         log_path, page: its log and its status page.
         timeout_s: longest that an operation may take (``recovery.collective_timeout_s``).
     """
@@ -42,31 +51,36 @@ def waited_in_vain(exit_status: int, error_kind: str, log_path: Path, page: Path
 
 
 def overdue(status: Status | None, timeout_s: float, now_ns: int) -> str:
-    """The operation that a rank has been inside for ``timeout_s`` or longer at ``now_ns`` (CLOCK_MONOTONIC), or ""."""
+    """The operation that a rank has been inside for ``timeout_s`` or longer, or "".
+
+    ``now_ns`` is CLOCK_MONOTONIC.
+    """
     rows = status.rows if status is not None else ()
     oldest = min((row for row in rows if row.since_ns), key=lambda row: row.since_ns, default=None)
     if oldest is None or now_ns - oldest.since_ns < timeout_s * 1e9:
         return ""
     inside_s = (now_ns - oldest.since_ns) / 1e9
     return (
-        f"its operation {oldest.completed + 1} in group {oldest.name} was under way for {inside_s:.1f} s: "
-        f"a peer did not come (recovery.collective_timeout_s = {timeout_s:g})"
+        f"its operation {oldest.completed + 1} in group {oldest.name} was in progress for "
+        f"{inside_s:.1f} s: a peer did not come (recovery.collective_timeout_s = {timeout_s:g})"
     )
 
 
 def stands_still(page: Path, now_ns: int) -> bool:
-    """Whether a rank has written nothing to its status page for so long that its stacks are of interest."""
+    """Whether a rank has not written its status page for _STILL_S: its stacks are of interest."""
     status = read_status_page(page)
     return status is not None and now_ns - status.updated_ns > _STILL_S * 1e9
 
 
 def watchdog_line(log_path: Path) -> str:
-    """The line in which NCCL's watchdog says why it aborted the process; "" if it was something else."""
+    """The line with which NCCL's watchdog aborted the process; "" for other causes."""
     try:
         with log_path.open("rb") as log:
             log.seek(max(log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES, 0))
             lines = log.read().decode(errors="replace").splitlines()
     except OSError:
         return ""
-    last = next((line for line in reversed(lines) if any(word in line for word in _WATCHDOG_WORDS)), "")
+    last = next(
+        (line for line in reversed(lines) if any(word in line for word in _WATCHDOG_WORDS)), ""
+    )
     return "" if _OWN_DEVICE_WORD in last else last

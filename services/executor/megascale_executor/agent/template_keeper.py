@@ -1,4 +1,7 @@
-"""Keeps one template process warm: started with the agent, replaced when it dies, always there for the next attempt."""
+"""Keeps one template process ready for the next attempt, and replaces it when it ends.
+
+The handle on one such process is :mod:`megascale_executor.agent.template_process`.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megascale_executor.agent import children, tasks
-from megascale_executor.agent.template import FORK_TIMEOUT_S, Template, TemplateError
+from megascale_common.service.errors import TemplateError
+from megascale_executor.agent import asyncio_tasks, child_processes
+from megascale_executor.agent.template_process import FORK_TIMEOUT_S, TemplateProcess
 
 
 class TemplateKeeper:
@@ -16,10 +20,10 @@ class TemplateKeeper:
 
     def __init__(self, command: Sequence[str], log_path: Path) -> None:
         self._command, self._log_path = command, log_path
-        self._current: Template | None = None
+        self._current: TemplateProcess | None = None
         self._arrival = asyncio.Event()
-        self._undertaker: asyncio.Task[None] | None = None
-        self._child = children.SupervisedChild("template", self._start)
+        self._ending: asyncio.Task[None] | None = None
+        self._child = child_processes.SupervisedChild("template", self._start)
 
     @property
     def pid(self) -> int | None:
@@ -30,7 +34,7 @@ class TemplateKeeper:
         """Start the first template."""
         self._child.begin()
 
-    async def ready(self) -> Template:
+    async def ready(self) -> TemplateProcess:
         """A template that has imported what workers need; waits for one at most FORK_TIMEOUT_S.
 
         Raises:
@@ -42,32 +46,32 @@ class TemplateKeeper:
             current = self._current
             if current is None or current.ended:
                 self._arrival.clear()
-                await tasks.either(self._arrival, self._child.gave_up, timeout_s=left_s)
+                await asyncio_tasks.either(self._arrival, self._child.gave_up, timeout_s=left_s)
             elif current.ready.is_set():
                 return current
             else:
-                await tasks.either(current.ready, current.end, timeout_s=left_s)
-        raise TemplateError(f"no template process becomes ready; {self._log_path} says why")
+                await asyncio_tasks.either(current.ready, current.end, timeout_s=left_s)
+        raise TemplateError(f"no template process becomes ready; see {self._log_path}")
 
     async def stop(self) -> None:
         """End the template and all that it forked."""
-        await tasks.cancelled(self._undertaker)
+        await asyncio_tasks.cancelled(self._ending)
         if self._current is not None:
             await self._current.close()
         await self._child.stop()
 
     async def _start(self) -> asyncio.subprocess.Process:
-        self._current, process = await Template.spawn(self._command, self._log_path)
-        self._undertaker = asyncio.create_task(_end_with(self._current, process), name="template-end")
+        self._current, process = await TemplateProcess.spawn(self._command, self._log_path)
+        self._ending = asyncio.create_task(_end_with(self._current, process), name="template-end")
         self._arrival.set()
         return process
 
 
-async def _end_with(template: Template, process: asyncio.subprocess.Process) -> None:
-    """A template that was given up ends when its socket closes; one that hangs is killed, so that another starts."""
+async def _end_with(template: TemplateProcess, process: asyncio.subprocess.Process) -> None:
+    """Kill a template that does not end although its socket is closed, so that another starts."""
     await template.end.wait()
     try:
-        async with asyncio.timeout(children.TERMINATE_GRACE_S):
+        async with asyncio.timeout(child_processes.TERMINATE_GRACE_S):
             await process.wait()
     except TimeoutError:
-        await children.stop(process, grace_s=0)
+        await child_processes.stop(process, grace_s=0)

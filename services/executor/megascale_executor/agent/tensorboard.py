@@ -1,9 +1,10 @@
-"""TensorBoard event files of the step record, where ``telemetry.tensorboard`` asks for them.
+"""TensorBoard event files of the step records, for jobs with ``telemetry.tensorboard``.
 
-An event file is a sequence of records: length (u64), masked CRC-32C of the length, data, masked CRC-32C of the data,
-all little-endian (TFRecord, tensorflow/core/lib/io/record_writer.cc). The data are ``Event`` messages
-(tensorflow/core/util/event.proto); of their fields a scalar needs four, which are encoded here: so the agent depends
-on no TensorFlow. Files grow by whole records; a reader may look on while the job runs.
+An event file is a sequence of records: length (u64), masked CRC-32C of the length, data, masked
+CRC-32C of the data, all little-endian (TFRecord, tensorflow/core/lib/io/record_writer.cc). The data
+are ``Event`` messages (tensorflow/core/util/event.proto); of their fields a scalar needs four,
+which are encoded here, so that the agent needs no TensorFlow. Files grow by whole records, so they
+can be read while the job runs.
 """
 
 from __future__ import annotations
@@ -17,27 +18,29 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megascale_common import logs
+from megascale_common.service import logs
 
 _log = logs.get(__name__)
 
 _VERSION = "brain.Event:2"
 _MASK_DELTA = 0xA282EAD8
 _CASTAGNOLI = 0x82F63B78  # reflected
-# What says when and where a step was, and is no curve of its own.
+# When and where the step was: not a curve of its own.
 _NOT_SCALARS = frozenset({"step", "attempt", "completed_at_s"})
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # protobuf wire types
 
 
 class EventFile:
-    """One event file in ``folder``. What cannot be written is logged once: curves never cost a training run."""
+    """One event file in ``folder``; an error of writing is logged once and never raised."""
 
     def __init__(self, folder: Path) -> None:
         self._descriptor = -1
         try:
             folder.mkdir(parents=True, exist_ok=True)
             name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
-            self._descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            self._descriptor = os.open(
+                folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
+            )
         except OSError as error:
             self._give_up(error)
         self._write(_double(1, time.time()) + _text(3, _VERSION))
@@ -47,7 +50,9 @@ class EventFile:
         values = b"".join(
             _message(1, _text(1, name) + _float(2, value))
             for name, value in record.items()
-            if name not in _NOT_SCALARS and isinstance(value, int | float) and not isinstance(value, bool)
+            if name not in _NOT_SCALARS
+            and isinstance(value, int | float)
+            and not isinstance(value, bool)
         )
         header = _double(1, float(record["completed_at_s"])) + _integer(2, int(record["step"]))
         self._write(header + _message(5, values))
@@ -62,9 +67,14 @@ class EventFile:
         if self._descriptor < 0:
             return
         length = struct.pack("<Q", len(event))
-        data = length + struct.pack("<I", masked_crc32c(length)) + event + struct.pack("<I", masked_crc32c(event))
+        data = (
+            length
+            + struct.pack("<I", masked_crc32c(length))
+            + event
+            + struct.pack("<I", masked_crc32c(event))
+        )
         try:
-            # A reader takes half a record for the end of the file, and nothing that follows it would be seen.
+            # A reader takes half a record for the end of the file and would never read on.
             if os.write(self._descriptor, data) < len(data):
                 raise OSError("the disk is full")
         except OSError as error:

@@ -1,8 +1,8 @@
-"""The worker processes of one attempt on this node: start, listen, judge their end, stop all at once.
+"""The worker processes of one attempt on this node: started, followed, and stopped together.
 
-The first worker that ends badly fails the attempt: the others are killed at once, because a collective with a missing
-rank only hangs, and what they would report are symptoms. A worker that was already dead at that moment keeps its own
-status, so that the driver can tell the culprit.
+The first worker that fails fails the attempt: the others are killed at once, because a collective
+with a missing rank only hangs, and what they would report are symptoms. A worker that had ended by
+itself before that keeps its own status, so that the driver can find the culprit.
 """
 
 from __future__ import annotations
@@ -12,30 +12,33 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megascale.v1 import link_pb2
-from megascale_common import framing, logs
-from megascale_common.local_messages import STACKS_SIGNAL, Assignment
+from megascale_common.node import framing
+from megascale_common.node.messages import STACKS_SIGNAL, Assignment, Profiled, WorkerMessage
+from megascale_common.service import logs
+from megascale_common.service.errors import TemplateError
 from megascale_executor.agent.channels import MessageChannel
 from megascale_executor.agent.symptoms import STOPPED, stands_still, waited_in_vain
-from megascale_executor.agent.template import ForkedProcess, Template, TemplateError
+from megascale_executor.agent.template_process import ForkedProcess, TemplateProcess
 
 _log = logs.get(__name__)
 
-# A worker that has reported an error is given this long to end by itself before it is taken for ended.
+# A worker that has reported an error is killed when it has not ended by itself within this time.
 _EXIT_AFTER_FAILED_S = 1.0
-# After the exit, its last messages are read at once; a grandchild that holds the socket must not delay the verdict.
+# After its exit a worker's last messages are there at once; a grandchild that holds the socket open
+# must not delay the decision.
 _DRAIN_SOCKET_S = 0.5
-# A killed process is gone in milliseconds unless a driver call holds it in the kernel.
+# A killed process is gone in milliseconds, unless a call of a device driver holds it in the kernel.
 KILL_TIMEOUT_S = 10.0
-# Long enough to write stacks to a log; added to a restart only where a rank stood still.
+# Long enough to write stacks to a log. It is added to a restart only where a rank stood still.
 _STACKS_S = 0.2
 
 
 @dataclass(slots=True)
 class Worker:
-    """One rank's process as the agent knows it."""
+    """One rank's process, with what it reported."""
 
     rank: int
     channel: MessageChannel
@@ -60,33 +63,35 @@ class Worker:
 
     @property
     def ended_well(self) -> bool:
-        """Whether it did all its steps and left with status 0."""
+        """Whether it completed all its steps and exited with status 0."""
         return self.finished and self.exit_status == 0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerEvents:
-    """What the workers of an attempt make known; called on the event loop."""
+    """Callbacks for what happens to the workers of an attempt; called on the event loop."""
 
     all_running: Callable[[], None]
     all_finished: Callable[[], None]
     step: Callable[[dict[str, Any]], None]
     failed: Callable[[str], None]
-    exited: Callable[[], None]  # any worker, after its end was judged
-    profiled: Callable[[int, framing.Message], None]  # of a rank; raises KeyError or TypeError
+    exited: Callable[[], None]  # any worker, after the cause of its end was decided
+    profiled: Callable[[int, Profiled], None]  # of a rank; raises KeyError or TypeError
 
 
 class WorkerSet:
     """All workers of one attempt on this node."""
 
-    def __init__(self, template: Template, events: WorkerEvents) -> None:
+    def __init__(self, template: TemplateProcess, events: WorkerEvents) -> None:
         self._template, self._events = template, events
         self.workers: list[Worker] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
 
-    async def start(self, assignments: Sequence[tuple[Assignment, Path]], store_listen_fd: int | None) -> None:
-        """Fork one worker per (assignment, log file) and hand each its assignment; rank 0 gets the store's socket.
+    async def start(
+        self, assignments: Sequence[tuple[Assignment, Path]], store_listen_fd: int | None
+    ) -> None:
+        """Fork one worker per (assignment, log file); rank 0 also gets the store's socket.
 
         Raises:
             TemplateError: a worker could not be forked; those that run are left to :meth:`stop`.
@@ -101,7 +106,9 @@ class WorkerSet:
             if outcome is not None:
                 raise outcome
         for worker, (assignment, _) in zip(self.workers, assignments, strict=True):
-            worker.reader = asyncio.create_task(self._listen(worker), name=f"worker-{worker.rank}-messages")
+            worker.reader = asyncio.create_task(
+                self._listen(worker), name=f"worker-{worker.rank}-messages"
+            )
             watch = self._watch(worker, assignment)
             self._tasks.append(asyncio.create_task(watch, name=f"worker-{worker.rank}-exit"))
 
@@ -114,47 +121,55 @@ class WorkerSet:
 
         async def fork() -> None:
             with theirs, log_path.open("ab") as log:
-                # Taken down at once: a start that is cut short must still know whom to kill.
-                worker.process = await self._template.fork(worker.rank, theirs.fileno(), log.fileno())
+                # Assigned here and not by the caller, so that a start which is cancelled half-way
+                # still kills those that were forked.
+                worker.process = await self._template.fork(
+                    worker.rank, theirs.fileno(), log.fileno()
+                )
 
+        # Before the fork: the assignment waits in the socket's buffer, and the worker has it at its
+        # first read.
         try:
-            channel.send(dict(assignment), descriptors)
+            channel.send(assignment, descriptors)
         except framing.FramingError as error:
             theirs.close()
-            raise TemplateError(f"rank {worker.rank} cannot be given its assignment: {error}") from error
+            raise TemplateError(
+                f"rank {worker.rank} cannot be given its assignment: {error}"
+            ) from error
         return worker, asyncio.create_task(fork())
 
     async def _listen(self, worker: Worker) -> None:
         try:
             async for message in worker.channel.messages():
-                self._take(worker, message)
+                self._take(worker, cast(WorkerMessage, message))
         except (framing.FramingError, KeyError, TypeError) as error:
             worker.error_kind, worker.error = "OTHER", f"bad message from the worker: {error!r}"
             worker.failed.set()
 
-    def _take(self, worker: Worker, message: framing.Message) -> None:
-        kind = message["kind"]
-        if kind == "running":
+    def _take(self, worker: Worker, message: WorkerMessage) -> None:
+        if message["kind"] == "running":
             worker.running = True
             if all(each.running for each in self.workers):
                 self._events.all_running()
-        elif kind == "step":
+        elif message["kind"] == "step":
             self._events.step(message["record"])
-        elif kind == "profiled":
+        elif message["kind"] == "profiled":
             self._events.profiled(worker.rank, message)
-        elif kind == "failed":
+        elif message["kind"] == "failed":
             detail = message["detail"]
             worker.error_kind = message["error_kind"]
             # The driver reads the damaged file's name; people read the traceback in the log.
-            worker.error = detail if worker.error_kind == "CHECKPOINT_CORRUPT" and detail else message["error"]
+            worker.error = (
+                detail if worker.error_kind == "CHECKPOINT_CORRUPT" and detail else message["error"]
+            )
             worker.failed.set()
-        elif kind == "finished":
+        elif message["kind"] == "finished":
             worker.finished = True
         else:
-            raise framing.FramingError(f"unknown kind {kind!r}")
+            raise framing.FramingError(f"unknown kind {message['kind']!r}")
 
     async def _watch(self, worker: Worker, assignment: Assignment) -> None:
-        """Wait for one worker's end and judge it."""
+        """Wait for one worker's end and decide what it means for the attempt."""
         assert worker.process is not None and worker.reader is not None
         exited = worker.process.exited
         failed = asyncio.ensure_future(worker.failed.wait())
@@ -165,12 +180,14 @@ class WorkerSet:
             await asyncio.wait({exited}, timeout=_EXIT_AFTER_FAILED_S)
             if not exited.done():
                 worker.process.kill()
-        # The moment is taken before the last messages are read: drivers order faults by it.
+        # Taken before the last messages are read: the driver orders faults by this time.
         status, exited_at_s = await asyncio.shield(exited), time.time()
         await asyncio.wait({worker.reader}, timeout=_DRAIN_SOCKET_S)
         worker.exit_status, worker.exited_at_s = status, exited_at_s
         timeout_s = assignment["config"]["recovery"]["collective_timeout_s"]
-        if why := waited_in_vain(status, worker.error_kind, worker.log_path, worker.page, timeout_s):
+        if why := waited_in_vain(
+            status, worker.error_kind, worker.log_path, worker.page, timeout_s
+        ):
             worker.error_kind, worker.error = "COLLECTIVE", f"{worker.error}\n{why}".lstrip()
         worker.channel.close()
         if worker.ended_well:
@@ -181,7 +198,7 @@ class WorkerSet:
         self._events.exited()
 
     def abort(self, reason: str) -> None:
-        """Kill what runs for a reason outside the workers, and make the failure known; nothing after an end."""
+        """Fail the attempt for a reason outside the workers; nothing happens after its end."""
         if not self._stopping and not all(worker.ended_well for worker in self.workers):
             self._kill_for(reason)
             _log.warning("workers aborted", reason=reason)
@@ -201,19 +218,22 @@ class WorkerSet:
         how = describe_exit(culprit.exit_status or 0)
         if culprit.exit_status == 0:
             how = "ended with status 0 before its last step"
-            if not culprit.error_kind:  # by its status alone nobody would take it for the culprit
+            if not culprit.error_kind:  # status 0 alone would not show that it is the culprit
                 culprit.error_kind, culprit.error = "OTHER", how
         self._kill_for(f"rank {culprit.rank} {how}", culprit)
         reason = f"rank {culprit.rank} {how}"
         if culprit.error_kind:
             reason += f" ({culprit.error_kind})"
-        _log.warning("worker failed", rank=culprit.rank, status=culprit.exit_status, kind=culprit.error_kind)
+        _log.warning(
+            "worker failed", rank=culprit.rank, status=culprit.exit_status, kind=culprit.error_kind
+        )
         self._events.failed(reason)
 
     async def stop(self) -> bool:
-        """SIGKILL what still runs and wait for it; False when something is still there after KILL_TIMEOUT_S.
+        """SIGKILL what still runs and wait; False when a worker is left after KILL_TIMEOUT_S.
 
-        Ranks that have stood still write their stacks to their logs first: of a hang, nothing else says where it was.
+        Ranks that have stood still write their stacks to their logs first: nothing else shows where
+        a hang was.
         """
         self._stopping = True
         await self._write_stacks()
@@ -230,7 +250,11 @@ class WorkerSet:
 
     async def _write_stacks(self) -> None:
         now_ns = time.monotonic_ns()
-        still = [worker.process for worker in self.workers if worker.process and stands_still(worker.page, now_ns)]
+        still = [
+            worker.process
+            for worker in self.workers
+            if worker.process and stands_still(worker.page, now_ns)
+        ]
         for process in still:
             process.send_signal(STACKS_SIGNAL)
         if any(process.alive for process in still):

@@ -1,4 +1,4 @@
-"""Self-check: the node's devices are still there, and are the same ones that it registered with."""
+"""Self-check: the node's devices are still there, and are the ones that it registered with."""
 
 from __future__ import annotations
 
@@ -6,10 +6,22 @@ import os
 import time
 from collections.abc import Sequence
 
-from megascale_executor.diagnostics.devices import DeviceFacts, DeviceQueryError, list_gpus
+from megascale_common.service.errors import DeviceQueryError
+from megascale_executor.diagnostics.devices import DeviceFacts, list_gpus
+from megascale_executor.diagnostics.diagnostic import Diagnostic, NodeView
 from megascale_executor.diagnostics.finding import Finding
 
 NAME = "device_present"
+
+
+class DevicePresent(Diagnostic):
+    """CPU slots are always there; GPUs are those that nvidia-smi lists."""
+
+    name = NAME
+
+    async def run(self, node: NodeView) -> Sequence[Finding]:
+        """One finding per device."""
+        return await check(node.devices)
 
 
 async def check(registered: Sequence[DeviceFacts]) -> list[Finding]:
@@ -23,26 +35,30 @@ async def check(registered: Sequence[DeviceFacts]) -> list[Finding]:
         present = await list_gpus()
     except DeviceQueryError as error:
         elapsed_s = time.monotonic() - begin
-        return [Finding(NAME, f"cuda:{device.index}", "FAIL", str(error), elapsed_s) for device in registered]
+        return [
+            Finding(NAME, f"cuda:{device.index}", "FAIL", str(error), elapsed_s)
+            for device in registered
+        ]
     return compare(registered, present, time.monotonic() - begin)
 
 
-def compare(registered: Sequence[DeviceFacts], present: Sequence[DeviceFacts], elapsed_s: float) -> list[Finding]:
-    """Judge what is there now against what was registered."""
+def compare(
+    registered: Sequence[DeviceFacts], present: Sequence[DeviceFacts], elapsed_s: float
+) -> list[Finding]:
+    """Compare the devices that are there now with those that were registered."""
     now = {device.index: device for device in present}
     findings = []
     for device in registered:
-        found = now.get(device.index)
+        target, found = f"cuda:{device.index}", now.get(device.index)
         if found is None:
-            verdict, detail = "FAIL", f"{device.uuid} is gone; {len(present)} GPUs are left"
+            detail = f"{device.uuid} is gone; {len(present)} GPUs are left"
+            findings.append(Finding(NAME, target, "FAIL", detail, elapsed_s))
         elif found.uuid != device.uuid:
-            verdict, detail = (
-                "FAIL",
-                f"index {device.index} is {found.uuid} now and was {device.uuid}; restart the agent",
+            detail = (
+                f"index {device.index} is {found.uuid} now and was {device.uuid}; restart the agent"
             )
+            findings.append(Finding(NAME, target, "FAIL", detail, elapsed_s))
         else:
-            verdict, detail = "PASS", f"{found.model} {found.uuid}"
-        findings.append(
-            Finding(NAME, f"cuda:{device.index}", "PASS" if verdict == "PASS" else "FAIL", detail, elapsed_s)
-        )
+            detail = f"{found.model} {found.uuid}"
+            findings.append(Finding(NAME, target, "PASS", detail, elapsed_s))
     return findings

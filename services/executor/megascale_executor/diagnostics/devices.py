@@ -1,4 +1,7 @@
-"""The devices of the host: CPU slots, or GPUs as nvidia-smi lists them (no CUDA: a stuck GPU would block it)."""
+"""The devices of the host: CPU slots, or GPUs as nvidia-smi lists them.
+
+Not through CUDA: a stuck GPU would block the agent.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-# A healthy driver answers in 0.1 to 2 s without persistence mode; a GPU that fell off the bus can block it for minutes.
+from megascale_common.service.errors import DeviceQueryError
+
+# nvidia-smi takes 0.1 to 2 s without persistence mode; a GPU that fell off the bus can block it for
+# minutes.
 QUERY_TIMEOUT_S = 20.0
 _FIELDS = "index,uuid,name,memory.total"
 _MIB = 1 << 20
-
-
-class DeviceQueryError(Exception):
-    """The devices cannot be listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class DeviceFacts:
 
 
 async def list_gpus() -> list[DeviceFacts]:
-    """All GPUs that the driver knows.
+    """All GPUs that the NVIDIA driver lists.
 
     Raises:
         DeviceQueryError: no nvidia-smi, it fails, or it does not answer within QUERY_TIMEOUT_S.
@@ -41,16 +43,22 @@ async def list_gpus() -> list[DeviceFacts]:
             *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
         )
     except OSError as error:
-        raise DeviceQueryError(f"nvidia-smi cannot be run: {error}; --device cuda needs the NVIDIA driver") from error
+        raise DeviceQueryError(
+            f"nvidia-smi cannot be run: {error}; --device cuda needs the NVIDIA driver"
+        ) from error
     try:
         output, _ = await asyncio.wait_for(process.communicate(), QUERY_TIMEOUT_S)
     except TimeoutError as error:
-        raise DeviceQueryError(f"nvidia-smi did not answer within {QUERY_TIMEOUT_S:.0f} s") from error
+        raise DeviceQueryError(
+            f"nvidia-smi did not answer within {QUERY_TIMEOUT_S:.0f} s"
+        ) from error
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
     if process.returncode != 0:
-        raise DeviceQueryError(f"nvidia-smi failed with status {process.returncode}: {output.decode().strip()[:500]}")
+        raise DeviceQueryError(
+            f"nvidia-smi failed with status {process.returncode}: {output.decode().strip()[:500]}"
+        )
     return parse_gpus(output.decode())
 
 
@@ -65,10 +73,17 @@ def parse_gpus(output: str) -> list[DeviceFacts]:
         fields = [field.strip() for field in line.split(",")]
         if len(fields) != 4 or not fields[0].isdecimal() or not fields[3].isdecimal():
             raise DeviceQueryError(f"nvidia-smi wrote {line!r}, expected {_FIELDS}")
-        devices.append(DeviceFacts(int(fields[0]), "cuda", fields[1], fields[2], int(fields[3]) * _MIB))
+        devices.append(
+            DeviceFacts(int(fields[0]), "cuda", fields[1], fields[2], int(fields[3]) * _MIB)
+        )
     return devices
 
 
-def cpu_slots(indices: Sequence[int], model: str, memory_bytes: int, host_id: str) -> list[DeviceFacts]:
+def cpu_slots(
+    indices: Sequence[int], model: str, memory_bytes: int, host_id: str
+) -> list[DeviceFacts]:
     """CPU slots: each runs one rank; they share the host's processors and memory."""
-    return [DeviceFacts(index, "cpu", f"cpu-{host_id[:8]}-{index}", model, memory_bytes) for index in indices]
+    return [
+        DeviceFacts(index, "cpu", f"cpu-{host_id[:8]}-{index}", model, memory_bytes)
+        for index in indices
+    ]

@@ -1,4 +1,4 @@
-"""What a self-check found. SKIPPED is never PASS: it says why nothing was looked at."""
+"""What a check found. SKIPPED is never PASS: its detail is the reason why nothing was checked."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megascale.v1 import types_pb2
+from megascale_common.service.wire_text import encodable
 
 Verdict = Literal["PASS", "DEGRADED", "FAIL", "SKIPPED"]
-_VERDICTS: dict[Verdict, types_pb2.CheckVerdict.ValueType] = {
+VERDICTS: dict[Verdict, types_pb2.CheckVerdict.ValueType] = {
     "PASS": types_pb2.CHECK_VERDICT_PASS,
     "DEGRADED": types_pb2.CHECK_VERDICT_DEGRADED,
     "FAIL": types_pb2.CHECK_VERDICT_FAIL,
@@ -20,7 +21,7 @@ MAX_DETAIL_CHARS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Result of one check of one ``target`` (a device, a mount point), as megascale.v1.CheckResult has it."""
+    """Result of a check of one ``target`` (a device, a mount point): megascale.v1.CheckResult."""
 
     name: str
     target: str
@@ -31,15 +32,18 @@ class Finding:
     def to_proto(self) -> types_pb2.CheckResult:
         """For the wire; a long detail is cut."""
         result = types_pb2.CheckResult(
-            name=self.name, target=self.target, verdict=_VERDICTS[self.verdict], detail=self.detail[:MAX_DETAIL_CHARS]
+            name=self.name,
+            target=encodable(self.target),
+            verdict=VERDICTS[self.verdict],
+            detail=encodable(self.detail[:MAX_DETAIL_CHARS]),
         )
         result.elapsed.FromNanoseconds(round(self.elapsed_s * 1e9))
         return result
 
 
 def verdict_of(text: str) -> Verdict:
-    """The verdict named ``text``; anything unknown is a FAIL, because it must not pass for good."""
-    return next((verdict for verdict in _VERDICTS if verdict == text), "FAIL")
+    """The verdict named ``text``; an unknown one is a FAIL, because it must not count as a PASS."""
+    return next((verdict for verdict in VERDICTS if verdict == text), "FAIL")
 
 
 def failures(findings: Iterable[Finding]) -> list[Finding]:

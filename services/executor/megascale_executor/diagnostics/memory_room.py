@@ -1,22 +1,45 @@
 """Self-check: the host has room for the job's training state (on CPU) and for its staging slots.
 
-What is counted is exact: parameters, gradients and optimizer states from the parameter table. Activations and the
-interpreter are not counted, so too little here is certainly too little.
+What is counted is exact: parameters, gradients and optimizer states from the parameter table.
+Activations and the interpreter are not counted, so too little here is certainly too little.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megascale_common.job_config import JobConfig
-from megascale_common.parameter_table import STATE_BYTES, STATES, parameter_table
+from megascale_common.job.config import JobConfig
+from megascale_common.node import host
+from megascale_common.sizes.parameter_table import DEFAULT_STATES, STATE_BYTES, parameter_table
+from megascale_executor.diagnostics.diagnostic import Diagnostic, NodeView
 from megascale_executor.diagnostics.finding import Finding
 
 NAME = "memory_room"
 MIN_STAGING_SLOTS = 2
-# Below this share of what is available after the job has its own, the host is likely to swap or to kill.
+# Above this share of what is available the host is likely to swap, or to kill processes.
 DEGRADED_SHARE = 0.8
+
+
+class MemoryRoom(Diagnostic):
+    """Checks the host's memory and the staging file system against an attempt's job."""
+
+    name = NAME
+    on_demand = False  # without a job there is nothing to compare with
+
+    async def run(self, node: NodeView) -> Sequence[Finding]:
+        """One finding for the host, one for the staging mount."""
+        assert node.attempt is not None
+        job, staging = node.attempt.job, host.STAGING_MOUNT
+        # In a thread: the parameter table of a large job takes a while.
+        wanted = await asyncio.to_thread(need, job, node.attempt.ranks)
+        on_cpu = node.devices[0].kind == "cpu"
+        held = node.holds_slots(job.name)
+        return [
+            check_host(wanted, host.memory_bytes("MemAvailable"), on_cpu=on_cpu),
+            check_staging(wanted, host.free_bytes(staging), str(staging), already_held=held),
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +51,7 @@ class MemoryNeed:
 
 
 def need(config: JobConfig, ranks: Sequence[int]) -> MemoryNeed:
-    """What ``ranks`` of the job hold: parameters, fp32 gradients and optimizer shards; and two staging slots each.
+    """What ``ranks`` hold: parameters, fp32 gradients, optimizer shards, two staging slots each.
 
     Raises:
         ValueError: the job's sizes do not fit its layout.
@@ -38,33 +61,39 @@ def need(config: JobConfig, ranks: Sequence[int]) -> MemoryNeed:
     for rank in ranks:
         table = parameter_table(config, rank)
         elements = sum(buffer.elements for buffer in table.buffers)
-        shard_bytes = len(STATES) * STATE_BYTES * table.shard_elements
+        shard_bytes = len(DEFAULT_STATES) * STATE_BYTES * table.shard_elements
         state += elements * (parameter_bytes + STATE_BYTES) + shard_bytes
         staging += MIN_STAGING_SLOTS * shard_bytes if config.checkpoint.uri else 0
     return MemoryNeed(state, staging)
 
 
 def check_host(wanted: MemoryNeed, available_bytes: int, *, on_cpu: bool) -> Finding:
-    """Host memory: the state lives there on CPU; the staging slots do so always (tmpfs is memory)."""
+    """Host memory: it holds the state on CPU, and the staging slots always (tmpfs is memory)."""
     bytes_needed = wanted.staging_bytes + (wanted.state_bytes if on_cpu else 0)
-    return _judge("host", bytes_needed, available_bytes, "free memory on the host or give the node fewer ranks")
+    remedy = "free memory on the host or give the node fewer ranks"
+    return _evaluate("host", bytes_needed, available_bytes, remedy)
 
 
-def check_staging(wanted: MemoryNeed, free_bytes: int, mount: str, *, already_held: bool) -> Finding:
-    """Room for staging slots; slots of the same job that the daemon still holds are used again."""
+def check_staging(
+    wanted: MemoryNeed, free_bytes: int, mount: str, *, already_held: bool
+) -> Finding:
+    """Room for staging slots; slots of the job that the daemon still holds are used again."""
     if wanted.staging_bytes == 0:
         return Finding(NAME, mount, "SKIPPED", "the job writes no checkpoints")
     if already_held:
         return Finding(NAME, mount, "PASS", "the daemon holds the job's slots already")
-    return _judge(mount, wanted.staging_bytes, free_bytes, f"enlarge {mount} or give the node fewer ranks")
+    return _evaluate(
+        mount, wanted.staging_bytes, free_bytes, f"enlarge {mount} or give the node fewer ranks"
+    )
 
 
-def _judge(target: str, needed: int, available: int, remedy: str) -> Finding:
+def _evaluate(target: str, needed: int, available: int, remedy: str) -> Finding:
     detail = f"needs {_mib(needed)} of {_mib(available)}"
     if needed > available:
         return Finding(NAME, target, "FAIL", f"{detail}: {remedy}")
     if needed > DEGRADED_SHARE * available:
-        return Finding(NAME, target, "DEGRADED", f"{detail}: little is left for activations and caches")
+        detail += ": little is left for activations and caches"
+        return Finding(NAME, target, "DEGRADED", detail)
     return Finding(NAME, target, "PASS", detail)
 
 

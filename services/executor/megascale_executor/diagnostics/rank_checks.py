@@ -1,31 +1,60 @@
-"""Self-checks that run in a process per device (compute, all_reduce): their answers turned into findings.
+"""Self-checks that run in a process per device: compute, and all-reduce among the devices.
 
-The processes run :mod:`megascale_executor.trainer.self_check`; whoever starts them hands their answers here. An answer
-that is missing is a finding too.
+The processes run :mod:`megascale_trainer.process.self_check`; the agent starts them and turns their
+answers into findings with :func:`evaluate`. An answer that is missing is a finding too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megascale_common.local_messages import SelfChecked
+from megascale_common.node.messages import SelfChecked
+from megascale_executor.diagnostics.diagnostic import Diagnostic, NodeView
 from megascale_executor.diagnostics.finding import Finding, verdict_of
 
 COMPUTE, ALL_REDUCE = "compute", "all_reduce"
+# The agent bounds each step of the probe, waits for a new template process included; this limit
+# must not end it before those bounds give their reason.
+_PROBE_TIMEOUT_S = 300.0
 
 
-def judge(targets: Sequence[str], answers: Mapping[int, SelfChecked | str], elapsed_s: float) -> list[Finding]:
-    """Findings for the devices ``targets``; ``answers`` holds by local rank an answer, or why there is none."""
+class Compute(Diagnostic):
+    """Every device computes a GEMM of known result."""
+
+    name = COMPUTE
+    timeout_s = _PROBE_TIMEOUT_S
+
+    async def run(self, node: NodeView) -> Sequence[Finding]:
+        """One finding per device."""
+        return [each for each in await node.probe_ranks() if each.name == self.name]
+
+
+class AllReduce(Diagnostic):
+    """The devices of the node sum a vector of known result."""
+
+    name = ALL_REDUCE
+    timeout_s = _PROBE_TIMEOUT_S
+
+    async def run(self, node: NodeView) -> Sequence[Finding]:
+        """One finding per device that answered."""
+        return [each for each in await node.probe_ranks() if each.name == self.name]
+
+
+def evaluate(
+    targets: Sequence[str], answers: Mapping[int, SelfChecked | str], elapsed_s: float
+) -> list[Finding]:
+    """Findings for the devices ``targets``; ``answers`` by local rank, or why there is none."""
     findings: list[Finding] = []
     for rank, target in enumerate(targets):
         answer = answers.get(rank, "no answer")
         if isinstance(answer, str):
             findings.append(Finding(COMPUTE, target, "FAIL", answer, elapsed_s))
             continue
-        findings += [
-            Finding(each["name"], each["target"], verdict_of(each["verdict"]), each["detail"], each["elapsed_s"])
-            for each in answer["results"]
-        ]
+        for each in answer["results"]:
+            verdict = verdict_of(each["verdict"])
+            findings.append(
+                Finding(each["name"], each["target"], verdict, each["detail"], each["elapsed_s"])
+            )
     if len(targets) == 1:
         findings.append(Finding(ALL_REDUCE, targets[0], "SKIPPED", "one rank"))
     return findings

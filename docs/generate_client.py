@@ -1,0 +1,129 @@
+"""Write the synchronous client's methods and the table of docs/client.md from AsyncClient.
+
+python -m docs.generate_client [--check]
+
+So a call of the client is written once, in clients/python/megascale_client/client.py. The methods
+are generated source rather than made when the program runs, so that editors and type checkers see
+their signatures.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+
+from docs import pages
+from megascale_client import client, errors
+
+PAGE = pages.DOCS / "client.md"
+MODULE = pages.REPOSITORY / "clients" / "python" / "megascale_client" / "sync.py"
+MARKERS = (
+    "    # Begin of the generated part: change AsyncClient, then run `make docs`.",
+    "    # End of the generated part.",
+)
+Method = ast.AsyncFunctionDef | ast.FunctionDef
+# Written by hand in both clients.
+_OWN = {"from_run_folder", "close"}
+_OF_EVERY_CALL = {"MegascaleError", "Unavailable", "NotAllowed"}
+_ERRORS = [
+    name
+    for name, value in vars(errors).items()
+    if inspect.isclass(value) and issubclass(value, errors.MegascaleError)
+    if name not in _OF_EVERY_CALL
+]
+
+
+def methods() -> list[Method]:
+    """The calls of AsyncClient, in the order of its source."""
+    tree = ast.parse(inspect.getsource(client.AsyncClient))
+    (found,) = tree.body
+    assert isinstance(found, ast.ClassDef)
+    return [
+        node
+        for node in found.body
+        if isinstance(node, (ast.AsyncFunctionDef, ast.FunctionDef))
+        and not node.name.startswith("_")
+        and node.name not in _OWN
+    ]
+
+
+def source() -> str:
+    """The same methods of the synchronous client."""
+    lines = ["class Client:"]
+    for method in methods():
+        arguments = ", ".join(
+            [
+                *(each.arg for each in method.args.args[1:]),
+                *(f"{each.arg}={each.arg}" for each in method.args.kwonlyargs),
+            ]
+        )
+        run = "iterate" if _item(method) else "run"
+        returns = f"Iterator[{_item(method)}]" if _item(method) else _returns(method)
+        lines += [
+            f"    def {method.name}({ast.unparse(method.args)}) -> {returns}:",
+            f'        """See :meth:`AsyncClient.{method.name}`."""',
+            f"        return self._loop.{run}(self._client.{method.name}({arguments}))",
+            "",
+        ]
+    done = subprocess.run(
+        [sys.executable, "-m", "ruff", "format", "--stdin-filename", str(MODULE), "-"],
+        input="\n".join(lines),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.partition("\n")[2]
+
+
+def text() -> str:
+    """One row per method: its arguments, what it does, what it returns and raises."""
+    head = ("method", "what it does", "returns", "raises, besides Unavailable and NotAllowed")
+    return "\n".join(pages.table(head, map(_row, methods())))
+
+
+def _row(method: Method) -> tuple[str, str, str, str]:
+    comment = ast.get_docstring(method) or ""
+    summary = re.sub(r" *Raises [^.]*\.", "", comment.partition("\n\n")[0].replace("\n", " "))
+    summary = summary.replace(":meth:", "").replace("``", "`")
+    item = _plain(_item(method))
+    returns = f"iterator of {item}" if item else _plain(_returns(method))
+    raised = [name for name in _ERRORS if re.search(rf"\b{name}\b", comment)]
+    return (f"`{method.name}({_arguments(method)})`", summary, f"`{returns}`", ", ".join(raised))
+
+
+def _arguments(method: Method) -> str:
+    """The arguments as a caller gives them, without types."""
+    arguments = method.args
+    shown = [each.arg for each in arguments.args[1:]]
+    for index, default in enumerate(reversed(arguments.defaults), 1):
+        shown[-index] += f"={ast.unparse(default)}"
+    for each, given in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        shown.append(each.arg if given is None else f"{each.arg}={ast.unparse(given)}")
+    return ", ".join(shown)
+
+
+def _returns(method: Method) -> str:
+    assert method.returns is not None
+    return ast.unparse(method.returns)
+
+
+def _item(method: Method) -> str:
+    """What an asynchronous iterator yields; empty for a method that returns once."""
+    found = re.fullmatch(r"AsyncIterator\[(.*)\]", _returns(method))
+    return found[1] if found else ""
+
+
+def _plain(annotation: str) -> str:
+    return re.sub(r"\w+_pb2\.", "", annotation)
+
+
+def main() -> int:
+    """Write or check both; the exit status of :func:`docs.pages.run`."""
+    return max(pages.run(MODULE, source, markers=MARKERS), pages.run(PAGE, text))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

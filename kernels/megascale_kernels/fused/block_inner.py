@@ -1,0 +1,126 @@
+"""What lies between a block's GEMMs, without copies: all of it meets in one matrix each way.
+
+Two autograd nodes stand round the attention:
+
+- ``_Open`` reads q, k and v (bias, rotary) from the input GEMM's result and makes the output GEMM's
+  input, still empty. Its backward writes the gradients of q, k, v and of the activation into the
+  columns of one gradient.
+- The attention runs between the two as an autograd node of its own, whichever backend it has.
+- ``_Close`` fills the columns of that matrix: the attention's result is copied once, the activation
+  writes its own. Its backward passes the matrix' gradient to ``_Open`` whole.
+
+So nothing is concatenated or cut. What backward needs is kept by ``_Open`` and by the attention
+alone: recomputing the operator (torch.utils.checkpoint) ends before ``_Close``, and neither the
+activation nor the copy is done again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megascale_kernels.activation import Activation
+from megascale_kernels.attention import AttentionMask, attention
+from megascale_kernels.fused.activation import write_activation, write_gradients
+from megascale_kernels.fused.rotary import read_heads, read_plain, write_head_gradients, write_plain
+from megascale_kernels.parameter import Parameter
+from megascale_kernels.rotary import Heads, RotaryTable
+
+
+def block_inner(
+    inputs: torch.Tensor,
+    bias: Parameter | None,
+    heads: Heads,
+    activation: Activation | None,
+    rotary: RotaryTable | None,
+    mask: AttentionMask,
+) -> torch.Tensor:
+    """Fused :func:`megascale_kernels.block_inner.block_inner`, of float32 or bf16."""
+    value, main_grad = (None, None) if bias is None else (bias.value, bias.main_grad)
+    q, k, v, joined = _Open.apply(  # type: ignore[no-untyped-call]
+        inputs, value, main_grad, heads, activation, rotary, mask.by_position
+    )
+    attended = attention(q, k, v, mask)
+    # Detached: the gradients of inputs and bias come from _Open alone; _Close has no edge to them.
+    constant = None if value is None else value.detach()
+    filled: torch.Tensor = _Close.apply(  # type: ignore[no-untyped-call]
+        joined, attended, inputs.detach(), constant, heads, activation, mask.by_position
+    )
+    return filled
+
+
+class _Open(torch.autograd.Function):
+    """(inputs) to (q, k, v, the empty output matrix); their gradients to that of ``inputs``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: torch.Tensor,
+        bias: torch.Tensor | None,
+        bias_grad: torch.Tensor | None,
+        heads: Heads,
+        activation: Activation | None,
+        rotary: RotaryTable | None,
+        by_position: bool,
+    ) -> tuple[torch.Tensor, ...]:
+        ffn = (inputs.shape[-1] - heads.width) // (2 if activation == "swiglu" else 1)
+        joined = inputs.new_empty((*inputs.shape[:-1], heads.query * heads.size + ffn))
+        # Without an activation the gradient is linear in the heads' and needs none of the inputs.
+        ctx.save_for_backward(*((inputs, bias) if activation is not None else (None, None)))
+        ctx.shape, ctx.bias_grad = inputs.shape, bias_grad
+        ctx.heads, ctx.activation, ctx.rotary = heads, activation, rotary
+        return *read_heads(inputs, bias, heads, rotary, by_position=by_position), joined
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        d_q, d_k, d_v, d_joined = gradients
+        inputs, bias = ctx.saved_tensors
+        heads, bias_grad = ctx.heads, ctx.bias_grad
+        d_inputs = d_joined.new_empty(ctx.shape)
+        write_head_gradients(d_inputs, bias_grad, (d_q, d_k, d_v), heads, ctx.rotary)
+        if ctx.activation is not None:
+            write_gradients(
+                d_inputs[..., heads.width :],
+                None if bias_grad is None else bias_grad[heads.width :],
+                d_joined[..., heads.query * heads.size :],
+                inputs[..., heads.width :],
+                None if bias is None else bias[heads.width :],
+                ctx.activation,
+            )
+        return d_inputs, None, None, None, None, None, None
+
+
+class _Close(torch.autograd.Function):
+    """(matrix, attention's result) to the same matrix, filled in place."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        joined: torch.Tensor,
+        attended: torch.Tensor,
+        inputs: torch.Tensor,
+        bias: torch.Tensor | None,
+        heads: Heads,
+        activation: Activation | None,
+        by_position: bool,
+    ) -> torch.Tensor:
+        write_plain(joined, attended)
+        if activation is not None:
+            own = None if bias is None else bias[heads.width :]
+            write_activation(
+                joined[..., heads.query * heads.size :], inputs[..., heads.width :], own, activation
+            )
+        # Filled in place, and still the output of _Open: its gradient reaches _Open as joined's.
+        ctx.mark_dirty(joined)
+        ctx.heads, ctx.by_position = heads, by_position
+        return joined
+
+    @staticmethod
+    def backward(ctx: Any, d_joined: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        heads = ctx.heads
+        # Attention's share is copied into the layout that its backend reads; the activation's stays
+        # where it is, in columns that _Open's backward reads.
+        d_joined = d_joined.contiguous()
+        d_attended = read_plain(d_joined, heads.query, heads.size, by_position=ctx.by_position)
+        return d_joined, d_attended, None, None, None, None, None

@@ -1,0 +1,198 @@
+"""Rows that are gathered for a GEMM, or summed after one, while the GEMM runs (MegaScale section
+3.2).
+
+A sequence is cut over the ranks along its first dimension, of which each owns ``rows / size`` rows.
+Copies between ranks run on a side stream, on CUDA by copy engines, which take no multiprocessor
+from the GEMMs. A gather *pulls* its peers' rows and a scatter *pushes* into its owners' memory,
+since in these directions one barrier an operation is enough.
+
+Memory. Each rank's region holds two slots, which operations use in turn. An operation first
+accesses its slot (gather: writes its own; scatter, largest: push into their peers'), then has its
+one barrier, then accesses it again (gather: pulls from its peers'; scatter, largest: read their
+own). No access of operation n + 2 before its barrier may meet one of operation n, in the same slot,
+of any rank. None does:
+
+1. Barriers run on the side stream. Before barrier n + 1 it has done its own copies of operation n
+   and, having followed main since, main's accesses of operation n. So when barrier n + 1 opens,
+   operation n has ended on *all* ranks.
+2. Operation n + 2 accesses slots on the side stream after barrier n + 1, which ran there before;
+   and on main after operation n + 1's last mark, for which main waited, and which lies behind
+   barrier n + 1.
+
+Operations of one object follow each other on one thread, the same on all ranks. On return the
+caller's stream has been made to wait for the transfers, so tensors may be used, changed and freed
+as after any other operator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from megascale_kernels.overlap.peer_memory import PeerMemory
+from megascale_kernels.overlap.plan import Step, gather_plan, scatter_plan
+from megascale_kernels.overlap.side_stream import SideStream
+
+_SLOTS = 2
+_ALIGNMENT_BYTES = 256
+
+# Rows start:stop of every gathered tensor, start, stop.
+Consume = Callable[[Sequence[torch.Tensor], int, int], None]
+# start, stop, where rows start:stop of the whole go.
+Produce = Callable[[int, int, torch.Tensor], None]
+
+
+def region_bytes(whole_bytes: int) -> int:
+    """Peer memory that each rank needs for sequences of up to ``whole_bytes`` [S, B, width]."""
+    return _SLOTS * _aligned(whole_bytes)
+
+
+class RowTransfers:
+    """Gathers and scatters over ``memory``, which belongs to this object alone.
+
+    ``chunks``: into how many steps the peers' rows are cut
+    (:func:`megascale_kernels.overlap.plan.gather_plan`).
+    """
+
+    def __init__(self, memory: PeerMemory, chunks: int) -> None:
+        self.size, self._memory, self._chunks = memory.size, memory, chunks
+        self._side = SideStream(memory.device)
+        self._slot_bytes = memory.size_bytes // _SLOTS // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
+        self._operations = 0
+
+    def gather(self, part: Sequence[torch.Tensor], consume: Consume) -> tuple[torch.Tensor, ...]:
+        """All ranks' rows of several tensors, handed to ``consume`` step by step as they arrive.
+
+        Args:
+            part: this rank's rows, [rows / size, ...] each.
+            consume: work of the caller's stream on the rows of one step; it covers every row once.
+
+        Returns:
+            [rows, ...] for each tensor of ``part``.
+
+        Raises:
+            RuntimeError: the slot is too small for ``part``.
+        """
+        memory, side, part = self._memory, self._side, [one.contiguous() for one in part]
+        rows = part[0].shape[0]
+        own, *peers = gather_plan(memory.rank, memory.size, rows, self._chunks)
+        offsets = self._next_slot([one.nbytes for one in part])
+        for one, offset in zip(part, offsets, strict=True):
+            memory.tensor_of(memory.rank, one.shape, one.dtype, offset).copy_(one)
+        gathered = tuple(one.new_empty((memory.size * rows, *one.shape[1:])) for one in part)
+        side.follow_main()
+        # All of the side stream's work is launched first, since each change of streams costs the
+        # host: marks say where main takes it up.
+        arrived = []
+        with side.active():
+            memory.barrier()
+            # A barrier behind a GEMM that fills every multiprocessor would start all transfers
+            # late: main waits for it before the first.
+            open_to_all = side.mark()
+            for step in peers:
+                for whole, offset in zip(gathered, offsets, strict=True):
+                    self._pull(step, whole, rows, offset)
+                arrived.append(side.mark())
+            for whole, one in zip(gathered, part, strict=True):
+                whole[own.start : own.stop].copy_(one)
+            complete = side.mark()
+        side.hold_main(open_to_all)
+        consume(part, own.start, own.stop)
+        for step, mark in zip(peers, arrived, strict=True):
+            side.hold_main(mark)
+            consume([whole[step.start : step.stop] for whole in gathered], step.start, step.stop)
+        side.hold_main(complete)
+        return gathered
+
+    def scatter(
+        self, whole: torch.Tensor, produce: Produce, meanwhile: Callable[[], None] | None = None
+    ) -> torch.Tensor:
+        """This rank's rows of the sum over ranks: in float32, rounded once, in one fixed order.
+
+        Args:
+            whole: [rows, ...], this rank's partial sums; memory for those that travel.
+            produce: work of the caller's stream that writes the partial sums of one step.
+            meanwhile: further work for the caller's stream, under which the last rows travel.
+
+        Returns:
+            [rows / size, ...].
+
+        Raises:
+            RuntimeError: the slot is too small for ``whole``.
+        """
+        memory, side = self._memory, self._side
+        rows = whole.shape[0] // memory.size
+        *peers, own = scatter_plan(memory.rank, memory.size, rows, self._chunks)
+        [offset] = self._next_slot([whole.nbytes])
+        # one partial sum of this rank's rows from each rank, in the order of ranks
+        shape = (memory.size, rows, *whole.shape[1:])
+        partials = memory.tensor_of(memory.rank, shape, whole.dtype, offset)
+        for step in peers:
+            produce(step.start, step.stop, whole[step.start : step.stop])
+            side.follow_main()
+            with side.active():
+                self._push(step, whole, shape, offset)
+                if step is peers[-1]:
+                    memory.barrier()
+                    arrived = side.mark()
+        produce(own.start, own.stop, partials[memory.rank])
+        if meanwhile is not None:
+            meanwhile()
+        side.hold_main(arrived)
+        # of two the sum is the same as an addition, which keeps more loads in flight than a
+        # reduction
+        return torch.add(*partials) if memory.size == 2 else partials.sum(0)
+
+    def largest(self, value: torch.Tensor) -> torch.Tensor:
+        """The largest of each rank's ``value`` (float32 [1]), the same on all; NaN spreads.
+
+        Nothing hides it: the caller's stream waits for the last rank.
+        """
+        memory, side = self._memory, self._side
+        [offset] = self._next_slot([memory.size * value.nbytes])
+        for peer in range(memory.size):
+            into = memory.tensor_of(peer, (memory.size,), value.dtype, offset)
+            into[memory.rank : memory.rank + 1].copy_(value)
+        side.follow_main()
+        with side.active():
+            memory.barrier()
+        side.hold_main(side.mark())
+        return memory.tensor_of(memory.rank, (memory.size,), value.dtype, offset).amax(0, True)
+
+    def _next_slot(self, sizes_bytes: Sequence[int]) -> list[int]:
+        """Offsets for tensors of these sizes, behind each other in the slot whose turn it is."""
+        starts = [0]
+        for size_bytes in sizes_bytes:
+            starts.append(starts[-1] + _aligned(size_bytes))
+        needed_bytes = starts[-2] + sizes_bytes[-1]
+        if needed_bytes > self._slot_bytes:
+            raise RuntimeError(
+                f"an operation needs {needed_bytes} bytes of peer memory, "
+                f"a slot has {self._slot_bytes}"
+            )
+        self._operations += 1
+        slot = self._operations % _SLOTS * self._slot_bytes
+        return [slot + start for start in starts[:-1]]
+
+    def _pull(self, step: Step, gathered: torch.Tensor, rows: int, offset: int) -> None:
+        shape = (rows, *gathered.shape[1:])
+        for piece in step.pieces:
+            first = piece.owner * rows
+            source = self._memory.tensor_of(piece.owner, shape, gathered.dtype, offset)
+            gathered[piece.start : piece.stop].copy_(
+                source[piece.start - first : piece.stop - first]
+            )
+
+    def _push(self, step: Step, whole: torch.Tensor, shape: Sequence[int], offset: int) -> None:
+        for piece in step.pieces:
+            first = piece.owner * shape[1]
+            slot = self._memory.tensor_of(piece.owner, shape, whole.dtype, offset)[
+                self._memory.rank
+            ]
+            slot[piece.start - first : piece.stop - first].copy_(whole[piece.start : piece.stop])
+
+
+def _aligned(size_bytes: int) -> int:
+    return math.ceil(size_bytes / _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

@@ -1,0 +1,75 @@
+"""Report a rank's durable files to the committer, and wait until the checkpoint is complete.
+
+The call is repeated until it is settled: complete, superseded, or given up. The committer keeps
+reports in memory only, so repeating them is also how it recovers from a restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import grpc
+import grpc.aio
+
+from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc
+from megascale_common.service.channel import open_channel
+from megascale_common.service.errors import DataLossError, SupersededError
+
+HOLD_S = 5.0  # the committer holds an answer this long, and sends it as soon as it commits
+CALL_TIMEOUT_S = 15.0
+GIVE_UP_S = 900.0  # how far apart ranks may finish a step before it is given up
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
+
+
+class CommitterClient:
+    """Sends reports to committers, over one channel per address."""
+
+    def __init__(self, token: str, *, give_up_s: float = GIVE_UP_S) -> None:
+        self._token, self._give_up_s = token, give_up_s
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def report_prepared(
+        self, request: checkpoint_pb2.ReportPreparedRequest, endpoint: str
+    ) -> str:
+        """Return the manifest's address once the checkpoint is complete.
+
+        Raises:
+            SupersededError: a later attempt was opened, or a later step committed, before this one
+                was complete.
+            ServiceError: the committer refuses the report, or it is given up.
+        """
+        stub = checkpoint_pb2_grpc.CheckpointServiceStub(self._channel(endpoint))
+        deadline = time.monotonic() + self._give_up_s
+        pause_s, problem = FIRST_PAUSE_S, "other ranks have not persisted the step"
+        while time.monotonic() < deadline:
+            try:
+                answer = await stub.ReportPrepared(request, timeout=CALL_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                problem = f"committer {endpoint}: {error.details()}"
+                # FAILED_PRECONDITION means fenced, which is final. UNAVAILABLE covers a committer
+                # that restarts or has not opened the attempt yet. All else is a refusal.
+                if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                    raise SupersededError(error.details() or "superseded") from error
+                if error.code() not in (
+                    grpc.StatusCode.UNAVAILABLE,
+                    grpc.StatusCode.DEADLINE_EXCEEDED,
+                ):
+                    raise DataLossError(problem) from error
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                continue
+            if answer.committed:
+                return str(answer.manifest_uri)
+            pause_s, problem = FIRST_PAUSE_S, "other ranks have not persisted the step"
+        raise DataLossError(f"given up after {self._give_up_s:.0f} s: {problem}")
+
+    async def close(self) -> None:
+        """Close all channels."""
+        for channel in self._channels.values():
+            await channel.close()
+
+    def _channel(self, endpoint: str) -> grpc.aio.Channel:
+        if endpoint not in self._channels:
+            self._channels[endpoint] = open_channel(endpoint, self._token)
+        return self._channels[endpoint]

@@ -1,0 +1,425 @@
+"""One rank's snapshots: the memory and state of its slots, and the task that persists sealed ones.
+
+Stage 1 of the two-stage checkpoint (MegaScale section 4.4): the trainer copies its state into a
+slot and goes on training. Stage 2, from the slot to storage, runs here in the background, in the
+order of the steps.
+
+All state changes happen on the event loop. Threads only read or fill the memory of a slot, and a
+slot counts as in use until its thread has ended: a cancelled task waits for the thread before it
+releases the slot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megascale_checkpoint import persist, restore
+from megascale_checkpoint.checksums import piece_checksums, verify_image
+from megascale_checkpoint.committer_client import CommitterClient
+from megascale_checkpoint.concurrency import Cancellation, Pools, Signal, in_pool
+from megascale_checkpoint.registration import RegisteredRank
+from megascale_checkpoint.slots import Slot, SlotPhase, SlotSeal, SlotTable
+from megascale_checkpoint.staging import SlotMemory, StagingFolder
+from megascale_common.job.restore import RestorePlan, RestoreSource
+from megascale_common.service import logs
+from megascale_common.service.errors import (
+    DamagedError,
+    RequestError,
+    ServiceError,
+    SupersededError,
+)
+
+log = logs.get("stage")
+KEPT_FAILURES = 16  # steps whose failure is kept for a later Drain
+
+
+class ProgressListener(Protocol):
+    """What a rank's snapshots report to their job."""
+
+    changed: Signal
+
+    def note_commit(self, step: int, attempt: int, manifest_uri: str) -> None:
+        """A checkpoint is complete."""
+
+    def note_failure(self, rank: int, step: int, error: str) -> None:
+        """A step could not be kept."""
+
+    def note_persisted(self, duration_s: float, size_bytes: int) -> None:
+        """A step's file is durable."""
+
+    def note_restored(self, source: str, duration_s: float, size_bytes: int) -> None:
+        """A state was restored into a slot."""
+
+
+class Owner(Protocol):
+    """The connection of the worker that owns a rank's snapshots."""
+
+    def end(self) -> set[int]:
+        """Close it; the caller releases the slots that are returned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restoration:
+    """A restored state: the worker reads ``slot``, then releases it."""
+
+    slot: int
+    source: RestoreSource
+    small_state: dict[str, Any]
+    bytes_read: int
+
+
+class RankSnapshots:
+    """The snapshots of one (job, rank), kept across workers and attempts of the same layout."""
+
+    def __init__(
+        self,
+        registration: RegisteredRank,
+        memories: list[SlotMemory],
+        listener: ProgressListener,
+        pools: Pools,
+        committer: CommitterClient,
+    ) -> None:
+        self.registration = registration
+        self.memories = memories
+        self.table = SlotTable(len(memories))
+        self.owner: Owner | None = None
+        self._listener, self._pools, self._committer = listener, pools, committer
+        self._wake = asyncio.Event()
+        self._cancelled = Cancellation()
+        self._seals: set[asyncio.Task[None]] = set()
+        self._restores: dict[asyncio.Task[Restoration], Cancellation] = {}
+        self._reports: dict[tuple[int, int], asyncio.Task[None]] = {}
+        self._failures: dict[tuple[int, int], str] = {}
+        self._worker = asyncio.create_task(
+            self._persist_all(), name=f"persist {registration.job}/{registration.rank}"
+        )
+
+    @classmethod
+    async def create(
+        cls,
+        registration: RegisteredRank,
+        listener: ProgressListener,
+        staging: StagingFolder,
+        pools: Pools,
+        committer: CommitterClient,
+    ) -> RankSnapshots:
+        """Snapshots with fresh slots. Raises LimitError when there is no room."""
+        size_bytes = registration.layout.slot_bytes
+        count = registration.slots
+        job, rank = registration.job, registration.rank
+        memories = await in_pool(pools.memory, staging.allocate, job, rank, size_bytes, count)
+        return cls(registration, memories, listener, pools, committer)
+
+    def fits(self, registration: RegisteredRank) -> bool:
+        """Whether the slots can be used for this registration as they are."""
+        enough = registration.slots in (0, len(self.memories))
+        return enough and self.registration.digest == registration.digest
+
+    async def detach_owner(self, staging: StagingFolder) -> None:
+        """Disconnect a worker whose successor registers, so that it can damage nothing.
+
+        The slots that it was writing get new memory: it still maps the old one, and may write to it
+        until its process has ended.
+        """
+        owner, self.owner = self.owner, None
+        if owner is None:
+            return
+        for index in owner.end():
+            # Slots that it only read keep their memory: checksums detect a write into those.
+            if self.table.at(index).phase in (SlotPhase.WRITING, SlotPhase.RESTORING):
+                self.memories[index] = await in_pool(
+                    self._pools.memory, staging.renew, self.memories[index]
+                )
+            self.table.release(index)
+
+    def take_over(self, registration: RegisteredRank, owner: Owner) -> None:
+        """Make a worker's connection the owner, in place of an older one."""
+        self.registration, self.owner = registration, owner
+
+    def supersede(self, attempt: int) -> None:
+        """A later attempt has begun: stop what earlier ones still persist or report."""
+        self.table.supersede(attempt)
+        if self.registration.attempt < attempt:
+            # Work that runs keeps the old object and stops; work of the new attempt gets a new one.
+            self._cancelled.cancel()
+            self._cancelled = Cancellation()
+            for task in self._reports.values():
+                task.cancel()
+
+    def idle(self) -> bool:
+        """Whether no worker is connected, no step is being persisted, and no thread uses a slot."""
+        in_progress = (
+            self._reports
+            or self._seals
+            or self._restores
+            or any(slot.in_use for slot in self.table.slots)
+        )
+        return self.owner is None and not in_progress
+
+    def acquire(self, step: int) -> int | None:
+        """A slot for the state after ``step``; None when all are needed."""
+        return self.table.acquire(step)
+
+    async def seal(self, index: int, step: int, small_state: dict[str, Any], finite: bool) -> None:
+        """The slot holds the whole state: compute its checksums, seal it, queue it for storage.
+
+        A state with values that are not finite is not kept: no restart may resume from it.
+
+        Raises:
+            RequestError: the slot is not being written for ``step``.
+        """
+        self.table.begin_seal(index, step)
+        # Taken now: before the task runs, a successor may have registered under another attempt.
+        registration = self.registration
+        if not finite:
+            self._abandon(
+                index, (registration.attempt, step), "the state holds values that are not finite"
+            )
+            return
+        task = asyncio.create_task(self._seal(registration, index, step, small_state))
+        self._seals.add(task)
+        task.add_done_callback(self._seals.discard)
+        # Shielded: the state is whole, so it is sealed even if the worker disconnects meanwhile.
+        await asyncio.shield(task)
+
+    def release(self, index: int) -> None:
+        """See :meth:`SlotTable.release`."""
+        self.table.release(index)
+        self._listener.changed.notify()
+
+    async def restore(self, plan: RestorePlan) -> Restoration:
+        """Restore a state: from the own sealed slot if it holds exactly that state, else storage.
+
+        When the caller is cancelled, the slot is released once the thread that uses it has ended.
+
+        Raises:
+            DamagedError: a file, or with source memory the slot, is not what was written.
+            RequestError: the source is memory, but no slot holds the state; or the uri is not
+                supported.
+            OSError: the storage does not answer.
+        """
+        # A task of its own: cancelling it would leave the thread running, and release a slot that
+        # the thread still fills. The caller's cancellation only asks the thread to stop.
+        began_s, cancelled = time.monotonic(), Cancellation()
+        task = asyncio.create_task(self._restore(plan, cancelled))
+        self._restores[task] = cancelled
+        task.add_done_callback(self._restores.pop)
+        try:
+            found = await asyncio.shield(task)
+        except asyncio.CancelledError:
+            cancelled.cancel()
+            task.add_done_callback(self._give_back)
+            raise
+        self._listener.note_restored(found.source, time.monotonic() - began_s, found.bytes_read)
+        return found
+
+    def _give_back(self, task: asyncio.Task[Restoration]) -> None:
+        """Release the slot of a restore whose caller is gone."""
+        if not task.cancelled() and task.exception() is None:
+            self.release(task.result().slot)
+
+    async def _restore(self, plan: RestorePlan, cancelled: Cancellation) -> Restoration:
+        slot = self.table.find(plan.written_by_attempt, plan.step, self.registration.digest)
+        if slot is not None and slot.seal is not None:
+            try:
+                return await self._restore_from_memory(slot, slot.seal)
+            except DamagedError as error:
+                self.table.discard(slot.index)
+                self._listener.changed.notify()
+                if plan.source is RestoreSource.MEMORY:
+                    raise
+                log.warning("sealed slot is damaged; reading storage instead", error=str(error))
+        if plan.source is RestoreSource.MEMORY:
+            raise RequestError(
+                f"step {plan.step} of attempt {plan.written_by_attempt} is not sealed here in this "
+                "layout"
+            )
+        return await self._restore_from_storage(plan.step, plan.manifest_uri, cancelled)
+
+    async def drain(self, step: int) -> str:
+        """Wait until nothing more happens to ``step``.
+
+        Returns:
+            Why it failed; without meaning for a committed step, which the caller checks.
+        """
+        key = (self.registration.attempt, step)
+        while key in self._reports or self._is_pending(key):
+            await self._listener.changed.wait()
+        if not self.registration.uri:
+            return "the job has no checkpoint uri: its snapshots stay in memory"
+        return self._failures.get(key, f"step {step} was not sealed by this worker's attempt")
+
+    async def stop(self, drain_s: float) -> None:
+        """Stop persisting, after at most ``drain_s`` for work in progress.
+
+        On return no thread uses a slot, so its memory can be freed.
+        """
+        busy = [task for task in self._reports.values() if not task.done()]
+        if drain_s and (busy or self.table.next_pending()):
+            try:
+                async with asyncio.timeout(drain_s):
+                    while self._reports or self.table.next_pending():
+                        await self._listener.changed.wait()
+            except TimeoutError:
+                pass
+        self._cancelled.cancel()
+        tasks = [self._worker, *self._reports.values()]
+        for task in tasks:
+            task.cancel()
+        for cancelled in self._restores.values():
+            cancelled.cancel()
+        await asyncio.gather(*tasks, *self._seals, *self._restores, return_exceptions=True)
+
+    async def _seal(
+        self, registration: RegisteredRank, index: int, step: int, small_state: dict[str, Any]
+    ) -> None:
+        memory = self.memories[index]
+        try:
+            checksums = await in_pool(
+                self._pools.memory, piece_checksums, registration.layout, memory.view
+            )
+            seal = SlotSeal(registration.attempt, step, registration.digest, checksums, small_state)
+        except BaseException:
+            self.table.release(index)
+            raise
+        # Sealed in any case, because a restart can restore it from memory; persisted only while its
+        # attempt is the current one and may still commit.
+        persisted = bool(registration.uri) and self._is_current(registration)
+        self.table.finish_seal(index, seal, persist=persisted)
+        self._wake.set()
+        self._listener.changed.notify()
+
+    def _abandon(self, index: int, key: tuple[int, int], why: str) -> None:
+        self.table.release(index)
+        self._fail(key, why)
+
+    def _is_pending(self, key: tuple[int, int]) -> bool:
+        slot = self.table.find(*key, self.registration.digest)
+        return slot is not None and slot.pending
+
+    def _is_current(self, registration: RegisteredRank) -> bool:
+        return registration.attempt >= self.registration.attempt
+
+    def _remember(self, key: tuple[int, int], why: str) -> None:
+        self._failures[key] = why
+        while len(self._failures) > KEPT_FAILURES:
+            del self._failures[next(iter(self._failures))]
+
+    def _fail(self, key: tuple[int, int], why: str) -> None:
+        self._remember(key, why)
+        self._listener.note_failure(self.registration.rank, key[1], why)
+
+    async def _restore_from_memory(self, slot: Slot, seal: SlotSeal) -> Restoration:
+        self.table.lend(slot.index)
+        memory = self.memories[slot.index]
+        layout = self.registration.layout
+        try:
+            await in_pool(
+                self._pools.memory,
+                verify_image,
+                layout,
+                memory.view,
+                seal.checksums,
+                str(memory.path),
+            )
+        except BaseException:
+            self.table.release(slot.index)
+            raise
+        return Restoration(slot.index, RestoreSource.MEMORY, seal.small_state, 0)
+
+    async def _restore_from_storage(
+        self, step: int, manifest_uri: str, cancelled: Cancellation
+    ) -> Restoration:
+        index = self.table.take_for_restore()
+        memory, given = self.memories[index], self.registration
+        self._listener.changed.notify()
+        try:
+            filled = await in_pool(
+                self._pools.storage,
+                restore.fill,
+                manifest_uri,
+                step,
+                given.rank,
+                given.layout,
+                memory.view,
+                cancelled,
+            )
+        except BaseException:
+            self.table.release(index)
+            raise
+        return Restoration(index, RestoreSource.STORAGE, filled.small_state, filled.bytes_read)
+
+    async def _persist_all(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while (slot := self.table.next_pending()) is not None and slot.seal is not None:
+                await self._persist(slot, slot.seal)
+
+    async def _persist(self, slot: Slot, seal: SlotSeal) -> None:
+        key = (seal.attempt, seal.step)
+        registration, cancelled = self.registration, self._cancelled
+        slot.busy += 1  # before the thread starts: from now on nobody may acquire the slot
+        began_s = time.monotonic()
+        image = self.memories[slot.index].view
+        running = asyncio.ensure_future(
+            in_pool(self._pools.storage, persist.persist, registration, seal, image, cancelled)
+        )
+        try:
+            # The thread reads the slot until it sees the cancellation: the slot must not be written
+            # or freed before.
+            prepared = await _finish(running, cancelled)
+        except SupersededError:
+            log.info(
+                "persist superseded", job=registration.job, attempt=seal.attempt, step=seal.step
+            )
+        except (OSError, ServiceError) as error:
+            self._fail(key, str(error))
+        except Exception as error:
+            # A defect costs this step only; later steps must still be persisted.
+            log.exception("defect while persisting", job=registration.job, step=seal.step)
+            self._fail(key, f"defect in the checkpoint daemon, see its log: {error!r}")
+        else:
+            size_bytes = sum(file.size_bytes for file in prepared.request.files)
+            self._listener.note_persisted(time.monotonic() - began_s, size_bytes)
+            # Not awaited: the commit waits for all ranks, and the next step can be persisted
+            # meanwhile. The slot is free already, because the file is durable.
+            task = asyncio.create_task(self._report(key, prepared, registration.committer_endpoint))
+            self._reports[key] = task
+        finally:
+            # The slot may have been discarded as damaged, and reused, in the meantime.
+            if slot.seal is seal:
+                slot.busy -= 1
+                slot.pending = False
+            self._listener.changed.notify()
+
+    async def _report(
+        self, key: tuple[int, int], prepared: persist.Prepared, endpoint: str
+    ) -> None:
+        try:
+            manifest_uri = await self._committer.report_prepared(prepared.request, endpoint)
+            self._listener.note_commit(key[1], key[0], manifest_uri)
+        except SupersededError as error:
+            self._remember(key, str(error))
+        except ServiceError as error:
+            self._fail(key, str(error))
+        finally:
+            self._reports.pop(key, None)
+            self._listener.changed.notify()
+
+
+async def _finish(
+    running: asyncio.Future[persist.Prepared], cancelled: Cancellation
+) -> persist.Prepared:
+    """The result of a thread; if the caller is cancelled, wait until the thread has ended."""
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        cancelled.cancel()
+        await asyncio.wait([running])
+        if not running.cancelled():
+            running.exception()  # marks it as retrieved, or asyncio would log a warning
+        raise

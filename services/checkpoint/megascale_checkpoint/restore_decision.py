@@ -1,0 +1,154 @@
+"""Decides what a new attempt restores: the newest whole state, in memory or on storage.
+
+The decision is made once per attempt, by the committer, for all ranks; :mod:`restore` then fills
+each rank's slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megascale_checkpoint import manifest as manifests
+from megascale_checkpoint.checksums import checksum
+from megascale_checkpoint.commit_log import CommitLog, Record
+from megascale_checkpoint.storage import join, open_storage
+from megascale_common.job.restore import RestorePlan, RestoreSource
+from megascale_common.service.errors import DamagedError, NotFoundError, UnusableError
+
+MAX_NAMED = 20  # damaged files that one answer lists
+
+
+@dataclass(frozen=True, slots=True)
+class SealedStep:
+    """Newest step that all ranks hold sealed under one attempt and layout; step 0 means none."""
+
+    step: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreDecision:
+    """What all ranks restore. ``passed_over`` names the damaged files of newer checkpoints."""
+
+    plan: RestorePlan
+    passed_over: tuple[str, ...] = ()
+
+    def to_record(self) -> dict[str, Any]:
+        """Plain values for an OPEN record of the commit log, whose names never change."""
+        plan = self.plan
+        return {
+            "source": plan.source.value,
+            "step": plan.step,
+            "attempt": plan.written_by_attempt,
+            "manifest_uri": plan.manifest_uri,
+            "passed_over": list(self.passed_over),
+        }
+
+    @classmethod
+    def from_record(cls, values: Mapping[str, Any]) -> RestoreDecision:
+        """The inverse of :meth:`to_record`."""
+        plan = RestorePlan(
+            RestoreSource(values["source"]),
+            values["step"],
+            values["attempt"],
+            values["manifest_uri"],
+        )
+        return cls(plan, tuple(values["passed_over"]))
+
+
+def decide(
+    log: CommitLog, uri: str, sealed: SealedStep, refused_steps: frozenset[int], load_uri: str = ""
+) -> RestoreDecision:
+    """Choose the newest state that is sealed or committed, whole, and not refused. Reads storage.
+
+    A job that has neither starts from the newest whole checkpoint in the folder ``load_uri``, where
+    given. Files are checked here by name and size, one stat each; their bytes are verified when
+    they are read.
+
+    Raises:
+        UnusableError: the job has checkpoints, and none can be used. Starting from step 0 would
+            lose its work silently.
+        NotFoundError: ``load_uri`` is needed and holds no checkpoint that can be used.
+        RequestError: ``load_uri`` is not supported.
+        OSError: the storage does not answer, which is no evidence of damage.
+    """
+    passed_over: list[str] = []
+    # A commit must be newer than the sealed step to win: at the same step, memory saves the reads.
+    in_memory = sealed.step > 0 and sealed.step not in refused_steps
+    after_step = sealed.step if in_memory else 0
+    committed = _newest_whole(log, uri, after_step, refused_steps, passed_over)
+    if committed is not None:
+        return RestoreDecision(committed, tuple(passed_over[:MAX_NAMED]))
+    if in_memory:
+        plan = RestorePlan(RestoreSource.MEMORY, sealed.step, sealed.attempt)
+        return RestoreDecision(plan, tuple(passed_over[:MAX_NAMED]))
+    _refuse_to_start_over(log, uri, refused_steps, passed_over)
+    if load_uri:
+        other = CommitLog(open_storage(load_uri))
+        other.refresh()
+        loaded = _newest_whole(other, load_uri, 0, refused_steps, passed_over)
+        if loaded is None:
+            damaged = f": {'; '.join(passed_over[:MAX_NAMED])}" if passed_over else ""
+            raise NotFoundError(
+                f"checkpoint.load_uri {load_uri} holds no complete checkpoint to start "
+                f"from{damaged}"
+            )
+        # Attempt numbers of two jobs are unrelated: no attempt of this job wrote the state.
+        plan = replace(loaded, written_by_attempt=0)
+        return RestoreDecision(plan, tuple(passed_over[:MAX_NAMED]))
+    return RestoreDecision(RestorePlan(), tuple(passed_over[:MAX_NAMED]))
+
+
+def _refuse_to_start_over(
+    log: CommitLog, uri: str, refused_steps: frozenset[int], passed_over: list[str]
+) -> None:
+    """Raise UnusableError when the log holds a COMMIT, or a damaged record that may be one."""
+    commits = log.commits()
+    if not commits and not log.damaged:
+        return
+    refused = [
+        f"step {r.step} failed its checksums when it was restored"
+        for r in commits
+        if r.step in refused_steps
+    ]
+    problems = "; ".join([*passed_over, *refused][:MAX_NAMED])
+    raise UnusableError(
+        f"the checkpoints of this job in {uri} cannot be used: {problems}. "
+        "Put the files back, or submit the job again with a new checkpoint.uri"
+    )
+
+
+def _newest_whole(
+    log: CommitLog, uri: str, after_step: int, refused_steps: frozenset[int], passed_over: list[str]
+) -> RestorePlan | None:
+    """The newest usable COMMIT above ``after_step``; adds damaged ones to ``passed_over``."""
+    passed_over += [str(error) for error in log.damaged]
+    for record in log.commits():
+        if record.step <= after_step:
+            break
+        if record.step in refused_steps:
+            continue
+        manifest_uri = join(uri, record.values["manifest"])
+        try:
+            check_commit(record, manifest_uri)
+        except DamagedError as error:
+            passed_over.append(str(error))
+            continue
+        return RestorePlan(RestoreSource.STORAGE, record.step, record.attempt, manifest_uri)
+    return None
+
+
+def check_commit(record: Record, manifest_uri: str) -> manifests.Manifest:
+    """The manifest that a COMMIT names, verified; its files are checked by size.
+
+    Raises:
+        DamagedError: the manifest is not the one committed, or a file is missing or has another
+            size.
+    """
+    storage, manifest = manifests.load(manifest_uri)
+    if checksum(storage.read(manifests.NAME)) != record.values["manifest_xxh3"]:
+        raise DamagedError(manifest_uri, "is not the manifest that was committed")
+    manifests.check_sizes(storage, manifest)
+    return manifest

@@ -1,0 +1,340 @@
+"""A training job: one frozen tree of dataclasses that every process of the system reads.
+
+There is one way to it: a job file (YAML) or ``megascale.v1.JobSpec`` (protobuf) becomes plain
+values, :func:`from_mapping` checks them and builds the tree, and all code reads the tree. The
+driver stores it as JSON (:func:`to_json`, :func:`from_json`), and the agent passes its plain values
+to the trainer, which never imports protobuf. A field that is absent takes its default from here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from megascale_common.job import reading, validation
+from megascale_common.job.problems import JobError, JobProblem
+from megascale_common.job.rank_layout import RankLayout
+
+# The choices stand in the order of the proto's enums, so that all messages list them alike.
+Block = Literal["parallel", "serial"]
+Mlp = Literal["gelu", "swiglu"]
+Norm = Literal["layernorm", "rmsnorm"]
+Positions = Literal["rope", "learned"]
+Precision = Literal["bf16", "fp32"]
+Recompute = Literal["none", "selective", "full"]
+Kernels = Literal["torch", "triton", "auto"]
+Decay = Literal["constant", "linear", "cosine"]
+TokenizerKind = Literal["bytes", "bpe"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """A decoder-only transformer.
+
+    ``ffn_size`` 0 means 4 * hidden_size; ``kv_heads`` 0 means heads; ``window`` 0 means full causal
+    attention.
+    """
+
+    layers: int
+    hidden_size: int
+    heads: int
+    vocab_size: int
+    sequence_length: int
+    ffn_size: int = 0
+    kv_heads: int = 0
+    block: Block = "parallel"
+    mlp: Mlp = "gelu"
+    norm: Norm = "layernorm"
+    bias: bool = False
+    norm_bias: bool = True
+    positions: Positions = "rope"
+    rope_theta: float = 10_000.0
+    tie_embeddings: bool = False
+    window: int = 0
+    norm_epsilon: float = 1e-5
+    initializer_std: float = 0.02
+    layer_windows: tuple[int, ...] = ()
+
+    def window_of(self, layer: int) -> int:
+        """Sliding window of one layer in tokens; 0 is full causal attention."""
+        return self.layer_windows[layer] if self.layer_windows else self.window
+
+    @property
+    def ffn_width(self) -> int:
+        """Width of the feed-forward layer before any padding for tensor parallelism."""
+        return self.ffn_size or 4 * self.hidden_size
+
+    @property
+    def key_value_heads(self) -> int:
+        """Number of key/value heads (grouped-query attention when below ``heads``)."""
+        return self.kv_heads or self.heads
+
+    @property
+    def head_size(self) -> int:
+        """Width of one attention head."""
+        return self.hidden_size // self.heads
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OverlapConfig:
+    """Which dimensions overlap their communication with computation; the losses stay the same."""
+
+    tp: bool = False
+    pp: bool = False
+    dp: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelismConfig:
+    """Sizes of the parallel axes.
+
+    ``stage_layers`` holds the layers of each virtual stage in the order of the model, pp *
+    virtual_stages numbers: virtual stage i runs on pipeline stage i mod pp. Empty means an even
+    split.
+    """
+
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+    pp: int = 1
+    ep: int = 1
+    virtual_stages: int = 1
+    stage_layers: tuple[int, ...] = ()
+    recompute: Recompute = "none"
+    overlap: OverlapConfig = field(default_factory=OverlapConfig)
+
+    @property
+    def layout(self) -> RankLayout:
+        """The rank layout of these sizes."""
+        return RankLayout(tp=self.tp, cp=self.cp, dp=self.dp, pp=self.pp)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingConfig:
+    """Length, batch, precision and kernels of a run.
+
+    ``bucket_mib`` bounds a gradient bucket in MiB; a bucket holds whole layers, at least one.
+    """
+
+    steps: int
+    global_batch_size: int
+    micro_batch_size: int = 1
+    seed: int = 1234
+    precision: Precision = "bf16"
+    deterministic: bool = False
+    bucket_mib: int = 64
+    kernels: Kernels = "auto"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """The optimizer by name; ``beta1``, ``beta2`` and ``epsilon`` are AdamW's.
+
+    Weight decay is not applied to norms and biases. ``clip_norm`` 0 turns clipping off. ``options``
+    are numbers for an optimizer of an installed package.
+    """
+
+    name: str = "adamw"
+    options: Mapping[str, float] = field(default_factory=dict)
+    learning_rate: float = 3e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleConfig:
+    """Learning rate: linear warm-up, then ``decay`` to ``min_ratio`` of the peak at the last."""
+
+    warmup_steps: int = 0
+    decay: Decay = "cosine"
+    min_ratio: float = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossConfig:
+    """Token cross entropy plus ``z_loss`` * log(Z)^2."""
+
+    z_loss: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataSource:
+    """One tokenised corpus: path prefix of a ``.bin``/``.idx`` pair, and its share of the blend."""
+
+    prefix: str
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerConfig:
+    """How the sources were tokenised; ``path`` and ``sha256`` are of the tokenizer file (bpe)."""
+
+    kind: TokenizerKind = "bytes"
+    path: str = ""
+    sha256: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """Sources, and how documents are packed into sequences.
+
+    ``document_attention`` limits attention to the tokens of the same document.
+    """
+
+    sources: tuple[DataSource, ...] = ()
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    seed: int = 1234
+    document_attention: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationConfig:
+    """Loss on held-out data, after every ``interval_steps`` steps and after the last step.
+
+    There is none if ``interval_steps`` is 0 or ``sources`` is empty.
+    """
+
+    sources: tuple[DataSource, ...] = ()
+    interval_steps: int = 0
+    batches: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TelemetryConfig:
+    """Records for other tools: TensorBoard event files in the attempt's folder on rank 0's node."""
+
+    tensorboard: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """Where and how often checkpoints are written.
+
+    There are none if ``uri`` is empty or ``interval_steps`` is 0. ``slots`` is the number of
+    staging slots; at 0 the daemon chooses it. ``load_uri`` is the folder of another job's
+    checkpoints, from which this job starts while it has none of its own.
+    """
+
+    uri: str = ""
+    interval_steps: int = 0
+    slots: int = 0
+    load_uri: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecoveryConfig:
+    """Limits of automatic recovery; ``spare_nodes`` is the number of spares placed with the job."""
+
+    max_restarts: int = 20
+    max_restarts_without_progress: int = 3
+    spare_nodes: int = 0
+    collective_timeout_s: float = 300.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobConfig:
+    """A whole job. ``name`` is a DNS-1123 label and the job's key everywhere."""
+
+    name: str
+    model: ModelConfig
+    training: TrainingConfig
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
+    tenant: str = "default"
+    owner: str = ""
+    priority: int = 0
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def layout(self) -> RankLayout:
+        """The rank layout of the job."""
+        return self.parallelism.layout
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the job measures its loss on held-out data."""
+        return bool(self.evaluation.sources) and self.evaluation.interval_steps > 0
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches that one data-parallel replica runs in a step."""
+        return self.training.global_batch_size // (
+            self.training.micro_batch_size * self.parallelism.dp
+        )
+
+
+def from_mapping(values: Any) -> JobConfig:
+    """The job in plain values, as YAML, JSON or the protobuf front end give them, fully checked.
+
+    A job file nests the trainer's sections under ``trainer``; they may also stand at the root.
+
+    Raises:
+        JobError: lists every problem by field: unknown or missing fields, wrong types, and values
+            that cannot run (:mod:`megascale_common.job.validation`).
+    """
+    config = from_accepted(values)
+    if refused := validation.validate(config):
+        raise JobError(refused, config)
+    return config
+
+
+def from_accepted(values: Any) -> JobConfig:
+    """The job in plain values that were checked when it was submitted: only types are checked now.
+
+    So a job that an earlier version accepted continues, even if this version would refuse it.
+
+    Raises:
+        JobError: fields that this version cannot read; lists each.
+    """
+    config, problems = reading.read(JobConfig, _flat(values))
+    if config is None:
+        raise JobError(problems)
+    return config
+
+
+def from_json(text: str | bytes) -> JobConfig:
+    """The job that :func:`to_json` wrote.
+
+    Raises:
+        JobError: not JSON, or fields that this version cannot read; lists each.
+    """
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise JobError([JobProblem("job", f"not JSON: {error}", "submit the job again")]) from error
+    return from_accepted(values)
+
+
+def to_mapping(config: JobConfig) -> dict[str, Any]:
+    """Plain values of ``config``, for :func:`from_mapping`; the trainer's sections at the root."""
+    return dataclasses.asdict(config)
+
+
+def to_json(config: JobConfig) -> str:
+    """Canonical JSON of ``config``: sorted keys, no spaces; equal configs give equal text."""
+    return json.dumps(to_mapping(config), sort_keys=True, separators=(",", ":"))
+
+
+def _flat(values: Any) -> Any:
+    """``values`` with the sections under ``trainer`` moved to the root."""
+    if not isinstance(values, Mapping) or "model" in values:
+        return values
+    workload = values.get("trainer")
+    if not isinstance(workload, Mapping):
+        remedy = "a job needs a workload: set `trainer` with model, training and data"
+        raise JobError([JobProblem("trainer", "missing", remedy)])
+    rest = {key: value for key, value in values.items() if key != "trainer"}
+    return {**rest, **workload}

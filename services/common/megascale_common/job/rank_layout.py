@@ -1,0 +1,102 @@
+"""The rank layout: coordinates of each global rank in the parallel grid, and the groups of ranks.
+
+One pure module for trainer, driver, checkpoint daemon and tests. Axes are named and ordered
+innermost first: ``tp`` (tensor), ``cp`` (context), ``dp`` (data), ``pp`` (pipeline); expert
+parallelism lives inside ``dp``. Innermost first means that neighbouring ranks differ in ``tp``
+first, so a tensor-parallel group stays on one node (MegaScale section 3.4), and that the ranks of
+one pipeline stage are contiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Axis = Literal["tp", "cp", "dp", "pp"]
+AXES: tuple[Axis, ...] = get_args(Axis)
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinates:
+    """Position of one rank in the grid; each value counts from 0."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankLayout:
+    """A grid of ``tp * cp * dp * pp`` ranks.
+
+    Raises:
+        ValueError: an axis is smaller than 1.
+    """
+
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+    pp: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            if self.size(axis) < 1:
+                raise ValueError(
+                    f"{axis}={self.size(axis)}: the size of a parallel axis is at least 1"
+                )
+
+    def size(self, axis: Axis) -> int:
+        """Number of ranks along ``axis``."""
+        return int(getattr(self, axis))
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the whole grid."""
+        return self.tp * self.cp * self.dp * self.pp
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Coordinates of global ``rank``.
+
+        Raises:
+            ValueError: ``rank`` lies outside the grid.
+        """
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside the layout of {self.world_size} ranks")
+        values: dict[str, int] = {}
+        rest = rank
+        for axis in AXES:
+            rest, values[axis] = divmod(rest, self.size(axis))
+        return Coordinates(**values)
+
+    def rank(self, at: Coordinates) -> int:
+        """Global rank at the given coordinates (the inverse of :meth:`coordinates`)."""
+        number, stride = 0, 1
+        for axis in AXES:
+            number += int(getattr(at, axis)) * stride
+            stride *= self.size(axis)
+        return number
+
+    def group_of(self, rank: int, axes: Iterable[Axis]) -> tuple[int, ...]:
+        """Ranks, ascending, whose coordinates equal those of ``rank`` on all but ``axes``."""
+        free = set(axes)
+        mine = self.coordinates(rank)
+        members, stride = [0], 1
+        for axis in AXES:
+            positions = range(self.size(axis)) if axis in free else (getattr(mine, axis),)
+            members = [number + position * stride for position in positions for number in members]
+            stride *= self.size(axis)
+        return tuple(members)
+
+    def groups(self, axes: Iterable[Axis]) -> list[tuple[int, ...]]:
+        """All groups along ``axes``, ordered by first rank; every rank is in exactly one."""
+        wanted = tuple(axes)
+        seen: set[int] = set()
+        found: list[tuple[int, ...]] = []
+        for rank in range(self.world_size):
+            if rank not in seen:
+                group = self.group_of(rank, wanted)
+                seen.update(group)
+                found.append(group)
+        return found

@@ -1,0 +1,60 @@
+"""What all ranks of an attempt restore: decided once, by the committer, and carried unchanged.
+
+The driver keeps it in etcd, the agent passes it to the workers as JSON, the checkpoint daemon
+writes it to the commit log. The protobuf form is in :mod:`megascale_common.job.wire.restore`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+class RestoreSource(enum.StrEnum):
+    """Where the state comes from. NONE is a start from initial values."""
+
+    NONE = "none"
+    MEMORY = "memory"
+    STORAGE = "storage"
+
+    @classmethod
+    def _missing_(cls, value: object) -> RestoreSource | None:
+        # etcd may hold what version 0.1.0 of the driver wrote: the names in capitals.
+        lower = str(value).lower()
+        return cls(lower) if lower != value and lower in cls._value2member_map_ else None
+
+
+@dataclass(frozen=True, slots=True)
+class RestorePlan:
+    """``step`` as attempt ``written_by_attempt`` wrote it; attempt 0 if another job wrote it.
+
+    ``manifest_uri`` is the manifest of a step on storage; a step in memory may have none.
+    """
+
+    source: RestoreSource = RestoreSource.NONE
+    step: int = 0
+    written_by_attempt: int = 0
+    manifest_uri: str = ""
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {**asdict(self), "source": self.source.value}
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> RestorePlan:
+        """The inverse of :meth:`to_mapping`.
+
+        Raises:
+            ValueError: a value is missing or not of its type; names the field.
+        """
+        try:
+            source = RestoreSource(values["source"])
+            step, attempt = values["step"], values["written_by_attempt"]
+            manifest_uri = values["manifest_uri"]
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"restore plan {dict(values)!r}: {error}") from error
+        if not (isinstance(step, int) and isinstance(attempt, int)):
+            raise ValueError(f"restore plan {dict(values)!r}: step and attempt are whole numbers")
+        return cls(source, step, attempt, str(manifest_uri))

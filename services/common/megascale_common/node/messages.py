@@ -1,0 +1,334 @@
+"""Messages of the local contract between trainer, agent and checkpoint daemon of one node.
+
+Framed by :mod:`megascale_common.node.framing` (u32 length + JSON). Every message is an object with
+a ``kind``; the first message of a connection carries ``version``
+(:data:`megascale_common.node.framing.PROTOCOL_VERSION`). These TypedDicts are the contract: both
+sides build and read messages through them. ``-> fds`` means that file descriptors travel with the
+message.
+
+Agent and template (the process that imported torch ahead of need and forks workers), over an
+inherited socket:
+    template: TemplateHello when it is ready.
+    agent: Fork -> fds; template: Forked (in the order of the Forks), Exited when the process ends.
+    Closing the agent's end ends the template and its workers.
+Agent and worker, over the socket passed with Fork:
+    agent: Assignment (-> fds: the store's listening socket, on rank 0 only).
+    worker: Running, then StepDone per step (from one rank per job: see ``reports``), then Failed or
+        Finished.
+    agent: ProfileSteps at any time; the worker answers each with Profiled, steps later.
+    agent: STACKS_SIGNAL at any time; the worker writes its threads' stacks to its log, even from
+        inside a hung call.
+    Or, instead of Assignment, agent: SelfCheck (-> fds: the store's listening socket, on rank 0 of
+    several only); the forked process answers SelfChecked and exits.
+Worker and checkpoint daemon, over the daemon's unix socket, strictly request and answer:
+    Register -> Registered (-> fds: one per slot), Restore -> Restored | Refused,
+    Acquire -> Acquired | Busy, Seal -> Sealed, Release -> Released, Drain -> Drained.
+    Any request that breaks the contract -> RequestFailed, after which the daemon closes the
+    connection. Closing it releases what is neither sealed nor being persisted.
+"""
+
+from __future__ import annotations
+
+import signal
+from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
+
+STACKS_SIGNAL = signal.SIGUSR1
+ErrorKind = Literal["CHECKPOINT_CORRUPT", "DATA", "COLLECTIVE", "OUT_OF_MEMORY", "OTHER"]
+
+
+class TemplateHello(TypedDict):
+    """Template to agent, first message: torch is imported, a fork takes milliseconds from now."""
+
+    kind: Literal["hello"]
+    version: int
+    torch: str
+
+
+class Fork(TypedDict):
+    """Agent to template: fork a worker. -> fds: [worker's end of its agent socket, log file]."""
+
+    kind: Literal["fork"]
+    rank: int
+
+
+class Forked(TypedDict):
+    """Template to agent: the worker runs."""
+
+    kind: Literal["forked"]
+    rank: int
+    pid: int
+
+
+class Exited(TypedDict):
+    """Template to agent: a worker ended, with this exit status or minus the signal's number."""
+
+    kind: Literal["exited"]
+    pid: int
+    status: int
+
+
+class Assignment(TypedDict):
+    """Agent to worker: all that a rank needs.
+
+    ``config`` is the value of :func:`megascale_common.job.config.to_mapping`, ``restore`` that of
+    :meth:`megascale_common.job.restore.RestorePlan.to_mapping`.
+    """
+
+    kind: Literal["assignment"]
+    version: int
+    cluster: str
+    node: str
+    job: str
+    attempt: int
+    rank: int
+    local_rank: int
+    device_kind: Literal["cpu", "cuda"]
+    device_index: int
+    config: dict[str, Any]
+    store_host: str
+    store_port: int
+    status_page: str
+    loader_socket: str
+    readers: int
+    reader: int
+    checkpoint_socket: str
+    committer_endpoint: str
+    restore: dict[str, Any]
+    reports: bool
+    run_folder: str
+
+
+class SelfCheck(TypedDict):
+    """Agent to a forked process: check the device, and the path to the other ranks of this node.
+
+    ``rank`` and ``world_size`` count the ranks of this check.
+    """
+
+    kind: Literal["self_check"]
+    rank: int
+    world_size: int
+    store_port: int
+    device_kind: Literal["cpu", "cuda"]
+    device_index: int
+    timeout_s: float
+
+
+class SelfCheckResult(TypedDict):
+    """One finding; ``verdict`` is the name of a megascale.v1.CheckVerdict without its prefix."""
+
+    name: str
+    target: str
+    verdict: str
+    detail: str
+    elapsed_s: float
+
+
+class SelfChecked(TypedDict):
+    """Answer to SelfCheck."""
+
+    kind: Literal["self_checked"]
+    rank: int
+    results: list[SelfCheckResult]
+
+
+class Running(TypedDict):
+    """Worker to agent: past rendezvous and restore; the next step is ``step + 1``."""
+
+    kind: Literal["running"]
+    step: int
+
+
+class StepDone(TypedDict):
+    """Worker to agent: a step record, with the fields of megascale.v1.StepRecord, times in s."""
+
+    kind: Literal["step"]
+    record: dict[str, Any]
+
+
+class ProfileSteps(TypedDict):
+    """Agent to worker: write a trace of these steps to ``path`` (gzipped Chrome JSON).
+
+    ``first_step`` and ``last_step`` are part of the trace. A worker that has not reached
+    ``first_step`` by ``not_after_s`` (Unix seconds) does not begin.
+    """
+
+    kind: Literal["profile"]
+    id: str
+    first_step: int
+    last_step: int
+    path: str
+    not_after_s: float
+
+
+class Profiled(TypedDict):
+    """Worker to agent: what became of a trace; ``detail`` gives the reason when there is none."""
+
+    kind: Literal["profiled"]
+    id: str
+    state: Literal["written", "skipped", "failed"]
+    size_bytes: int
+    detail: str
+
+
+class Failed(TypedDict):
+    """Worker to agent: it is about to exit with an error.
+
+    ``detail`` names the damaged file for CHECKPOINT_CORRUPT.
+    """
+
+    kind: Literal["failed"]
+    error_kind: ErrorKind
+    error: str
+    detail: str
+
+
+class Finished(TypedDict):
+    """Worker to agent: all steps are done, and the last snapshot is committed or given up.
+
+    The worker's log has the reason for giving up.
+    """
+
+    kind: Literal["finished"]
+    step: int
+
+
+class Register(TypedDict):
+    """Worker to daemon: who the rank is, and the layout of its slots.
+
+    ``layout`` is the value of megascale_common.sizes.checkpoint_layout.ShardLayout.to_dict;
+    ``slots`` 0 leaves their number to the daemon.
+    """
+
+    kind: Literal["register"]
+    version: int
+    job: str
+    attempt: int
+    rank: int
+    world_size: int
+    uri: str
+    committer_endpoint: str
+    slots: int
+    layout: dict[str, Any]
+    layout_info: dict[str, int]
+
+
+class Registered(TypedDict):
+    """Daemon to worker: its slots. -> fds: one per slot, in the order of their indices."""
+
+    kind: Literal["registered"]
+    slots: int
+    slot_bytes: int
+
+
+class Restore(TypedDict):
+    """Worker to daemon: bring the state of ``plan`` into a slot, in this rank's layout."""
+
+    kind: Literal["restore"]
+    plan: dict[str, Any]
+
+
+class Restored(TypedDict):
+    """Daemon to worker: ``slot`` holds the state; release it when it has been read."""
+
+    kind: Literal["restored"]
+    slot: int
+    source: str  # a megascale_common.job.restore.RestoreSource
+    small_state: dict[str, Any]
+    bytes_read: int
+
+
+class Refused(TypedDict):
+    """Daemon to worker: the state is not available; ``file`` names a damaged or missing file."""
+
+    kind: Literal["refused"]
+    error_kind: ErrorKind
+    error: str
+    file: str
+
+
+class Acquire(TypedDict):
+    """Worker to daemon: reserve a slot for the snapshot after ``step``."""
+
+    kind: Literal["acquire"]
+    step: int
+
+
+class Acquired(TypedDict):
+    """Daemon to worker: ``slot`` is being written from now on."""
+
+    kind: Literal["acquired"]
+    slot: int
+
+
+class Busy(TypedDict):
+    """Daemon to worker: no slot is free (all are being persisted); skip the snapshot, count it."""
+
+    kind: Literal["busy"]
+
+
+class Seal(TypedDict):
+    """Worker to daemon: the slot holds the whole state after ``step``.
+
+    ``finite``: the update of that step had a finite loss and gradient, or was masked, which leaves
+    the state as it was. It is the same on all ranks. A state that is not finite is not kept.
+    """
+
+    kind: Literal["seal"]
+    slot: int
+    step: int
+    small_state: dict[str, Any]
+    finite: bool
+
+
+class Sealed(TypedDict):
+    """Daemon to worker: the slot's checksums are taken; it is persisted in the background."""
+
+    kind: Literal["sealed"]
+    step: int
+
+
+class Release(TypedDict):
+    """Worker to daemon: give back an unsealed slot, or a restored one that has been read."""
+
+    kind: Literal["release"]
+    slot: int
+
+
+class Released(TypedDict):
+    """Daemon to worker: the slot is free."""
+
+    kind: Literal["released"]
+
+
+class Drain(TypedDict):
+    """Worker to daemon, at the end: answer when ``step`` is committed or the time is up."""
+
+    kind: Literal["drain"]
+    step: int
+    timeout_s: float
+
+
+class Drained(TypedDict):
+    """Daemon to worker: ``committed_step`` is the newest complete checkpoint.
+
+    ``error`` gives the reason when that is not the step asked for.
+    """
+
+    kind: Literal["drained"]
+    committed_step: int
+    error: NotRequired[str]
+
+
+class RequestFailed(TypedDict):
+    """Daemon to worker: the request breaks the contract, or the worker is superseded."""
+
+    kind: Literal["error"]
+    error: str
+
+
+TemplateMessage: TypeAlias = TemplateHello | Forked | Exited
+WorkerMessage: TypeAlias = Running | StepDone | Profiled | Failed | Finished
+DaemonRequest: TypeAlias = Register | Restore | Acquire | Seal | Release | Drain
+DaemonAnswer: TypeAlias = (
+    Registered | Restored | Refused | Acquired | Busy | Sealed | Released | Drained | RequestFailed
+)

@@ -1,0 +1,221 @@
+"""The status page: 4 KiB of shared memory per rank that show how far it is, even while it is stuck.
+
+The trainer writes it with plain stores (no lock, no system call); the agent reads it from its own
+process. A sequence lock makes a read consistent. So the evidence survives a hung collective, a held
+interpreter lock and a stuck GPU (MegaScale section 5.2: the silent rank is the culprit).
+
+Rows, one per communication group and stream, hold the number of the last operation entered and the
+last completed, and the time at which the oldest of those in progress was entered.
+
+Note [Sequence lock]
+~~~~~~~~~~~~~~~~~~~~
+One thread writes at a time. It makes the sequence number odd, writes the page, and makes the number
+even again. A reader copies the page between two reads of the number; its copy is consistent if both
+are equal and even, else it tries again. Neither waits for the other. A writer that is killed in
+between leaves an odd number for ever, which is why readers try a bounded number of times. This
+relies on stores that become visible in program order, as on x86-64; there are no fences.
+"""
+
+from __future__ import annotations
+
+import enum
+import mmap
+import os
+import struct
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+PAGE_BYTES = 4096
+MAX_ROWS = 48
+_MAGIC = b"MSPG"
+_VERSION = 2
+_READ_ATTEMPTS = 200
+# magic, version, sequence, pid, rank, attempt, step, phase, micro_batch, updated (monotonic ns),
+# rows
+_HEADER = struct.Struct("<4sIQIIQqIIQI")
+# name, entered, completed, since (monotonic ns)
+_ROW = struct.Struct("<32sQQQ")
+_SEQUENCE = struct.Struct("<Q")
+_SEQUENCE_OFFSET = 8
+_ROWS_OFFSET = 128
+
+
+class Phase(enum.IntEnum):
+    """What a rank is doing; how long it may be silent depends on it."""
+
+    STARTING = 0
+    WARMUP = 1
+    COMPILE = 2
+    STEP = 3
+    EVAL = 4
+    SNAPSHOT = 5
+    RESTORE = 6
+    DONE = 7
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRow:
+    """Progress of one communication group or stream: operations counted since the attempt began.
+
+    ``since_ns`` is the CLOCK_MONOTONIC time at which the oldest operation that is not known to have
+    ended was entered; 0 when there is none.
+    """
+
+    name: str
+    entered: int
+    completed: int
+    since_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """One consistent reading.
+
+    ``step`` is the last one completed; ``updated_ns`` is CLOCK_MONOTONIC at the last write.
+    """
+
+    pid: int
+    rank: int
+    attempt: int
+    step: int
+    phase: Phase
+    micro_batch: int
+    updated_ns: int
+    rows: tuple[GroupRow, ...]
+
+
+class StatusPageWriter:
+    """The rank's side. Creates the file at ``path`` with mode 0600."""
+
+    def __init__(self, path: Path, *, rank: int, attempt: int) -> None:
+        self._rank, self._attempt = rank, attempt
+        self._page = _map(path, create=True)
+        self._sequence = 0
+        self._names: list[bytes] = []
+        self._counts: list[list[int]] = []
+        # Of each row: the times at which its operations in progress were entered.
+        self._unfinished: list[deque[int]] = []
+        self._step, self._phase, self._micro_batch = 0, Phase.STARTING, 0
+        self._write()
+
+    def row(self, name: str) -> int:
+        """Reserve a row; returns its index for :meth:`enter` and :meth:`complete`.
+
+        Raises:
+            ValueError: all rows are taken.
+        """
+        if len(self._names) == MAX_ROWS:
+            raise ValueError(f"a status page holds {MAX_ROWS} rows; {name!r} is one too many")
+        self._names.append(name.encode()[:32])
+        self._counts.append([0, 0])
+        self._unfinished.append(deque())
+        self._write()
+        return len(self._names) - 1
+
+    def update(
+        self, *, step: int | None = None, phase: Phase | None = None, micro_batch: int = 0
+    ) -> None:
+        """Set the last completed step, the phase and the micro-batch in progress."""
+        self._step = self._step if step is None else step
+        self._phase = self._phase if phase is None else phase
+        self._micro_batch = micro_batch
+        self._write()
+
+    def enter(self, row: int) -> None:
+        """The rank enters the next operation of this row's group."""
+        self._counts[row][0] += 1
+        self._unfinished[row].append(time.monotonic_ns())
+        self._write()
+
+    def complete(self, row: int, *, unfinished: int = 0) -> None:
+        """All operations entered on this row have completed, except the last ``unfinished``."""
+        self._counts[row][1] = self._counts[row][0] - unfinished
+        while len(self._unfinished[row]) > unfinished:
+            self._unfinished[row].popleft()
+        self._write()
+
+    def close(self) -> None:
+        """Unmap the page; the file stays for the reader."""
+        self._page.close()
+
+    def _write(self) -> None:
+        # Odd from here on: see Note [Sequence lock].
+        self._sequence += 1
+        _SEQUENCE.pack_into(self._page, _SEQUENCE_OFFSET, self._sequence)
+        rows = zip(self._names, self._counts, self._unfinished, strict=True)
+        for index, (name, (entered, completed), unfinished) in enumerate(rows):
+            since_ns = unfinished[0] if unfinished else 0
+            _ROW.pack_into(
+                self._page, _ROWS_OFFSET + index * _ROW.size, name, entered, completed, since_ns
+            )
+        _HEADER.pack_into(
+            self._page,
+            0,
+            _MAGIC,
+            _VERSION,
+            self._sequence,
+            os.getpid(),
+            self._rank,
+            self._attempt,
+            self._step,
+            int(self._phase),
+            self._micro_batch,
+            time.monotonic_ns(),
+            len(self._names),
+        )
+        # The header holds the odd number; only this store, the last one, makes the page valid.
+        self._sequence += 1
+        _SEQUENCE.pack_into(self._page, _SEQUENCE_OFFSET, self._sequence)
+
+
+def read_status_page(path: Path) -> Status | None:
+    """The rank's current status; None when there is no page or no consistent reading of it.
+
+    Never blocks: a page whose writer was killed in the middle of a write gives None after a bounded
+    number of tries. So does a page that is damaged or cannot be opened (a full table of files),
+    which does not mean that its rank is gone.
+    """
+    try:
+        page = _map(path, create=False)
+    except (OSError, ValueError):
+        return None
+    try:
+        for _ in range(_READ_ATTEMPTS):
+            # See Note [Sequence lock].
+            before = _SEQUENCE.unpack_from(page, _SEQUENCE_OFFSET)[0]
+            data = bytes(page)
+            after = _SEQUENCE.unpack_from(page, _SEQUENCE_OFFSET)[0]
+            if before == after and before % 2 == 0:
+                return _parse(data)
+    finally:
+        page.close()
+    return None
+
+
+def _parse(data: bytes) -> Status | None:
+    magic, version, _, pid, rank, attempt, step, phase, micro_batch, updated, count = (
+        _HEADER.unpack_from(data)
+    )
+    if magic != _MAGIC or version != _VERSION:
+        return None
+    rows = []
+    for index in range(min(count, MAX_ROWS)):
+        name, *counts = _ROW.unpack_from(data, _ROWS_OFFSET + index * _ROW.size)
+        rows.append(GroupRow(name.rstrip(b"\0").decode(errors="replace"), *counts))
+    try:
+        return Status(pid, rank, attempt, step, Phase(phase), micro_batch, updated, tuple(rows))
+    except ValueError:  # no such phase
+        return None
+
+
+def _map(path: Path, *, create: bool) -> mmap.mmap:
+    flags = os.O_RDWR | (os.O_CREAT if create else 0)
+    descriptor = os.open(path, flags, 0o600)
+    try:
+        if create:
+            os.posix_fallocate(descriptor, 0, PAGE_BYTES)
+        return mmap.mmap(descriptor, PAGE_BYTES)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,267 @@
+"""Errors of the services: one tree, which also maps each error to its form on the wire.
+
+The class gives the gRPC code, ``reason`` (of google.rpc.ErrorInfo) is stable for programs, and the
+message is for people: the fact, the field, the remedy. A service raises these, and
+:mod:`megascale_common.service.handlers` puts them on the wire.
+
+This module does not import grpc: the agent imports it before it sets what gRPC reads at its import.
+
+    ServiceError                   INTERNAL, INTERNAL: something failed in the service
+    ├── RequestError               INVALID_ARGUMENT, BAD_REQUEST: an argument is refused
+    │   ├── OptionError            BAD_OPTION: an option on a service's command line
+    │   └── AssignmentError        BAD_ASSIGNMENT: an assignment that contradicts the node
+    ├── ExpiredError               OUT_OF_RANGE, TOKEN_EXPIRED: a token's position is gone
+    ├── NotFoundError              NOT_FOUND, NOT_FOUND: no such job, node, file or attempt
+    ├── ExistsError                ALREADY_EXISTS, EXISTS: the name is taken
+    ├── StateError                 FAILED_PRECONDITION, WRONG_STATE: in no state for this
+    │   ├── SupersededError        SUPERSEDED: a later attempt was opened
+    │   ├── StaleStateError        STALE_STATE: a desired state of an ended term
+    │   └── UnusableError          UNUSABLE: no checkpoint of the job can be restored
+    ├── PreemptedError             ABORTED, PREEMPTED: something of higher priority goes first
+    ├── LimitError                 RESOURCE_EXHAUSTED, LIMIT: no room, or a bound is reached
+    ├── UnauthenticatedError       UNAUTHENTICATED, NO_TOKEN: no valid cluster token
+    ├── ForbiddenError             PERMISSION_DENIED, FORBIDDEN: no right to it
+    ├── UnavailableError           UNAVAILABLE, UNAVAILABLE: not now, try again
+    │   ├── NotLeaderError         NOT_LEADER: another driver leads, or none
+    │   ├── NotReadyError          NOT_READY: it may be known soon
+    │   └── LinkError              LINK: the driver's link cannot be used
+    ├── TimedOutError              DEADLINE_EXCEEDED, TIMED_OUT: the other side took too long
+    ├── DataLossError              DATA_LOSS, DATA_LOSS: what was stored cannot be read
+    │   ├── DamagedError           DAMAGED: a file or slot holds other bytes than were written
+    │   │   └── MissingFileError   MISSING_FILE: a file is gone
+    │   └── CodecError             BAD_STORED_VALUE: a value in etcd
+    ├── CoverageError              NOT_COVERED: pieces do not cover a tensor
+    ├── ClusterError               CLUSTER: a local cluster cannot start or go on
+    ├── TemplateError              TEMPLATE: the template process failed
+    └── DeviceQueryError           DEVICE_QUERY: the devices cannot be listed
+
+A class without a code of its own has its parent's; the reason shown is the class's default.
+Errors of other rooms on the wire (:func:`on_the_wire`): a JobError is INVALID_ARGUMENT with reason
+BAD_JOB_SPEC and its fields, a PermissionError is PERMISSION_DENIED, another OSError UNAVAILABLE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from megascale_common.job.problems import JobError
+
+
+class ServiceError(Exception):
+    """The root. ``fields`` are (path, description) pairs; ``metadata`` goes into the ErrorInfo."""
+
+    code: ClassVar[str] = "INTERNAL"
+    default_reason: ClassVar[str] = "INTERNAL"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: str = "",
+        fields: Sequence[tuple[str, str]] = (),
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.reason = reason or self.default_reason
+        self.fields = tuple(fields)
+        self.metadata = dict(metadata or {})
+
+
+class RequestError(ServiceError):
+    """An argument is refused; ``fields`` lists the refused ones, if single fields are."""
+
+    code = "INVALID_ARGUMENT"
+    default_reason = "BAD_REQUEST"
+
+
+class OptionError(RequestError):
+    """An option on a service's command line is refused."""
+
+    default_reason = "BAD_OPTION"
+
+
+class AssignmentError(RequestError):
+    """The driver's assignment does not fit this node."""
+
+    default_reason = "BAD_ASSIGNMENT"
+
+
+class ExpiredError(ServiceError):
+    """A resume or page token names a position that is no longer held."""
+
+    code = "OUT_OF_RANGE"
+    default_reason = "TOKEN_EXPIRED"
+
+
+class NotFoundError(ServiceError):
+    """There is no such thing."""
+
+    code = "NOT_FOUND"
+    default_reason = "NOT_FOUND"
+
+
+class ExistsError(ServiceError):
+    """The name is taken."""
+
+    code = "ALREADY_EXISTS"
+    default_reason = "EXISTS"
+
+
+class StateError(ServiceError):
+    """The thing exists, but is in no state for this."""
+
+    code = "FAILED_PRECONDITION"
+    default_reason = "WRONG_STATE"
+
+
+class SupersededError(StateError):
+    """A later attempt of the job was opened: nothing that this one does counts any more."""
+
+    default_reason = "SUPERSEDED"
+
+
+class StaleStateError(StateError):
+    """A desired state of a driver whose term is over."""
+
+    default_reason = "STALE_STATE"
+
+
+class UnusableError(StateError):
+    """No checkpoint of the job can be restored, and it must not start over by itself."""
+
+    default_reason = "UNUSABLE"
+
+
+class PreemptedError(ServiceError):
+    """The call was ended for something of higher priority."""
+
+    code = "ABORTED"
+    default_reason = "PREEMPTED"
+
+
+class LimitError(ServiceError):
+    """There is no room, or a bound is reached."""
+
+    code = "RESOURCE_EXHAUSTED"
+    default_reason = "LIMIT"
+
+
+class UnauthenticatedError(ServiceError):
+    """The call carries no valid cluster token."""
+
+    code = "UNAUTHENTICATED"
+    default_reason = "NO_TOKEN"
+
+
+class ForbiddenError(ServiceError):
+    """The caller, or the user that the service runs as, lacks the permission."""
+
+    code = "PERMISSION_DENIED"
+    default_reason = "FORBIDDEN"
+
+
+class UnavailableError(ServiceError):
+    """It cannot be done now; the same call may succeed later."""
+
+    code = "UNAVAILABLE"
+    default_reason = "UNAVAILABLE"
+
+
+class NotLeaderError(UnavailableError):
+    """This driver is not the leader, or no longer."""
+
+    default_reason = "NOT_LEADER"
+
+
+class NotReadyError(UnavailableError):
+    """What is asked for may be known soon."""
+
+    default_reason = "NOT_READY"
+
+
+class LinkError(UnavailableError):
+    """The driver cannot be reached, or its link cannot be used."""
+
+    default_reason = "LINK"
+
+
+class TimedOutError(ServiceError):
+    """The other side took longer than the call allows."""
+
+    code = "DEADLINE_EXCEEDED"
+    default_reason = "TIMED_OUT"
+
+
+class DataLossError(ServiceError):
+    """What was stored cannot be read."""
+
+    code = "DATA_LOSS"
+    default_reason = "DATA_LOSS"
+
+
+class DamagedError(DataLossError):
+    """``file`` is missing, cut short, or holds other bytes than were written."""
+
+    default_reason = "DAMAGED"
+
+    def __init__(self, file: str, problem: str) -> None:
+        super().__init__(f"{file}: {problem}", metadata={"file": file} if file else None)
+        self.file = file
+        self.problem = problem
+
+
+class MissingFileError(DamagedError):
+    """``file`` is not there."""
+
+    default_reason = "MISSING_FILE"
+
+
+class CodecError(DataLossError):
+    """A stored value does not have the shape that this build reads."""
+
+    default_reason = "BAD_STORED_VALUE"
+
+
+class CoverageError(ServiceError):
+    """The pieces of a checkpoint do not cover what a rank needs."""
+
+    default_reason = "NOT_COVERED"
+
+
+class ClusterError(ServiceError):
+    """A local cluster cannot start or go on."""
+
+    default_reason = "CLUSTER"
+
+
+class TemplateError(ServiceError):
+    """The template process ended, or did not carry out a request."""
+
+    default_reason = "TEMPLATE"
+
+
+class DeviceQueryError(ServiceError):
+    """The devices of this host cannot be listed."""
+
+    default_reason = "DEVICE_QUERY"
+
+
+def invalid(field: str, problem: str) -> RequestError:
+    """The refusal of one field of a request."""
+    return RequestError(f"{field}: {problem}", fields=[(field, problem)])
+
+
+def on_the_wire(error: Exception) -> ServiceError:
+    """The error of the tree for ``error``; a defect is INTERNAL and shows no details."""
+    if isinstance(error, ServiceError):
+        return error
+    if isinstance(error, JobError):
+        fields = [(p.field, f"{p.problem}; {p.remedy}") for p in error.problems]
+        return RequestError(str(error), reason="BAD_JOB_SPEC", fields=fields)
+    if isinstance(error, PermissionError):
+        return ForbiddenError(str(error))
+    if isinstance(error, OSError):
+        return UnavailableError(str(error), reason="STORAGE_UNAVAILABLE")
+    return ServiceError("internal error; see the service's log")

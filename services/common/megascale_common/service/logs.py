@@ -1,0 +1,38 @@
+"""Structured logs of the services on stderr: one JSON object per event, a line on a terminal."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import structlog
+
+
+def configure(service: str, *, level: str = "info", json: bool | None = None) -> None:
+    """Set up structlog for a process; ``json`` None means JSON unless stderr is a terminal."""
+    number = getattr(logging, level.upper(), None)
+    if not isinstance(number, int):
+        raise ValueError(f"log level {level!r} is not one of debug, info, warning, error")
+    as_json = not sys.stderr.isatty() if json is None else json
+    renderer: structlog.typing.Processor = (
+        structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer()
+    )
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(number),
+        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    structlog.contextvars.bind_contextvars(service=service)
+
+
+def get(name: str) -> structlog.stdlib.BoundLogger:
+    """Logger of a module."""
+    logger: structlog.stdlib.BoundLogger = structlog.get_logger(component=name)
+    return logger

@@ -1,0 +1,169 @@
+"""The gRPC server of every service: options, TLS, token check, health and reflection.
+
+A server binds to loopback unless it is given TLS, and even there every call needs the cluster token
+(:mod:`megascale_common.service.token`). Health and reflection need it as well, so that a stranger
+on the host learns nothing.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from megascale_common.service.channel import MAX_MESSAGE_BYTES
+from megascale_common.service.errors import UnauthenticatedError
+from megascale_common.service.status import abort
+from megascale_common.service.token import HEADER, bearer, check_token
+
+# Both sides agree on pings: without these options a client's keepalive ends in GOAWAY
+# too_many_pings.
+_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_concurrent_streams", 20_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.so_reuseport", 0),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """PEM files of a server; with ``client_ca`` each client must present a certificate of it."""
+
+    key: Path
+    certificate: Path
+    client_ca: Path | None = None
+
+
+class TokenInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses calls that do not carry ``authorization: Bearer <token>``.
+
+    Raises:
+        ValueError: the token is too short to protect anything.
+    """
+
+    def __init__(self, token: str) -> None:
+        check_token(token)
+        self._expected = bearer(token).encode()
+
+        async def refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+            await abort(
+                context,
+                UnauthenticatedError(
+                    "the call carries no valid cluster token; send metadata "
+                    "'authorization: Bearer TOKEN' (the token is in the file `token` of the "
+                    "cluster's run folder)"
+                ),
+            )
+
+        self._refuse = refuse
+
+    async def intercept_service(
+        self,
+        continuation: Callable[
+            [grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]
+        ],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Pass the call on when its token is right."""
+        metadata = dict(handler_call_details.invocation_metadata or ())
+        given = metadata.get(HEADER, "")
+        given_bytes = given if isinstance(given, bytes) else given.encode()
+        if hmac.compare_digest(given_bytes, self._expected):
+            return await continuation(handler_call_details)
+        handler = await continuation(handler_call_details)
+        return self._refusal_for(handler)
+
+    def _refusal_for(
+        self, handler: grpc.RpcMethodHandler[Any, Any] | None
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        # The refusal has the shape of the refused call (unary or stream on each side): a handler of
+        # another shape would leave the caller of a stream waiting.
+        make = {
+            (False, False): grpc.unary_unary_rpc_method_handler,
+            (False, True): grpc.unary_stream_rpc_method_handler,
+            (True, False): grpc.stream_unary_rpc_method_handler,
+            (True, True): grpc.stream_stream_rpc_method_handler,
+        }
+        shape = (False, False)
+        if handler is not None:
+            shape = (bool(handler.request_streaming), bool(handler.response_streaming))
+        return make[shape](self._refuse)
+
+
+class RpcServer:
+    """A gRPC server with health, reflection and the token check.
+
+    Use: construct, register servicers on :attr:`server`, ``start``.
+    """
+
+    def __init__(self, token: str, *, tls: Tls | None = None) -> None:
+        self.server = grpc.aio.server(interceptors=[TokenInterceptor(token)], options=_OPTIONS)
+        self._tls = tls
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+
+    async def start(self, bind: str, service_names: Sequence[str], *, serving: bool = True) -> str:
+        """Listen on ``bind`` ("host:port", port 0 picks one); returns the address with its port.
+
+        The process ("") is SERVING from now on; ``serving`` sets the health of the services.
+
+        Raises:
+            ValueError: a non-loopback address without TLS.
+            OSError: the address is taken or not of this host.
+        """
+        host, _, _ = bind.rpartition(":")
+        if self._tls is None:
+            _require_loopback(host)
+            port = self.server.add_insecure_port(bind)
+        else:
+            port = self.server.add_secure_port(bind, _credentials(self._tls))
+        if port == 0:
+            raise OSError(f"cannot listen on {bind}: the address is taken or not of this host")
+        names = [*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        reflection.enable_server_reflection(names, self.server)
+        for name in ("", *service_names):
+            await self.set_serving(name, serving or not name)
+        await self.server.start()
+        return f"{host}:{port}"
+
+    async def set_serving(self, service_name: str, serving: bool) -> None:
+        """Set the health status of one service ("" is the process)."""
+        status = health_pb2.HealthCheckResponse
+        await self._health.set(service_name, status.SERVING if serving else status.NOT_SERVING)
+
+    async def stop(self, grace_s: float = 1.0) -> None:
+        """Report NOT_SERVING, let calls end within ``grace_s``, close."""
+        await self._health.enter_graceful_shutdown()
+        await self.server.stop(grace_s)
+
+
+def _require_loopback(host: str) -> None:
+    name = host.strip("[]")
+    if name == "localhost":
+        return
+    try:
+        loopback = ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback:
+        raise ValueError(
+            f"refusing to listen on {host} without TLS: bind to 127.0.0.1, or give --tls-key and "
+            "--tls-certificate"
+        )
+
+
+def _credentials(tls: Tls) -> grpc.ServerCredentials:
+    pair = (tls.key.read_bytes(), tls.certificate.read_bytes())
+    if tls.client_ca is None:
+        return grpc.ssl_server_credentials([pair])
+    return grpc.ssl_server_credentials([pair], tls.client_ca.read_bytes(), require_client_auth=True)

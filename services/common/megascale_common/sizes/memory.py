@@ -1,0 +1,129 @@
+"""An estimate of the device memory of one rank, from the job alone.
+
+Parameters, gradients and optimizer states are exact: they are the flat buffers of the parameter
+table. Activations are a count of what the operators keep for backward. Peer memory (``overlap.tp``)
+is taken from the device outside torch's allocator, so that ``torch.cuda.max_memory_allocated`` does
+not count it. Left out are the allocator's fragmentation, workspaces of libraries, communicators'
+buffers and the device context: expect the device to report more. Left out too are dense attention
+masks, where no kernel takes documents or windows, and the working memory of the one that does.
+
+What each operator keeps of a token is declared in :mod:`megascale_common.sizes.block`. Kernels that
+are chosen by the device (``auto``) count as fused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megascale_common.job.config import JobConfig, Recompute
+from megascale_common.sizes.block import Extent, Kept, head_unit, layer_unit
+from megascale_common.sizes.parameter_slices import ParameterTable
+from megascale_common.sizes.parameter_table import DEFAULT_STATES, STATE_BYTES, parameter_table
+
+_PARAMETER_BYTES = {"fp32": 4, "bf16": 2}
+_FLOAT32_BYTES = 4
+# of megascale_kernels.overlap.collective_matmul.region_bytes
+_PEER_SLOTS, _PEER_ALIGNMENT_BYTES = 2, 256
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes of one rank."""
+
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    peer_memory_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All of them."""
+        state = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
+        return state + self.activations_bytes + self.peer_memory_bytes
+
+
+def rank_memory(config: JobConfig, rank: int) -> RankMemory:
+    """The estimate for ``rank``.
+
+    Raises:
+        ValueError: the layout cannot hold the model
+            (:func:`megascale_common.sizes.parameter_table.parameter_table`).
+    """
+    table = parameter_table(config, rank)
+    elements = sum(plan.elements for plan in table.buffers)
+    kept = _alive_layers(config, table) * _layer_bytes(config, config.parallelism.recompute)
+    if table.chunks[-1].last:
+        kept += _head_bytes(config)
+    if config.parallelism.recompute == "full":
+        kept += _layer_bytes(config, "none")  # the layer that backward is computing again
+    return RankMemory(
+        parameters_bytes=elements * _PARAMETER_BYTES[config.training.precision],
+        gradients_bytes=elements * _FLOAT32_BYTES,
+        optimizer_bytes=table.shard_elements * STATE_BYTES * len(DEFAULT_STATES),
+        activations_bytes=kept,
+        peer_memory_bytes=_peer_memory_bytes(config),
+    )
+
+
+def largest_rank_memory(config: JobConfig) -> RankMemory:
+    """The estimate of the rank that needs most: of one replica's stages, as replicas are alike."""
+    layout = config.layout
+    return max(
+        (rank_memory(config, rank) for rank in layout.group_of(0, ("pp",))),
+        key=lambda need: need.total_bytes,
+    )
+
+
+def _alive_layers(config: JobConfig, table: ParameterTable) -> int:
+    """Layers times micro-batches whose activations are alive at the end of the warm-up.
+
+    1F1B: pp - stage micro-batches. Interleaved: the first 2 (pp - stage - 1) + (chunks - 1) pp + 1
+    forwards, which visit the chunks in turn, pp micro-batches each (arXiv 2104.04473, section 2.2).
+    """
+    pp, chunks = config.parallelism.pp, table.chunks
+    after = pp - table.at.pp - 1
+    alive = after + 1 if len(chunks) == 1 else 2 * after + (len(chunks) - 1) * pp + 1
+    alive = min(alive, config.micro_batches * len(chunks))
+    return sum(len(chunks[forward // pp % len(chunks)].layers) for forward in range(alive))
+
+
+def _layer_bytes(config: JobConfig, recompute: Recompute) -> int:
+    """What one layer keeps of one micro-batch; with full recompute its input alone."""
+    if recompute == "full":
+        return _kept_bytes(config, [Kept(Extent(config.model.hidden_size, "even"))])
+    keeps = [kept for operator in layer_unit(config.model) for kept in operator.keeps]
+    if recompute == "selective":
+        keeps = [kept for kept in keeps if not kept.recomputed]
+    return _kept_bytes(config, keeps)
+
+
+def _head_bytes(config: JobConfig) -> int:
+    """What the head needs of the one micro-batch in it."""
+    return _kept_bytes(config, [kept for part in head_unit(config.model) for kept in part.keeps])
+
+
+def _kept_bytes(config: JobConfig, keeps: Iterable[Kept]) -> int:
+    tokens = config.training.micro_batch_size * config.model.sequence_length
+    tp, plain = config.parallelism.tp, config.training.kernels == "torch"
+    size = _PARAMETER_BYTES[config.training.precision]
+    return sum(
+        tokens * kept.elements.local(tp) * (_FLOAT32_BYTES if kept.float32 else size)
+        for kept in keeps
+        if plain or not kept.torch_only
+    )
+
+
+def _peer_memory_bytes(config: JobConfig) -> int:
+    """What overlapped tensor parallelism exchanges hidden states [S, B, H] through.
+
+    Ranks that cannot reach each other's memory take none; the estimate assumes that they can.
+    """
+    parallel, model = config.parallelism, config.model
+    if not parallel.overlap.tp or parallel.tp == 1:
+        return 0
+    tokens = config.training.micro_batch_size * model.sequence_length
+    whole = tokens * model.hidden_size * _PARAMETER_BYTES[config.training.precision]
+    return _PEER_SLOTS * math.ceil(whole / _PEER_ALIGNMENT_BYTES) * _PEER_ALIGNMENT_BYTES

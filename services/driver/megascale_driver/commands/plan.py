@@ -1,0 +1,138 @@
+"""What a job needs, computed without a cluster, for `megascale plan`; and why it would be refused.
+
+All numbers come from the formulas that the services use: the parameter table, the memory estimate,
+the FLOP count, the batch arithmetic and the rules of placement.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from megascale.v1 import job_pb2
+from megascale_common.job.config import JobConfig, ParallelismConfig
+from megascale_common.job.problems import JobError, JobProblem
+from megascale_common.job.wire import spec as job_spec
+from megascale_common.sizes.flops import flops_per_token
+from megascale_common.sizes.memory import RankMemory, rank_memory
+from megascale_common.sizes.parameter_table import DEFAULT_STATES, STATE_BYTES, parameter_table
+
+DEFAULT_SLOTS = 3  # of staging memory, if there is enough
+
+
+def plan_job(
+    spec: job_pb2.JobSpec, devices_per_node: int, device_memory_bytes: int
+) -> dict[str, Any]:
+    """The plan of a job as plain values, sizes in bytes.
+
+    ``refused`` lists each problem with field and remedy; the other keys of a refused job are there
+    only if they can be computed. ``device_memory_bytes`` 0: the memory of a device is not checked.
+    """
+    problems: list[JobProblem] = []
+    try:
+        config = job_spec.from_proto(spec)
+    except JobError as error:
+        problems += error.problems
+        if error.config is None:
+            return {"name": spec.name, "refused": _plain(problems)}
+        config = error.config
+    plan: dict[str, Any] = {"name": config.name}
+    try:
+        memory = [rank_memory(config, rank) for rank in config.layout.group_of(0, ("pp",))]
+        plan |= _model(config) | _batch(config)
+    except (ValueError, ArithmeticError) as error:  # impossible sizes; the problems name them
+        problems = problems or [
+            JobProblem("trainer", str(error), "change the sizes that are named")
+        ]
+    else:
+        nodes, refused = _nodes(config, devices_per_node)
+        plan |= nodes | _memory(config, memory)
+        problems += refused + _too_large(config, memory, device_memory_bytes)
+    return {**plan, "refused": _plain(problems)}
+
+
+def _plain(problems: list[JobProblem]) -> list[dict[str, str]]:
+    return [dataclasses.asdict(problem) for problem in problems]
+
+
+def _model(config: JobConfig) -> dict[str, Any]:
+    alone = dataclasses.replace(config, parallelism=ParallelismConfig())
+    sizes = {
+        piece.name: math.prod(piece.global_shape) for piece in parameter_table(alone, 0).slices
+    }
+    embeddings = sum(size for name, size in sizes.items() if not name.startswith("layers."))
+    flops = flops_per_token(config.model)
+    tokens = (
+        config.training.steps * config.training.global_batch_size * config.model.sequence_length
+    )
+    return {
+        "parameters": sum(sizes.values()),
+        "parameters_outside_layers": embeddings,
+        "flops_per_token_causal": flops.exact,
+        "flops_per_token_full": flops.full,
+        "flops_of_the_run_causal": flops.exact * tokens,
+        "tokens_of_the_run": tokens,
+        "checkpoint_bytes": sum(sizes.values()) * STATE_BYTES * len(DEFAULT_STATES),
+    }
+
+
+def _batch(config: JobConfig) -> dict[str, Any]:
+    parallel, training = config.parallelism, config.training
+    # Idle share of a pipeline stage: Narayanan et al., arXiv 2104.04473, section 2.2.
+    bubble = (parallel.pp - 1) / (parallel.virtual_stages * config.micro_batches)
+    return {
+        "micro_batches": config.micro_batches,
+        "tokens_per_step": training.global_batch_size * config.model.sequence_length,
+        "tokens_per_step_of_a_rank": training.global_batch_size
+        * config.model.sequence_length
+        // parallel.dp,
+        "pipeline_bubble": bubble / (1 + bubble),
+    }
+
+
+def _nodes(config: JobConfig, devices_per_node: int) -> tuple[dict[str, Any], list[JobProblem]]:
+    """Nodes of ``devices_per_node`` devices: a node takes whole tensor-parallel groups only."""
+    world_size, tp = config.layout.world_size, config.parallelism.tp
+    per_node = devices_per_node // tp * tp
+    base = {"world_size": world_size, "devices_per_node": devices_per_node}
+    if not per_node:
+        problem = (
+            f"a tensor-parallel group of {tp} does not fit on a node of {devices_per_node} devices"
+        )
+        remedy = f"use a tp of at most {devices_per_node}, or larger nodes (--devices-per-node)"
+        return base, [JobProblem("parallelism.tp", problem, remedy)]
+    nodes = -(-world_size // per_node)
+    spares = config.recovery.spare_nodes
+    return {**base, "nodes": nodes, "spare_nodes": spares, "nodes_wanted": nodes + spares}, []
+
+
+def _memory(config: JobConfig, stages: list[RankMemory]) -> dict[str, Any]:
+    slots = config.checkpoint.slots or DEFAULT_SLOTS
+    staged = config.checkpoint.interval_steps > 0
+    return {
+        "memory_of_a_rank": [
+            {**dataclasses.asdict(need), "total_bytes": need.total_bytes} for need in stages
+        ],
+        "staging_bytes_of_a_rank": max(need.optimizer_bytes for need in stages) * slots
+        if staged
+        else 0,
+    }
+
+
+def _too_large(
+    config: JobConfig, stages: list[RankMemory], device_memory_bytes: int
+) -> list[JobProblem]:
+    stage, need = max(enumerate(stages), key=lambda item: item[1].total_bytes)
+    if not device_memory_bytes or need.total_bytes <= device_memory_bytes:
+        return []
+    problem = (
+        f"a rank of pipeline stage {stage} needs about {need.total_bytes / 2**30:.1f} GiB, "
+        f"the device has {device_memory_bytes / 2**30:.1f} GiB"
+    )
+    smaller = (
+        "raise tp or pp"
+        if config.training.micro_batch_size == 1
+        else "raise tp or pp, lower micro_batch_size"
+    )
+    return [JobProblem("parallelism", problem, f"{smaller}, or recompute activations")]

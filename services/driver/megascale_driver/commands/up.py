@@ -1,0 +1,168 @@
+"""The command `megascale up`, which the CLI finds through its entry point."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from megascale_common.job.names import is_dns_label
+from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
+from megascale_driver.platform.devices import choose_device, count_gpus
+from megascale_driver.platform.local import LocalCluster, LocalOptions
+
+app = typer.Typer(add_completion=False, rich_markup_mode="rich")
+_console = Console(stderr=True, highlight=False)
+
+_SENTENCES = {
+    "etcd_ready": "etcd serves at {endpoint}",
+    "driver_ready": "driver serves at {address}",
+    "node_alive": "node {node} is alive",
+    "node_exited": "[red]node {node} ended[/red] (status {exit_status}) and is not restarted; "
+    "its job takes a spare",
+    "driver_exited": "[yellow]driver ended[/yellow]; "
+    "restart {restart} of at most {restarts_allowed}",
+    "etcd_exited": "[yellow]etcd ended[/yellow]; restart {restart} of at most {restarts_allowed}",
+    "driver_failed": "[red]the driver did not start[/red]: {error}",
+    "etcd_failed": "[red]etcd did not start[/red]: {error}",
+    "driver_given_up": "[red]the driver ended {restarts} times and is not restarted again[/red]; "
+    "the nodes continue. See {log}, then stop this command and start it again",
+    "etcd_given_up": "[red]etcd ended {restarts} times and is not restarted again[/red]; "
+    "the nodes continue. See {log}, then stop this command and start it again",
+    "metrics_ready": "metrics at {url}; Prometheus reads all targets from {targets_file}",
+    "ready": "[green]ready[/green]: {nodes_count} nodes with {devices_per_node} {device} devices "
+    "each in {run_folder}; stop with Ctrl-C. Next: megascale submit job.yaml --watch",
+    "stopping": "stopping",
+    "stopped": "stopped",
+}
+
+
+@app.command()
+def up(
+    nodes: Annotated[
+        int, typer.Option(min=1, max=256, help="Number of nodes, named n1 to nN.")
+    ] = 3,
+    devices_per_node: Annotated[
+        int, typer.Option(min=1, max=64, help="Devices of each node; on CPU, ranks.")
+    ] = 4,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        typer.Option(help="auto: GPUs if there are enough, else CPU."),
+    ] = "auto",
+    run_folder: Annotated[Path, typer.Option(help="Folder for state, logs and the token.")] = Path(
+        "runs/local"
+    ),
+    cluster: Annotated[str, typer.Option(help="Name of the cluster.")] = "local",
+    nodes_per_switch: Annotated[
+        int, typer.Option(min=1, help="Nodes that share a topology label `switch`.")
+    ] = 4,
+    etcd_endpoints: Annotated[
+        str, typer.Option(help="host:port[,...] of a running etcd; default: start one.")
+    ] = "",
+    heartbeat_interval_s: Annotated[
+        float, typer.Option(min=0.1, max=60, help="Time between the heartbeats of a node.")
+    ] = 5.0,
+    hang_floor_s: Annotated[
+        float,
+        typer.Option(min=1, help="A step counts as hung after this time at the earliest."),
+    ] = 60.0,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be started, start nothing.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
+) -> None:
+    """Start a whole cluster on this machine, in the foreground.
+
+    Starts etcd, a driver and the nodes, each node a process group of its own, and writes pids and
+    addresses to up.json in the run folder. A driver or etcd that ends is restarted; a node that
+    ends is reported and not restarted. Ctrl-C (or SIGTERM) stops everything in order; if this
+    process is killed, all of them end with it.
+
+    Example: [bold]megascale up --nodes 3 --devices-per-node 4 --device cpu[/bold]
+    """
+    if PARENT_PID_VARIABLE in os.environ:  # started by a program and not by a shell: end with it
+        arm_parent_death()
+    if not is_dns_label(cluster):
+        raise typer.BadParameter(
+            f"{cluster!r} is not a valid name: use 1 to 63 of a-z, 0-9 and '-'",
+            param_hint="--cluster",
+        )
+    try:
+        kind = choose_device(device, nodes * devices_per_node)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    options = LocalOptions(
+        run_folder=run_folder,
+        cluster=cluster,
+        nodes=nodes,
+        devices_per_node=devices_per_node,
+        device=kind,
+        nodes_per_switch=nodes_per_switch,
+        etcd_endpoints=tuple(part.strip() for part in etcd_endpoints.split(",") if part.strip()),
+        heartbeat_interval_s=heartbeat_interval_s,
+        hang_floor_s=hang_floor_s,
+    )
+    if dry_run:
+        _print_plan(options, as_json)
+        return
+    raise typer.Exit(asyncio.run(_run(options, as_json)))
+
+
+def _print_plan(options: LocalOptions, as_json: bool) -> None:
+    plan = {
+        "run_folder": str(options.run_folder),
+        "device": options.device,
+        "gpus_present": count_gpus(),
+        "nodes": options.node_names,
+        "devices_per_node": options.devices_per_node,
+    }
+    if as_json:
+        print(json.dumps(plan))
+        return
+    for name, value in plan.items():
+        _console.print(f"{name}: {value}")
+
+
+async def _run(options: LocalOptions, as_json: bool) -> int:
+    """Start, supervise until a signal or a failure, stop; returns the exit status."""
+
+    def report(kind: str, fields: dict[str, Any]) -> None:
+        if as_json:
+            print(json.dumps({"event": kind, **fields}), flush=True)
+        else:
+            plain = {
+                name: escape(value) if isinstance(value, str) else value
+                for name, value in fields.items()
+            }
+            _console.print(_SENTENCES[kind].format(**plain), soft_wrap=True)
+
+    asked_to_stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, asked_to_stop.set)
+    cluster = LocalCluster(options, report)
+
+    async def live() -> None:
+        await cluster.start()
+        report("ready", {**cluster.state(), "nodes_count": options.nodes})
+        await cluster.supervise()
+
+    living = asyncio.create_task(live())
+    stopping = asyncio.create_task(asked_to_stop.wait())
+    await asyncio.wait([living, stopping], return_when=asyncio.FIRST_COMPLETED)
+    failure = living.exception() if living.done() and not living.cancelled() else None
+    for task in (living, stopping):
+        task.cancel()
+    await asyncio.gather(living, stopping, return_exceptions=True)
+    report("stopping", {})
+    await cluster.stop()
+    report("stopped", {})
+    if failure is not None:
+        raise failure
+    return 0

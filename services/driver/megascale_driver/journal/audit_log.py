@@ -1,0 +1,135 @@
+"""The audit log in the driver's memory: the newest lines of all logs, listed and followed by token.
+
+The order is that of etcd's revisions and, within one transaction, of the logs' names, so a driver
+that takes over holds the same lines in the same order as the one before. A token names the last
+line that a client has received; it is valid at every driver.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+
+from megascale_common.service.errors import ExpiredError
+from megascale_driver.core.events import Audit
+
+HELD_LINES = 50_000
+TRIM_LINES = 5_000  # dropped together, so that trimming costs little per line
+BATCH_LINES = 256  # read before other tasks get a turn
+
+
+def canonical(lines: Iterable[Audit]) -> tuple[Audit, ...]:
+    """The lines of one commit in the order in which every driver holds them."""
+    return tuple(sorted(lines, key=_key))
+
+
+class AuditLog:
+    """The newest lines, oldest first."""
+
+    def __init__(self, held: int = HELD_LINES) -> None:
+        self._held = held
+        self._lines: list[Audit] = []
+        self._first = 0  # number of lines dropped before the first held one
+        self._positions: dict[tuple[str, int], int] = {}
+        self._newest: dict[str, int] = {}
+        self._changed = asyncio.Event()
+
+    def __iter__(self) -> Iterator[Audit]:
+        return iter(self._lines)
+
+    def __reversed__(self) -> Iterator[Audit]:
+        return reversed(self._lines)
+
+    def load(self, lines: Iterable[Audit]) -> None:
+        """Hold these lines instead of all others; they are in the order of their commits."""
+        self._lines, self._first, self._positions, self._newest = [], 0, {}, {}
+        self.extend(lines)
+
+    def extend(self, lines: Iterable[Audit]) -> None:
+        """Add committed lines and wake the followers."""
+        for line in lines:
+            self._positions[_key(line)] = self._first + len(self._lines)
+            self._newest[line.log] = max(line.seq, self._newest.get(line.log, 0))
+            self._lines.append(line)
+        if len(self._lines) > self._held + TRIM_LINES:
+            dropped = len(self._lines) - self._held
+            for line in self._lines[:dropped]:
+                del self._positions[_key(line)]
+            del self._lines[:dropped]
+            self._first += dropped
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def behind(self, token: str) -> list[Audit]:
+        """The lines behind the one that ``token`` names; for "" all lines that are held.
+
+        Raises:
+            ExpiredError: the line is no longer held.
+            ValueError: not a token.
+        """
+        return self._lines[self._position(_parse(token)) - self._first if token else 0 :]
+
+    def follow(self, token: str, wanted: Callable[[Audit], bool]) -> AsyncIterator[Audit]:
+        """Wanted lines behind ``token`` ("": behind the newest now) as they are added, without end.
+
+        Raises:
+            ExpiredError: the line is no longer held; from the iterator: the reader is too slow, and
+                its next line has been dropped.
+            ValueError: not a token.
+        """
+        last = _parse(token) if token else self._newest_key()
+        if last is not None:
+            self._position(last)
+        return self._follow(last, wanted)
+
+    async def _follow(
+        self, last: tuple[str, int] | None, wanted: Callable[[Audit], bool]
+    ) -> AsyncIterator[Audit]:
+        while True:
+            changed = self._changed  # taken before the lines are read, so that no line is missed
+            # Looked up by name each time: a new term loads the log again, with other positions.
+            begin = self._position(last) - self._first if last is not None else 0
+            batch = self._lines[begin : begin + BATCH_LINES]
+            for line in batch:
+                last = _key(line)
+                if wanted(line):
+                    yield line
+            if batch:
+                await asyncio.sleep(0)
+            else:
+                await changed.wait()
+
+    def _newest_key(self) -> tuple[str, int] | None:
+        return _key(self._lines[-1]) if self._lines else None
+
+    def _position(self, key: tuple[str, int]) -> int:
+        """The position behind the line ``key``."""
+        found = self._positions.get(key)
+        if found is not None:
+            return found + 1
+        log, seq = key
+        if 0 < seq <= self._newest.get(log, 0):
+            raise ExpiredError(
+                f"the line that the token names is no longer among the newest {self._held}"
+            )
+        raise ValueError(f"{_text(key)!r} names no line of the audit log")
+
+
+def token_of(line: Audit) -> str:
+    """The token that names the line."""
+    return _text(_key(line))
+
+
+def _key(line: Audit) -> tuple[str, int]:
+    return line.log, line.seq
+
+
+def _text(key: tuple[str, int]) -> str:
+    return f"{key[1]}.{key[0]}"
+
+
+def _parse(token: str) -> tuple[str, int]:
+    number, dot, log = token.partition(".")
+    if not dot or not number.isdecimal() or len(number) > 18:
+        raise ValueError(f"{token!r} is not a token of this cluster")
+    return log, int(number)

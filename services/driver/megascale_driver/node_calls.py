@@ -1,0 +1,140 @@
+"""The driver's calls to nodes: their agents (logs, diagnostics) and checkpoint daemons (commits).
+
+Desired states do not go this way but over the links that the nodes dial. Each call opens a channel
+of its own: calls are rare, and a node may have a new address after a restart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+
+import grpc
+
+from megascale.v1 import (
+    checkpoint_pb2,
+    checkpoint_pb2_grpc,
+    driver_pb2,
+    executor_pb2,
+    executor_pb2_grpc,
+    types_pb2,
+)
+from megascale_common.job.wire import restore
+from megascale_common.service.channel import open_channel
+from megascale_common.service.clock import Clock
+from megascale_driver.core.events import AttemptOpened, OpenAttempt, OpenFailed
+from megascale_driver.core.state import Node
+
+OPEN_TIMEOUT_S = 20.0
+LIST_TIMEOUT_S = 10.0
+STATUS_TIMEOUT_S = 2.0
+DIAGNOSE_TIMEOUT_S = 120.0  # the first use of CUDA and NCCL, on every device
+_REFUSED_SHOWN = 16
+
+
+class NodeCalls:
+    """Calls over short-lived channels, with the cluster's token."""
+
+    def __init__(self, token: str, clock: Clock) -> None:
+        self._token = token
+        self._clock = clock
+
+    async def open_attempt(
+        self, wanted: OpenAttempt, node: Node, epoch: types_pb2.Epoch
+    ) -> AttemptOpened | OpenFailed:
+        """Have the committer open an attempt; a call that fails becomes an OpenFailed event."""
+        endpoint = await self._daemon_endpoint(node) or wanted.endpoint
+        if not endpoint:
+            return self._failed(wanted, f"node {wanted.node} has no checkpoint daemon")
+        request = checkpoint_pb2.OpenAttemptRequest(
+            job=wanted.job,
+            uri=wanted.uri,
+            load_uri=wanted.load_uri,
+            attempt=wanted.attempt,
+            world_size=wanted.world_size,
+            sealed_step=wanted.sealed_step,
+            sealed_by_attempt=wanted.sealed_by_attempt,
+            refused_steps=wanted.refused_steps,
+            epoch=epoch,
+        )
+        channel = open_channel(endpoint, self._token)
+        try:
+            stub = checkpoint_pb2_grpc.CheckpointServiceStub(channel)
+            reply = await stub.OpenAttempt(request, timeout=OPEN_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            return self._failed(wanted, f"{error.code().name}: {error.details()}")
+        finally:
+            await channel.close()
+        refused = tuple(reply.refused[:_REFUSED_SHOWN])
+        plan = restore.from_proto(reply.restore)
+        return AttemptOpened(
+            self._clock.now_s(), wanted.job, wanted.attempt, plan, endpoint, refused
+        )
+
+    async def list_commits(self, node: Node, job: str, uri: str) -> list[driver_pb2.Checkpoint]:
+        """Complete checkpoints of a job, read by the node's daemon, newest first.
+
+        Raises:
+            grpc.aio.AioRpcError: the daemon does not answer or refuses.
+        """
+        channel = open_channel(
+            await self._daemon_endpoint(node) or node.identity.checkpoint_endpoint, self._token
+        )
+        try:
+            stub = checkpoint_pb2_grpc.CheckpointServiceStub(channel)
+            request = checkpoint_pb2.ListCommitsRequest(job=job, uri=uri)
+            return list((await stub.ListCommits(request, timeout=LIST_TIMEOUT_S)).checkpoints)
+        finally:
+            await channel.close()
+
+    async def tail(
+        self, node: Node, request: executor_pb2.TailWorkerLogsRequest
+    ) -> AsyncIterator[str]:
+        """Lines of a rank's log, read on its node.
+
+        Raises:
+            grpc.aio.AioRpcError: the node does not answer or has no such log.
+        """
+        channel = open_channel(node.identity.executor_endpoint, self._token)
+        try:
+            async for part in executor_pb2_grpc.ExecutorServiceStub(channel).TailWorkerLogs(
+                request
+            ):
+                yield part.line
+        finally:
+            await channel.close()
+
+    async def diagnose(self, node: Node, checks: Sequence[str]) -> list[types_pb2.CheckResult]:
+        """Run the node's self-checks now.
+
+        Raises:
+            grpc.aio.AioRpcError: the node does not answer or refuses.
+        """
+        channel = open_channel(node.identity.executor_endpoint, self._token)
+        try:
+            stub = executor_pb2_grpc.ExecutorServiceStub(channel)
+            request = executor_pb2.RunNodeDiagnosticsRequest(checks=checks)
+            return list((await stub.RunNodeDiagnostics(request, timeout=DIAGNOSE_TIMEOUT_S)).checks)
+        finally:
+            await channel.close()
+
+    def _failed(self, wanted: OpenAttempt, error: str) -> OpenFailed:
+        return OpenFailed(self._clock.now_s(), wanted.job, wanted.attempt, error)
+
+    async def _daemon_endpoint(self, node: Node) -> str:
+        """The address of the node's checkpoint daemon now; empty if the agent does not answer.
+
+        The one in the node's hello may be old: the agent restarts its daemon, on a new port.
+        """
+        if not node.identity.executor_endpoint:
+            return ""
+        channel = open_channel(node.identity.executor_endpoint, self._token)
+        try:
+            stub = executor_pb2_grpc.ExecutorServiceStub(channel)
+            reply = await stub.GetNodeStatus(
+                executor_pb2.GetNodeStatusRequest(), timeout=STATUS_TIMEOUT_S
+            )
+        except grpc.aio.AioRpcError:
+            return ""
+        finally:
+            await channel.close()
+        return reply.hello.checkpoint_endpoint

@@ -1,0 +1,177 @@
+"""What the methods of DriverService share: look-ups, requests to the engine, refusals, pages.
+
+The service is split by subject: jobs in :mod:`megascale_driver.service`, nodes in
+:mod:`megascale_driver.service_nodes`, and what clients read (updates of a job, audit log,
+rank logs, checkpoints) in :mod:`megascale_driver.service_watch`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+
+from megascale.v1 import driver_pb2, types_pb2
+from megascale_common.service import status
+from megascale_common.service.errors import (
+    ExistsError,
+    ExpiredError,
+    NotFoundError,
+    NotLeaderError,
+    PreemptedError,
+    RequestError,
+    ServiceError,
+    StateError,
+    UnavailableError,
+    invalid,
+)
+from megascale_driver import profile_request, wire
+from megascale_driver.core.events import Mutation, Outcome, RequestKey
+from megascale_driver.core.state import Job, Node
+from megascale_driver.engine import Engine
+from megascale_driver.leadership import Leader
+
+DEFAULT_PAGE = 100
+MAX_PAGE = 1000
+MAX_REQUEST_ID = 128
+MAX_REASON = 1024
+# What the core refuses, by its reason.
+_REFUSALS: dict[str, tuple[type[ServiceError], str]] = {
+    "JOB_EXISTS": (
+        ExistsError,
+        "a job of that name exists already; choose another name",
+    ),
+    "JOB_NOT_FOUND": (NotFoundError, "there is no such job; `ListJobs` lists all jobs"),
+    "JOB_ENDED": (StateError, "the job has ended already"),
+    **dict.fromkeys(profile_request.REFUSALS, (StateError, "the job cannot be profiled now")),
+    "NODE_NOT_FOUND": (NotFoundError, "there is no such node; `ListNodes` lists all nodes"),
+    "NODE_QUARANTINED": (StateError, "the node is quarantined already and gets no work"),
+    "REQUEST_ID_REUSED": (RequestError, "the request_id belongs to another request; use a new one"),
+}
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class ServiceBase:
+    """The engine and the leadership behind every method, and what all methods do with them."""
+
+    def __init__(self, engine: Engine, leader: Leader, cluster: str) -> None:
+        self.engine = engine
+        self.leader = leader
+        self._cluster = cluster
+
+    def _require_state(self) -> None:
+        """Refuse the call if another driver's state may be newer than this one's."""
+        if not self.leader.shows_state:
+            raise self.leader.not_leading()
+
+    def _job(self, name: str) -> Job:
+        self._require_state()
+        if name not in self.engine.state.jobs:
+            message = f"there is no job {name!r}; `ListJobs` lists all jobs"
+            raise NotFoundError(message, reason="JOB_NOT_FOUND")
+        return self.engine.state.jobs[name]
+
+    def _node(self, name: str) -> Node:
+        self._require_state()
+        if name not in self.engine.state.nodes:
+            message = f"there is no node {name!r}; `ListNodes` lists all nodes"
+            raise NotFoundError(message, reason="NODE_NOT_FOUND")
+        return self.engine.state.nodes[name]
+
+    def _message(self, job: Job) -> driver_pb2.Job:
+        return wire.job_message(job, self.engine.feeds.record_of(job.name))
+
+    def _epoch(self) -> types_pb2.Epoch:
+        return self.engine.term.epoch if self.engine.term is not None else types_pb2.Epoch()
+
+    async def _call(self, event: Mutation) -> None:
+        """Hand the request to the engine; returns once it is committed to etcd.
+
+        Raises:
+            ServiceError: the core refuses the request, this driver does not lead, or etcd has not
+                answered in time. In the last case the outcome is unknown: the same request_id makes
+                it safe to send the request again, because the core carries out each id once.
+        """
+        try:
+            outcome = await self.engine.call(event)
+        except NotLeaderError as error:
+            raise self.leader.not_leading() from error
+        except TimeoutError as error:
+            raise UnavailableError(
+                "etcd has not confirmed the request in time, and may still do so; "
+                "send it again with the same request_id",
+                reason="ETCD_SILENT",
+            ) from error
+        raise_refusal(outcome)
+
+
+def raise_refusal(outcome: Outcome) -> None:
+    """Raise the core's refusal as the error for the wire, if there is one."""
+    if outcome.refusal:
+        kind, message = _REFUSALS[outcome.refusal]
+        fields = [("request_id", message)] if outcome.refusal == "REQUEST_ID_REUSED" else []
+        raise kind(outcome.refusal_detail or message, reason=outcome.refusal, fields=fields)
+
+
+def expired(error: ExpiredError) -> ExpiredError:
+    """The error of a resume or page token whose position is no longer held."""
+    remedy = "watch again without a token, and list events for what was missed"
+    return ExpiredError(f"{error}: {remedy}")
+
+
+def from_node(node: str, error: grpc.aio.AioRpcError) -> ServiceError:
+    """The error of a call to a node's agent or daemon, as the driver's own caller gets it."""
+    refusal = status.read(error)
+    if isinstance(refusal, (NotFoundError, RequestError, StateError, PreemptedError)):
+        text = f"node {node}: {refusal}"
+        return status.of_code(
+            refusal.code, "REFUSED_BY_NODE", text, fields=refusal.fields, metadata=refusal.metadata
+        )
+    return UnavailableError(
+        f"node {node} does not answer: {error.code().name}: {error.details()}",
+        reason="NODE_UNREACHABLE",
+    )
+
+
+def request_key(request: Message, request_id: str) -> RequestKey | None:
+    """What makes a repeated request recognisable; None where the caller gave no ``request_id``."""
+    if not request_id:
+        return None
+    if len(request_id) > MAX_REQUEST_ID or not request_id.isprintable() or "/" in request_id:
+        raise invalid(
+            "request_id",
+            f"use at most {MAX_REQUEST_ID} printable characters without '/', preferably a UUID",
+        )
+    return RequestKey(
+        request_id, hashlib.sha256(request.SerializeToString(deterministic=True)).hexdigest()
+    )
+
+
+def required_reason(text: str) -> str:
+    """The reason of a call that must give one, cut to a bound."""
+    if not text.strip():
+        raise invalid("reason", "missing; give the reason, it goes to the audit log")
+    return text.strip()[:MAX_REASON]
+
+
+def actor_of(context: Context) -> str:
+    """Who calls, from the client's metadata ``megascale-actor``; ``user`` without it."""
+    metadata = dict(context.invocation_metadata() or ())
+    value = metadata.get("megascale-actor", "user")
+    return (value.decode(errors="replace") if isinstance(value, bytes) else value)[:64]
+
+
+def page_size(size: int) -> int:
+    """The size of a page that was asked for; 0 means the default."""
+    if size < 0:
+        raise invalid("page_size", f"{size} is negative; leave it out or give 1 to {MAX_PAGE}")
+    return min(size or DEFAULT_PAGE, MAX_PAGE)
+
+
+def first_page(names: Sequence[str], size: int) -> tuple[Sequence[str], str]:
+    """The first page of ``names`` and the token of the next page: the last name on this one."""
+    page = names[: page_size(size)]
+    return page, page[-1] if len(page) < len(names) else ""

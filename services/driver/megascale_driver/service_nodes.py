@@ -1,0 +1,153 @@
+"""DriverService, the methods on nodes: list, evict, cordon, uncordon, diagnose."""
+
+from __future__ import annotations
+
+import grpc
+
+from megascale.v1 import driver_pb2
+from megascale_common.service.errors import StateError
+from megascale_common.service.handlers import answers
+from megascale_driver import wire
+from megascale_driver.core import machine
+from megascale_driver.core.events import (
+    CordonRequested,
+    EvictRequested,
+    Mutation,
+    UncordonRequested,
+)
+from megascale_driver.core.state import Disposition, Job, Node
+from megascale_driver.service_base import (
+    Context,
+    ServiceBase,
+    actor_of,
+    first_page,
+    from_node,
+    raise_refusal,
+    request_key,
+    required_reason,
+)
+
+
+class NodeMethods(ServiceBase):
+    """What operators do with nodes."""
+
+    @answers
+    async def ListNodes(
+        self, request: driver_pb2.ListNodesRequest, context: Context
+    ) -> driver_pb2.ListNodesResponse:
+        """All nodes by name."""
+        self._require_state()
+        names = sorted(name for name in self.engine.state.nodes if name > request.page_token)
+        page, token = first_page(names, request.page_size)
+        nodes = [self._node_message(name) for name in page]
+        return driver_pb2.ListNodesResponse(nodes=nodes, next_page_token=token)
+
+    @answers
+    async def EvictNode(
+        self, request: driver_pb2.EvictNodeRequest, context: Context
+    ) -> driver_pb2.EvictNodeResponse:
+        """Quarantine a node; its job is moved to another one without further requests."""
+        reason = required_reason(request.reason)
+        node = self._node(request.name)
+        consequence = self._consequence(node)
+        if not request.validate_only:
+            key, now_s = request_key(request, request.request_id), self.engine.clock.now_s()
+            await self._call(EvictRequested(now_s, node.name, reason, actor_of(context), key))
+        return driver_pb2.EvictNodeResponse(
+            node=self._node_message(request.name), consequence=consequence
+        )
+
+    @answers
+    async def CordonNode(
+        self, request: driver_pb2.CordonNodeRequest, context: Context
+    ) -> driver_pb2.CordonNodeResponse:
+        """Keep new work off a node; a job that runs there continues."""
+        reason, key = required_reason(request.reason), request_key(request, request.request_id)
+        self._require_state()
+        now_s = self.engine.clock.now_s()
+        event = CordonRequested(now_s, request.name, reason, actor_of(context), key)
+        consequence = self._preview(event, "NODE_CORDONED")
+        if not request.validate_only:
+            await self._call(event)
+        return driver_pb2.CordonNodeResponse(
+            node=self._node_message(request.name), consequence=consequence
+        )
+
+    @answers
+    async def UncordonNode(
+        self, request: driver_pb2.UncordonNodeRequest, context: Context
+    ) -> driver_pb2.UncordonNodeResponse:
+        """Make a cordoned or quarantined node schedulable again."""
+        reason, key = required_reason(request.reason), request_key(request, request.request_id)
+        self._require_state()
+        now_s = self.engine.clock.now_s()
+        event = UncordonRequested(now_s, request.name, reason, actor_of(context), key)
+        consequence = self._preview(event, "NODE_UNCORDONED")
+        if not request.validate_only:
+            await self._call(event)
+        return driver_pb2.UncordonNodeResponse(
+            node=self._node_message(request.name), consequence=consequence
+        )
+
+    @answers
+    async def RunDiagnostics(
+        self, request: driver_pb2.RunDiagnosticsRequest, context: Context
+    ) -> driver_pb2.RunDiagnosticsResponse:
+        """Run the self-checks of a node now; refused while a job runs there."""
+        node = self._node(request.node)
+        job = self.engine.state.holder_of(node.name)
+        if job is not None:
+            slot = job.slot_of(node.name)
+            ranks = f"ranks {slot.ranks[0]}-{slot.ranks[-1]}" if slot is not None else "ranks"
+            raise StateError(
+                f"node {node.name} runs {ranks} of job {job.name}; "
+                "cancel the job or evict the node first",
+                reason="NODE_BUSY",
+                metadata={"job": job.name},
+            )
+        try:
+            checks = await self.engine.node_calls.diagnose(node, list(request.checks))
+        except grpc.aio.AioRpcError as error:
+            raise from_node(node.name, error) from error
+        return driver_pb2.RunDiagnosticsResponse(checks=checks)
+
+    def _node_message(self, name: str) -> driver_pb2.Node:
+        return wire.node_message(self.engine.state, self._node(name))
+
+    def _preview(self, event: Mutation, reason: str) -> str:
+        """What the request would lead to: the core is asked, its new state is thrown away.
+
+        Raises:
+            ServiceError: the core would refuse the request.
+        """
+        _, outcome = machine.step(self.engine.state, event, self.engine.policy)
+        raise_refusal(outcome)
+        line = next((line for line in outcome.audit if line.reason == reason), None)
+        if line is None:
+            return "nothing changes: the node is in that state already"
+        return line.outcome
+
+    def _consequence(self, node: Node) -> str:
+        """What an eviction of the node would lead to, in one sentence."""
+        if node.disposition is Disposition.QUARANTINED:
+            return f"node {node.name} is quarantined already: {node.disposition_reason}"
+        job = self.engine.state.holder_of(node.name)
+        if job is None:
+            jobs = [
+                other.name for other in self.engine.state.jobs.values() if node.name in other.spares
+            ]
+            loss = f", job {jobs[0]} loses it as a spare" if jobs else ""
+            return f"it runs nothing{loss}; it gets no work from now on"
+        return f"job {job.name} stops, {_successor(job)}, and a new attempt {_origin(job)}"
+
+
+def _successor(job: Job) -> str:
+    if job.spares:
+        return f"spare {job.spares[0]} takes its place"
+    return "it has no spare and waits for a node"
+
+
+def _origin(job: Job) -> str:
+    if job.config.checkpoint.uri:
+        return "resumes from the newest complete snapshot"
+    return "starts at step 0, because the job writes no checkpoints"

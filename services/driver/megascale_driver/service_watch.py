@@ -1,0 +1,184 @@
+"""DriverService, the methods that read: updates of a job, audit log, rank logs, checkpoints."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+
+from megascale.v1 import driver_pb2, executor_pb2
+from megascale_common.service.errors import (
+    ExpiredError,
+    NotFoundError,
+    ServiceError,
+    UnavailableError,
+    invalid,
+)
+from megascale_common.service.handlers import answers, streams
+from megascale_driver import wire
+from megascale_driver.core.events import Audit
+from megascale_driver.core.state import Job, Liveness, NodeSlot
+from megascale_driver.journal import audit_log
+from megascale_driver.service_base import (
+    Context,
+    ServiceBase,
+    expired,
+    from_node,
+    page_size,
+)
+from megascale_driver.streams import until_set
+
+MAX_LOG_LINES = 100_000
+MAX_OFFSET_DIGITS = 9
+DAEMONS_TRIED = 3
+
+
+class WatchMethods(ServiceBase):
+    """Streams that end with the leadership, and lists in pages."""
+
+    @streams
+    async def WatchJob(
+        self, request: driver_pb2.WatchJobRequest, context: Context
+    ) -> AsyncIterator[driver_pb2.WatchJobResponse]:
+        """The job as it is now, then its updates behind the resume token until it has ended."""
+        job = self._job(request.name)
+        feed = self.engine.feeds.of(job.name)
+        # This message is not in the ring. It carries the watcher's own token, so that a stream that
+        # breaks right behind it is resumed at the same position.
+        yield driver_pb2.WatchJobResponse(resume_token=request.resume_token, job=self._message(job))
+        try:
+            async for update in until_set(
+                self.leader.superseded, feed.follow(request.resume_token)
+            ):
+                yield update
+        except ExpiredError as error:
+            raise expired(error) from error
+        except ValueError as error:
+            raise invalid("resume_token", str(error)) from error
+        if not feed.ended:
+            raise self.leader.not_leading()
+
+    @answers
+    async def ListEvents(
+        self, request: driver_pb2.ListEventsRequest, context: Context
+    ) -> driver_pb2.ListEventsResponse:
+        """Audit log of a job, of a node or (without a subject) of the cluster, oldest first."""
+        self._require_state()
+        about, size = _about(request.subject), page_size(request.page_size)
+        try:
+            behind = self.engine.audit.behind(request.page_token)
+        except ExpiredError as error:
+            raise expired(error) from error
+        except ValueError as error:
+            raise invalid("page_token", str(error)) from error
+        lines = list(itertools.islice(filter(about, behind), size + 1))
+        token = audit_log.token_of(lines[size - 1]) if len(lines) > size else ""
+        events = [wire.event_message(line, self._epoch()) for line in lines[:size]]
+        return driver_pb2.ListEventsResponse(events=events, next_page_token=token)
+
+    @streams
+    async def WatchEvents(
+        self, request: driver_pb2.WatchEventsRequest, context: Context
+    ) -> AsyncIterator[driver_pb2.WatchEventsResponse]:
+        """Lines of the audit log behind the resume token as they are committed, without end."""
+        self._require_state()
+        about = _about(request.subject)
+        try:
+            lines = self.engine.audit.follow(request.resume_token, about)
+            # Headers first: from their arrival on, the watcher misses no line that is committed.
+            await context.send_initial_metadata(())
+            async for line in until_set(self.leader.superseded, lines):
+                event = wire.event_message(line, self._epoch())
+                yield driver_pb2.WatchEventsResponse(
+                    resume_token=audit_log.token_of(line), event=event
+                )
+        except ExpiredError as error:
+            raise expired(error) from error
+        except ValueError as error:
+            raise invalid("resume_token", str(error)) from error
+        raise self.leader.not_leading()
+
+    @streams
+    async def TailLogs(
+        self, request: driver_pb2.TailLogsRequest, context: Context
+    ) -> AsyncIterator[driver_pb2.TailLogsResponse]:
+        """A rank's log, read on the node that runs or ran it."""
+        job = self._job(request.job)
+        if not 0 <= request.lines <= MAX_LOG_LINES:
+            raise invalid("lines", f"{request.lines} is outside 0 to {MAX_LOG_LINES}")
+        attempt = request.attempt or job.attempt
+        slot = _slot_of_rank(job, attempt, request.rank)
+        tail = executor_pb2.TailWorkerLogsRequest(
+            job=job.name,
+            rank=request.rank,
+            attempt=attempt,
+            lines=request.lines,
+            follow=request.follow,
+        )
+        try:
+            async for line in self.engine.node_calls.tail(self._node(slot.node), tail):
+                yield driver_pb2.TailLogsResponse(line=line)
+        except grpc.aio.AioRpcError as error:
+            raise from_node(slot.node, error) from error
+
+    @answers
+    async def ListCheckpoints(
+        self, request: driver_pb2.ListCheckpointsRequest, context: Context
+    ) -> driver_pb2.ListCheckpointsResponse:
+        """Complete checkpoints, newest first, as a node's daemon reads them from storage."""
+        job = self._job(request.job)
+        found = await self._commits(job) if job.config.checkpoint.uri else []
+        token = request.page_token
+        if token and not (token.isdecimal() and len(token) <= MAX_OFFSET_DIGITS):
+            raise invalid("page_token", f"{token!r} is not a token that ListCheckpoints returned")
+        first = int(token or 0)
+        size = page_size(request.page_size)
+        token = str(first + size) if first + size < len(found) else ""
+        return driver_pb2.ListCheckpointsResponse(
+            checkpoints=found[first : first + size], next_page_token=token
+        )
+
+    async def _commits(self, job: Job) -> list[driver_pb2.Checkpoint]:
+        nodes = [n for n in self.engine.state.nodes.values() if n.liveness is Liveness.ALIVE]
+        # The job's own nodes first, in the order of their ranks: the daemon of the first is the
+        # committer, which writes the commit log and so has its newest record.
+        slots = {node.name: job.slot_of(node.name) for node in nodes}
+        nodes.sort(key=lambda node: (0, *slot.ranks) if (slot := slots[node.name]) else (1,))
+        failure: ServiceError | None = None
+        for node in nodes[:DAEMONS_TRIED]:
+            try:
+                return await self.engine.node_calls.list_commits(
+                    node, job.name, job.config.checkpoint.uri
+                )
+            except grpc.aio.AioRpcError as error:
+                failure = from_node(node.name, error)
+        raise failure or UnavailableError(
+            "no node is alive, so no checkpoint daemon can read the checkpoints",
+            reason="NO_NODE",
+        )
+
+
+def _slot_of_rank(job: Job, attempt: int, rank: int) -> NodeSlot:
+    slots = next((record.slots for record in job.attempts if record.number == attempt), ())
+    if not slots:
+        message = f"job {job.name} has no attempt {attempt}"
+        raise NotFoundError(message, reason="ATTEMPT_NOT_FOUND")
+    slot = next((slot for slot in slots if rank in slot.ranks), None)
+    if slot is None:
+        size = job.config.layout.world_size
+        raise invalid("rank", f"{rank} is not one of the job's {size} ranks")
+    return slot
+
+
+def _about(subject: str) -> Callable[[Audit], bool]:
+    """Which lines are about ``subject``: all for "", a job's whole log, what concerns a node."""
+    kind, _, name = subject.partition("/")
+    if not subject:
+        return lambda line: True
+    if kind not in ("jobs", "nodes") or not name:
+        raise invalid(
+            "subject",
+            f"{subject!r} is neither jobs/NAME nor nodes/NAME nor empty (the whole cluster)",
+        )
+    return lambda line: line.log == name if kind == "jobs" else line.subject == subject

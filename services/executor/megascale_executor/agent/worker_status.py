@@ -1,0 +1,46 @@
+"""One worker in the heartbeat: its process, and its progress as its status page shows it."""
+
+from __future__ import annotations
+
+import time
+
+from google.protobuf.duration_pb2 import Duration
+
+from megascale.v1 import link_pb2
+from megascale_common.node.status_page import read_status_page
+from megascale_common.service.wire_text import encodable
+from megascale_executor.agent.workers import Worker
+
+# Operation counts are evidence only of a rank that stands still. A rank has seven groups at most.
+STILL_AFTER_NS = 1_000_000_000
+MAX_OPERATIONS = 8
+MAX_ERROR_CHARS = 2000
+MAX_KIND_CHARS = 100
+
+
+def worker_status(worker: Worker, now_ns: int | None = None) -> link_pb2.WorkerStatus:
+    """State of one worker; ``now_ns`` is CLOCK_MONOTONIC, by default the present."""
+    message = link_pb2.WorkerStatus(
+        rank=worker.rank,
+        state=worker.state,
+        pid=worker.process.pid if worker.process is not None else 0,
+        error=encodable(worker.error[-MAX_ERROR_CHARS:]),
+        error_kind=encodable(worker.error_kind[:MAX_KIND_CHARS]),
+    )
+    if worker.exit_status is not None:
+        message.exit_status = worker.exit_status
+        message.exited_at.FromNanoseconds(round(worker.exited_at_s * 1e9))
+    if (status := read_status_page(worker.page)) is not None:
+        message.step, message.phase = status.step, status.phase.name
+        age_ns = (time.monotonic_ns() if now_ns is None else now_ns) - status.updated_ns
+        message.status_age.CopyFrom(_duration(max(0, age_ns)))
+        if age_ns >= STILL_AFTER_NS:
+            for row in status.rows[:MAX_OPERATIONS]:
+                message.operations.add(group=row.name, entered=row.entered, completed=row.completed)
+    return message
+
+
+def _duration(nanoseconds: int) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(nanoseconds)
+    return duration

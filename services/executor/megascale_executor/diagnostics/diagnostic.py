@@ -1,0 +1,72 @@
+"""What a diagnostic is: one named check of a node.
+
+Installed packages can add their own through :mod:`megascale_executor.diagnostics.registry`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from megascale_common.job.config import JobConfig
+from megascale_executor.diagnostics.devices import DeviceFacts
+from megascale_executor.diagnostics.finding import Finding
+
+DEFAULT_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttemptView:
+    """The attempt that the node prepares: the job, and its ranks on this node."""
+
+    job: JobConfig
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeView:
+    """What a diagnostic is given of the node.
+
+    Args:
+        devices: those to check: all of an idle node, or those that the attempt will use.
+        folder: where the node keeps its files; a check may write below it.
+        daemon_endpoint: waits until the checkpoint daemon serves; "" when it does not.
+        holds_slots: whether the daemon holds sealed snapshots of the job of this name.
+        probe_ranks: runs one process per device that checks compute, and all-reduce among them;
+            the processes run once however often this is called.
+        attempt: what is being prepared; None when somebody asked for the check.
+    """
+
+    devices: Sequence[DeviceFacts]
+    folder: Path
+    daemon_endpoint: Callable[[], Awaitable[str]]
+    holds_slots: Callable[[str], bool]
+    probe_ranks: Callable[[], Awaitable[Sequence[Finding]]]
+    attempt: AttemptView | None = None
+
+
+@runtime_checkable
+class Diagnostic(Protocol):
+    """One check. Subclass it for the defaults below; the class is constructed without arguments.
+
+    Attributes:
+        name: of its findings and in requests: a-z, 0-9 and '_'.
+        before_attempts: whether it runs before each attempt; a FAIL then quarantines the node.
+        on_demand: whether it runs when somebody asks for diagnostics of an idle node.
+        timeout_s: longest that ``run`` may take; after it the result is a FAIL.
+    """
+
+    name: str
+    before_attempts: bool = True
+    on_demand: bool = True
+    timeout_s: float = DEFAULT_TIMEOUT_S
+
+    async def run(self, node: NodeView) -> Sequence[Finding]:
+        """Check the node; one finding per target (a device, a mount point), each with ``name``.
+
+        It runs on the agent's event loop: what blocks goes to a thread or a process. An exception
+        is reported as a FAIL, because a check that could not end has not shown that the node works.
+        """
+        ...

@@ -1,0 +1,79 @@
+"""The data loader process: one per node, it prepares step batches for the node's workers.
+
+    python -m megascale_trainer.data.loader --socket PATH --config JOB.json
+
+It works ahead of need, listens on a unix socket that only its user may open, runs without torch,
+and ends with the process that started it. Its messages to workers are described at
+:mod:`megascale_trainer.data.loader_server`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from megascale_common.job.config import JobConfig, from_json
+from megascale_common.node.process import arm_parent_death
+from megascale_common.node.unix_socket import listen
+from megascale_trainer.data.errors import DataError
+from megascale_trainer.data.loader_server import MAX_CONNECTIONS, LoaderServer, Stream
+from megascale_trainer.data.packing import SampleStream
+from megascale_trainer.data.ring import Geometry
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the loader of one node until it is stopped; exits with status 2 when it cannot start."""
+    arm_parent_death()
+    parser = argparse.ArgumentParser(
+        prog="megascale-loader", description="Prepare step batches for the workers of a node."
+    )
+    parser.add_argument("--socket", type=Path, required=True, help="unix socket to listen on")
+    parser.add_argument("--config", type=Path, required=True, help="the job, as JSON")
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGINT, _stop)
+    try:
+        config = from_json(options.config.read_text())
+        geometry = Geometry.of(config)
+        listener = listen(options.socket, "loader", MAX_CONNECTIONS)
+    except (OSError, ValueError, DataError) as error:
+        print(
+            f"data loader cannot start ({options.config}, {options.socket}): {error}",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    try:
+        server = LoaderServer(listener, geometry, _open_streams(config))
+        while True:
+            server.run_once()
+    finally:
+        options.socket.unlink(missing_ok=True)
+
+
+def _open_streams(config: JobConfig) -> dict[str, Stream]:
+    streams = {"training": Stream(_open(config))}
+    if config.evaluates:
+        held_out = replace(config, data=replace(config.data, sources=config.evaluation.sources))
+        repeat_after = config.evaluation.batches * config.training.global_batch_size
+        streams["evaluation"] = Stream(_open(held_out), repeat_after)
+    return streams
+
+
+def _open(config: JobConfig) -> SampleStream | DataError:
+    try:
+        return SampleStream.open(config)
+    except DataError as error:
+        return error  # reported to the workers, which wait for the data
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(0)
+
+
+if __name__ == "__main__":
+    main()

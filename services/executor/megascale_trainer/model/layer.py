@@ -1,0 +1,151 @@
+"""One transformer layer: a function of its input, the micro-batch's context and its weights.
+
+Parallel block (MegaScale section 3.1): y = x + Attention(LN(x)) + MLP(LN(x)) with one norm, one
+merged input GEMM and one merged output GEMM. Serial block: y = x + Attention(LN(x)), then y +
+MLP(LN(y)). Hidden states are [S / tp, B, H]: sequence first, so that gathering a sequence is a
+concatenation of contiguous memory. Biases are added by the operator that reads a GEMM's result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from megascale_common.job.config import JobConfig, ModelConfig
+from megascale_kernels.attention import AttentionMask, attention_mask
+from megascale_kernels.operators import Operators
+from megascale_kernels.rotary import Heads, RotaryTable, rotary_table
+from megascale_trainer.batch import MicroBatch
+from megascale_trainer.model.sharding import LayerSharding
+from megascale_trainer.weights import Weight, Weights
+
+
+@dataclass(frozen=True)
+class Context:
+    """What layers of one window share for one micro-batch.
+
+    ``rotary`` is None with learned positions. ``recompute_inner`` drops what lies between a layer's
+    input and output GEMMs after forward and computes it again in backward (recompute: selective).
+    """
+
+    operators: Operators
+    mask: AttentionMask
+    rotary: RotaryTable | None
+    recompute_inner: bool
+
+
+def batch_context(
+    batch: MicroBatch, config: JobConfig, window: int, operators: Operators
+) -> Context:
+    """The context of one micro-batch for layers with this sliding ``window`` (0: full causal)."""
+    model = config.model
+    mask = attention_mask(
+        batch.tokens.shape[1],
+        window=window,
+        documents=batch.documents if config.data.document_attention else None,
+        device=batch.tokens.device,
+    )
+    rotary = None
+    if model.positions == "rope":
+        rotary = rotary_table(batch.position, model.head_size, model.rope_theta)
+    return Context(operators, mask, rotary, config.parallelism.recompute == "selective")
+
+
+def layer(
+    x: torch.Tensor,
+    context: Context,
+    weights: Weights,
+    model: ModelConfig,
+    sharding: LayerSharding,
+) -> torch.Tensor:
+    """[S / tp, B, H] to [S / tp, B, H]; ``weights`` by their names inside the layer."""
+    block = _parallel_block if model.block == "parallel" else _serial_block
+    return block(x, context, weights, model, sharding)
+
+
+def _parallel_block(
+    x: torch.Tensor,
+    context: Context,
+    weights: Weights,
+    model: ModelConfig,
+    sharding: LayerSharding,
+) -> torch.Tensor:
+    operators = context.operators
+    x, normed = normalise(x, None, weights, "norm", model, operators)
+    inputs = sharding.column_parallel(normed, weights["in.weight"])
+    core = partial(
+        _attention(context, model, sharding), bias=weights.get("in.bias"), activation=model.mlp
+    )
+    joined = sharding.row_parallel(_inner(core, inputs, context), weights["out.weight"])
+    return operators.add(x, joined, _biases(weights, "attention_out", "ffn_out"))
+
+
+def _serial_block(
+    x: torch.Tensor,
+    context: Context,
+    weights: Weights,
+    model: ModelConfig,
+    sharding: LayerSharding,
+) -> torch.Tensor:
+    operators = context.operators
+    x, normed = normalise(x, None, weights, "attention_norm", model, operators)
+    inputs = sharding.column_parallel(normed, weights["attention_in.weight"])
+    core = partial(
+        _attention(context, model, sharding),
+        bias=weights.get("attention_in.bias"),
+        activation=None,
+    )
+    attended = sharding.row_parallel(_inner(core, inputs, context), weights["attention_out.weight"])
+    # The norm adds the residual and the biases of the projection before it, in one operator.
+    biases = _biases(weights, "attention_out")
+    x, normed = normalise(attended, x, weights, "ffn_norm", model, operators, biases)
+    inputs = sharding.column_parallel(normed, weights["ffn_in.weight"])
+    activate = partial(operators.activate, bias=weights.get("ffn_in.bias"), activation=model.mlp)
+    expanded = sharding.row_parallel(_inner(activate, inputs, context), weights["ffn_out.weight"])
+    return operators.add(x, expanded, _biases(weights, "ffn_out"))
+
+
+def normalise(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weights: Weights,
+    name: str,
+    model: ModelConfig,
+    operators: Operators,
+    added: Sequence[Weight] = (),
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x`` + its biases ``added`` + ``residual`` (None: ``x`` alone), and its norm ``name``."""
+    weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
+    return operators.norm(x, residual, weight, bias, model.norm, model.norm_epsilon, added)
+
+
+def _attention(
+    context: Context, model: ModelConfig, sharding: LayerSharding
+) -> Callable[..., torch.Tensor]:
+    """The operator between the GEMMs, for this rank's heads; bias and activation are left open."""
+    tp = sharding.size
+    heads = Heads(model.heads // tp, model.key_value_heads // tp, model.head_size)
+    return partial(
+        context.operators.block_inner, heads=heads, rotary=context.rotary, mask=context.mask
+    )
+
+
+def _biases(weights: Weights, *names: str) -> list[Weight]:
+    """Those of the named biases that the model has."""
+    return [bias for name in names if (bias := weights.get(f"{name}.bias")) is not None]
+
+
+def _inner(
+    function: Callable[[torch.Tensor], torch.Tensor], inputs: torch.Tensor, context: Context
+) -> torch.Tensor:
+    """``function`` (attention, activation or both) of the input GEMM's result; maybe recomputed."""
+    if not context.recompute_inner:
+        return function(inputs)
+    recomputed: torch.Tensor = checkpoint(
+        function, inputs, use_reentrant=False, preserve_rng_state=False
+    )
+    return recomputed

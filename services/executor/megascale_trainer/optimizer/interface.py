@@ -1,0 +1,76 @@
+"""What an optimizer is to the trainer, so that installed packages can add their own.
+
+A rank owns a flat shard of the parameters, cut bucket by bucket (ZeRO-2). The trainer allocates the
+shard's states, copies them into snapshots and restores them; an optimizer only declares their names
+and updates them. docs/how-to/add-an-optimizer.md shows a whole one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+from megascale_common.job.config import OptimizerConfig
+from megascale_common.sizes.parameter_slices import ParameterTable
+from megascale_trainer.optimizer.step_control import StepControl
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSetup:
+    """What an optimizer is made from.
+
+    ``states`` is float32 [number of names, shard elements], one row per declared name; row 0 is the
+    master parameters, the others are zero at first. The optimizer keeps it and updates it in place:
+    the tensor is the byte image that a snapshot copies. ``table`` holds which parameter lies where
+    in the shard. ``kernels``: whether fused Triton kernels run on this device.
+    """
+
+    config: OptimizerConfig
+    table: ParameterTable
+    states: torch.Tensor
+    kernels: Literal["torch", "triton"]
+
+
+class Optimizer(Protocol):
+    """Updates one rank's shard, the same way on every rank that holds the same values."""
+
+    def update(
+        self,
+        gradients: Sequence[torch.Tensor],
+        parameters: Sequence[torch.Tensor],
+        control: StepControl,
+        learning_rate: float,
+        number: int,
+    ) -> None:
+        """Apply update ``number`` (from 1, skipped ones included) without waiting for the device.
+
+        Where ``control.apply`` is 0 no bit of states and parameters may change. The decision is a
+        tensor on the device: choose with :func:`torch.where`, because gradients may be NaN then.
+
+        Args:
+            gradients: float32 shard of each bucket, summed over the global batch; may be
+                overwritten.
+            parameters: shard of each bucket in the compute dtype, which takes the rounded master.
+            control: scale of the gradients and the apply flag.
+        """
+        ...
+
+
+class OptimizerFactory(Protocol):
+    """What a name of ``optimizer.name`` stands for; a class with ``state_names`` is one."""
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Names of the rows of ``OptimizerSetup.states``; the first is ``master``."""
+        ...
+
+    def __call__(self, setup: OptimizerSetup) -> Optimizer:
+        """Make the optimizer of one rank.
+
+        Raises:
+            ValueError: an option is not one of this optimizer's; names ``optimizer.options``.
+        """
+        ...

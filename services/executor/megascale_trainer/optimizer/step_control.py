@@ -1,0 +1,101 @@
+"""How an update is applied, decided on the device: clip factor, gradient scale, finite or not.
+
+One all-reduce over all ranks at the end of a step carries everything that is a sum over ranks, in
+float64. Nothing here waits for the device: the results are tensors that the update reads, and the
+host reads them later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megascale_common.job.rank_layout import Coordinates
+from megascale_common.sizes.parameter_slices import BufferPlan
+
+_CLIP_EPSILON = 1e-6  # keeps the clip factor finite at norm 0
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """Sums over all ranks, float64 scalars on the device.
+
+    ``entropy``, ``z_loss`` and ``weight`` are sums over the tokens of the global batch;
+    ``squared_norm`` is that of the gradient of their sum, each parameter counted once;
+    ``broken_ranks`` counts ranks with a non-finite gradient.
+    """
+
+    entropy: torch.Tensor
+    z_loss: torch.Tensor
+    weight: torch.Tensor
+    squared_norm: torch.Tensor
+    broken_ranks: torch.Tensor
+    votes: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StepControl:
+    """Device scalars: ``scale`` turns summed gradients into clipped means, ``apply`` is 1 or 0.
+
+    Both are float32.
+    """
+
+    norm: torch.Tensor
+    clip: torch.Tensor
+    scale: torch.Tensor
+    apply: torch.Tensor
+
+
+def local_totals(
+    loss_sums: Sequence[torch.Tensor],
+    gradients: Iterable[tuple[BufferPlan, torch.Tensor]],
+    at: Coordinates,
+    vote: int,
+    device: torch.device,
+) -> torch.Tensor:
+    """This rank's share of the totals, float64 [6], ready to be summed over all ranks.
+
+    The loss is the same on all tp ranks, and so are the replicated parameters: tp rank 0 alone
+    contributes them.
+    """
+    first = at.tp == 0
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    losses = torch.stack(tuple(loss_sums)).sum(dim=0) if loss_sums and first else zero.expand(3)
+    shards = [shard for plan, shard in gradients if first or not plan.replicated_over]
+    # On CUDA the norm of a single tensor in another dtype would first copy it to that dtype, here
+    # twice its size; the norm of a list does not.
+    norms = torch._foreach_norm(shards, 2, torch.float64) if shards else (zero,)
+    squared_norm = torch.stack(tuple(norms)).square().sum()
+    # A NaN in the sum would hide how many ranks have one: each rank counts itself, and a broken one
+    # adds nothing to the norm.
+    finite = squared_norm.isfinite()
+    squared_norm = torch.where(finite, squared_norm, zero)
+    rest = torch.stack((squared_norm, 1.0 - finite.double(), zero + vote))
+    return torch.cat((losses, rest))
+
+
+def step_control(vector: torch.Tensor, clip_norm: float) -> tuple[StepTotals, StepControl]:
+    """Clip factor min(1, clip_norm / norm) over the whole model and the finite flag.
+
+    Both come from the summed vector [6].
+
+    ``clip_norm`` 0 turns clipping off. An update is applied if all gradients, the loss and its
+    weight are usable.
+    """
+    totals = StepTotals(*vector.unbind())
+    norm = totals.squared_norm.sqrt() / totals.weight
+    clip = (
+        (clip_norm / (norm + _CLIP_EPSILON)).clamp(max=1.0)
+        if clip_norm > 0
+        else torch.ones_like(norm)
+    )
+    usable = (
+        (totals.broken_ranks == 0)
+        & norm.isfinite()
+        & totals.entropy.isfinite()
+        & (totals.weight > 0)
+    )
+    scale = torch.where(usable, clip / totals.weight, torch.zeros_like(clip)).float()
+    return totals, StepControl(norm, clip, scale, usable.float())

@@ -1,0 +1,149 @@
+"""Data parallelism, overlapped: gradients leave during backward, parameters arrive in forward.
+
+A bucket is reduce-scattered once per step, as soon as the last micro-batch's backward has left all
+of its units, while the backward of earlier layers goes on. After the update buckets are
+all-gathered in the order of forward, and forward waits for each just before its first use: the
+first ones travel while the next batch is read (MegaScale section 3.2).
+
+Every rank of a dp group starts the same operations in the same order, whatever order its backward
+finds buckets ready in: gradients leave in the reverse order of forward (a finished bucket waits for
+those after it), then those of the buffers that are replicated over tp, then parameters in the order
+of forward. The replicated buffers wait for the end of backward because they are summed over tp
+first. They are small (norms, biases, learned positions), and on the tp communicator, which carries
+the activations of every layer, one message after backward delays no layer; it travels beside the
+last buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megascale_common.sizes.parameter_slices import ParameterTable
+from megascale_trainer.parallel.data.buffers import FlatBuffers, PlacedBucket
+from megascale_trainer.parallel.groups import Group, Pending
+
+
+class OverlappedBuffers(FlatBuffers):
+    """Flat buffers that communicate under computation, with the plain version's bits.
+
+    On CUDA a collective runs on its communicator's stream, after what its starter's stream held at
+    that moment, and waiting for one holds back the current stream, never the host. Backward starts
+    collectives from autograd's thread: autograd runs a node on the stream of its forward, where the
+    bucket's weight gradients were enqueued before it. The buffers live as long as the trainer, so
+    that the caching allocator never takes them back from a running collective.
+
+    Args:
+        micro_batches: backwards of every unit in a step.
+    """
+
+    def __init__(
+        self,
+        table: ParameterTable,
+        dtype: torch.dtype,
+        device: torch.device,
+        tp: Group,
+        dp: Group,
+        *,
+        micro_batches: int,
+    ) -> None:
+        super().__init__(table, dtype, device, tp, dp)
+        self._micro_batches = micro_batches
+        # The one order in which all ranks start reductions: the reverse of forward, replicated
+        # buckets last.
+        self._in_backward_order = sorted(
+            reversed(self._in_forward_order), key=lambda placed: bool(placed.plan.replicated_over)
+        )
+        self._early = sum(not placed.plan.replicated_over for placed in self._sharded)
+        self._backwards: dict[str, int] = {}  # of each unit, in this step
+        self._reductions: list[Pending | None] = []
+        self._gathers: dict[PlacedBucket, Pending] = {}
+
+    def await_parameters(self, unit: str | None = None) -> None:
+        """As the plain version; a gather is waited for once, by its first user."""
+        for placed in [
+            placed for placed in self._gathers if unit is None or unit in placed.bucket.units
+        ]:
+            self._gathers.pop(placed).wait()
+
+    def enter(self, unit: str, hidden: torch.Tensor) -> torch.Tensor:
+        """As the plain version; the backward through here counts as the unit's."""
+        passed: torch.Tensor = _Boundary.apply(
+            super().enter(unit, hidden), unit, self._note_backward
+        )  # type: ignore[no-untyped-call]
+        return passed
+
+    def zero_gradients(self) -> None:
+        """As the plain version. Earlier reductions have ended: that update waited for them."""
+        super().zero_gradients()
+        self._backwards.clear()
+        self._reductions.clear()
+
+    def reduce_gradients(self) -> None:
+        """As the plain version, for the buckets that did not leave during backward; waits for all.
+
+        The embedding's is among them: it has no input that backward could leave through, and its
+        backward ends the last one of the first stage.
+        """
+        self._start_until(self._early)
+        # The sum over tp runs while the last sharded buckets travel; replicated buckets follow it.
+        self._sum_replicas()
+        self._start_until(len(self._in_backward_order))
+        for reduction in self._reductions:
+            if reduction is not None:
+                reduction.wait()
+
+    def gather_parameters(self) -> None:
+        """As the plain version, without waiting for the gathers that it starts."""
+        for placed in self._in_forward_order:
+            # All weights of a buffer share one version counter, and gloo advances it whenever a
+            # gather ends. autograd would then take an earlier layer's weights, already used by
+            # forward, for modified. `data` has a counter of its own.
+            whole, own = placed.whole(self.parameters).data, placed.own(self.parameters).data
+            gather = self._dp.start_all_gather(whole, own)
+            if gather is not None:
+                self._gathers[placed] = gather
+
+    def _note_backward(self, unit: str) -> None:
+        """A micro-batch's backward of ``unit`` is done (CUDA: enqueued), weight gradients too."""
+        # A bucket is ready when each of its units has seen every micro-batch of the step. Ready
+        # buckets leave from the front of the order only: all ranks start them in the same order.
+        self._backwards[unit] = self._backwards.get(unit, 0) + 1
+        while len(self._reductions) < self._early and self._is_complete(len(self._reductions)):
+            self._start_until(len(self._reductions) + 1)
+
+    def _is_complete(self, number: int) -> bool:
+        units = self._in_backward_order[number].bucket.units
+        return all(self._backwards.get(unit) == self._micro_batches for unit in units)
+
+    def _start_until(self, number: int) -> None:
+        """Start those of the first ``number`` reduce-scatters (backward order) not yet started."""
+        for placed in self._in_backward_order[len(self._reductions) : number]:
+            own, whole = placed.own(self.gradients), placed.whole(self.gradients)
+            self._reductions.append(self._dp.start_reduce_scatter(own, whole))
+
+
+class _Boundary(torch.autograd.Function):
+    """The identity; its backward reports that backward has left a unit.
+
+    Of the nodes that are ready, autograd runs the one that forward made last. The unit's nodes, and
+    those of the units after it, were made after this one and depend on nothing that was made before
+    them: when this one runs, all of them have run, those of weight gradients off the path to the
+    input included. A hook on the input tensor would not do: that of a leaf (a received activation)
+    runs ahead of this order, before the weights of the unit's norm have their gradients.
+    Recomputation adds no nodes to this backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, unit: str, note: Callable[[str], None]
+    ) -> torch.Tensor:
+        ctx.unit, ctx.note = unit, note
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.note(ctx.unit)
+        return gradient, None, None

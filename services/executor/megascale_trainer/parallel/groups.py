@@ -1,0 +1,277 @@
+"""Communication groups of one rank, and the record of what each of them is doing.
+
+Pipeline edges are two-rank groups, one per directed edge and kind, so that on each of them a rank
+only sends or only receives: NCCL runs the operations of a communicator in order and without tags.
+:mod:`megascale_trainer.process.bootstrap` creates the groups.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megascale_common.node.status_page import StatusPageWriter
+from megascale_trainer import compat
+
+
+class Pending:
+    """A collective in progress: until :meth:`wait`, do not write its source or use its output."""
+
+    def __init__(self, work: dist.Work, group: Group, *, cuda: bool) -> None:
+        self._work, self._group, self._cuda = work, group, cuda
+        self._ended = False
+
+    def wait(self) -> None:
+        """Have the current stream wait for the end, without the host (CPU: the caller waits)."""
+        self._work.wait()
+        # gloo's reduce-scatter never reports its end: it ends in this wait. On CUDA the device has
+        # only been made to wait, and the work itself reports its end.
+        self._ended = not self._cuda
+        self._group.poll()
+
+    def ended(self) -> bool:
+        """Whether it is known to have ended; never waits."""
+        return self._ended or self._work.is_completed()
+
+
+class _Mark:
+    """A point of the current CUDA stream, behind an operation."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def ended(self) -> bool:
+        """Whether the device has reached it; never waits."""
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+
+class Group:
+    """Some ranks that communicate, in ascending order; a group of one does nothing.
+
+    Entered and completed operations are counted on a row of the status page. On CUDA an operation
+    is only enqueued when the call returns, and a host may be thousands of operations ahead of its
+    device: each is followed by an event, which the next call and :meth:`poll` query.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        ranks: tuple[int, ...],
+        rank: int,
+        handle: dist.ProcessGroup | None,
+        status: StatusPageWriter | None,
+    ) -> None:
+        self.name, self.ranks = name, ranks
+        self.size, self.index = len(ranks), ranks.index(rank)
+        self._handle = handle
+        self._status = status if handle is not None else None
+        self._row = self._status.row(name) if self._status is not None else -1
+        self._in_progress: deque[Pending | _Mark] = deque()
+
+    @property
+    def handle(self) -> dist.ProcessGroup | None:
+        """torch's group; None in a group of one."""
+        return self._handle
+
+    @contextlib.contextmanager
+    def operation(self, tensor: torch.Tensor) -> Iterator[None]:
+        """Count the body, which communicates by other means, as one operation of the group.
+
+        The operation is over when the device of ``tensor`` has reached its end.
+        """
+        self._enter()
+        yield
+        self._leave(tensor)
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sum ``tensor`` over the ranks, in place."""
+        self._reduce(tensor, dist.ReduceOp.SUM)
+
+    def all_reduce_max(self, tensor: torch.Tensor) -> None:
+        """Maximum of ``tensor`` over the ranks, in place."""
+        self._reduce(tensor, dist.ReduceOp.MAX)
+
+    def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> None:
+        """Concatenate every rank's ``source`` along dimension 0 into ``output``.
+
+        ``source`` may be a view of ``output``.
+        """
+        if self._handle is None:
+            if output.data_ptr() != source.data_ptr():
+                output.copy_(source)
+            return
+        self._enter()
+        compat.all_gather(output, source, self._handle)
+        self._leave(source)
+
+    def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor) -> None:
+        """Sum ``source`` over the ranks; ``output`` gets this rank's part of dimension 0.
+
+        ``output`` may be a view of ``source``.
+        """
+        if self._handle is None:
+            if output.data_ptr() != source.data_ptr():
+                output.copy_(source)
+            return
+        self._enter()
+        compat.reduce_scatter(output, source, self._handle)
+        self._leave(source)
+
+    def start_all_gather(self, output: torch.Tensor, source: torch.Tensor) -> Pending | None:
+        """:meth:`all_gather` in place that returns at once; None in a group of one.
+
+        On CUDA it runs on the communicator's own stream, behind what the current stream holds now;
+        ``source`` and ``output`` must outlive it. All ranks of a group start its operations in the
+        same order.
+        """
+        if self._handle is None:
+            return None
+        self._enter()
+        return self._post(compat.start_all_gather(output, source, self._handle), source)
+
+    def start_reduce_scatter(self, output: torch.Tensor, source: torch.Tensor) -> Pending | None:
+        """:meth:`reduce_scatter` in place that returns at once, like :meth:`start_all_gather`."""
+        if self._handle is None:
+            return None
+        self._enter()
+        return self._post(compat.start_reduce_scatter(output, source, self._handle), source)
+
+    def send(self, tensor: torch.Tensor) -> dist.Work:
+        """Post a send to the other rank of an edge; keep ``tensor`` until the returned work ended.
+
+        It counts as completed once posted: whether it arrived shows on the partner's row.
+        """
+        self._enter()
+        work = dist.isend(tensor, self._other, group=self._handle)
+        assert work is not None
+        self._leave(tensor)
+        return work
+
+    def post_receive(self, tensor: torch.Tensor) -> Receive:
+        """Post a receive into ``tensor`` from the other rank of an edge, and return at once.
+
+        On CUDA the transfer starts on the communicator's stream when the current stream has done
+        everything enqueued so far; what is enqueued from now on runs beside the transfer.
+        """
+        work = dist.irecv(tensor, self._other, group=self._handle)
+        assert work is not None
+        return Receive(self, work, tensor)
+
+    def poll(self) -> None:
+        """Report on the status page which operations the device has ended; never waits."""
+        if self._status is None:
+            return
+        # A communicator runs its operations in order: the first that has not ended hides no other.
+        before = len(self._in_progress)
+        while self._in_progress and self._in_progress[0].ended():
+            self._in_progress.popleft()
+        if len(self._in_progress) < before:
+            self._status.complete(self._row, unfinished=len(self._in_progress))
+
+    @property
+    def _other(self) -> int:
+        return self.ranks[1 - self.index]
+
+    def _reduce(self, tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> None:
+        if self._handle is None:
+            return
+        self._enter()
+        dist.all_reduce(tensor, operation, group=self._handle)
+        self._leave(tensor)
+
+    def _enter(self) -> None:
+        if self._status is not None:
+            self.poll()  # ended ones leave the page before the next one is entered
+            self._status.enter(self._row)
+
+    def _post(self, work: dist.Work, tensor: torch.Tensor) -> Pending:
+        pending = Pending(work, self, cuda=tensor.is_cuda)
+        if self._status is not None:
+            self._in_progress.append(pending)
+        return pending
+
+    def _leave(self, tensor: torch.Tensor) -> None:
+        if self._status is None:
+            return
+        # On CUDA the call only enqueued it; the mark behind it shows when the device is done.
+        if tensor.is_cuda:
+            self._in_progress.append(_Mark())
+        else:
+            self._status.complete(self._row, unfinished=len(self._in_progress))
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """A posted receive, waited for once; until then its tensor belongs to the communicator.
+
+    The tensor is safe with CUDA's caching allocator without being recorded on the communicator's
+    stream. Its memory comes from the stream that is current at the post: its earlier user is done
+    when the transfer starts. It stays referenced here until the wait, and its next user after a
+    later release runs behind that wait, on the same stream. Post and wait must therefore run under
+    the same current stream.
+    """
+
+    _group: Group
+    _work: dist.Work
+    _tensor: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        """The received tensor; the current stream (CPU: the caller) waits for the data.
+
+        Only now is the receive counted as entered: hang diagnosis takes a rank inside an operation
+        for one that is held up. A rank that hangs in its own computation, with its next receive
+        posted, holds others up.
+        """
+        self._group._enter()
+        self._work.wait()
+        self._group._leave(self._tensor)
+        return self._tensor
+
+
+@dataclass(frozen=True)
+class Edges:
+    """A rank's pipeline edges: "in" from the stage before, "out" to the stage after.
+
+    Gradients flow against them.
+
+    None at the ends of the pipeline, where it is not a ring.
+    """
+
+    activation_in: Group | None
+    activation_out: Group | None
+    gradient_in: Group | None
+    gradient_out: Group | None
+
+
+@dataclass(frozen=True)
+class Groups:
+    """All groups of one rank."""
+
+    world: Group
+    tp: Group
+    dp: Group
+    edges: Edges
+
+    def poll(self) -> None:
+        """Bring the status page up to date with what has ended on the device; never waits."""
+        edges = (
+            self.edges.activation_in,
+            self.edges.activation_out,
+            self.edges.gradient_in,
+            self.edges.gradient_out,
+        )
+        for group in (self.world, self.tp, self.dp, *edges):
+            if group is not None:
+                group.poll()
+
+
+def single_process_groups() -> Groups:
+    """The groups of a job of one rank; needs no process group."""
+    alone = Group("world", (0,), 0, None, None)
+    return Groups(alone, alone, alone, Edges(None, None, None, None))

@@ -1,0 +1,145 @@
+"""A simulated pipeline schedule as text and as SVG: a row per stage, time to the right."""
+
+from __future__ import annotations
+
+import colorsys
+import string
+from collections.abc import Iterator
+
+from megascale_trainer.parallel.pipeline.schedule import Action, Kind
+from megascale_trainer.parallel.pipeline.timing import Span, Timeline
+
+_IDLE = "."
+_TICK_UNITS = 5
+# Of the picture, in pixels.
+_ROW, _GAP, _LEFT, _TOP, _LEGEND = 26, 4, 70, 64, 130
+_BOX = 24  # of the shortest computation
+_TICK = 40  # between two numbers of the axis, at least
+
+
+def as_text(timeline: Timeline, width: int = 120) -> str:
+    """Lines of about ``width`` characters at most; a longer schedule continues in further blocks.
+
+    A forward is the number of its micro-batch, a backward has it in brackets, and with several
+    chunks a letter names the chunk. A time unit is as wide as the numbers need.
+    """
+    chunks = _chunks(timeline)
+    spans = [span for row in timeline.stages for span in row]
+    unit = max(-(-len(_framed(span.action, chunks)) // (span.end - span.start)) for span in spans)
+    names = [f"stage {stage}" for stage in range(len(timeline.stages))]
+    margin = max(map(len, names)) + 1
+    rows = [_row_text(row, timeline.makespan, unit, chunks) for row in timeline.stages]
+    axis = "".join(f"{at:<{_TICK_UNITS * unit}}" for at in range(0, timeline.makespan, _TICK_UNITS))
+    block = max((width - margin) // (_TICK_UNITS * unit), 1) * _TICK_UNITS * unit
+    blocks = []
+    for start in range(0, timeline.makespan * unit, block):
+        part = slice(start, start + block)
+        lines = [
+            " " * margin + axis[part],
+            *(f"{name:<{margin}}{row[part]}" for name, row in zip(names, rows, strict=True)),
+        ]
+        blocks.append("\n".join(line.rstrip() for line in lines))
+    return "\n\n".join(blocks)
+
+
+def as_svg(timeline: Timeline, title: str) -> str:
+    """An SVG document: a colour per chunk, an axis in time units, a legend.
+
+    Forwards are light, backwards dark.
+    """
+    chunks, rows = _chunks(timeline), len(timeline.stages)
+    unit = max(_BOX // min(span.end - span.start for row in timeline.stages for span in row), 2)
+    bottom = _TOP + rows * (_ROW + _GAP)
+    width = max(
+        _LEFT + timeline.makespan * unit + _GAP, _LEFT + (chunks + 1) * 2 * _LEGEND, 8 * len(title)
+    )
+    share = (
+        f"makespan {timeline.makespan} time units, "
+        f"bubble {timeline.bubble_share:.1%} of the stages' time"
+    )
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{bottom + 80}" '
+        'font-family="sans-serif" font-size="11" text-anchor="middle">',
+        '<rect width="100%" height="100%" fill="white"/>',
+        _label(8, 22, title, "start", 14),
+        _label(8, 42, share, "start", 12),
+    ]
+    for stage, row in enumerate(timeline.stages):
+        top = _TOP + stage * (_ROW + _GAP)
+        parts += [
+            _label(8, top + 17, f"stage {stage}", "start"),
+            _box(_LEFT, top, timeline.makespan * unit, "#eeeeee"),
+        ]
+        for span in row:
+            left, wide = _LEFT + span.start * unit, (span.end - span.start) * unit
+            text = str(span.action.micro_batch)
+            parts.append(
+                _box(left, top, wide, _colour(span.action.kind, span.action.chunk, chunks), "white")
+            )
+            parts += [_label(left + wide // 2, top + 17, text)] if 7 * len(text) <= wide else []
+    parts += [*_axis(timeline.makespan, unit, bottom), *_legend(chunks, bottom + 46), "</svg>"]
+    return "\n".join(parts) + "\n"
+
+
+def _chunks(timeline: Timeline) -> int:
+    return 1 + max(span.action.chunk for row in timeline.stages for span in row)
+
+
+def _framed(action: Action, chunks: int) -> str:
+    """The text of a computation; what stands between the two ends of a backward may be widened."""
+    letter = string.ascii_lowercase[action.chunk % 26] if chunks > 1 else ""
+    text = f"{action.micro_batch}{letter}"
+    return f"[{text}]" if action.kind is Kind.BACKWARD else f"{text} "
+
+
+def _row_text(row: tuple[Span, ...], makespan: int, unit: int, chunks: int) -> str:
+    idle = f"{_IDLE:<{unit}}"
+    parts, at = [], 0
+    for span in row:
+        framed, wide = _framed(span.action, chunks), (span.end - span.start) * unit
+        parts += [idle * (span.start - at), f"{framed[:-1]:<{wide - 1}}{framed[-1]}"]
+        at = span.end
+    return "".join([*parts, idle * (makespan - at)])
+
+
+def _colour(kind: Kind, chunk: int, chunks: int) -> str:
+    lightness = 0.78 if kind is Kind.FORWARD else 0.55
+    shade = colorsys.hls_to_rgb((0.58 + chunk / chunks) % 1, lightness, 0.65)
+    return "#" + "".join(f"{round(255 * value):02x}" for value in shade)
+
+
+def _axis(makespan: int, unit: int, top: int) -> Iterator[str]:
+    step = next(
+        size * 10**power
+        for power in range(10)
+        for size in (1, 2, 5)
+        if size * 10**power * unit >= _TICK
+    )
+    yield f'<path d="M{_LEFT} {top}h{makespan * unit}" stroke="black"/>'
+    for at in range(0, makespan + 1, step):
+        yield f'<path d="M{_LEFT + at * unit} {top}v5" stroke="black"/>'
+        yield _label(_LEFT + at * unit, top + 17, str(at))
+    yield _label(8, top + 17, "time units", "start")
+
+
+def _legend(chunks: int, top: int) -> Iterator[str]:
+    left = _LEFT
+    for chunk in range(chunks):
+        for kind in (Kind.FORWARD, Kind.BACKWARD):
+            yield _box(left, top, 18, _colour(kind, chunk, chunks))
+            yield _label(
+                left + 24, top + 17, (f"chunk {chunk} " if chunks > 1 else "") + kind.value, "start"
+            )
+            left += _LEGEND
+    yield _box(left, top, 18, "#eeeeee") + _label(left + 24, top + 17, "idle", "start")
+
+
+def _box(left: int, top: int, width: int, fill: str, stroke: str = "none") -> str:
+    return (
+        f'<rect x="{left}" y="{top}" width="{width}" height="{_ROW}" '
+        f'fill="{fill}" stroke="{stroke}"/>'
+    )
+
+
+def _label(left: int, top: int, text: str, anchor: str = "middle", size: int = 11) -> str:
+    return f'<text x="{left}" y="{top}" text-anchor="{anchor}" font-size="{size}">{text}</text>'

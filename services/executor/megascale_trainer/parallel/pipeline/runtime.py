@@ -1,0 +1,131 @@
+"""Runs a rank's program of pipeline actions on tensors and communicators."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from megascale_trainer.batch import MicroBatch
+from megascale_trainer.parallel.groups import Edges, Group, Receive
+from megascale_trainer.parallel.pipeline.schedule import Action, Kind
+from megascale_trainer.parallel.pipeline.stage import Stage
+from megascale_trainer.telemetry.spans import span
+
+_Place = tuple[int, int]  # micro-batch and chunk
+
+
+class PipelineExecutor:
+    """The forwards and backwards of one rank.
+
+    Args:
+        chunks: the rank's virtual stages; the one that ends the model ends in the loss.
+        edges: the rank's communicators.
+        empty_hidden: makes an uninitialised [S / tp, B, H], what passes between stages.
+        on_forward: called with the number of each micro-batch as its forward begins (status page).
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Stage],
+        edges: Edges,
+        empty_hidden: Callable[[], torch.Tensor],
+        on_forward: Callable[[int], None],
+    ) -> None:
+        self._chunks, self._edges = chunks, edges
+        self._empty_hidden, self._on_forward = empty_hidden, on_forward
+        self._batches: Sequence[MicroBatch] = ()
+        self._inputs: dict[_Place, torch.Tensor] = {}
+        self._outputs: dict[_Place, torch.Tensor] = {}
+        self._posted_inputs: dict[_Place, Receive] = {}
+        self._posted_gradients: dict[_Place, Receive] = {}
+        self._gradients: dict[_Place, torch.Tensor] = {}
+        self._sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._sums: list[torch.Tensor] = []
+        self._actions: dict[Kind, Callable[[_Place], None]] = {
+            Kind.POST_ACTIVATION: self._post_activation,
+            Kind.WAIT_ACTIVATION: self._wait_activation,
+            Kind.FORWARD: self._forward,
+            Kind.SEND_ACTIVATION: self._send_activation,
+            Kind.POST_GRADIENT: self._post_gradient,
+            Kind.WAIT_GRADIENT: self._wait_gradient,
+            Kind.BACKWARD: self._backward,
+            Kind.SEND_GRADIENT: self._send_gradient,
+        }
+
+    def run(self, program: Sequence[Action], batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        """Execute ``program``; its backwards add to the weights' ``main_grad``.
+
+        A program of forwards alone runs under ``torch.no_grad()``: then nothing is kept for a
+        backward.
+
+        Returns:
+            On the last stage the sums of :func:`megascale_trainer.model.head.loss_sums`, one
+            float64 [3] per micro-batch, on the device; elsewhere nothing.
+        """
+        self._batches, self._sums = batches, []
+        for action in program:
+            with span(action.kind.value, action.micro_batch, action.chunk):
+                self._actions[action.kind]((action.micro_batch, action.chunk))
+        # Only here are sends waited for: a wait right behind a send could close a circle with the
+        # partner's own send.
+        for work, _ in self._sends:
+            work.wait()
+        self._sends.clear()
+        return self._sums
+
+    def _post_activation(self, place: _Place) -> None:
+        self._posted_inputs[place] = self._post(self._edges.activation_in)
+
+    def _wait_activation(self, place: _Place) -> None:
+        # A leaf of this stage's graph: its gradient is what goes back to the stage before.
+        self._inputs[place] = self._posted_inputs.pop(place).wait().requires_grad_()
+
+    def _forward(self, place: _Place) -> None:
+        number, chunk = place
+        self._on_forward(number)
+        batch, stage = self._batches[number], self._chunks[chunk]
+        keep = torch.is_grad_enabled()
+        output = stage.forward(
+            self._inputs.get(place) if keep else self._inputs.pop(place, None), batch
+        )
+        if stage.last:
+            output, sums = stage.loss(output, batch)
+            self._sums.append(sums)
+        if keep or not stage.last:
+            self._outputs[place] = output
+
+    def _send_activation(self, place: _Place) -> None:
+        self._send(self._edges.activation_out, self._outputs[place].detach())
+        if not torch.is_grad_enabled():
+            del self._outputs[place]
+
+    def _post_gradient(self, place: _Place) -> None:
+        self._posted_gradients[place] = self._post(self._edges.gradient_in)
+
+    def _wait_gradient(self, place: _Place) -> None:
+        self._gradients[place] = self._posted_gradients.pop(place).wait()
+
+    def _backward(self, place: _Place) -> None:
+        torch.autograd.backward(self._outputs.pop(place), self._gradients.pop(place, None))
+
+    def _send_gradient(self, place: _Place) -> None:
+        gradient = self._inputs.pop(place).grad
+        assert gradient is not None, "the stage's input took part in its forward"
+        self._send(self._edges.gradient_out, gradient)
+
+    def _post(self, edge: Group | None) -> Receive:
+        assert edge is not None, "the schedule receives where this stage has no neighbour"
+        return edge.post_receive(self._empty_hidden())
+
+    def _send(self, edge: Group | None, tensor: torch.Tensor) -> None:
+        assert edge is not None, "the schedule sends where this stage has no neighbour"
+        tensor = tensor.contiguous()
+        # A tensor must outlive its send, or the allocator would give its memory to another one. On
+        # CUDA those whose sends have ended are released here; on CPU they stay until the end of the
+        # step, one per micro-batch, chunk and direction.
+        while tensor.is_cuda and self._sends and self._sends[0][0].is_completed():
+            self._sends.popleft()
+        self._sends.append((edge.send(tensor), tensor))

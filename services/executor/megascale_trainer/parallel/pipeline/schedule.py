@@ -1,0 +1,166 @@
+"""1F1B and interleaved 1F1B as pure lists of actions.
+
+Source: Narayanan et al., arXiv 2104.04473, section 2.2.
+
+A stage fills the pipeline with forwards, then runs one forward and one backward in turn, then the
+backwards that are left. With V chunks (virtual stages) per stage, groups of ``stages``
+micro-batches visit chunk 0, then chunk 1 and so on; chunk c of the last stage sends to chunk c + 1
+of the first, so the edges of the pipeline form a ring.
+
+Sends are posted as soon as their data exists and waited for later: a send that waited for its
+partner would close a circle with the partner's own send. A receive is a post, after which data may
+arrive, and a wait, right before the computation that needs it. A device runs its part of a post
+only after all computation that was enqueued before. Plain, a stage posts where it waits, and the
+transfer is exposed. With ``overlap`` it posts one computation earlier, in warm-up, steady state and
+cool-down (MegaScale, arXiv 2402.15627, section 3.2), at the price of one more message in memory.
+Posting earlier still gains nothing while a transfer is not longer than a computation.
+
+Every directed edge of the ring has a communicator per kind, also where two edges join the same two
+ranks (two stages). Both ends of an edge run through the same chunks and micro-batches in the same
+order, so that the k-th send meets the k-th receive.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Kind(enum.Enum):
+    """What a stage does. Sends and posts return at once; waits return with their post's data."""
+
+    POST_ACTIVATION = "post_activation"
+    WAIT_ACTIVATION = "wait_activation"
+    FORWARD = "forward"
+    SEND_ACTIVATION = "send_activation"
+    POST_GRADIENT = "post_gradient"
+    WAIT_GRADIENT = "wait_gradient"
+    BACKWARD = "backward"
+    SEND_GRADIENT = "send_gradient"
+
+
+POSTS = frozenset({Kind.POST_ACTIVATION, Kind.POST_GRADIENT})
+COMPUTATIONS = frozenset({Kind.FORWARD, Kind.BACKWARD})
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One step of a stage's program, for one micro-batch and model chunk (0: no interleaving)."""
+
+    kind: Kind
+    micro_batch: int
+    chunk: int = 0
+
+
+def one_forward_one_backward(
+    stage: int, stages: int, micro_batches: int, chunks: int = 1, *, overlap: bool = False
+) -> list[Action]:
+    """The program of ``stage`` out of ``stages``, each with ``chunks`` model chunks.
+
+    At most :func:`warm_up_forwards` + 1 pairs of micro-batch and chunk are alive at once; with
+    ``overlap``, one posted message besides.
+
+    Raises:
+        ValueError: no micro-batch, a stage that does not exist, or chunks that do not fit the other
+            numbers.
+    """
+    line = _Line(stage, stages, micro_batches, chunks)
+    total, warm_up = micro_batches * chunks, warm_up_forwards(stage, stages, micro_batches, chunks)
+    turns: list[list[Action]] = []
+    for number in range(total):
+        turns += [line.forward(number)]
+        if number >= warm_up:
+            turns += [line.backward(number - warm_up)]
+    for number in range(total - warm_up, total):
+        turns += [line.backward(number)]
+    # Without a steady state the first gradient may be the answer to the very last forward. Posted
+    # before that forward, its receive would gain nothing. And a host that waits for its device
+    # during that forward (a kernel loaded at its first use, memory given back to CUDA) would wait
+    # for ever: the device would wait in a receive whose data that very forward causes.
+    return _joined(turns, overlap, held=total if warm_up == total else None)
+
+
+def forward_only(
+    stage: int, stages: int, micro_batches: int, chunks: int = 1, *, overlap: bool = False
+) -> list[Action]:
+    """The forwards of ``stage`` and their messages, for evaluation.
+
+    Arguments and errors are those of :func:`one_forward_one_backward`.
+    """
+    line = _Line(stage, stages, micro_batches, chunks)
+    return _joined(
+        [line.forward(number) for number in range(micro_batches * chunks)], overlap, held=None
+    )
+
+
+def warm_up_forwards(stage: int, stages: int, micro_batches: int, chunks: int) -> int:
+    """Forwards (of one chunk each) before the first backward."""
+    after = stages - stage - 1
+    fill = after if chunks == 1 else 2 * after + (chunks - 1) * stages
+    return min(fill, micro_batches * chunks)
+
+
+def _joined(turns: list[list[Action]], overlap: bool, held: int | None) -> list[Action]:
+    """The program of ``turns``, one computation each.
+
+    ``overlap`` moves the posts of every turn but ``held`` ahead of the computation before.
+    """
+    program: list[Action] = []
+    last = 0  # index of the last computation in the program
+    for number, turn in enumerate(turns):
+        posts = sum(action.kind in POSTS for action in turn)
+        at = last if overlap and number != held else len(program)
+        program[at:at] = turn[:posts]
+        rest = turn[posts:]
+        last = len(program) + next(
+            at for at, action in enumerate(rest) if action.kind in COMPUTATIONS
+        )
+        program += rest
+    return program
+
+
+class _Line:
+    """The numbered forwards and backwards of one stage, each with its messages."""
+
+    def __init__(self, stage: int, stages: int, micro_batches: int, chunks: int) -> None:
+        if micro_batches < 1 or chunks < 1 or not 0 <= stage < stages:
+            raise ValueError(
+                f"stage {stage} of {stages} with {chunks} chunks and {micro_batches} "
+                "micro-batches: there is nothing to schedule"
+            )
+        if chunks > 1 and (stages == 1 or micro_batches % stages):
+            raise ValueError(
+                f"{chunks} chunks per stage need more than one stage, and micro-batches in "
+                f"multiples of the stages: got {stages} stages and {micro_batches} micro-batches"
+            )
+        self._stage, self._stages, self._chunks = stage, stages, chunks
+
+    def forward(self, number: int) -> list[Action]:
+        """Forward ``number`` of the stage."""
+        micro_batch, chunk = self._place(number)
+        kinds = [] if self._opens(chunk) else [Kind.POST_ACTIVATION, Kind.WAIT_ACTIVATION]
+        kinds += [Kind.FORWARD]
+        kinds += [] if self._closes(chunk) else [Kind.SEND_ACTIVATION]
+        return [Action(kind, micro_batch, chunk) for kind in kinds]
+
+    def backward(self, number: int) -> list[Action]:
+        """Backward ``number`` of the stage: the same places, last chunk first."""
+        micro_batch, chunk = self._place(number)
+        chunk = self._chunks - 1 - chunk
+        kinds = [] if self._closes(chunk) else [Kind.POST_GRADIENT, Kind.WAIT_GRADIENT]
+        kinds += [Kind.BACKWARD]
+        kinds += [] if self._opens(chunk) else [Kind.SEND_GRADIENT]
+        return [Action(kind, micro_batch, chunk) for kind in kinds]
+
+    def _place(self, number: int) -> tuple[int, int]:
+        """Micro-batch and chunk: groups of ``stages`` micro-batches visit chunk after chunk."""
+        if self._chunks == 1:
+            return number, 0
+        group, inside = divmod(number, self._stages * self._chunks)
+        return group * self._stages + inside % self._stages, inside // self._stages
+
+    def _opens(self, chunk: int) -> bool:
+        return self._stage == 0 and chunk == 0
+
+    def _closes(self, chunk: int) -> bool:
+        return self._stage == self._stages - 1 and chunk == self._chunks - 1

@@ -1,0 +1,62 @@
+"""The tp group as the model is given it: linear operators, collectives and this rank's place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megascale_trainer.parallel.groups import Group
+from megascale_trainer.parallel.tensor import linear, sequence
+from megascale_trainer.parallel.tensor.matmul import PlainMatmuls, SequenceMatmuls
+from megascale_trainer.weights import Weight
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """A tp group and how its matmuls communicate.
+
+    It implements the protocols of :mod:`megascale_trainer.model.sharding`.
+    """
+
+    group: Group
+    matmuls: SequenceMatmuls
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.group.size
+
+    @property
+    def index(self) -> int:
+        """This rank's place among them."""
+        return self.group.index
+
+    def column_parallel(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        """See :func:`megascale_trainer.parallel.tensor.linear.column_parallel`."""
+        return linear.column_parallel(x, weight, self.matmuls)
+
+    def row_parallel(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        """See :func:`megascale_trainer.parallel.tensor.linear.row_parallel`."""
+        return linear.row_parallel(x, weight, self.matmuls)
+
+    def reduce_scatter_sequence(self, x: torch.Tensor) -> torch.Tensor:
+        """See :func:`megascale_trainer.parallel.tensor.sequence.reduce_scatter_sequence`."""
+        return sequence.reduce_scatter_sequence(x, self.group)
+
+    def sequence_part(self, x: torch.Tensor) -> torch.Tensor:
+        """See :func:`megascale_trainer.parallel.tensor.sequence.sequence_part`."""
+        return sequence.sequence_part(x, self.group)
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sum ``tensor`` over the ranks, in place."""
+        self.group.all_reduce(tensor)
+
+    def all_reduce_max(self, tensor: torch.Tensor) -> None:
+        """Maximum of ``tensor`` over the ranks, in place."""
+        self.group.all_reduce_max(tensor)
+
+
+def plain_tensor_parallel(group: Group) -> TensorParallel:
+    """``group`` with collectives and matmuls one after the other; with one rank matmuls alone."""
+    return TensorParallel(group, PlainMatmuls(group))

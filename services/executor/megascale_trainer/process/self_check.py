@@ -1,0 +1,168 @@
+"""Self-check of a device and of the path between a node's ranks, before an attempt.
+
+It runs in a process forked for it, where a worker would run: same template, same device index, same
+library versions. It multiplies matrices whose exact product is known, then all-reduces among the
+node's ranks a vector whose exact sum is known (MegaScale section 4.3, the intra-node tests). The
+agent reads the answer; see SelfCheck in :mod:`megascale_common.node.messages`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from megascale_common.node import framing
+from megascale_common.node.messages import SelfChecked, SelfCheckResult
+
+_PERIOD = 16
+_CPU_SIZE = 256
+# Large enough to occupy every multiprocessor; a wrong one shows in some of the repeats.
+_CUDA_SIZE = 4096
+_CUDA_REPEATS = 8
+_REDUCED_ELEMENTS = 1 << 16
+
+
+def run(agent: socket.socket, message: framing.Message, descriptors: list[int]) -> int:
+    """Check as ``message`` asks and send the results; returns the exit status."""
+    parameters = {key: value for key, value in message.items() if key != "kind"}
+    listen = descriptors[0] if descriptors else None
+    framing.send(agent, dict(all_reduce_check(store_listen_fd=listen, **parameters)))
+    return 0
+
+
+class CheckFailed(Exception):
+    """A result of the device or of the path is wrong."""
+
+
+def all_reduce_check(
+    rank: int,
+    world_size: int,
+    store_port: int,
+    device_kind: str,
+    device_index: int,
+    timeout_s: float,
+    store_listen_fd: int | None = None,
+) -> SelfChecked:
+    """Check this rank's device, then all-reduce among the node's ranks; never raises.
+
+    Args:
+        rank, world_size: position among the node's ranks that check together.
+        store_port: port on 127.0.0.1 of the store through which they meet; unused with one rank.
+        device_kind, device_index: ``cpu`` or ``cuda``, and the index on the host.
+        timeout_s: bound on the rendezvous and on the all-reduce.
+        store_listen_fd: the store's listening socket, on rank 0.
+    """
+    device = torch.device("cpu") if device_kind == "cpu" else torch.device("cuda", device_index)
+    target = f"{device_kind}:{device_index}"
+    results = [_timed("compute", target, lambda: check_compute(device))]
+    if world_size > 1:
+        results.append(
+            _timed(
+                "all_reduce",
+                target,
+                lambda: _meet_and_reduce(
+                    rank, world_size, store_port, device, timeout_s, store_listen_fd
+                ),
+            )
+        )
+    return {"kind": "self_checked", "rank": rank, "results": results}
+
+
+def check_compute(device: torch.device) -> str:
+    """Multiply matrices whose product is known, and compare all of it; returns what was done.
+
+    Values are whole numbers in float32, whose product is exact with fp32, tf32 and bf16 inputs.
+
+    Returns what was done.
+
+    Raises:
+        CheckFailed: an element of the product is wrong.
+        RuntimeError: the device cannot be used.
+    """
+    size, repeats = (_CPU_SIZE, 1) if device.type == "cpu" else (_CUDA_SIZE, _CUDA_REPEATS)
+    left, right, tile = _known_product(size)
+    expected = torch.from_numpy(np.tile(tile, (size // _PERIOD, size // _PERIOD))).to(device)
+    a, b = torch.from_numpy(left).to(device), torch.from_numpy(right).to(device)
+    for repeat in range(repeats):
+        wrong = int((a @ b != expected).sum())
+        if wrong:
+            raise CheckFailed(
+                f"{wrong} of {size * size} elements of a known product are wrong "
+                f"(repeat {repeat + 1})"
+            )
+    return f"{repeats} products of {size}x{size} equal the known answer"
+
+
+def _known_product(size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Two matrices that repeat every 16 rows or columns: their product repeats one 16 x 16 tile."""
+    inner, edge = np.arange(size), np.arange(size) % _PERIOD
+    left = (edge[:, None] * 5 + inner[None, :] * 3) % 7 - 3
+    right = (inner[:, None] * 2 + edge[None, :] * 3) % 5 - 2
+    tile = left[:_PERIOD].astype(np.int64) @ right[:, :_PERIOD].astype(np.int64)
+    return left.astype(np.float32), right.astype(np.float32), tile.astype(np.float32)
+
+
+def _meet_and_reduce(
+    rank: int,
+    world_size: int,
+    store_port: int,
+    device: torch.device,
+    timeout_s: float,
+    store_listen_fd: int | None,
+) -> str:
+    timeout = timedelta(seconds=timeout_s)
+    if device.type == "cpu":
+        # These ranks share a host: no look-up of its name is needed.
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    else:
+        torch.cuda.set_device(device)
+    store = TCPStore(
+        "127.0.0.1",
+        store_port,
+        world_size=world_size,
+        is_master=rank == 0,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=store_listen_fd if rank == 0 else None,
+    )
+    dist.init_process_group(
+        "gloo" if device.type == "cpu" else "nccl",
+        store=PrefixStore("self-check", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=None if device.type == "cpu" else device,
+    )
+    pattern = torch.arange(_REDUCED_ELEMENTS, dtype=torch.float32, device=device) % 97
+    values = pattern * (rank + 1)
+    dist.all_reduce(values)
+    wrong = int((values != pattern * (world_size * (world_size + 1) // 2)).sum())
+    # Rank 0 holds the store and must leave last: a peer's last look-up would find a closed port.
+    dist.barrier()
+    if wrong:
+        raise CheckFailed(f"{wrong} of {_REDUCED_ELEMENTS} elements of a known sum are wrong")
+    return f"sum of {_REDUCED_ELEMENTS} elements over {world_size} ranks equals the known answer"
+
+
+def _timed(name: str, target: str, check: Callable[[], str]) -> SelfCheckResult:
+    begin = time.monotonic()
+    try:
+        verdict, detail = "PASS", check()
+    except Exception as error:
+        # Any error of the device or the library is the finding.
+        verdict, detail = "FAIL", f"{type(error).__name__}: {error}"[:2000]
+    return {
+        "name": name,
+        "target": target,
+        "verdict": verdict,
+        "detail": detail,
+        "elapsed_s": time.monotonic() - begin,
+    }

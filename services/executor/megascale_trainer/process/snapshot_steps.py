@@ -1,0 +1,131 @@
+"""Which steps get a snapshot, as the ranks vote: the step loop's side of a Snapshotter.
+
+All ranks take a snapshot together or skip it together, and no rank waits for it. Around the
+snapshot after step s (on CUDA, where a step's result is read after the next one was launched):
+
+    step s - 1   reserve a slot; the vote (0 ready, 1 must skip) rides in the step's all-reduce
+    step s       launched; the result of s - 1 is read, and with it the sum of votes: the copy
+                 starts on a side stream behind step s, or all ranks skip
+    step s + 1   launched; its update waits on the device for the copy; the result of s is read:
+                 if its values are finite, the copied slot is sealed
+
+The last step has no step behind it to hide in: its vote is about itself, and it waits for a slot.
+"""
+
+from __future__ import annotations
+
+import base64
+
+import torch
+
+from megascale_common.job.config import JobConfig
+from megascale_common.node.status_page import Phase, StatusPageWriter
+from megascale_trainer.parallel.groups import Group
+from megascale_trainer.snapshot import Snapshotter
+
+LAST_SLOT_TIMEOUT_S = 60.0
+DRAIN_TIMEOUT_S = 300.0
+
+
+class SnapshotSteps:
+    """Votes, copies and seals for the steps of one rank; without ``snapshots`` it does nothing."""
+
+    def __init__(
+        self, config: JobConfig, status: StatusPageWriter, snapshots: Snapshotter | None
+    ) -> None:
+        self._config, self._status, self._snapshots = config, status, snapshots
+        # of the newest step whose result was read: (step, skipped updates, its values are finite)
+        self._settled: tuple[int, int, bool] | None = None
+        # (snapshot after this step, number of ranks that must skip it)
+        self._decided: tuple[int, int] | None = None
+
+    @property
+    def copied(self) -> torch.cuda.Event | None:
+        """What the next update must wait for on the device: a copy still reads the states."""
+        return None if self._snapshots is None else self._snapshots.copied
+
+    def subject(self, step: int) -> int | None:
+        """The step whose snapshot is voted on in ``step``: the next one, or the last itself."""
+        last, interval = self._config.training.steps, self._config.checkpoint.interval_steps
+        if self._snapshots is None:
+            return None
+        if step == last:
+            return step
+        following = step + 1
+        return following if interval and following % interval == 0 and following < last else None
+
+    def vote(self, step: int) -> int:
+        """This rank's vote in ``step``: 0 a slot is reserved (or nothing is due), 1 must skip."""
+        subject = self.subject(step)
+        if self._snapshots is None or subject is None:
+            return 0
+        if subject != step:
+            return self._snapshots.reserve(subject)
+        self._status.update(phase=Phase.SNAPSHOT)  # it may wait for long
+        vote = self._snapshots.reserve_or_wait(step, LAST_SLOT_TIMEOUT_S)
+        self._status.update(phase=Phase.STEP)
+        return vote
+
+    def settle(self, step: int, votes: int, skipped_updates: int, *, finite: bool) -> None:
+        """The result of ``step`` was read; its snapshot may have started before, or follow."""
+        self._settle(step, skipped_updates, finite=finite)
+        subject = self.subject(step)
+        if subject is not None:
+            self._decided = subject, votes
+
+    def after(self, step: int, skipped_updates: int) -> None:
+        """``step`` was launched: seal what was copied; start or skip its snapshot as decided."""
+        if self._snapshots is None:
+            return
+        self._snapshots.seal_if_copied()
+        if self._decided is None or self._decided[0] != step:
+            return
+        votes, self._decided = self._decided[1], None
+        self._take(step, votes, skipped_updates)
+        self._snapshots.seal_if_copied()
+
+    def take_last_again(self, world: Group, device: torch.device, skipped_updates: int) -> None:
+        """Snapshot the last step of a run that was restored from memory with all its steps done.
+
+        The attempt that would have committed it is gone. Every rank calls it together.
+        """
+        assert self._snapshots is not None
+        steps = self._config.training.steps
+        votes = torch.zeros(1, device=device)
+        votes += self._snapshots.reserve_or_wait(steps, LAST_SLOT_TIMEOUT_S)
+        world.all_reduce(votes)
+        self._settle(steps, skipped_updates, finite=True)
+        self._take(steps, round(votes.item()), skipped_updates)
+
+    def finish(self, *, committed: bool) -> None:
+        """After the last step: seal it, and wait until it is committed or report why it is not.
+
+        ``committed``: the last step was restored from storage, so it is committed already.
+        """
+        if self._snapshots is None:
+            return
+        if not committed:
+            self._snapshots.seal_if_copied(wait=True)
+            problem = self._snapshots.drain(self._config.training.steps, DRAIN_TIMEOUT_S)
+            if problem:
+                print(f"the last checkpoint is not committed: {problem}", flush=True)
+        self._snapshots.close()
+
+    def _take(self, step: int, votes: int, skipped_updates: int) -> None:
+        assert self._snapshots is not None
+        small_state = {
+            "skipped_updates": skipped_updates,
+            "consumed_samples": step * self._config.training.global_batch_size,
+            "cpu_rng": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
+        }
+        if self._snapshots.take(step, small_state, votes=votes):
+            print(f"step {step}: snapshot started", flush=True)
+        # Where the result was read before the copy started (CPU, last step), it is settled here.
+        if self._settled is not None and self._settled[0] == step:
+            self._settle(*self._settled[:2], finite=self._settled[2])
+
+    def _settle(self, step: int, skipped_updates: int, *, finite: bool) -> None:
+        self._settled = step, skipped_updates, finite
+        if self._snapshots is not None:
+            small_state = {"skipped_updates": skipped_updates}
+            self._snapshots.settle(step, small_state, finite=finite)

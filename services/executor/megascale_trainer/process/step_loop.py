@@ -1,0 +1,133 @@
+"""The step loop of a rank: data, step, result, evaluation, snapshot, from the first to the last.
+
+On CUDA the result of a step is read one step late, after the next was launched, so that the device
+never waits for the host.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+
+from megascale_common.node.status_page import Phase, StatusPageWriter
+from megascale_trainer.data.device_batches import StepBatches
+from megascale_trainer.parallel.groups import Groups
+from megascale_trainer.process.snapshot_steps import SnapshotSteps
+from megascale_trainer.process.step_records import StepRecords
+from megascale_trainer.telemetry.profiling import StepProfiler
+from megascale_trainer.trainer import StepResult, Trainer
+
+# Collections at chosen steps, the same on all ranks: irregular ones spread ranks apart (MegaScale
+# section 6.3).
+COLLECT_EVERY_STEPS = 100
+# How often a host that waits for its device polls it; short beside a step that needs a GPU.
+STEP_POLL_S = 0.001
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A step that was launched and whose result has not been read."""
+
+    step: int
+    result: StepResult
+
+
+@dataclass(slots=True, kw_only=True)
+class StepLoop:
+    """Everything that one rank's steps need. ``skipped`` counts the skipped updates of the run."""
+
+    trainer: Trainer
+    device: torch.device
+    groups: Groups
+    status: StatusPageWriter
+    data: StepBatches
+    held_out: StepBatches | None
+    snapshots: SnapshotSteps
+    records: StepRecords
+    profiler: StepProfiler
+    skipped: int
+
+    def run(self, done: int) -> None:
+        """All steps from ``done`` + 1 on, until the last has ended on this rank."""
+        self.records.start()
+        steps = self.trainer.config.training.steps
+        previous: _InFlight | None = None
+        for step in range(done + 1, steps + 1):
+            self.profiler.before(step)
+            # The snapshot of the step before must be sealed, or the last one finds no slot.
+            if step == steps and previous is not None:
+                self._read(previous)
+                previous = None
+            current = self._launch(step)
+            if previous is not None:
+                self._read(previous)
+            previous = current
+            if self._reads_at_once(step, first=done + 1):
+                self._read(current)
+                previous = None
+            self.snapshots.after(step, self.skipped)
+            if step % COLLECT_EVERY_STEPS == 0:
+                gc.collect()
+            self.profiler.after(step)
+        self.trainer.settle()
+        self.profiler.finish()
+
+    def _launch(self, step: int) -> _InFlight:
+        vote = self.snapshots.vote(step)
+        batches = self.data.take()
+        # A snapshot that is still being copied reads the states: the update must not write them.
+        copied = self.snapshots.copied
+        if copied is not None:
+            self.trainer.wait_before_update(copied)
+        launched = _InFlight(step, self.trainer.train_step(batches, vote=vote))
+        if step < self.trainer.config.training.steps:
+            self.data.prefetch()
+        return launched
+
+    def _reads_at_once(self, step: int, first: int) -> bool:
+        """Whether the result is read before the next step is launched.
+
+        On a CPU it is there already. The first ends the warm-up, the last has no step behind it to
+        hide in, and an evaluation waits for the device anyway.
+        """
+        last = self.trainer.config.training.steps
+        return self.device.type == "cpu" or step in (first, last) or self._evaluates_after(step)
+
+    def _read(self, launched: _InFlight) -> None:
+        """Read the result of a step: status page, votes, step record, evaluation."""
+        # The host stays in this loop when its device hangs: the page shows how far that came.
+        while not launched.result.ready():
+            self.groups.poll()
+            time.sleep(STEP_POLL_S)
+        record = launched.result.read()
+        self.status.update(step=launched.step, phase=Phase.STEP)
+        self.groups.poll()
+        self.skipped += record.skipped
+        # A skipped update left the state as it was. The record is the same on all ranks, and so is
+        # what they decide from it.
+        sound = math.isfinite(record.loss) and math.isfinite(record.gradient_norm)
+        finite = record.skipped or sound
+        self.snapshots.settle(launched.step, record.votes, self.skipped, finite=finite)
+        values = self.records.of(record, self.skipped)
+        if self._evaluates_after(launched.step):
+            values["evaluation_loss"] = self._evaluate()
+        self.records.send(values)
+
+    def _evaluates_after(self, step: int) -> bool:
+        config = self.trainer.config
+        interval, last = config.evaluation.interval_steps, config.training.steps
+        return self.held_out is not None and (step % interval == 0 or step == last)
+
+    def _evaluate(self) -> float:
+        """Loss on the held-out batches, the same ones each time."""
+        assert self.held_out is not None
+        self.status.update(phase=Phase.EVAL)
+        held_out = self.held_out
+        batches = self.trainer.config.evaluation.batches
+        loss = self.trainer.evaluate(held_out.take() for _ in range(batches))
+        self.status.update(phase=Phase.STEP)
+        return loss

@@ -1,0 +1,81 @@
+"""Step records as the rank reports them: a line in its log and a message to the agent."""
+
+from __future__ import annotations
+
+import socket
+import time
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from megascale_common.job.config import JobConfig
+from megascale_common.node import framing
+from megascale_common.node.messages import Assignment
+from megascale_common.sizes import flops
+from megascale_trainer.trainer import StepRecord
+
+FIRST_LOGGED_STEPS, LOG_INTERVAL_S = 10, 1.0
+
+
+class StepRecords:
+    """Adds times and utilisation to the trainer's records, logs them and sends them to the agent.
+
+    A step's time reaches from the end of the one before, or from :meth:`start`, to :meth:`of`.
+    """
+
+    def __init__(
+        self, agent: socket.socket, assignment: Assignment, config: JobConfig, device: torch.device
+    ) -> None:
+        self._agent, self._assignment, self._config = agent, assignment, config
+        self._device_name = (
+            torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        )
+        self._last_step_end_s = 0.0
+        self._logged_steps, self._logged_at_s = 0, 0.0
+
+    def start(self) -> None:
+        """The first step begins."""
+        self._last_step_end_s = time.monotonic()
+
+    def of(self, record: StepRecord, skipped_updates: int) -> dict[str, Any]:
+        """The record as megascale.v1.StepRecord has it; the rank's log gets a line of it."""
+        config, elapsed_s = self._config, time.monotonic() - self._last_step_end_s
+        tokens = config.training.global_batch_size * config.model.sequence_length
+        tokens_per_s = tokens / elapsed_s
+        utilisation = flops.mfu(
+            config.model, tokens_per_s, config.layout.world_size, self._device_name
+        )
+        values = {
+            key: value for key, value in asdict(record).items() if key not in ("skipped", "votes")
+        }
+        values |= {
+            "skipped_updates": skipped_updates,
+            "attempt": self._assignment["attempt"],
+            "step_time_s": elapsed_s,
+            "tokens_per_s": tokens_per_s,
+            "mfu_causal": utilisation.exact if utilisation else None,
+            "mfu_full": utilisation.full if utilisation else None,
+            "completed_at_s": time.time(),
+        }
+        self._log(values)
+        return values
+
+    def send(self, values: dict[str, Any]) -> None:
+        """Send a record to the agent, if this rank is the one that reports; the step ends."""
+        if self._assignment["reports"]:
+            framing.send(self._agent, {"kind": "step", "record": values})
+        self._last_step_end_s = time.monotonic()
+
+    def _log(self, values: dict[str, Any]) -> None:
+        """A line of the rank's log: each of the first steps, then at most one a second."""
+        now_s = time.monotonic()
+        self._logged_steps += 1
+        if self._logged_steps > FIRST_LOGGED_STEPS and now_s - self._logged_at_s < LOG_INTERVAL_S:
+            return
+        self._logged_at_s = now_s
+        print(
+            f"step {values['step']}: loss {values['loss']:.6g}, "
+            f"gradient norm {values['gradient_norm']:.4g}, {values['step_time_s']:.3f} s",
+            flush=True,
+        )

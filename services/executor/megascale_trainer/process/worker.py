@@ -1,0 +1,296 @@
+"""One rank of a training run: meet the other ranks, restore, run the steps, finish.
+
+It runs in a process that the template (:mod:`megascale_trainer.process.__main__`) forked, and
+communicates with the agent over one socket and with nothing else of the control plane. Losing the
+agent ends it, because the template dies with the agent; losing the driver does not affect it.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import faulthandler
+import gc
+import socket
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from megascale_common.job import config as job_config
+from megascale_common.job.config import JobConfig
+from megascale_common.job.restore import RestorePlan, RestoreSource
+from megascale_common.node import framing
+from megascale_common.node.messages import (
+    STACKS_SIGNAL,
+    Assignment,
+    ErrorKind,
+    Failed,
+    Finished,
+    Running,
+)
+from megascale_common.node.status_page import Phase, StatusPageWriter
+from megascale_trainer.data.client import LoaderClient, RingRequest
+from megascale_trainer.data.device_batches import StepBatches, step_batches
+from megascale_trainer.data.errors import DataError
+from megascale_trainer.parallel.groups import Groups
+from megascale_trainer.process.bootstrap import create_groups
+from megascale_trainer.process.snapshot_steps import SnapshotSteps
+from megascale_trainer.process.step_loop import StepLoop
+from megascale_trainer.process.step_records import StepRecords
+from megascale_trainer.snapshot import RankRegistration, RestoreRefused, Snapshotter
+from megascale_trainer.telemetry.profiling import StepProfiler
+from megascale_trainer.trainer import Trainer
+
+RENDEZVOUS_TIMEOUT_S = 120.0
+LOADER_TIMEOUT_S = 120.0
+MAX_ERROR_CHARS = 8_000
+_COLLECTIVE_WORDS = (
+    "gloo",
+    "nccl",
+    "connection closed by peer",
+    "connection reset",
+    "timed out",
+    "broken pipe",
+)
+
+
+def run(agent: socket.socket, message: framing.Message, descriptors: list[int]) -> int:
+    """Carry out the assignment; returns the exit status and never raises."""
+    assignment = cast(Assignment, message)
+    # Its handler needs no interpreter lock, which a hung call may hold.
+    faulthandler.register(STACKS_SIGNAL)
+    try:
+        _Worker(agent, assignment, descriptors[0] if descriptors else None).run()
+        return 0
+    except BaseException as error:
+        text = traceback.format_exc()
+        print(text, flush=True)
+        kind, detail = _classify(error)
+        try:
+            framing.send(
+                agent,
+                Failed(
+                    kind="failed",
+                    error_kind=kind,
+                    error=text[-MAX_ERROR_CHARS:],
+                    detail=detail,
+                ),
+            )
+        except OSError:
+            pass  # the agent has ended: there is nothing to report to
+        return 1
+
+
+class _Worker:
+    def __init__(
+        self, agent: socket.socket, assignment: Assignment, store_listen: int | None
+    ) -> None:
+        self._agent, self._assignment, self._store_listen = agent, assignment, store_listen
+        self._config: JobConfig = job_config.from_accepted(assignment["config"])
+        self._plan = RestorePlan.from_mapping(assignment["restore"])
+        self._device = _device(assignment)
+        self._status = StatusPageWriter(
+            Path(assignment["status_page"]), rank=assignment["rank"], attempt=assignment["attempt"]
+        )
+        self._snapshots: Snapshotter | None = None
+        self._skipped, self._consumed = 0, 0
+
+    def run(self) -> None:
+        """The whole life of the rank."""
+        self._say_hello()
+        self._groups = self._meet()
+        try:
+            self._work()
+        except BaseException:
+            # Of a device that is lost: what it was doing stays on the page.
+            with contextlib.suppress(RuntimeError):
+                self._groups.poll()
+            raise
+
+    def _work(self) -> None:
+        config, status = self._config, self._status
+        trainer = Trainer(config, self._assignment["rank"], self._groups, self._device, status)
+        if config.checkpoint.uri:
+            self._snapshots = self._register(trainer)
+        done = self._restore(trainer)
+        loop = self._step_loop(trainer)
+        # From here on garbage is only collected at chosen steps (see step_loop).
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        framing.send(self._agent, Running(kind="running", step=done))
+        status.update(step=done, phase=Phase.WARMUP)
+        loop.run(done)
+        status.update(phase=Phase.SNAPSHOT)
+        self._finish(loop, done)
+        loop.data.close()
+        if loop.held_out is not None:
+            loop.held_out.close()
+        status.update(phase=Phase.DONE)
+        print(f"finished: step {config.training.steps} is the last", flush=True)
+        framing.send(self._agent, Finished(kind="finished", step=config.training.steps))
+
+    def _say_hello(self) -> None:
+        who, layout = self._assignment, self._config.layout
+        at = layout.coordinates(who["rank"])
+        print(
+            f"rank {who['rank']} of {layout.world_size}: tp {at.tp} dp {at.dp} pp {at.pp} "
+            f"on {self._device}, attempt {who['attempt']}, job {who['job']}, "
+            f"torch {torch.__version__}",
+            flush=True,
+        )
+
+    def _meet(self) -> Groups:
+        """Rendezvous of all ranks; every key carries the job and the attempt."""
+        who, config = self._assignment, self._config
+        store = TCPStore(
+            who["store_host"],
+            who["store_port"],
+            world_size=config.layout.world_size,
+            is_master=who["rank"] == 0,
+            timeout=timedelta(seconds=RENDEZVOUS_TIMEOUT_S),
+            wait_for_workers=False,
+            master_listen_fd=self._store_listen if who["rank"] == 0 else None,
+        )
+        prefixed = PrefixStore(f"{who['job']}/{who['attempt']}", store)
+        return create_groups(
+            config.layout,
+            who["rank"],
+            prefixed,
+            self._device,
+            timeout_s=config.recovery.collective_timeout_s,
+            ring=config.parallelism.virtual_stages > 1,
+            status=self._status,
+        )
+
+    def _register(self, trainer: Trainer) -> Snapshotter:
+        who, sizes = self._assignment, self._config.parallelism
+        registration = RankRegistration(
+            job=who["job"],
+            attempt=who["attempt"],
+            rank=who["rank"],
+            world_size=self._config.layout.world_size,
+            uri=self._config.checkpoint.uri,
+            committer_endpoint=who["committer_endpoint"],
+            slots=self._config.checkpoint.slots,
+            sizes={
+                "tp": sizes.tp,
+                "cp": sizes.cp,
+                "dp": sizes.dp,
+                "pp": sizes.pp,
+                "vpp": sizes.virtual_stages,
+            },
+        )
+        timeout_s = self._config.recovery.collective_timeout_s
+        return Snapshotter(
+            who["checkpoint_socket"],
+            registration,
+            trainer,
+            self._device,
+            collective_timeout_s=timeout_s,
+        )
+
+    def _restore(self, trainer: Trainer) -> int:
+        """Load what the driver decided; returns the last completed step."""
+        plan = self._plan
+        if plan.source is RestoreSource.NONE:
+            trainer.initialise()
+            print("starts from initial values", flush=True)
+            return 0
+        if self._snapshots is None:
+            raise RestoreRefused(
+                "OTHER", "the plan restores a step, but the job has no checkpoint uri", ""
+            )
+        self._status.update(phase=Phase.RESTORE)
+        small_state = self._snapshots.restore(plan)
+        consumed, expected = (
+            small_state["consumed_samples"],
+            plan.step * self._config.training.global_batch_size,
+        )
+        if consumed != expected:
+            raise RestoreRefused(
+                "OTHER",
+                f"the checkpoint of step {plan.step} has consumed {consumed} samples, "
+                f"training.global_batch_size = {self._config.training.global_batch_size} would "
+                f"make it {expected}: keep the batch size of the job that wrote it",
+                "",
+            )
+        trainer.finish_load(plan.step)
+        self._skipped, self._consumed = int(small_state["skipped_updates"]), consumed
+        torch.set_rng_state(
+            torch.frombuffer(bytearray(base64.b64decode(small_state["cpu_rng"])), dtype=torch.uint8)
+        )
+        print(f"restored step {plan.step} from {plan.source}", flush=True)
+        return plan.step
+
+    def _open_data(
+        self, stream: Literal["training", "evaluation"], first_sample: int
+    ) -> StepBatches:
+        who, config = self._assignment, self._config
+        ring = RingRequest(
+            dp_rank=config.layout.coordinates(who["rank"]).dp,
+            reader=who["reader"],
+            readers=who["readers"],
+            first_sample=first_sample,
+            stream=stream,
+        )
+        loader = LoaderClient(Path(who["loader_socket"]), config, ring, LOADER_TIMEOUT_S)
+        return step_batches(loader, self._device)
+
+    def _step_loop(self, trainer: Trainer) -> StepLoop:
+        config, device = self._config, self._device
+        return StepLoop(
+            trainer=trainer,
+            device=device,
+            groups=self._groups,
+            status=self._status,
+            data=self._open_data("training", self._consumed),
+            held_out=self._open_data("evaluation", 0) if config.evaluates else None,
+            snapshots=SnapshotSteps(config, self._status, self._snapshots),
+            records=StepRecords(self._agent, self._assignment, config, device),
+            profiler=StepProfiler(self._agent, device),
+            skipped=self._skipped,
+        )
+
+    def _finish(self, loop: StepLoop, done: int) -> None:
+        """After the last step: commit it, unless it was restored from storage."""
+        all_done = done == self._config.training.steps
+        source = self._plan.source
+        if all_done and source is RestoreSource.MEMORY:
+            loop.snapshots.take_last_again(self._groups.world, self._device, loop.skipped)
+        loop.snapshots.finish(committed=all_done and source is RestoreSource.STORAGE)
+
+
+def _device(assignment: Assignment) -> torch.device:
+    """The rank's device. Workers see all devices of the host in one order and get an index."""
+    if assignment["device_kind"] == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", assignment["device_index"])
+    torch.cuda.set_device(device)
+    return device
+
+
+def _classify(error: BaseException) -> tuple[ErrorKind, str]:
+    """Kind of the error for the driver's recovery, and a detail such as the damaged file.
+
+    A failed collective is a symptom (a peer died); it never makes this rank the culprit. Where only
+    a lost CUDA context is left of it, the agent finds the cause on the status page
+    (:mod:`megascale_executor.agent.symptoms`).
+    """
+    if isinstance(error, RestoreRefused):
+        return error.kind, error.file
+    if isinstance(error, DataError):
+        return "DATA", str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return "OUT_OF_MEMORY", ""
+    text = str(error).lower()
+    if isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(word in text for word in _COLLECTIVE_WORDS)
+    ):
+        return "COLLECTIVE", ""
+    return "OTHER", ""

@@ -1,0 +1,371 @@
+"""Stage 1 of a checkpoint, the trainer's side: copy the state to the daemon's memory and seal it.
+
+The daemon owns the memory (slots), so a sealed snapshot survives this process. All ranks take a
+snapshot together or skip it together: each reserves a slot one step ahead, and its vote rides in
+the gradient-norm all-reduce. Busy slots skip and count; nothing blocks. A daemon that ends costs
+snapshots, never the run.
+
+On CUDA the copy runs on a side stream into pinned slots during the next forward and backward; the
+next optimizer update waits for it on the device (:attr:`Snapshotter.copied`), the host never does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+
+from megascale_common.job.restore import RestorePlan
+from megascale_common.node import framing
+from megascale_common.node.messages import (
+    Acquire,
+    Acquired,
+    Busy,
+    DaemonRequest,
+    Drain,
+    ErrorKind,
+    Refused,
+    Register,
+    Release,
+    Restore,
+    Restored,
+    Seal,
+)
+from megascale_common.sizes.checkpoint_layout import ShardLayout
+
+# At the start: the first registration clears memory, a restore reads storage, and no peer waits.
+START_TIMEOUT_S = 600.0
+# Later the peers wait in their collectives for the answer, which takes milliseconds, or the time of
+# a slot's checksums.
+LONGEST_ANSWER_S, SHARE_OF_COLLECTIVE_TIMEOUT = 30.0, 4
+ACQUIRE_RETRY_S = 0.2
+
+
+class RestoreRefused(Exception):
+    """The daemon cannot give the planned state: ``kind`` is why, ``file`` which file is damaged."""
+
+    def __init__(self, kind: ErrorKind, problem: str, file: str) -> None:
+        super().__init__(problem)
+        self.kind = kind
+        self.file = file
+
+
+class TrainingState(Protocol):
+    """What the snapshotter needs of a trainer."""
+
+    def shard_layout(self) -> ShardLayout:
+        """How this rank's state lies in a slot."""
+
+    def state_copy_to(self, slot: torch.Tensor) -> None:
+        """Copy the state into ``slot`` (uint8, host), on the current stream."""
+
+    def load_from(self, slot: torch.Tensor) -> None:
+        """Take the state from ``slot`` (uint8, host)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankRegistration:
+    """What a rank registers with. ``sizes`` are those of the parallel axes, for the manifest."""
+
+    job: str
+    attempt: int
+    rank: int
+    world_size: int
+    uri: str
+    committer_endpoint: str
+    slots: int
+    sizes: Mapping[str, int]
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A copy that was started and is not sealed; ``done`` is None on CPU: it is complete at once.
+
+    ``finite`` is None until the result of the step has been read.
+    """
+
+    slot: int
+    step: int
+    small_state: dict[str, Any]
+    done: torch.cuda.Event | None
+    finite: bool | None = None
+
+
+class Snapshotter:
+    """Connection of one rank to the checkpoint daemon of its node.
+
+    Raises:
+        OSError: the daemon is not running, or refuses the registration; the message has its reason.
+    """
+
+    def __init__(
+        self,
+        socket_path: str,
+        registration: RankRegistration,
+        state: TrainingState,
+        device: torch.device,
+        *,
+        collective_timeout_s: float,
+    ) -> None:
+        self._path, self._registration, self._state = socket_path, registration, state
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._socket: socket.socket | None = None
+        self._slots: list[torch.Tensor] = []
+        self._pinned: list[torch.Tensor] = []
+        self._reserved: int | None = None
+        self._pending: _Pending | None = None
+        self._seal_unanswered = False
+        self._answer_timeout_s = min(
+            LONGEST_ANSWER_S, collective_timeout_s / SHARE_OF_COLLECTIVE_TIMEOUT
+        )
+        self.skipped = 0
+        self._connect(START_TIMEOUT_S)
+
+    def restore(self, plan: RestorePlan) -> dict[str, Any]:
+        """Load the planned state into the trainer; returns the small state that was sealed with it.
+
+        Raises:
+            RestoreRefused: the daemon cannot give it (damaged or missing file, lost memory).
+        """
+        request = Restore(kind="restore", plan=plan.to_mapping())
+        answer = cast(Restored | Refused, self._request(request, START_TIMEOUT_S))
+        if answer["kind"] == "refused":
+            raise RestoreRefused(answer["error_kind"], answer["error"], answer["file"])
+        self._state.load_from(self._slots[answer["slot"]])
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # the copy must end before the slot is released
+        self._request(Release(kind="release", slot=answer["slot"]))
+        return answer["small_state"]
+
+    def reserve(self, step: int) -> int:
+        """Reserve a slot for the snapshot after ``step``; the vote: 0 ready, 1 must skip."""
+        self.seal_if_copied()
+        try:
+            if self._socket is None:
+                self._connect(self._answer_timeout_s)
+            if self._pending is not None:
+                return 1  # the previous snapshot is still being copied or settled
+            answer = cast(Acquired | Busy, self._request(Acquire(kind="acquire", step=step)))
+        except OSError as error:
+            self._lost(error)
+            return 1
+        self._reserved = answer["slot"] if answer["kind"] == "acquired" else None
+        return 0 if self._reserved is not None else 1
+
+    def reserve_or_wait(self, step: int, timeout_s: float) -> int:
+        """As :meth:`reserve`, but wait for a busy slot: the last step delays no other."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self.seal_if_copied(wait=True)
+            if self.reserve(step) == 0 or time.monotonic() > deadline:
+                return 0 if self._reserved is not None else 1
+            time.sleep(ACQUIRE_RETRY_S)
+
+    def take(self, step: int, small_state: dict[str, Any], *, votes: int) -> bool:
+        """After ``step``: start the copy into the reserved slot, or skip if ``votes`` is above 0.
+
+        It is sealed after :meth:`settle`. Returns whether a snapshot was started.
+        """
+        slot, self._reserved = self._reserved, None
+        if votes:
+            self.skipped += 1
+            print(
+                f"step {step}: no snapshot, {votes} ranks have no slot "
+                f"({self.skipped} skipped so far)",
+                flush=True,
+            )
+            if slot is not None:
+                self._try(Release(kind="release", slot=slot))
+            return False
+        # The daemon ended after the vote: the other ranks take their part, and the step cannot be
+        # committed without this one's. Training goes on.
+        if slot is None:
+            self.skipped += 1
+            print(
+                f"step {step}: no snapshot here, the slot is lost ({self.skipped} skipped so far)",
+                flush=True,
+            )
+            return False
+        self._pending = _Pending(slot, step, small_state, self._copy(self._slots[slot]))
+        return True
+
+    def settle(self, step: int, small_state: Mapping[str, Any], *, finite: bool) -> None:
+        """The result of ``step`` was read: complete its snapshot's small state and finite flag."""
+        if self._pending is not None and self._pending.step == step:
+            self._pending.small_state |= small_state
+            self._pending.finite = finite
+
+    @property
+    def copied(self) -> torch.cuda.Event | None:
+        """Event that the next optimizer update must wait for; None when no copy is in progress."""
+        return self._pending.done if self._pending is not None else None
+
+    def seal_if_copied(self, *, wait: bool = False) -> None:
+        """Have a finished and settled copy sealed; with ``wait``, wait for the copy first.
+
+        A copy is sealed only when it has ended on the device *and* its step's result was read: the
+        seal carries ``finite``. The daemon answers when it has checksummed the slot; training does
+        not wait for that (the next request does).
+        """
+        pending = self._pending
+        if pending is None or pending.finite is None:
+            return
+        if pending.done is not None:
+            if wait:
+                pending.done.synchronize()
+            elif not pending.done.query():  # type: ignore[no-untyped-call]
+                return
+        # From here on the slot belongs to the daemon: the next update may overwrite the states.
+        self._pending = None
+        message = Seal(
+            kind="seal",
+            slot=pending.slot,
+            step=pending.step,
+            small_state=pending.small_state,
+            finite=pending.finite,
+        )
+        try:
+            self._take_seal_answer()
+            framing.send(self._connected(), message)
+            self._seal_unanswered = True
+        except OSError as error:
+            self._lost(error)
+
+    def drain(self, step: int, timeout_s: float) -> str:
+        """Wait until ``step`` is committed; returns "" or why it is not."""
+        message = Drain(kind="drain", step=step, timeout_s=timeout_s)
+        answer = self._try(message, timeout_s + self._answer_timeout_s)
+        return "the checkpoint daemon is gone" if answer is None else str(answer.get("error", ""))
+
+    def close(self) -> None:
+        """Close the connection; sealed snapshots stay with the daemon."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _copy(self, slot: torch.Tensor) -> torch.cuda.Event | None:
+        if self._stream is None:
+            self._state.state_copy_to(slot)
+            return None
+        # Behind the update that made these states, and beside everything that follows it; the next
+        # update waits for ``done`` (Trainer.wait_before_update), because it overwrites them.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            self._state.state_copy_to(slot)
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(self._stream)
+        return done
+
+    def _connect(self, timeout_s: float) -> None:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(self._answer_timeout_s)
+        connection.connect(self._path)
+        self._socket = connection
+        who, layout = self._registration, self._state.shard_layout()
+        message = Register(
+            kind="register",
+            version=framing.PROTOCOL_VERSION,
+            job=who.job,
+            attempt=who.attempt,
+            rank=who.rank,
+            world_size=who.world_size,
+            uri=who.uri,
+            committer_endpoint=who.committer_endpoint,
+            slots=who.slots,
+            layout=layout.to_dict(),
+            layout_info=dict(who.sizes),
+        )
+        answer, descriptors = self._exchange(message, timeout_s)
+        self._slots = [_map_slot(descriptor, answer["slot_bytes"]) for descriptor in descriptors]
+        if self._stream is not None:
+            self._pinned = [slot for slot in self._slots if _pin(slot, self._device)]
+
+    def _request(self, message: DaemonRequest, timeout_s: float | None = None) -> framing.Message:
+        return self._exchange(message, timeout_s or self._answer_timeout_s)[0]
+
+    def _exchange(
+        self, message: DaemonRequest, timeout_s: float
+    ) -> tuple[framing.Message, Sequence[int]]:
+        connection = self._connected()
+        connection.settimeout(timeout_s)
+        try:
+            self._take_seal_answer()
+            framing.send(connection, message)
+            return self._answer(message["kind"])
+        finally:
+            connection.settimeout(self._answer_timeout_s)
+
+    def _take_seal_answer(self) -> None:
+        # Answers arrive in order: that of a seal, which has not been read, comes before the next.
+        if self._seal_unanswered:
+            self._seal_unanswered = False
+            self._answer("seal")
+
+    def _answer(self, request: str) -> tuple[framing.Message, Sequence[int]]:
+        answer = framing.receive(self._connected())
+        if answer is None:
+            raise ConnectionError("the checkpoint daemon closed the connection")
+        if answer[0]["kind"] == "error":
+            raise ConnectionError(f"the checkpoint daemon refused {request}: {answer[0]['error']}")
+        return answer
+
+    def _connected(self) -> socket.socket:
+        if self._socket is None:
+            raise ConnectionError("not connected to the checkpoint daemon")
+        return self._socket
+
+    def _try(
+        self, message: DaemonRequest, timeout_s: float | None = None
+    ) -> framing.Message | None:
+        """Send a message whose loss only costs a snapshot."""
+        try:
+            return self._request(message, timeout_s)
+        except OSError as error:
+            self._lost(error)
+            return None
+
+    def _lost(self, error: OSError) -> None:
+        print(f"snapshots pause: {error}; training goes on", file=sys.stderr, flush=True)
+        self.close()
+        self._reserved, self._pending, self._seal_unanswered = None, None, False
+        self._unmap()
+
+    def _unmap(self) -> None:
+        """Unmap the slots: the daemon's memory is freed only when no process maps it any more."""
+        if self._stream is not None:
+            self._stream.synchronize()  # a copy may still write into a slot
+        for slot in self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(slot.data_ptr())  # type: ignore[no-untyped-call]
+        self._pinned, self._slots = [], []
+
+
+def _map_slot(descriptor: int, size_bytes: int) -> torch.Tensor:
+    memory = mmap.mmap(descriptor, size_bytes)
+    os.close(descriptor)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _pin(slot: torch.Tensor, device: torch.device) -> bool:
+    """Pin a slot, so that the copy engine writes into it directly; returns whether that worked."""
+    status = torch.cuda.cudart().cudaHostRegister(slot.data_ptr(), slot.numel(), 0)  # type: ignore[no-untyped-call]
+    if int(status) == 0:
+        return True
+    print(
+        f"slot is not pinned (cudaHostRegister status {int(status)}): "
+        "training waits for each snapshot",
+        flush=True,
+    )
+    # CUDA keeps the failure and would report it at the next launch of a kernel: launch one here
+    # that takes it.
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device=device)
+    return False

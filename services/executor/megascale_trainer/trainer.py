@@ -1,0 +1,343 @@
+"""The trainer: one rank's model, buffers and optimizer, and a training step of all of them.
+
+The loss is the weighted sum over the global batch divided by its global weight. Gradients are those
+of the sum; the division, the clip factor and the decision to skip a non-finite step happen on the
+device in the update, after the one all-reduce that ends a step. A step therefore never waits for
+the device; :meth:`StepResult.read` does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megascale_common.job.config import JobConfig
+from megascale_common.node.status_page import StatusPageWriter
+from megascale_common.sizes.checkpoint_layout import ShardLayout
+from megascale_common.sizes.parameter_table import parameter_table, shard_layout
+from megascale_kernels.operators import choose
+from megascale_trainer.batch import MicroBatch
+from megascale_trainer.model.initial_values import fill_shard
+from megascale_trainer.optimizer.interface import OptimizerSetup
+from megascale_trainer.optimizer.learning_rate import learning_rate
+from megascale_trainer.optimizer.registry import optimizer_factory
+from megascale_trainer.optimizer.step_control import (
+    StepControl,
+    StepTotals,
+    local_totals,
+    step_control,
+)
+from megascale_trainer.parallel.data.buffers import FlatBuffers
+from megascale_trainer.parallel.data.overlapped_buffers import OverlappedBuffers
+from megascale_trainer.parallel.groups import Groups
+from megascale_trainer.parallel.pipeline.runtime import PipelineExecutor
+from megascale_trainer.parallel.pipeline.schedule import forward_only, one_forward_one_backward
+from megascale_trainer.parallel.pipeline.stage import Stage
+from megascale_trainer.parallel.tensor.overlapped_matmul import tensor_parallel
+from megascale_trainer.telemetry.spans import span
+from megascale_trainer.weights import bind_weights
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """What one step did, the same on every rank.
+
+    ``loss`` is the mean cross entropy, without ``z_loss``; ``gradient_norm`` that of the mean
+    gradient before clipping. NaN losses and norms belong to skipped steps. ``consumed_samples`` and
+    ``consumed_tokens`` count from the start of the run. ``votes`` is the sum of the ranks'.
+    """
+
+    step: int
+    loss: float
+    z_loss: float
+    gradient_norm: float
+    clip_factor: float
+    skipped: bool
+    learning_rate: float
+    consumed_samples: int
+    consumed_tokens: int
+    votes: int
+
+
+class StepResult:
+    """The outcome of a step that may still be running on the device."""
+
+    def __init__(
+        self,
+        step: int,
+        learning_rate: float,
+        samples: int,
+        tokens: int,
+        totals: StepTotals,
+        control: StepControl,
+    ) -> None:
+        self._host = (step, learning_rate, samples, tokens)
+        weight = totals.weight
+        broken = torch.where(totals.broken_ranks > 0, torch.nan, 1.0)
+        values = (
+            totals.entropy / weight,
+            totals.z_loss / weight,
+            control.norm * broken,
+            control.clip * broken,
+            1.0 - control.apply.double(),
+            totals.votes,
+        )
+        packed = torch.stack(values)
+        self._event: torch.cuda.Event | None = None
+        if packed.is_cuda:
+            # Into pinned memory, behind the step on its stream: a later read waits for this event
+            # and for nothing else.
+            self._values = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+            self._values.copy_(packed, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+        else:
+            self._values = packed
+
+    def ready(self) -> bool:
+        """Whether :meth:`read` would return at once; never waits."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def read(self) -> StepRecord:
+        """The record; waits until the device has finished the step. Best called one step late."""
+        if self._event is not None:
+            self._event.synchronize()
+        step, rate, samples, tokens = self._host
+        loss, z_loss, norm, clip, skipped, votes = self._values.tolist()
+        return StepRecord(
+            step, loss, z_loss, norm, clip, skipped > 0, rate, samples, tokens, round(votes)
+        )
+
+
+class Trainer:
+    """One rank of a training job. ``step`` is the number of completed steps.
+
+    Raises:
+        ValueError: the layout cannot hold the model, or asks for what is not built; names the
+            field.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        rank: int,
+        groups: Groups,
+        device: torch.device,
+        status: StatusPageWriter | None = None,
+    ) -> None:
+        set_determinism(config, device)
+        self.config, self.step = config, 0
+        self._groups, self._device, self._status = groups, device, status
+        self._copied: torch.cuda.Event | None = None
+        self._table = parameter_table(config, rank)
+        dtype = DTYPES[config.training.precision]
+        place = (self._table, dtype, device, groups.tp, groups.dp)
+        overlapped = config.parallelism.overlap.dp
+        self._buffers = (
+            OverlappedBuffers(*place, micro_batches=config.micro_batches)
+            if overlapped
+            else FlatBuffers(*place)
+        )
+        operators = choose(config.training.kernels, device)
+        factory = optimizer_factory(config.optimizer.name)
+        self._state_names = tuple(factory.state_names)
+        self._layout = shard_layout(self._table, self._state_names)
+        self._states = torch.zeros(
+            (len(self._state_names), self._table.shard_elements), dtype=torch.float32, device=device
+        )
+        self._optimizer = factory(
+            OptimizerSetup(config.optimizer, self._table, self._states, operators.name)
+        )
+        weights = bind_weights(self._table, self._buffers.parameters, self._buffers.gradients)
+        shape = (
+            config.model.sequence_length // config.parallelism.tp,
+            config.training.micro_batch_size,
+            config.model.hidden_size,
+        )
+        tp = tensor_parallel(config, groups.tp, dtype, device)
+        self._pipeline = PipelineExecutor(
+            [
+                Stage(config, chunk, weights, tp, self._buffers, operators)
+                for chunk in self._table.chunks
+            ],
+            groups.edges,
+            lambda: torch.empty(shape, dtype=dtype, device=device),
+            self._note_micro_batch,
+        )
+        line = (
+            self._table.at.pp,
+            config.parallelism.pp,
+            config.micro_batches,
+            config.parallelism.virtual_stages,
+        )
+        overlap = config.parallelism.overlap.pp
+        self._program = one_forward_one_backward(*line, overlap=overlap)
+        self._forwards = forward_only(*line, overlap=overlap)
+
+    def initialise(self) -> None:
+        """Give all parameters their initial values; a restored run calls :meth:`load_from`."""
+        fill_shard(self._master, self._table, self.config.training.seed)
+        self._buffers.publish(self._master)
+
+    def train_step(self, micro_batches: Sequence[MicroBatch], *, vote: int = 0) -> StepResult:
+        """One update from this replica's micro-batches; every rank calls it together.
+
+        They are on the device and in order.
+
+        Raises:
+            ValueError: the number or shape of the micro-batches is not the configured one.
+        """
+        self._check(micro_batches)
+        self._buffers.zero_gradients()
+        loss_sums = self._pipeline.run(self._program, micro_batches)
+        with torch.no_grad():
+            self._buffers.reduce_gradients()
+            # Only the update must wait for a snapshot's copy: the copy had forward and backward to
+            # run beside.
+            if self._copied is not None:
+                self._copied.wait()
+                self._copied = None
+            gradients = self._buffers.gradient_shards()
+            # The one all-reduce of a step: loss, gradient norm, broken ranks and votes.
+            vector = local_totals(loss_sums, gradients, self._table.at, vote, self._device)
+            self._groups.world.all_reduce(vector)
+            totals, control = step_control(vector, self.config.optimizer.clip_norm)
+            rate = learning_rate(self.config, self.step)
+            with span("optimizer"):
+                shards = [shard for _, shard in gradients]
+                self._optimizer.update(
+                    shards, self._buffers.parameter_shards(), control, rate, self.step + 1
+                )
+            # Overlapped buffers return at once: the next forward waits for each unit on entry.
+            self._buffers.gather_parameters()
+        self.step += 1
+        samples = self.step * self.config.training.global_batch_size
+        return StepResult(
+            self.step, rate, samples, samples * self.config.model.sequence_length, totals, control
+        )
+
+    def evaluate(self, batches: Iterable[Sequence[MicroBatch]]) -> float:
+        """Mean cross entropy of held-out global batches, forward only; all ranks call it together.
+
+        Waits for the device. NaN where all weights are zero.
+
+        Args:
+            batches: of each global batch this replica's micro-batches (on the device, in order), as
+                in a step.
+
+        Raises:
+            ValueError: the number or shape of the micro-batches is not the configured one.
+        """
+        sums = torch.zeros(3, dtype=torch.float64, device=self._device)
+        with torch.no_grad():
+            for micro_batches in batches:
+                self._check(micro_batches)
+                for found in self._pipeline.run(self._forwards, micro_batches):
+                    # All tp ranks have the same sums, and the all-reduce below adds every rank's.
+                    sums += found if self._table.at.tp == 0 else 0.0
+            self._groups.world.all_reduce(sums)
+        entropy, _, weight = sums.tolist()
+        return float(entropy / weight) if weight > 0 else float("nan")
+
+    def states(self) -> dict[str, torch.Tensor]:
+        """This rank's flat float32 shard of each optimizer state, by name; views."""
+        return dict(zip(self._state_names, self._states.unbind(), strict=True))
+
+    def shard_layout(self) -> ShardLayout:
+        """Where every logical parameter's states lie in a slot of this rank."""
+        return self._layout
+
+    def state_copy_to(self, slot: torch.Tensor) -> None:
+        """Enqueue a copy of the states into ``slot``, uint8 [slot_bytes], on the current stream.
+
+        The slot may be on any device.
+        """
+        image = self._image()
+        self._check_slot(slot)
+        slot[: image.numel()].copy_(image, non_blocking=True)
+
+    def wait_before_update(self, copied: torch.cuda.Event) -> None:
+        """Have the device, not the host, hold the next update until ``copied``.
+
+        A snapshot that is still being copied reads the states, which the update overwrites.
+        """
+        self._copied = copied
+
+    def load_from(self, slot: torch.Tensor) -> None:
+        """Take the states from ``slot``, uint8 [slot_bytes].
+
+        What no piece of the layout describes (padding) becomes zero.
+
+        The parameters themselves follow with :meth:`finish_load`, which all ranks call together.
+        """
+        image = self._image()
+        self._check_slot(slot)
+        end = 0
+        image.zero_()
+        for piece in sorted(self._layout.pieces, key=lambda piece: piece.slot_offset_bytes):
+            end = piece.slot_offset_bytes + piece.size_bytes
+            image[piece.slot_offset_bytes : end].copy_(slot[piece.slot_offset_bytes : end])
+
+    def finish_load(self, step: int) -> None:
+        """Set the number of completed steps; publish the loaded parameters to all replicas."""
+        self.step = step
+        self._buffers.publish(self._master)
+
+    def settle(self) -> None:
+        """After the last step: wait until its parameters have arrived on this rank.
+
+        A rank that ends before its peers have gathered from it would break their communication.
+        """
+        self._buffers.await_parameters()
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    @property
+    def _master(self) -> torch.Tensor:
+        """float32 master parameters of the shard."""
+        return self._states[0]
+
+    def _image(self) -> torch.Tensor:
+        return self._states.view(-1).view(torch.uint8)
+
+    def _check_slot(self, slot: torch.Tensor) -> None:
+        if slot.dtype != torch.uint8 or slot.dim() != 1 or slot.numel() < self._layout.slot_bytes:
+            raise ValueError(
+                f"a slot of this rank is uint8 [{self._layout.slot_bytes}], "
+                f"got {slot.dtype} {list(slot.shape)}"
+            )
+
+    def _check(self, micro_batches: Sequence[MicroBatch]) -> None:
+        wanted = (self.config.training.micro_batch_size, self.config.model.sequence_length)
+        if len(micro_batches) != self.config.micro_batches:
+            raise ValueError(
+                f"a step takes {self.config.micro_batches} micro-batches, got {len(micro_batches)}"
+            )
+        for batch in micro_batches:
+            if tuple(batch.tokens.shape) != wanted:
+                raise ValueError(
+                    f"a micro-batch is [B, S] = {wanted}, got {tuple(batch.tokens.shape)}"
+                )
+
+    def _note_micro_batch(self, number: int) -> None:
+        if self._status is not None:
+            self._status.update(micro_batch=number)
+
+
+def set_determinism(config: JobConfig, device: torch.device) -> None:
+    """Make CUDA repeat itself bit for bit for ``training.deterministic``; a CPU does anyway."""
+    if device.type != "cuda":
+        return
+    deterministic = config.training.deterministic
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(deterministic)
+    # torch would also fill every new tensor, to show reads of unwritten memory: a pass over memory
+    # for each of them.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.deterministic = deterministic

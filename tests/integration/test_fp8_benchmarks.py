@@ -1,0 +1,60 @@
+"""Dry runs of the FP8 benchmarks on CPU ranks: overlapped layers in every way, and loss curves."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.harness.ranks import REPOSITORY
+
+pytest.importorskip("triton")
+
+
+def _run(*command: str) -> dict[str, object]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    ended = subprocess.run(
+        [sys.executable, *command],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    found: dict[str, object] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.slow
+def test_a_layer_is_measured_in_every_way(tmp_path: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
+    options = ("--tp", "2", "--models", "7b", "--quick", "--rounds", "1", "--chunks", "2")
+    rows = tmp_path / "rows.jsonl"
+    found = _run(
+        *(*launcher, "benchmarks/fp8_overlap.py", *options),
+        *("--only", "check,layers", "--formats", "bf16;fp8, e5m2 gradients"),
+        *("--results", str(rows)),
+    )
+    assert isinstance(found["rows"], list)
+    assert [json.loads(line) for line in rows.read_text().splitlines()] == found["rows"]
+    ways = {"none", "exposed", "overlapped, 2", "cut, 2"}
+    for name in ("bf16", "fp8, e5m2 gradients"):
+        runs = {row["run"] for row in found["rows"] if row["section"] == "layers"}
+        assert {f"{name}; {way}" for way in ways} <= runs
+    errors = [row["error"] for row in found["rows"] if row["section"] == "check"]
+    assert len(errors) == 2 and max(errors) < 1e-3, "another order of sums in bf16"
+
+
+@pytest.mark.slow
+def test_loss_curves_in_fp8_lie_beside_those_in_bf16(tmp_path: Path) -> None:
+    options = ("--folder", str(tmp_path), "--quick", "--steps", "12")
+    found = _run("benchmarks/fp8_losses.py", *options)
+    assert isinstance(found["rows"], list) and found["failed"] == 0
+    for row in found["rows"]:
+        assert row["steps"] == 12 and row["last_fifth"] < row["first"]
+        assert row["max_difference"] < 0.02, row
+        assert (row["max_difference"] == 0) == (row["run"] == "bf16"), row

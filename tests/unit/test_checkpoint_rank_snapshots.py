@@ -1,0 +1,107 @@
+"""A rank's snapshots: a slot is never given to another while a thread still works on it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.harness.checkpoint_files import image_of, registration_of, write_checkpoint
+from tests.harness.waiting import CALL_TIMEOUT_S
+
+from megascale_checkpoint.committer_client import CommitterClient
+from megascale_checkpoint.concurrency import Pools, Signal
+from megascale_checkpoint.jobs import JobCheckpoints
+from megascale_checkpoint.rank_snapshots import RankSnapshots
+from megascale_checkpoint.slots import SlotPhase
+from megascale_checkpoint.staging import StagingFolder
+from megascale_common.job.restore import RestorePlan, RestoreSource
+from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
+
+VALUES = {"vector": np.arange(64, dtype=np.float32)}
+PIECE = ShardPiece("vector", "master", "float32", (64,), (0,), (64,), 0, 64, 0, primary=True)
+LAYOUT = ShardLayout((PIECE,), 256)
+
+
+@pytest.fixture
+async def snapshots(tmp_path: Path) -> AsyncIterator[RankSnapshots]:
+    pools = Pools()
+    staging = StagingFolder(tmp_path / "staging", "c", "n", "i1")
+    registration = registration_of("", 0, 1, LAYOUT)
+    made = await RankSnapshots.create(
+        registration, JobCheckpoints("job", Signal()), staging, pools, CommitterClient("token")
+    )
+    yield made
+    await made.stop(0.0)
+    staging.free(made.memories)
+    pools.close()
+
+
+class Blocked:
+    """Keeps all threads of a pool busy until released, so that new work waits for a thread."""
+
+    def __init__(self, snapshots: RankSnapshots, name: str) -> None:
+        pool = getattr(snapshots._pools, name)
+        self.event = threading.Event()
+        for _ in range(pool._max_workers):
+            pool.submit(self.event.wait)
+
+
+async def cancel(task: asyncio.Task[object]) -> None:
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def until_idle(snapshots: RankSnapshots) -> None:
+    async with asyncio.timeout(CALL_TIMEOUT_S):
+        await asyncio.gather(*snapshots._restores, return_exceptions=True)
+    assert snapshots.idle()
+
+
+async def test_a_cancelled_restore_keeps_its_slot_until_its_thread_has_ended(
+    snapshots: RankSnapshots, tmp_path: Path
+) -> None:
+    uri = write_checkpoint(tmp_path / "checkpoints", [LAYOUT], VALUES)
+    blocked = Blocked(snapshots, "storage")
+    first = asyncio.create_task(
+        snapshots.restore(RestorePlan(RestoreSource("storage"), 10, 1, uri))
+    )
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await cancel(first)
+    assert [slot.phase for slot in snapshots.table.slots].count(SlotPhase.RESTORING) == 1
+    assert not snapshots.idle(), "its memory must not be freed"
+    second = asyncio.create_task(
+        snapshots.restore(RestorePlan(RestoreSource("storage"), 10, 1, uri))
+    )
+    await asyncio.sleep(0.01)
+    blocked.event.set()
+    found = await second
+    assert bytes(snapshots.memories[found.slot].view[:256]) == image_of(LAYOUT, VALUES)[:256]
+    assert not snapshots.idle()
+    snapshots.release(found.slot)
+    await until_idle(snapshots)
+    assert [slot.phase for slot in snapshots.table.slots] == [SlotPhase.FREE, SlotPhase.FREE]
+
+
+async def test_a_cancelled_restore_from_memory_gives_its_slot_back(
+    snapshots: RankSnapshots,
+) -> None:
+    index = snapshots.acquire(5)
+    assert index is not None
+    await snapshots.seal(index, 5, {}, finite=True)
+    blocked = Blocked(snapshots, "memory")
+    reader = asyncio.create_task(snapshots.restore(RestorePlan(RestoreSource("memory"), 5, 1, "")))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await cancel(reader)
+    assert snapshots.table.at(index).busy == 1
+    blocked.event.set()
+    await until_idle(snapshots)
+    assert (
+        snapshots.table.at(index).busy == 0 and snapshots.table.at(index).phase is SlotPhase.SEALED
+    )

@@ -1,0 +1,104 @@
+"""Rooms import only what they may: downward, without cycles, and nothing beyond their list."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from docs import generate_rooms, imports, pages
+
+GRAPH = imports.imports()
+MODULES = imports.modules()
+# What rooms may import beyond the standard library, themselves included. The longest name counts.
+# import-linter's contracts forbid by name; these lists hold for what nobody thought of.
+PURE = ("megascale_common.job", "megascale_common.sizes", "megascale_common.node")
+ALLOWED: dict[str, tuple[str, ...]] = {
+    "megascale_common.job": PURE,
+    "megascale_common.job.wire": (*PURE, "megascale.v1", "google.protobuf"),
+    "megascale_common.sizes": PURE,
+    "megascale_common.node": PURE,
+    "megascale_kernels": ("megascale_kernels", "torch", "triton"),
+    "megascale_client": (
+        *("megascale_client", "megascale.v1", "grpc", "grpc_status", "google", "yaml", "xxhash"),
+    ),
+    "megascale_cli": (
+        *("megascale_cli", "megascale_client", "megascale.v1", "google.protobuf"),
+        *("typer", "rich", "matplotlib"),
+    ),
+    "megascale_driver.analysis": ("megascale_driver.analysis", *PURE),
+    "megascale_driver.placement": ("megascale_driver.placement", *PURE),
+    "megascale_driver.core": (
+        *("megascale_driver.core", "megascale_driver.analysis", "megascale_driver.placement"),
+        *PURE,
+    ),
+    "megascale_trainer": ("megascale_trainer", "megascale_kernels", "torch", "numpy", *PURE),
+    "megascale_trainer.data": (
+        *("megascale_trainer", "megascale_kernels", "torch", "numpy", "tokenizers"),
+        *PURE,
+    ),
+    "megascale_trainer.commands": ("megascale_trainer", "typer", "rich", *PURE),
+}
+FORBIDDEN = ("megascale_common.job.wire",)  # to all but itself and what is not listed
+
+
+def within(name: str, rooms: tuple[str, ...]) -> bool:
+    """Whether a module is one of the rooms or lies in one."""
+    return any(f"{name}.".startswith(f"{room}.") for room in rooms)
+
+
+def test_the_picture_is_fresh() -> None:
+    assert pages.run(generate_rooms.PAGE, generate_rooms.text, ["--check"]) == 0
+
+
+@pytest.mark.parametrize("package", ["", *imports.packages(GRAPH)])
+def test_rooms_do_not_import_each_other_in_a_circle(package: str) -> None:
+    found = imports.cycles(imports.children(package, GRAPH))
+    assert found == []
+
+
+def test_no_arrow_runs_from_a_lower_room_to_a_higher_one() -> None:
+    assert imports.upward(GRAPH) == []
+    # import-linter's contracts are read here: an arrow against them is found.
+    assert imports.upward({"megascale_common.job.config": {"megascale_common.etcd.client"}})
+    assert imports.upward({"megascale.v1": {"megascale_cli.app"}})
+
+
+@pytest.mark.parametrize("room", ALLOWED)
+def test_a_room_imports_nothing_beyond_its_list(room: str) -> None:
+    inner = tuple(name for name in ALLOWED if name.startswith(f"{room}."))
+    own = [name for name in MODULES if within(name, (room,)) and not within(name, inner)]
+    assert own
+    for name in own:
+        for target in imports.imported(MODULES[name]):
+            if target.partition(".")[0] in sys.stdlib_module_names:
+                continue
+            assert within(target, ALLOWED[room]), f"{name} imports {target}"
+            assert room in FORBIDDEN or not within(target, FORBIDDEN), f"{name} imports {target}"
+
+
+def test_every_pure_module_stands_under_the_contract_of_pure_modules() -> None:
+    contracts = imports.project()["tool"]["importlinter"]["contracts"]
+    (pure,) = (each for each in contracts if each["name"].startswith("The pure contracts"))
+    names = {name for name in MODULES if within(name, PURE) and not within(name, FORBIDDEN)}
+    listed = tuple(pure["source_modules"])
+    assert {name for name in names if not within(name, listed)} == {"megascale_common.job"}
+
+
+def test_what_only_a_type_checker_imports_does_not_count(tmp_path: Path) -> None:
+    module = tmp_path / "module.py"
+    module.write_text(
+        "import typing\nif typing.TYPE_CHECKING:\n    import a\nelse:\n    import b\n"
+        "def late():\n    from c import d\n"
+    )
+    assert imports.imported(module) == {"typing", "b", "c.d"}
+
+
+def test_cycles_and_arrows_that_follow_from_others_are_found() -> None:
+    graph = {"a": {"b", "c"}, "b": {"c"}, "c": set()}
+    assert imports.cycles(graph) == []
+    assert imports.reduced(graph) == {"a": {"b"}, "b": {"c"}, "c": set()}
+    assert imports.cycles(graph | {"c": {"a"}}) == [{"a", "b", "c"}]
+    modules = {"p.a.x": {"p.b.y", "q"}, "p.b.y": {"p.a.z"}, "p.a.z": set(), "q": set()}
+    assert imports.children("p", modules) == {"a": {"b"}, "b": {"a"}}
+    assert imports.children("", modules) == {"p": {"q"}, "q": set()}
