@@ -49,7 +49,7 @@ from benchmarks.fp8_overlap_layers import (
     Bf16Layer,
     Fp8Layer,
     SilentFp8Gemms,
-    SilentProducts,
+    SilentMatmuls,
 )
 from benchmarks.fp8_recipes import RECIPES, Layer, Run, Tensors, surroundings
 
@@ -179,7 +179,7 @@ class Ways:
         tp, gemm = bench.tp, bench.gemm
         self.transfers = RowTransfers(memory, 1)
         self.bf16: dict[str, Any] = {
-            "none": SilentProducts(tp.size, gemm),
+            "none": SilentMatmuls(tp.size, gemm),
             "exposed": PlainMatmuls(tp),
         }
         self.fp8: dict[str, Any] = {

@@ -53,20 +53,20 @@ class Silent:
         return self._whole[key]
 
 
-class SilentProducts(Silent):
+class SilentMatmuls(Silent):
     """In bf16."""
 
     def all_gather_matmul(
         self, part: torch.Tensor, factor: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As :class:`megascale_trainer.parallel.tensor.matmul.Products`."""
+        """As :class:`megascale_trainer.parallel.tensor.matmul.SequenceMatmuls`."""
         whole = self.gather(part)
         return torch.matmul(whole, factor), whole
 
     def matmul_reduce_scatter(
         self, x: torch.Tensor, factor: torch.Tensor, meanwhile: Callable[[], None] | None = None
     ) -> torch.Tensor:
-        """As :class:`megascale_trainer.parallel.tensor.matmul.Products`."""
+        """As :class:`megascale_trainer.parallel.tensor.matmul.SequenceMatmuls`."""
         product = torch.matmul(x, factor)
         if meanwhile is not None:
             meanwhile()

@@ -243,6 +243,13 @@ def test_a_job_that_was_accepted_is_read_even_if_it_would_be_refused_now() -> No
             job_config.from_json(broken)
 
 
+def test_a_section_given_twice_is_refused() -> None:
+    values = values_of()
+    model = values.pop("model")
+    twice = {**values, "trainer": {"model": model, "name": "another", "training": {"steps": 1}}}
+    assert [problem.field for problem in refusals(twice)] == ["trainer.name", "trainer.training"]
+
+
 def test_a_job_that_an_earlier_version_stored_is_read() -> None:
     stored = job_config.from_json(STORED_BY_0_1)
     assert stored == job(labels={"team": "a"}, parallelism__stage_layers=[1, 3])

@@ -1,6 +1,7 @@
 """Commands about a job's checkpoints: list and fetch.
 
-The command verify reads storage and belongs to the checkpoint service; see :mod:`plugins`.
+The command verify reads storage and belongs to the checkpoint service; see
+:mod:`megascale_cli.plugins`.
 """
 
 from __future__ import annotations

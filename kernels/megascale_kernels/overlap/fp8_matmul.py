@@ -113,8 +113,9 @@ class PlainFp8Gemms:
 class OverlappedFp8Gemms:
     """The same numbers but for the order of sums: GEMMs in row chunks, under which rows travel.
 
-    ``transfers`` may be those of :class:`CollectiveMatmuls`: operations of both then share its
-    slots and its order.
+    ``transfers`` may be those of
+    :class:`megascale_kernels.overlap.collective_matmul.CollectiveMatmuls`: operations of both then
+    share its slots and its order.
     """
 
     def __init__(self, transfers: RowTransfers, gemm: Gemm) -> None:

@@ -1,6 +1,7 @@
 """Stage 2 of a checkpoint: write one rank's sealed slot to a durable file.
 
-Blocking: :mod:`rank_snapshots` runs it in a thread. :mod:`restore` is the way back.
+Blocking: :mod:`megascale_checkpoint.rank_snapshots` runs it in a thread.
+:mod:`megascale_checkpoint.restore` is the way back.
 """
 
 from __future__ import annotations

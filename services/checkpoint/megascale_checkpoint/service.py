@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
 
@@ -19,7 +20,9 @@ from megascale_common.job.names import is_dns_label
 from megascale_common.job.restore import RestoreSource
 from megascale_common.job.wire import restore
 from megascale_common.service.errors import (
+    ForbiddenError,
     RequestError,
+    UnavailableError,
 )
 from megascale_common.service.handlers import answers, streams
 
@@ -28,7 +31,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
-    """The calls of proto/megascale/v1/checkpoint.proto; :func:`_abort` maps errors to statuses."""
+    """The calls of proto/megascale/v1/checkpoint.proto."""
 
     def __init__(self, jobs: Jobs, committer: Committer) -> None:
         self._jobs, self._committer = jobs, committer
@@ -39,16 +42,17 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
     ) -> checkpoint_pb2.OpenAttemptResponse:
         """See proto/megascale/v1/checkpoint.proto."""
         _check_open(request)
-        record, decision = await self._committer.open_attempt(
-            request.job,
-            request.uri,
-            request.attempt,
-            request.world_size,
-            SealedStep(request.sealed_step, request.sealed_by_attempt),
-            frozenset(request.refused_steps),
-            (request.epoch.cluster_generation, request.epoch.create_revision),
-            request.load_uri,
-        )
+        with _storage_errors():
+            record, decision = await self._committer.open_attempt(
+                request.job,
+                request.uri,
+                request.attempt,
+                request.world_size,
+                SealedStep(request.sealed_step, request.sealed_by_attempt),
+                frozenset(request.refused_steps),
+                (request.epoch.cluster_generation, request.epoch.create_revision),
+                request.load_uri,
+            )
         plan = decision.plan
         # Attempt 0: another job wrote it, so it is no commit of this one.
         if plan.source is RestoreSource.STORAGE and plan.written_by_attempt:
@@ -64,7 +68,8 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
         self, request: checkpoint_pb2.ReportPreparedRequest, context: Context
     ) -> checkpoint_pb2.ReportPreparedResponse:
         """See proto/megascale/v1/checkpoint.proto. Answers once complete, or after HOLD_S."""
-        manifest_uri = await self._committer.report(request)
+        with _storage_errors():
+            manifest_uri = await self._committer.report(request)
         if not manifest_uri:
             manifest_uri = await self._await_commit(request)
         else:
@@ -93,7 +98,8 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
         self, request: checkpoint_pb2.ListCommitsRequest, context: Context
     ) -> checkpoint_pb2.ListCommitsResponse:
         """See proto/megascale/v1/checkpoint.proto."""
-        found = await self._committer.commits(request.uri)
+        with _storage_errors():
+            found = await self._committer.commits(request.uri)
         response = checkpoint_pb2.ListCommitsResponse()
         for record, manifest_uri in found:
             if request.job and record.values["job"] != request.job:
@@ -122,6 +128,17 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
                 return found
         except TimeoutError:
             return ""
+
+
+@contextmanager
+def _storage_errors() -> Iterator[None]:
+    """What a storage raises, as an error for the caller: it may be tried again, or not at all."""
+    try:
+        yield
+    except PermissionError as error:
+        raise ForbiddenError(str(error)) from error
+    except OSError as error:
+        raise UnavailableError(str(error), reason="STORAGE_UNAVAILABLE") from error
 
 
 def _check_open(request: checkpoint_pb2.OpenAttemptRequest) -> None:

@@ -337,4 +337,9 @@ def _flat(values: Any) -> Any:
         remedy = "a job needs a workload: set `trainer` with model, training and data"
         raise JobError([JobProblem("trainer", "missing", remedy)])
     rest = {key: value for key, value in values.items() if key != "trainer"}
+    if twice := [key for key in workload if key in rest]:
+        remedy = "keep one of the two"
+        raise JobError(
+            [JobProblem(f"trainer.{key}", "given outside `trainer` too", remedy) for key in twice]
+        )
     return {**rest, **workload}

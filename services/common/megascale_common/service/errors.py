@@ -36,8 +36,8 @@ This module does not import grpc: the agent imports it before it sets what gRPC 
     └── DeviceQueryError           DEVICE_QUERY: the devices cannot be listed
 
 A class without a code of its own has its parent's; the reason shown is the class's default.
-Errors of other rooms on the wire (:func:`on_the_wire`): a JobError is INVALID_ARGUMENT with reason
-BAD_JOB_SPEC and its fields, a PermissionError is PERMISSION_DENIED, another OSError UNAVAILABLE.
+On the wire (:func:`on_the_wire`) a JobError is INVALID_ARGUMENT with reason BAD_JOB_SPEC and its
+fields, and any other exception is a defect: INTERNAL, without details.
 """
 
 from __future__ import annotations
@@ -260,8 +260,4 @@ def on_the_wire(error: Exception) -> ServiceError:
     if isinstance(error, JobError):
         fields = [(p.field, f"{p.problem}; {p.remedy}") for p in error.problems]
         return RequestError(str(error), reason="BAD_JOB_SPEC", fields=fields)
-    if isinstance(error, PermissionError):
-        return ForbiddenError(str(error))
-    if isinstance(error, OSError):
-        return UnavailableError(str(error), reason="STORAGE_UNAVAILABLE")
     return ServiceError("internal error; see the service's log")

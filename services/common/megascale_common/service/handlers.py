@@ -59,6 +59,6 @@ def streams(
 
 
 async def _fail(context: Context, call: str, error: Exception) -> NoReturn:
-    if not isinstance(error, (ServiceError, JobError, OSError)):
+    if not isinstance(error, (ServiceError, JobError)):
         _log.error("a call failed", call=call, exc_info=error)
     await abort(context, on_the_wire(error))

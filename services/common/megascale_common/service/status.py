@@ -64,7 +64,9 @@ def of_code(
     metadata: Mapping[str, str] | None = None,
 ) -> ServiceError:
     """An error of another service as the class of its code, ServiceError where there is none."""
-    kind = next((k for k in ServiceError.__subclasses__() if k.code == code), ServiceError)
+    # A class without a code of its own has its parent's, and is not what the code stands for.
+    kinds = {kind.code: kind for kind in ServiceError.__subclasses__() if "code" in vars(kind)}
+    kind = kinds.get(code, ServiceError)
     return kind(message, reason=reason, fields=fields, metadata=metadata)
 
 
