@@ -23,10 +23,10 @@ from benchmarks.fp8_recipes import (
 )
 
 from megascale_kernels.fused import quantize as casts
-from megascale_kernels.fused.norm_operand import NormCast, norm_bound, norm_operand
+from megascale_kernels.fused.norm_operand import NormCast, norm_operand
 from megascale_kernels.gemm import Gemm, multiply_by_torch
 from megascale_kernels.overlap.fp8_matmul import Fp8Gemms
-from megascale_kernels.quantize import E4M3, Factor, Operand, scale_of
+from megascale_kernels.quantize import E4M3, Factor, Operand, norm_bound, scale_of
 from megascale_trainer.parallel.tensor.matmul import SequenceMatmuls
 
 GATHER_IN, SCATTER_OUT = "all-gather, input projection", "output projection, reduce-scatter"

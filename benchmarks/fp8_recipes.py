@@ -20,10 +20,10 @@ from megascale_kernels.fused import quantize as casts
 from megascale_kernels.fused.activation import write_activation, write_gradients
 from megascale_kernels.fused.activation_operand import activation_operand, activation_with_amax
 from megascale_kernels.fused.norm import norm
-from megascale_kernels.fused.norm_operand import NormCast, Normed, norm_bound, norm_operand
+from megascale_kernels.fused.norm_operand import NormCast, Normed, norm_operand
 from megascale_kernels.fused.rotary import read_heads, write_head_gradients
 from megascale_kernels.gemm import Gemm, multiply_by_torch
-from megascale_kernels.quantize import E4M3, E5M2, Factor, Operand, scale_of
+from megascale_kernels.quantize import E4M3, E5M2, Factor, Operand, norm_bound, scale_of
 from megascale_kernels.rotary import Heads, rotary_table
 
 EPSILON = 1e-5

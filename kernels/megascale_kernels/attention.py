@@ -222,7 +222,7 @@ def _of_torch(kind: SDPBackend) -> Run:
 
 def _cudnn_obstacle(query: torch.Tensor, mask: AttentionMask) -> str | None:
     if torch.are_deterministic_algorithms_enabled():
-        return "its backward does not repeat bit for bit, and training.deterministic is set"
+        return "its backward does not repeat bit for bit, and trainer.training.deterministic is set"
     return _device_obstacle(query) or _causal_obstacle(mask)
 
 
@@ -283,7 +283,8 @@ def _of_package(module: str, capability: tuple[int, int], *, repeats: bool) -> B
             return "it takes no documents"
         if torch.are_deterministic_algorithms_enabled() and not repeats:
             return (
-                "its backward is not known to repeat bit for bit, and training.deterministic is set"
+                "its backward is not known to repeat bit for bit, and "
+                "trainer.training.deterministic is set"
             )
         missing = _device_obstacle(query, capability)
         if missing is None and _imported(module) is None:

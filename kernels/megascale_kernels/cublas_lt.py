@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import operator
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +37,7 @@ _A_SCALE_MODE, _B_SCALE_MODE = 31, 32
 _OUTER_VECTOR = 3
 _PREFERENCE_WORKSPACE, _PREFERENCE_REDUCTION = 1, 3
 _PREFERENCE_ALIGNMENTS = (5, 6, 7, 8)  # of A, B, C, D
+_ADDRESS_BYTES = 8
 _ALIGNMENT_BYTES = 256  # no algorithm asks for more
 # Split-K only with partial sums in the workspace, added in order: results repeat bit for bit.
 _REDUCTION_IN_WORKSPACE = 2
@@ -135,15 +135,18 @@ def problem_of(
     return Problem(
         *(rows, columns, depth, left.data.dtype, right.data.dtype, out.dtype),
         *(left_stride, right_stride, out.stride(0), left_upright, right_upright),
-        *(_scaling(left, right), accumulate, fast, _alignment(left.data, right.data, out)),
+        *(_scaling(left, right), accumulate, fast, alignment_of(left.data, right.data, out)),
     )
 
 
-def _alignment(*tensors: torch.Tensor) -> int:
+def current_stream(device_index: int) -> int:
+    """The address of the current CUDA stream; torch.cuda.current_stream takes 5 us."""
+    return int(torch._C._cuda_getCurrentRawStream(device_index))
+
+
+def alignment_of(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> int:
     """The largest power of two up to _ALIGNMENT_BYTES that divides all addresses."""
-    addresses = functools.reduce(
-        operator.or_, (tensor.data_ptr() for tensor in tensors), _ALIGNMENT_BYTES
-    )
+    addresses = a.data_ptr() | b.data_ptr() | out.data_ptr() | _ALIGNMENT_BYTES
     return addresses & -addresses  # the lowest bit that is set in any of them
 
 
@@ -180,6 +183,9 @@ class Library:
             *(pointer, pointer, pointer, pointer, pointer, pointer, pointer),
             *(pointer, pointer, pointer, pointer, pointer, ctypes.c_char_p, pointer, size, pointer),
         )
+        # a handle of its own, since argument types hold for all calls through one
+        self._set = ctypes.CDLL(str(path)).cublasLtMatmulDescSetAttribute
+        self._set.argtypes = (pointer, ctypes.c_int, pointer, size)
 
     def matmul(self, *arguments: Any) -> None:
         """``cublasLtMatmul``, for addresses as plain numbers: called for each GEMM.
@@ -190,6 +196,11 @@ class Library:
         status = self._functions.cublasLtMatmul(*arguments)
         if status:
             raise CublasLtError(f"cublasLtMatmul returned status {status}")
+
+    def set_address(self, descriptor: int, name: int, holder: int) -> None:
+        """Set an attribute to the address that stands at the address ``holder``."""
+        if status := self._set(descriptor, name, holder, _ADDRESS_BYTES):
+            raise CublasLtError(f"cublasLtMatmulDescSetAttribute returned status {status}")
 
     def call(self, name: str, *arguments: Any) -> None:
         """Call ``cublasLt<name>``.
@@ -238,7 +249,9 @@ class GemmPlan:
         self._one, self._beta = (
             ctypes.byref(ctypes.c_float(value)) for value in (1.0, float(problem.accumulate))
         )
-        self._scale_a, self._scale_b = ctypes.c_void_p(), ctypes.c_void_p()
+        # of the scales of A and B: holders of their addresses, and where the holders are
+        self._scales = tuple((ctypes.c_uint64(), name) for name in (_A_SCALE, _B_SCALE))
+        self._holders = tuple(ctypes.addressof(holder) for holder, _ in self._scales)
         self._operation = ctypes.c_void_p()
         library.call(
             "MatmulDescCreate",
@@ -246,6 +259,7 @@ class GemmPlan:
             _COMPUTE_FLOAT32,
             _TYPES[torch.float32],
         )
+        self._descriptor = int(self._operation.value or 0)
         # cuBLAS reads a row-major matrix as its transpose: A, the right factor, is transposed back,
         # and B, the left one, is not. An upright factor lies the other way round.
         self._set(_TRANS_A, ctypes.c_int32(not problem.right_upright))
@@ -320,8 +334,11 @@ class GemmPlan:
         right: Factor,
         out: torch.Tensor,
         workspace: torch.Tensor,
+        stream: int,
     ) -> None:
-        """Compute on the current stream; ``workspace`` is that stream's own, of WORKSPACE_BYTES.
+        """Compute on ``stream`` (:func:`current_stream`).
+
+        ``workspace`` is that stream's own, of WORKSPACE_BYTES.
 
         Raises:
             CublasLtError: the library refused; nothing was computed.
@@ -329,14 +346,14 @@ class GemmPlan:
         if left.scale is not None and right.scale is not None:
             # The device reads scales from these addresses. The descriptor is set only where an
             # address has changed, which spares two calls into the library for most GEMMs.
-            for holder, name, scale in (
-                (self._scale_a, _A_SCALE, right.scale),
-                (self._scale_b, _B_SCALE, left.scale),
+            for (holder, name), place, scale in zip(
+                self._scales, self._holders, (right.scale, left.scale), strict=True
             ):
-                if holder.value != scale.data_ptr():
-                    holder.value = scale.data_ptr()
-                    self._set(name, holder)
-        result, stream = out.data_ptr(), torch.cuda.current_stream(out.device).cuda_stream
+                address = scale.data_ptr()
+                if holder.value != address:
+                    holder.value = address
+                    self._library.set_address(self._descriptor, name, place)
+        result = out.data_ptr()
         self._library.matmul(
             *(
                 self._handle,

@@ -25,6 +25,7 @@ import logging
 import statistics
 import threading
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,6 +36,8 @@ from megascale_kernels.cublas_lt import (
     GemmPlan,
     Library,
     Problem,
+    alignment_of,
+    current_stream,
     loaded_library,
     problem_of,
 )
@@ -64,7 +67,9 @@ class Gemm:
         self._timed, self._duration_s = timed, duration_s
         self._choices = Choices(file if timed else None)
         self._plans: dict[tuple[Problem, torch.device], tuple[GemmPlan, Algorithm] | None] = {}
-        self._workspaces: dict[tuple[torch.device, int], torch.Tensor] = {}
+        # The same by what a call sees of its tensors, which is quicker to make than a Problem.
+        self._seen: dict[Any, tuple[GemmPlan, Algorithm] | None] = {}
+        self._workspaces: dict[tuple[int, int], torch.Tensor] = {}
         # Backward runs on a thread of its own, and a plan's descriptors serve one call at a time.
         self._lock = threading.Lock()
 
@@ -90,29 +95,42 @@ class Gemm:
         Raises:
             ValueError: shapes or layouts do not fit.
         """
-        problem = problem_of(left, right, out, accumulate=accumulate, fast=fast)
         if not out.is_cuda:
+            problem_of(left, right, out, accumulate=accumulate, fast=fast)
             multiply_by_torch(left, right, out, accumulate=accumulate)
             return
-        if problem.scaling == "row":
+        if _scales(left) + _scales(right) > 2:
             left, right = _by_row(left), _by_row(right)
         with self._lock:
-            key = problem, out.device
-            if key not in self._plans:
-                with torch.cuda.device(out.device):
-                    self._plans[key] = self._planned(problem, left, right, out)
-            planned = self._plans[key]  # None: the library refused it, and torch computes it
+            key = _seen_key(left, right, out, accumulate, fast)
+            if key not in self._seen:
+                self._seen[key] = self._plan(
+                    problem_of(left, right, out, accumulate=accumulate, fast=fast), left, right, out
+                )
+            planned = self._seen[key]  # None: the library refused it, and torch computes it
             if planned is not None:
                 plan, algorithm = planned
+                stream = current_stream(out.get_device())
                 try:
-                    plan.run(algorithm, left, right, out, self._workspace(out.device))
+                    plan.run(algorithm, left, right, out, self._workspace(out, stream), stream)
                     return
                 except CublasLtError as obstacle:
                     _log_once(
-                        f"{obstacle} for {problem.key}: torch's own operators compute such GEMMs"
+                        f"{obstacle} for {plan.problem.key}: torch's own operators compute such "
+                        "GEMMs"
                     )
-                    self._plans[key] = None
+                    self._seen[key] = None
         multiply_by_torch(left, right, out, accumulate=accumulate, fast=fast)
+
+    def _plan(
+        self, problem: Problem, left: Factor, right: Factor, out: torch.Tensor
+    ) -> tuple[GemmPlan, Algorithm] | None:
+        """The plan of ``problem`` on the device of ``out``; made once."""
+        key = problem, out.device
+        if key not in self._plans:
+            with torch.cuda.device(out.device):
+                self._plans[key] = self._planned(problem, left, right, out)
+        return self._plans[key]
 
     def _planned(
         self, problem: Problem, left: Factor, right: Factor, out: torch.Tensor
@@ -139,7 +157,8 @@ class Gemm:
         if not self._timed or len(proposed) == 1 or torch.cuda.is_current_stream_capturing():
             return proposed[0]
         # Into scratch memory: repeated accumulation would change the gradient.
-        scratch, workspace = torch.zeros_like(out), self._workspace(out.device)
+        scratch = torch.zeros_like(out)
+        workspace = self._workspace(out, current_stream(out.get_device()))
         times_ms = [
             time_algorithm(plan, one, left, right, scratch, workspace, duration_s=self._duration_s)
             for one in proposed
@@ -151,12 +170,14 @@ class Gemm:
         self._choices.put(key, proposed[best], times_ms)
         return proposed[best]
 
-    def _workspace(self, device: torch.device) -> torch.Tensor:
-        """The current stream's own: GEMMs of two streams may run at the same time."""
-        key = device, torch.cuda.current_stream(device).cuda_stream
-        if key not in self._workspaces:
-            self._workspaces[key] = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        return self._workspaces[key]
+    def _workspace(self, out: torch.Tensor, stream: int) -> torch.Tensor:
+        """The stream's own: GEMMs of two streams may run at the same time."""
+        key = out.get_device(), stream
+        found = self._workspaces.get(key)
+        if found is None:
+            found = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=out.device)
+            self._workspaces[key] = found
+        return found
 
 
 def time_algorithm(
@@ -174,11 +195,13 @@ def time_algorithm(
     It waits for the device. ``scratch`` is like the result and is overwritten.
     """
 
+    stream = current_stream(scratch.get_device())
+
     def run(number: int) -> float:
         begin, end = _event(), _event()
         begin.record()
         for _ in range(number):
-            plan.run(algorithm, left, right, scratch, workspace)
+            plan.run(algorithm, left, right, scratch, workspace, stream)
         end.record()
         end.synchronize()
         return float(begin.elapsed_time(end)) / number
@@ -190,6 +213,21 @@ def time_algorithm(
         return statistics.median(run(each) for _ in range(_ROUNDS))
     except CublasLtError:
         return float("inf")
+
+
+def _seen_key(
+    left: Factor, right: Factor, out: torch.Tensor, accumulate: bool, fast: bool
+) -> tuple[Any, ...]:
+    a, b = left.data, right.data
+    return (
+        *(a.shape, b.shape, a.stride(), b.stride(), out.stride(), a.dtype, b.dtype, out.dtype),
+        *(_scales(left), _scales(right), accumulate, fast, alignment_of(a, b, out)),
+        out.get_device(),
+    )
+
+
+def _scales(factor: Factor) -> int:
+    return 0 if factor.scale is None else factor.scale.numel()
 
 
 def _event() -> torch.cuda.Event:

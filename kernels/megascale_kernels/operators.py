@@ -14,7 +14,7 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Generic, Literal, Protocol, TypeVar
 
 import torch
 
@@ -28,7 +28,12 @@ from megascale_kernels.rotary import Heads, RotaryTable
 _AMPERE = (8, 0)  # bf16 in Triton
 
 
-class NormOperator(Protocol):
+# What a linear layer reads: a tensor, or in FP8 a
+# :class:`megascale_kernels.fp8_activation.Fp8Activation`.
+Input_co = TypeVar("Input_co", covariant=True)
+
+
+class NormOperator(Protocol[Input_co]):
     """:func:`megascale_kernels.norm.norm`."""
 
     def __call__(
@@ -40,7 +45,7 @@ class NormOperator(Protocol):
         kind: norm.Kind,
         epsilon: float,
         added: Sequence[Parameter] = (),
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    ) -> tuple[torch.Tensor, Input_co]: ...
 
 
 class AddOperator(Protocol):
@@ -51,7 +56,7 @@ class AddOperator(Protocol):
     ) -> torch.Tensor: ...
 
 
-class BlockInnerOperator(Protocol):
+class BlockInnerOperator(Protocol[Input_co]):
     """:func:`megascale_kernels.block_inner.block_inner`."""
 
     def __call__(
@@ -62,26 +67,32 @@ class BlockInnerOperator(Protocol):
         activation: Activation | None,
         rotary: RotaryTable | None,
         mask: AttentionMask,
-    ) -> torch.Tensor: ...
+    ) -> Input_co: ...
 
 
-class ActivateOperator(Protocol):
+class ActivateOperator(Protocol[Input_co]):
     """:func:`megascale_kernels.activation.activate`."""
 
     def __call__(
         self, x: torch.Tensor, bias: Parameter | None, activation: Activation
-    ) -> torch.Tensor: ...
+    ) -> Input_co: ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Operators:
+class LayerOperators(Generic[Input_co]):
+    """One implementation of each operator of a layer."""
+
+    norm: NormOperator[Input_co]
+    add: AddOperator
+    block_inner: BlockInnerOperator[Input_co]
+    activate: ActivateOperator[Input_co]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operators(LayerOperators[torch.Tensor]):
     """One implementation of each operator; ``name`` is whose it is."""
 
     name: Literal["torch", "triton"]
-    norm: NormOperator
-    add: AddOperator
-    block_inner: BlockInnerOperator
-    activate: ActivateOperator
     cross_entropy: CrossEntropy
 
 
@@ -94,7 +105,9 @@ def choose(kind: Literal["auto", "torch", "triton"], device: torch.device) -> Op
         obstacle = _obstacle(device)
         if obstacle is None:
             return triton_operators()
-        _log_once(f"training.kernels is {kind}, but {obstacle}: torch's own operators are used")
+        _log_once(
+            f"trainer.training.kernels is {kind}, but {obstacle}: torch's own operators are used"
+        )
     return torch_operators()
 
 

@@ -13,6 +13,7 @@ result with it: as in bf16 a broken tensor shows in the loss and in the gradient
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -98,6 +99,17 @@ def scale_of(amax: torch.Tensor, dtype: torch.dtype, *, power_of_two: bool = Fal
     return scale + (amax - amax)  # NaN where amax is infinite or NaN
 
 
+def norm_bound(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """float32 [1]: no value of a norm with these weights and biases [H] is larger.
+
+    Weights change once a step, and so does the bound.
+    """
+    largest = weight.detach().abs().amax().float() * math.sqrt(weight.shape[0])
+    if bias is not None:
+        largest = largest + bias.detach().abs().amax().float()
+    return largest.view(1)
+
+
 def cast(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``x`` [rows, columns] / ``scale`` ([1] or [rows]) in FP8, limited to its range; NaN stays."""
     largest = LARGEST[dtype]
@@ -113,6 +125,7 @@ def quantize(
     amax: torch.Tensor | None = None,
     power_of_two: bool = False,
     transposed: bool = False,
+    out: torch.Tensor | None = None,
 ) -> Operand:
     """``x`` as an operand under current scaling.
 
@@ -122,10 +135,12 @@ def quantize(
         amax: float32 [1], or [rows] per row, where it is of more than ``x`` (a tensor-parallel
             group, earlier steps) or known already; None: that of ``x``.
         transposed: with a transposed copy (:func:`transpose`).
+        out: [rows, columns] in ``dtype``: memory for the data; None: new.
     """
     amax = amax_of(x, per) if amax is None else amax
     scale = scale_of(amax, dtype, power_of_two=power_of_two)
-    operand = Operand(cast(x, scale, dtype), scale)
+    data = cast(x, scale, dtype)
+    operand = Operand(data if out is None else out.copy_(data), scale)
     return transpose(operand) if transposed else operand
 
 

@@ -15,10 +15,10 @@ from megascale_kernels import quantize as plain
 from megascale_kernels.activation import gelu
 from megascale_kernels.fused import quantize as fused
 from megascale_kernels.fused.activation_operand import activation_operand, activation_with_amax
-from megascale_kernels.fused.norm_operand import NormCast, norm_bound, norm_operand
+from megascale_kernels.fused.norm_operand import NormCast, norm_operand
 from megascale_kernels.gemm import Gemm, multiply_by_torch
 from megascale_kernels.norm import layer_norm
-from megascale_kernels.quantize import E4M3, E5M2, Factor, Operand, dequantize, scale_of
+from megascale_kernels.quantize import E4M3, E5M2, Factor, Operand, dequantize, norm_bound, scale_of
 
 CUDA = torch.device("cuda")
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)

@@ -75,7 +75,7 @@ def _operation(
     draw = torch.Generator().manual_seed(1000 * shared.randrange(1000) + rank)
     weight = _operand(columns, width, E4M3, draw, device, by_row=False).over_columns()
     if kind == "largest":
-        value = torch.randn(1, generator=draw).to(device)
+        value = torch.rand(1, generator=draw).to(device)
         return lambda gemms: [gemms.largest(value)]
     if kind == "gather":
         part = _operand(rows, width, dtype, draw, device, by_row=by_row)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from megascale_kernels.activation import Activation
+from megascale_kernels.fused.amax import amax_slot, higher, note_amax, raise_amax
 from megascale_kernels.fused.partial_sums import add_partial_sums
 from megascale_kernels.parameter import Parameter
 
@@ -25,13 +26,25 @@ _TILE_ROWS, _TILE_COLUMNS = 16, 64
 _STEPS = 8  # tiles one below the other that a program sums the bias gradient over
 
 
-def activate(x: torch.Tensor, bias: Parameter | None, activation: Activation) -> torch.Tensor:
+def activate(
+    x: torch.Tensor,
+    bias: Parameter | None,
+    activation: Activation,
+    *,
+    find_amax: bool = False,
+) -> torch.Tensor:
     """Fused :func:`megascale_kernels.activation.activate`, of float32 or bf16.
 
     It keeps ``x`` alone for backward, where the plain one also keeps silu(gate).
+
+    Args:
+        find_amax: note the result's largest magnitude on it, and in backward the gradient's.
     """
     value, main_grad = (None, None) if bias is None else (bias.value, bias.main_grad)
-    y: torch.Tensor = _Activate.apply(x, value, main_grad, activation)  # type: ignore[no-untyped-call]
+    slot = amax_slot(x.device) if find_amax else None
+    y: torch.Tensor = _Activate.apply(x, value, main_grad, activation, slot)  # type: ignore[no-untyped-call]
+    if slot is not None:
+        note_amax(y, slot)
     return y
 
 
@@ -45,23 +58,31 @@ class _Activate(torch.autograd.Function):
         bias: torch.Tensor | None,
         bias_grad: torch.Tensor | None,
         activation: Activation,
+        slot: torch.Tensor | None,
     ) -> torch.Tensor:
         y = x.new_empty((*x.shape[:-1], x.shape[-1] // (2 if activation == "swiglu" else 1)))
-        write_activation(y, x, bias, activation)
+        write_activation(y, x, bias, activation, slot)
         ctx.save_for_backward(x, bias)
-        ctx.bias_grad, ctx.activation = bias_grad, activation
+        ctx.bias_grad, ctx.activation, ctx.find_amax = bias_grad, activation, slot is not None
         return y
 
     @staticmethod
     def backward(ctx: Any, d_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, bias = ctx.saved_tensors
         d_x = torch.empty_like(x)
-        write_gradients(d_x, ctx.bias_grad, d_y, x, bias, ctx.activation)
-        return d_x, None, None, None
+        slot = amax_slot(x.device) if ctx.find_amax else None
+        write_gradients(d_x, ctx.bias_grad, d_y, x, bias, ctx.activation, slot)
+        if slot is not None:
+            note_amax(d_x, slot)
+        return d_x, None, None, None, None
 
 
 def write_activation(
-    y: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation
+    y: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: Activation,
+    slot: torch.Tensor | None = None,
 ) -> None:
     """Write the activation of ``x`` + ``bias`` into ``y``.
 
@@ -69,6 +90,8 @@ def write_activation(
         y: [..., width], columns of a contiguous matrix or a matrix of its own; so is ``x``.
         x: [..., width], for swiglu [..., 2 width].
         bias: of the last dimension of ``x``, or None.
+        slot: raised to the largest magnitude of what is written
+            (:mod:`megascale_kernels.fused.amax`).
     """
     x_rows, y_rows = _rows(x), _rows(y)
     rows, width = y_rows.shape
@@ -76,7 +99,7 @@ def write_activation(
     across = triton.cdiv(width, columns)
     # One dimension of programs: the second of a CUDA grid ends at 65535.
     _forward_kernel[(triton.cdiv(rows, _ROWS) * across,)](
-        *(x_rows, bias, y_rows, rows, width, across, x_rows.stride(0), y_rows.stride(0)),
+        *(x_rows, bias, y_rows, slot, rows, width, across, x_rows.stride(0), y_rows.stride(0)),
         *(activation == "swiglu", _ROWS, columns),
     )
 
@@ -88,6 +111,7 @@ def write_gradients(
     x: torch.Tensor,
     bias: torch.Tensor | None,
     activation: Activation,
+    slot: torch.Tensor | None = None,
 ) -> None:
     """Write the gradient of ``x`` into ``d_x`` and add that of the bias to ``bias_grad``.
 
@@ -96,6 +120,7 @@ def write_gradients(
     Args:
         d_x, d_y: like ``x`` and ``y`` there.
         bias_grad: float32, as wide as ``x``; None: no bias.
+        slot: as there.
     """
     x_rows, d_x_rows, d_y_rows = _rows(x), _rows(d_x), _rows(d_y)
     rows, width = d_y_rows.shape
@@ -105,7 +130,7 @@ def write_gradients(
     if bias_grad is not None:
         partial = torch.empty(down, x_rows.shape[1], dtype=torch.float32, device=x.device)
     _backward_kernel[(down * across,)](
-        *(d_y_rows, x_rows, bias, d_x_rows, partial, rows, width, across),
+        *(d_y_rows, x_rows, bias, d_x_rows, partial, slot, rows, width, across),
         *(d_y_rows.stride(0), x_rows.stride(0), d_x_rows.stride(0), x_rows.shape[1]),
         *(activation == "swiglu", _TILE_ROWS, columns, _STEPS),
     )
@@ -146,6 +171,7 @@ def _forward_kernel(
     x: tl.tensor,
     bias: tl.tensor,
     y: tl.tensor,
+    slot: tl.tensor,
     rows: tl.tensor,
     width: tl.tensor,
     across: tl.tensor,
@@ -173,9 +199,10 @@ def _forward_kernel(
         result = value * _sigmoid(value) * up
     else:
         result = value * _gelu_gate(value)
-    tl.store(
-        y + row[:, None] * y_stride + column[None, :], result.to(y.dtype.element_ty), mask=inside
-    )
+    result = result.to(y.dtype.element_ty)
+    tl.store(y + row[:, None] * y_stride + column[None, :], result, mask=inside)
+    if slot is not None:
+        raise_amax(slot, higher(tl.zeros([ROWS, COLUMNS], dtype=tl.int32), result, inside))
 
 
 @triton.jit
@@ -185,6 +212,7 @@ def _backward_kernel(
     bias: tl.tensor,
     d_x: tl.tensor,
     partial: tl.tensor,
+    slot: tl.tensor,
     rows: tl.tensor,
     width: tl.tensor,
     across: tl.tensor,
@@ -205,6 +233,7 @@ def _backward_kernel(
     # Added up over the rows at the end alone: threads would synchronise at every step.
     bias_sum = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     up_sum = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    largest = tl.zeros([ROWS, COLUMNS], dtype=tl.int32)
     for step in range(STEPS):
         row = (below * STEPS + step) * ROWS + tl.arange(0, ROWS)
         inside = (row[:, None] < rows) & real[None, :]
@@ -224,15 +253,23 @@ def _backward_kernel(
             share = _sigmoid(value)
             d_up = gradient * value * share
             result = gradient * up * share * (1.0 + value * (1.0 - share))
-            tl.store(target + width, d_up.to(d_x.dtype.element_ty), mask=inside)
+            rounded = d_up.to(d_x.dtype.element_ty)
+            tl.store(target + width, rounded, mask=inside)
             up_sum += d_up
+            if slot is not None:
+                largest = higher(largest, rounded, inside)
         else:
             # slope is d(2 u)/dx: sigmoid(2 u) has the derivative share * (1 - share) * slope.
             share = _gelu_gate(value)
             slope = 1.5957691216057308 + 0.2140644488 * (value * value)
             result = gradient * share * (1.0 + value * (1.0 - share) * slope)
-        tl.store(target, result.to(d_x.dtype.element_ty), mask=inside)
+        rounded = result.to(d_x.dtype.element_ty)
+        tl.store(target, rounded, mask=inside)
         bias_sum += result
+        if slot is not None:
+            largest = higher(largest, rounded, inside)
+    if slot is not None:
+        raise_amax(slot, largest)
     if partial is not None:
         tl.store(partial + below * partial_stride + column, tl.sum(bias_sum, axis=0), mask=real)
         if GATED:

@@ -16,7 +16,8 @@ import triton.language as tl
 
 from megascale_kernels.activation import Activation
 from megascale_kernels.fused.activation import _gelu_gate, _sigmoid
-from megascale_kernels.fused.quantize import largest_of, magnitude, scale_from, to_fp8
+from megascale_kernels.fused.amax import magnitude
+from megascale_kernels.fused.quantize import largest_of, scale_from, to_fp8
 from megascale_kernels.quantize import E4M3, LARGEST, SMALLEST_AMAX, Operand
 
 Form = Literal["rows", "amax"]

@@ -23,6 +23,7 @@ import torch
 from megascale_kernels.activation import Activation
 from megascale_kernels.attention import AttentionMask, attention
 from megascale_kernels.fused.activation import write_activation, write_gradients
+from megascale_kernels.fused.amax import amax_slot, note_amax
 from megascale_kernels.fused.rotary import read_heads, read_plain, write_head_gradients, write_plain
 from megascale_kernels.parameter import Parameter
 from megascale_kernels.rotary import Heads, RotaryTable
@@ -35,18 +36,27 @@ def block_inner(
     activation: Activation | None,
     rotary: RotaryTable | None,
     mask: AttentionMask,
+    *,
+    find_amax: bool = False,
 ) -> torch.Tensor:
-    """Fused :func:`megascale_kernels.block_inner.block_inner`, of float32 or bf16."""
+    """Fused :func:`megascale_kernels.block_inner.block_inner`, of float32 or bf16.
+
+    Args:
+        find_amax: note the result's largest magnitude on it, and in backward the gradient's.
+    """
+    slot = amax_slot(inputs.device) if find_amax else None
     value, main_grad = (None, None) if bias is None else (bias.value, bias.main_grad)
     q, k, v, joined = _Open.apply(  # type: ignore[no-untyped-call]
-        inputs, value, main_grad, heads, activation, rotary, mask.by_position
+        inputs, value, main_grad, heads, activation, rotary, mask.by_position, find_amax
     )
     attended = attention(q, k, v, mask)
     # Detached: the gradients of inputs and bias come from _Open alone; _Close has no edge to them.
     constant = None if value is None else value.detach()
     filled: torch.Tensor = _Close.apply(  # type: ignore[no-untyped-call]
-        joined, attended, inputs.detach(), constant, heads, activation, mask.by_position
+        joined, attended, inputs.detach(), constant, heads, activation, mask.by_position, slot
     )
+    if slot is not None:
+        note_amax(filled, slot)
     return filled
 
 
@@ -63,6 +73,7 @@ class _Open(torch.autograd.Function):
         activation: Activation | None,
         rotary: RotaryTable | None,
         by_position: bool,
+        find_amax: bool,
     ) -> tuple[torch.Tensor, ...]:
         ffn = (inputs.shape[-1] - heads.width) // (2 if activation == "swiglu" else 1)
         joined = inputs.new_empty((*inputs.shape[:-1], heads.query * heads.size + ffn))
@@ -70,6 +81,7 @@ class _Open(torch.autograd.Function):
         ctx.save_for_backward(*((inputs, bias) if activation is not None else (None, None)))
         ctx.shape, ctx.bias_grad = inputs.shape, bias_grad
         ctx.heads, ctx.activation, ctx.rotary = heads, activation, rotary
+        ctx.find_amax = find_amax
         return *read_heads(inputs, bias, heads, rotary, by_position=by_position), joined
 
     @staticmethod
@@ -78,7 +90,8 @@ class _Open(torch.autograd.Function):
         inputs, bias = ctx.saved_tensors
         heads, bias_grad = ctx.heads, ctx.bias_grad
         d_inputs = d_joined.new_empty(ctx.shape)
-        write_head_gradients(d_inputs, bias_grad, (d_q, d_k, d_v), heads, ctx.rotary)
+        slot = amax_slot(d_joined.device) if ctx.find_amax else None
+        write_head_gradients(d_inputs, bias_grad, (d_q, d_k, d_v), heads, ctx.rotary, slot)
         if ctx.activation is not None:
             write_gradients(
                 d_inputs[..., heads.width :],
@@ -87,8 +100,11 @@ class _Open(torch.autograd.Function):
                 inputs[..., heads.width :],
                 None if bias is None else bias[heads.width :],
                 ctx.activation,
+                slot,
             )
-        return d_inputs, None, None, None, None, None, None
+        if slot is not None:
+            note_amax(d_inputs, slot)
+        return d_inputs, *(None for _ in range(7))
 
 
 class _Close(torch.autograd.Function):
@@ -104,12 +120,17 @@ class _Close(torch.autograd.Function):
         heads: Heads,
         activation: Activation | None,
         by_position: bool,
+        slot: torch.Tensor | None,
     ) -> torch.Tensor:
-        write_plain(joined, attended)
+        write_plain(joined, attended, slot)
         if activation is not None:
             own = None if bias is None else bias[heads.width :]
             write_activation(
-                joined[..., heads.query * heads.size :], inputs[..., heads.width :], own, activation
+                joined[..., heads.query * heads.size :],
+                inputs[..., heads.width :],
+                own,
+                activation,
+                slot,
             )
         # Filled in place, and still the output of _Open: its gradient reaches _Open as joined's.
         ctx.mark_dirty(joined)
@@ -123,4 +144,4 @@ class _Close(torch.autograd.Function):
         # where it is, in columns that _Open's backward reads.
         d_joined = d_joined.contiguous()
         d_attended = read_plain(d_joined, heads.query, heads.size, by_position=ctx.by_position)
-        return d_joined, d_attended, None, None, None, None, None
+        return d_joined, d_attended, *(None for _ in range(6))

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from megascale_kernels.fused.amax import amax_slot, higher, note_amax, raise_amax
 from megascale_kernels.fused.partial_sums import add_column_sums, add_partial_sums
 from megascale_kernels.fused.residual import total_value
 from megascale_kernels.norm import Kind
@@ -27,14 +28,18 @@ _PAIRED_WIDTH = 8192
 
 
 @dataclass(frozen=True)
-class _NormCall:
+class NormCall:
     """What a norm is called with besides the tensors that autograd tracks.
+
+    Of :func:`norm` and of :func:`megascale_kernels.fused.norm_operand.norm_in_fp8`.
 
     Args:
         centred: the mean is subtracted (layernorm).
         epsilon: see :func:`norm`.
         weight_grad, bias_grad, shift_grads: ``main_grad`` of the parameters, float32 [H]; the
             backward adds into them.
+        find_amax: backward notes its result's largest magnitude on it
+            (:mod:`megascale_kernels.fused.amax`).
     """
 
     centred: bool
@@ -42,6 +47,7 @@ class _NormCall:
     weight_grad: torch.Tensor
     bias_grad: torch.Tensor | None
     shift_grads: Sequence[torch.Tensor]
+    find_amax: bool = False
 
 
 def norm(
@@ -59,7 +65,7 @@ def norm(
     value, bias_grad = (None, None) if bias is None else (bias.value, bias.main_grad)
     shift = total_value(added) if added else None
     shift_grads = [one.main_grad for one in added]
-    call = _NormCall(kind == "layernorm", epsilon, weight.main_grad, bias_grad, shift_grads)
+    call = NormCall(kind == "layernorm", epsilon, weight.main_grad, bias_grad, shift_grads)
     stream, normed = _Norm.apply(  # type: ignore[no-untyped-call]
         x, residual, weight.value, value, shift, call
     )
@@ -77,7 +83,7 @@ class _Norm(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         shift: torch.Tensor | None,
-        call: _NormCall,
+        call: NormCall,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, width = x.contiguous(), x.shape[-1]
         rows = x.numel() // width
@@ -104,29 +110,44 @@ class _Norm(torch.autograd.Function):
     def backward(
         ctx: Any, d_stream: torch.Tensor | None, d_normed: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        x, weight, mean, scale = ctx.saved_tensors
-        call: _NormCall = ctx.call
-        rows, width = scale.numel(), x.shape[-1]
-        block = triton.next_power_of_2(width)
-        each = triton.cdiv(rows, _MULTIPROCESSORS * (2 if block <= _PAIRED_WIDTH else 1))
-        programs = triton.cdiv(rows, each)
-        d_x = torch.empty_like(x)
-        d_weight = torch.empty(programs, width, dtype=torch.float32, device=x.device)
-        d_bias = None if call.bias_grad is None else torch.empty_like(d_weight)
-        _backward_kernel[(programs,)](
-            d_normed.contiguous(),
-            None if d_stream is None else d_stream.contiguous(),
-            *(x, weight, mean, scale, d_x, d_weight, d_bias, rows, width, each, block),
-            num_warps=_warps(block),
-            maxnreg=64 if block == _PAIRED_WIDTH else None,  # of 65536: two programs of 16 warps
-        )
-        add_partial_sums(call.weight_grad, d_weight)
-        if call.bias_grad is not None and d_bias is not None:
-            add_partial_sums(call.bias_grad, d_bias)
-        if call.shift_grads:
-            add_column_sums(call.shift_grads, d_x)
-        # x and the residual are summands of one sum: the same gradient.
-        return d_x, d_x if ctx.added else None, None, None, None, None
+        return *norm_gradients(ctx, d_stream, d_normed), None, None, None, None
+
+
+def norm_gradients(
+    ctx: Any, d_stream: torch.Tensor | None, d_normed: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The gradients of x and of the residual; those of the parameters go to ``main_grad``.
+
+    Args:
+        ctx: with ``call``, ``added``, and (stream, weight, mean, 1 / deviation) saved.
+        d_stream, d_normed: like x; no gradient of the stream where nobody used it.
+    """
+    x, weight, mean, scale = ctx.saved_tensors
+    call: NormCall = ctx.call
+    slot = amax_slot(x.device) if call.find_amax else None
+    rows, width = scale.numel(), x.shape[-1]
+    block = triton.next_power_of_2(width)
+    each = triton.cdiv(rows, _MULTIPROCESSORS * (2 if block <= _PAIRED_WIDTH else 1))
+    programs = triton.cdiv(rows, each)
+    d_x = torch.empty_like(x)
+    d_weight = torch.empty(programs, width, dtype=torch.float32, device=x.device)
+    d_bias = None if call.bias_grad is None else torch.empty_like(d_weight)
+    _backward_kernel[(programs,)](
+        d_normed.contiguous(),
+        None if d_stream is None else d_stream.contiguous(),
+        *(x, weight, mean, scale, d_x, d_weight, d_bias, slot, rows, width, each, block),
+        num_warps=_warps(block),
+        maxnreg=64 if block == _PAIRED_WIDTH else None,  # of 65536: two programs of 16 warps
+    )
+    add_partial_sums(call.weight_grad, d_weight)
+    if call.bias_grad is not None and d_bias is not None:
+        add_partial_sums(call.bias_grad, d_bias)
+    if call.shift_grads:
+        add_column_sums(call.shift_grads, d_x)
+    if slot is not None:
+        note_amax(d_x, slot)
+    # x and the residual are summands of one sum: the same gradient.
+    return d_x, d_x if ctx.added else None
 
 
 def _warps(block: int) -> int:
@@ -188,6 +209,7 @@ def _backward_kernel(
     d_x: tl.tensor,
     d_weight: tl.tensor,
     d_bias: tl.tensor,
+    slot: tl.tensor,
     rows: tl.tensor,
     width: tl.tensor,
     each: tl.tensor,
@@ -239,7 +261,10 @@ def _backward_kernel(
         result = (gradient - value * slope - shift) * inverse
         if d_stream is not None:
             result += straight.to(tl.float32)
-        tl.store(d_x + at, result.to(d_x.dtype.element_ty), mask=here)
+        result = result.to(d_x.dtype.element_ty)
+        tl.store(d_x + at, result, mask=here)
+        if slot is not None:
+            raise_amax(slot, higher(tl.zeros([BLOCK], dtype=tl.int32), result, here))
     tl.store(d_weight + program * width + column, weight_sum, mask=inside)
     if d_bias is not None:
         tl.store(d_bias + program * width + column, bias_sum, mask=inside)

@@ -3,9 +3,9 @@
 A program has a whole row, so it has the row's largest magnitude before it writes:
 
 - ``rows``: FP8 with one scale for each row, no other pass over the tensor;
-- ``given``: FP8 under one scale from before. No row exceeds that of :func:`norm_bound`, since a
-  normalised row of width H has no value above sqrt(H): no pass, and no amax for a tensor-parallel
-  group to agree on;
+- ``given``: FP8 under one scale from before. No row exceeds
+  :func:`megascale_kernels.quantize.norm_bound`, since a normalised row of width H has no value
+  above sqrt(H): no pass, and no amax for a tensor-parallel group to agree on;
 - ``amax``: bf16 and the tensor's amax, for current scaling of the tensor in a second pass.
 
 Backward needs no FP8: it is that of :mod:`megascale_kernels.fused.norm`, from the stream and the
@@ -14,16 +14,21 @@ rows' statistics.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import triton
 import triton.language as tl
 
-from megascale_kernels.fused.quantize import largest_of, magnitude, scale_from, to_fp8
+from megascale_kernels.fp8_activation import Fp8Activation, OwnPart, stand_in
+from megascale_kernels.fused.amax import magnitude
+from megascale_kernels.fused.norm import NormCall, norm_gradients
+from megascale_kernels.fused.quantize import largest_of, scale_from, to_fp8
+from megascale_kernels.fused.residual import total_value
 from megascale_kernels.norm import Kind
+from megascale_kernels.parameter import Parameter
 from megascale_kernels.quantize import E4M3, LARGEST, SMALLEST_AMAX, Operand
 
 Form = Literal["rows", "given", "amax"]
@@ -75,17 +80,6 @@ class Normed:
     inverse: torch.Tensor
 
 
-def norm_bound(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """float32 [1]: no value of a norm with these weights and biases [H] is larger.
-
-    Weights change once a step, and so does the bound.
-    """
-    largest = weight.detach().abs().amax().float() * math.sqrt(weight.shape[0])
-    if bias is not None:
-        largest = largest + bias.detach().abs().amax().float()
-    return largest.view(1)
-
-
 def norm_operand(
     x: torch.Tensor,
     residual: torch.Tensor | None,
@@ -95,6 +89,7 @@ def norm_operand(
     kind: Kind,
     epsilon: float,
     cast: NormCast,
+    out: torch.Tensor | None = None,
 ) -> Normed:
     """The norm of ``x`` + ``shift`` + ``residual``, outside autograd.
 
@@ -102,12 +97,15 @@ def norm_operand(
         x, residual: [rows, H], contiguous, float32 or bf16.
         shift: [H], added with the residual (biases of the projection before); None without.
         weight, bias: [H].
+        out: [rows, H], memory for the result; None: new.
     """
     rows, width = x.shape
     stream = x if residual is None else torch.empty_like(x)
     inverse = torch.empty(rows, dtype=torch.float32, device=x.device)
     mean = torch.empty_like(inverse) if kind == "layernorm" else None
-    result = torch.empty_like(x, dtype=x.dtype if cast.form == "amax" else cast.dtype)
+    result = out
+    if result is None:
+        result = torch.empty_like(x, dtype=x.dtype if cast.form == "amax" else cast.dtype)
     found = None if cast.form == "given" else torch.empty_like(inverse)
     block = triton.next_power_of_2(width)
     _norm_kernel[(rows,)](
@@ -124,6 +122,71 @@ def norm_operand(
     factor = found if cast.scale is None else cast.scale
     assert factor is not None
     return Normed(stream, Operand(result, factor), None, None, mean, inverse)
+
+
+def norm_in_fp8(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: Parameter,
+    bias: Parameter | None,
+    kind: Kind,
+    epsilon: float,
+    added: Sequence[Parameter],
+    scale: torch.Tensor,
+    own_part: OwnPart,
+) -> tuple[torch.Tensor, Fp8Activation]:
+    """:func:`megascale_kernels.fused.norm.norm` with its second result in FP8 under ``scale``.
+
+    ``own_part`` makes the memory for it.
+    """
+    value, bias_grad = (None, None) if bias is None else (bias.value, bias.main_grad)
+    shift = total_value(added) if added else None
+    shift_grads = [one.main_grad for one in added]
+    call = NormCall(
+        kind == "layernorm", epsilon, weight.main_grad, bias_grad, shift_grads, find_amax=True
+    )
+    kept: list[Operand] = []
+    stream, standing = _NormInFp8.apply(  # type: ignore[no-untyped-call]
+        x, residual, weight.value, value, shift, call, scale, own_part, kept
+    )
+    return stream, Fp8Activation(standing, kept[0])
+
+
+class _NormInFp8(torch.autograd.Function):
+    """(x, residual, parameters) to (stream, what stands for the norm)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        shift: torch.Tensor | None,
+        call: NormCall,
+        scale: torch.Tensor,
+        own_part: OwnPart,
+        kept: list[Operand],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x.contiguous()  # backward reads it as rows, too
+        rows = x.view(-1, x.shape[-1])
+        other = None if residual is None else residual.contiguous().view_as(rows)
+        kind: Kind = "layernorm" if call.centred else "rmsnorm"
+        cast, out = NormCast("given", scale), own_part(rows, E4M3)
+        found = norm_operand(rows, other, shift, weight, bias, kind, call.epsilon, cast, out)
+        assert found.operand is not None
+        kept.append(found.operand)
+        stream = found.stream.view(x.shape)
+        ctx.save_for_backward(x if residual is None else stream, weight, found.mean, found.inverse)
+        ctx.call, ctx.added = call, residual is not None
+        ctx.set_materialize_grads(False)
+        return stream, stand_in(x.shape, x)
+
+    @staticmethod
+    def backward(
+        ctx: Any, d_stream: torch.Tensor | None, d_standing: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        return *norm_gradients(ctx, d_stream, d_standing), *(None for _ in range(7))
 
 
 def _warps(block: int) -> int:

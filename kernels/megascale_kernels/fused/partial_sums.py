@@ -14,6 +14,7 @@ import triton.language as tl
 
 _ROWS, _COLUMNS = 64, 64  # a tile of the last pass: one program per run of columns, row by row
 _TILE_ROWS, _TILE_COLUMNS = 32, 64  # a tile of the first pass
+_ELEMENTS = 2048  # of a program that adds parts of the same shape: 16 per thread of 4 warps
 _STEPS = 4  # tiles that a program of the first pass adds up
 
 
@@ -38,6 +39,31 @@ def add_column_sums(main_grads: Sequence[torch.Tensor], x: torch.Tensor) -> None
     _column_kernel[(down * across,)](x, partial, rows, width, across, _TILE_ROWS, columns, _STEPS)
     for main_grad in main_grads:
         add_partial_sums(main_grad, partial)
+
+
+def sum_of_parts(parts: torch.Tensor) -> torch.Tensor:
+    """[size, ...] contiguous to [...]: added in float32 in order, rounded once."""
+    total, size = torch.empty_like(parts[0]), parts.shape[0]
+    count = total.numel()
+    _parts_kernel[(triton.cdiv(count, _ELEMENTS),)](parts, total, count, size, _ELEMENTS)
+    return total
+
+
+@triton.jit
+def _parts_kernel(
+    parts: tl.tensor,
+    total: tl.tensor,
+    count: tl.tensor,
+    SIZE: tl.constexpr,
+    ELEMENTS: tl.constexpr,
+) -> None:
+    """ELEMENTS of the result."""
+    at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+    inside = at < count
+    found = tl.load(parts + at, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, SIZE):
+        found += tl.load(parts + part * count + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(total + at, found.to(total.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -1,8 +1,7 @@
 """Casts to FP8 in Triton: :mod:`megascale_kernels.quantize` in as few passes as possible.
 
-- :func:`amax` reads a tensor; producers that find their result's amax spare that pass (see the
-  fused norm and activation for operands). Largest magnitudes are found as integers, in which a
-  float's order is kept and NaN is largest, per program, and then over programs: no atomics.
+- :func:`amax` reads a tensor, unless the kernels that made it have found it already
+  (:mod:`megascale_kernels.fused.amax`): the largest magnitude per program, then over programs.
 - :func:`quantize` reads bf16 and writes FP8 and its transposed copy in one pass.
 - :func:`quantize_rows` needs no pass for the amax: a program has a whole row.
 - :func:`transpose` makes the copy from FP8 alone: two bytes a value instead of three.
@@ -16,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from megascale_kernels.fused.amax import magnitude, noted_amax
 from megascale_kernels.quantize import E4M3, LARGEST, SMALLEST_AMAX, Operand
 
 _ELEMENTS, _STEPS = 4096, 8  # of the amax: a block, and how many a program reads
@@ -27,7 +27,13 @@ _TILE_WARPS = 4
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
-    """float32 [1]: the largest magnitude of ``x`` (float32 or bf16, contiguous); NaN spreads."""
+    """float32 [1]: the largest magnitude of ``x`` (float32 or bf16, contiguous); NaN spreads.
+
+    No pass is needed where the kernels that made ``x`` have found it.
+    """
+    noted = noted_amax(x)
+    if noted is not None:
+        return noted
     count = x.numel()
     programs = triton.cdiv(count, _ELEMENTS * _STEPS)
     partial = torch.empty(programs, dtype=torch.float32, device=x.device)
@@ -51,6 +57,7 @@ def quantize(
     power_of_two: bool = False,
     straight: bool = True,
     transposed: bool = True,
+    out: torch.Tensor | None = None,
 ) -> Operand:
     """``x`` as an operand under one scale.
 
@@ -60,9 +67,12 @@ def quantize(
         straight: with the data itself; where False, the operand's ``data`` is empty, for GEMMs over
             the rows alone.
         transposed: with a transposed copy, from the same pass.
+        out: [rows, columns] in ``dtype``: memory for the data; None: new.
     """
     rows, columns = x.shape
-    data = x.new_empty((rows, columns) if straight else (0, columns), dtype=dtype)
+    data = out
+    if data is None:
+        data = x.new_empty((rows, columns) if straight else (0, columns), dtype=dtype)
     flipped = x.new_empty((columns, rows), dtype=dtype) if transposed else None
     scale = torch.empty(1, dtype=torch.float32, device=x.device)
     _cast(x, None, amax, scale, data if straight else None, flipped, power_of_two)
@@ -122,12 +132,6 @@ def _cast(
         *(LARGEST[target.dtype], SMALLEST_AMAX, power_of_two, *tile),
         num_warps=_TILE_WARPS,
     )
-
-
-@triton.jit
-def magnitude(x: tl.tensor) -> tl.tensor:
-    """The bits of |x|, float32, as an integer: ordered like the values, with NaN above infinity."""
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from megascale_kernels.fused.amax import higher, raise_amax
 from megascale_kernels.fused.partial_sums import add_partial_sums
 from megascale_kernels.rotary import Heads, RotaryTable
 
@@ -23,7 +24,8 @@ _POSITIONS = 32  # of a program
 # is nothing to share.
 _GROUP = 8
 _PLAIN_GROUP = 2
-# Of a program that sums bias gradients over its positions: its warps synchronise at every head.
+# Of a program that sums bias gradients over its positions: its warps synchronise at every head. One
+# that also finds the amax needs the registers of more.
 _SUMMING_WARPS = 2
 
 _HeadTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of q, k and v
@@ -117,6 +119,7 @@ def write_head_gradients(
     gradients: _HeadTensors,
     heads: Heads,
     table: RotaryTable | None,
+    slot: torch.Tensor | None = None,
 ) -> None:
     """Write the gradients of :func:`read_heads`' results into the first columns of ``d_inputs``.
 
@@ -126,12 +129,14 @@ def write_head_gradients(
             without a bias.
         gradients: of q, k and v, [B, heads, S, d] each, in any layout; a last stride other than 1
             costs a copy.
+        slot: raised to the largest magnitude of what is written
+            (:mod:`megascale_kernels.fused.amax`).
     """
     partial = None
     if bias_grad is not None:
         parts = d_inputs.shape[1] * triton.cdiv(d_inputs.shape[0], _POSITIONS)
         partial = torch.empty(parts, heads.width, dtype=torch.float32, device=d_inputs.device)
-    _write(d_inputs, partial, gradients, _HeadLayout.of(d_inputs, heads, table))
+    _write(d_inputs, partial, gradients, _HeadLayout.of(d_inputs, heads, table), slot)
     if bias_grad is not None and partial is not None:
         add_partial_sums(bias_grad[: heads.width], partial)
 
@@ -153,10 +158,15 @@ def read_plain(
     return out
 
 
-def write_plain(columns: torch.Tensor, heads: torch.Tensor) -> None:
-    """The inverse of :func:`read_plain`: ``heads`` [B, number, S, size], any layout, to columns."""
+def write_plain(
+    columns: torch.Tensor, heads: torch.Tensor, slot: torch.Tensor | None = None
+) -> None:
+    """The inverse of :func:`read_plain`: ``heads`` [B, number, S, size], any layout, to columns.
+
+    ``slot``: as in :func:`write_head_gradients`.
+    """
     layout = _HeadLayout.of(columns, Heads(heads.shape[1], 0, heads.shape[3]), None)
-    _write(columns, None, (heads, heads, heads), layout)
+    _write(columns, None, (heads, heads, heads), layout, slot)
 
 
 def _empty_heads(
@@ -190,13 +200,14 @@ def _write(
     partial: torch.Tensor | None,
     given: _HeadTensors,
     layout: _HeadLayout,
+    slot: torch.Tensor | None,
 ) -> None:
     q, k, v = (one if one.stride(-1) == 1 else one.contiguous() for one in given)
     _write_kernel[layout.grid](
-        *(q, k, v, *layout.angles, columns, partial, *layout.extents),
+        *(q, k, v, *layout.angles, columns, partial, slot, *layout.extents),
         *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
         *(*layout.strides, *layout.constants),
-        num_warps=4 if partial is None else _SUMMING_WARPS,
+        num_warps=4 if partial is None or slot is not None else _SUMMING_WARPS,
     )
 
 
@@ -204,6 +215,22 @@ def _write(
 def _heads_before(head: tl.tensor, query: tl.tensor, key_value: tl.tensor) -> tl.tensor:
     """Of the heads of q, k and v in a row, how many precede the kind that ``head`` is of."""
     return tl.where(head < query, 0, tl.where(head < query + key_value, query, query + key_value))
+
+
+@triton.jit
+def _angles(
+    cos: tl.tensor,
+    sin: tl.tensor,
+    row: tl.tensor,
+    pair: tl.tensor,
+    here: tl.tensor,
+    turned: tl.tensor,
+    HALF: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """cos and sin of the first ``turned`` pairs; 1 and 0 of the others, for which none is read."""
+    at = row[:, None] * HALF + pair[None, :]
+    read = here & (pair[None, :] < turned)
+    return tl.load(cos + at, mask=read, other=1.0), tl.load(sin + at, mask=read, other=0.0)
 
 
 @triton.jit
@@ -249,11 +276,8 @@ def _read_kernel(
     lower = here & (pair[None, :] < HALF)
     upper = here & (pair[None, :] < SIZE - HALF)
     if cos is not None:
-        angle = (position[:, None] * batch + b) * HALF + pair[None, :]
-        # v passes without rotation: no angle is read, and cos and sin are 1 and 0.
-        turned = here & (pair[None, :] < tl.where(of_all < query + key_value, HALF, 0))
-        c = tl.load(cos + angle, mask=turned, other=1.0)
-        s = tl.load(sin + angle, mask=turned, other=0.0)
+        turned = tl.where(of_all < query + key_value, HALF, 0)  # v passes without rotation
+        c, s = _angles(cos, sin, position * batch + b, pair, here, turned, HALF)
     for step in range(GROUP):
         column = (of_all + step) * SIZE + pair
         source = columns + position[:, None] * position_stride + b * batch_stride + column[None, :]
@@ -285,6 +309,7 @@ def _write_kernel(
     sin: tl.tensor,
     columns: tl.tensor,
     partial: tl.tensor,
+    slot: tl.tensor,
     sequence: tl.tensor,
     batch: tl.tensor,
     query: tl.tensor,
@@ -323,23 +348,23 @@ def _write_kernel(
     lower = here & (pair[None, :] < HALF)
     upper = here & (pair[None, :] < SIZE - HALF)
     if cos is not None:
-        angle = (position[:, None] * batch + b) * HALF + pair[None, :]
-        # v passes without rotation: no angle is read, and cos and sin are 1 and 0.
-        turned = here & (pair[None, :] < tl.where(of_all < query + key_value, HALF, 0))
-        c = tl.load(cos + angle, mask=turned, other=1.0)
-        s = tl.load(sin + angle, mask=turned, other=0.0)
+        turned = tl.where(of_all < query + key_value, HALF, 0)  # v passes without rotation
+        c, s = _angles(cos, sin, position * batch + b, pair, here, turned, HALF)
     for step in range(GROUP):
         source = given + step * head_stride + pair[None, :]
         first = tl.load(source, mask=lower, other=0.0).to(tl.float32)
         second = tl.load(source + HALF, mask=upper, other=0.0).to(tl.float32)
         if cos is not None:  # by the opposite angle: a rotation's gradient is its inverse
-            rotated = first * c + second * s
-            second = second * c - first * s
-            first = rotated
+            first, second = first * c + second * s, second * c - first * s
         column = (of_all + step) * SIZE + pair
         target = columns + position[:, None] * position_stride + b * batch_stride + column[None, :]
-        tl.store(target, first.to(columns.dtype.element_ty), mask=lower)
-        tl.store(target + HALF, second.to(columns.dtype.element_ty), mask=upper)
+        lower_half = first.to(columns.dtype.element_ty)
+        upper_half = second.to(columns.dtype.element_ty)
+        tl.store(target, lower_half, mask=lower)
+        tl.store(target + HALF, upper_half, mask=upper)
+        if slot is not None:
+            none = tl.zeros([POSITIONS, BLOCK], dtype=tl.int32)
+            raise_amax(slot, higher(higher(none, lower_half, lower), upper_half, upper))
         if partial is not None:  # summed in float32, before the gradient is rounded
             row = b * tl.num_programs(0) + tl.program_id(0)
             sums = partial + row * ((query + 2 * key_value) * SIZE) + column

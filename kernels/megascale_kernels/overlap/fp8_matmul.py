@@ -3,7 +3,7 @@
 Rows are tokens here: [tokens, width]. A gathered operand's scale is one of two kinds:
 
 - [1], the same on all ranks, which does not travel: the bound of the norm's result
-  (:func:`megascale_kernels.fused.norm_operand.norm_bound`) needs no agreement, a gradient's amax is
+  (:func:`megascale_kernels.quantize.norm_bound`) needs no agreement, a gradient's amax is
   agreed on by :meth:`Fp8Gemms.largest` before the cast;
 - [rows / size], one for each row, which travels with the rows; on CUDA a multiple of 16 of them.
 
@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 
 from megascale_kernels.gemm import Gemm
-from megascale_kernels.overlap.row_transfers import RowTransfers
+from megascale_kernels.overlap.row_transfers import RowTransfers, Total
 from megascale_kernels.quantize import Factor, Operand
 
 
@@ -36,7 +36,8 @@ class Fp8Gemms(Protocol):
         Returns:
             product: [rows, N] in bf16.
             gathered: [rows, K], all ranks' rows, without a transposed copy: the weight gradient
-                needs one (:func:`megascale_kernels.fused.quantize.transpose`).
+                needs one (:func:`megascale_kernels.fused.quantize.transpose`). With one rank it is
+                ``part`` itself.
         """
         ...
 
@@ -54,6 +55,17 @@ class Fp8Gemms(Protocol):
 
     def largest(self, amax: torch.Tensor) -> torch.Tensor:
         """The largest of the ranks' ``amax`` (float32 [1]), the same on all; NaN spreads."""
+        ...
+
+    def own_part(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Memory, shaped like ``like``, for the data of the next gather's part.
+
+        What is written there need not be copied. No other operation comes before that gather.
+        """
+        ...
+
+    def rows_at_once(self, rows: int) -> Sequence[int]:
+        """The numbers of rows in which GEMMs over ``rows`` rows of all ranks run, each once."""
         ...
 
 
@@ -82,8 +94,9 @@ class PlainFp8Gemms:
         self._group, self._gemm = group, gemm
 
     def all_gather_matmul(self, part: Operand, factor: Factor) -> tuple[torch.Tensor, Operand]:
-        whole = [self._gathered(one) for one in _travelling(part)]
-        gathered = _operand(whole, part)
+        gathered = part
+        if self._group.size > 1:
+            gathered = _operand([self._gathered(one) for one in _travelling(part)], part)
         product = _bf16(part.data, gathered.data.shape[0], factor)
         self._gemm.multiply(gathered.over_columns(), factor, product)
         return product, gathered
@@ -95,14 +108,24 @@ class PlainFp8Gemms:
         self._gemm.multiply(x, factor, partial)
         if meanwhile is not None:
             meanwhile()
+        if self._group.size == 1:
+            return partial
         part = partial.new_empty((partial.shape[0] // self._group.size, partial.shape[1]))
         self._group.reduce_scatter(part, partial)
         return part
 
     def largest(self, amax: torch.Tensor) -> torch.Tensor:
-        found = amax.clone()
+        # As integers, in which magnitudes keep their order and NaN is the largest: a maximum of
+        # floats may drop it.
+        found = amax.view(torch.int32).clone()
         self._group.all_reduce_max(found)
-        return found
+        return found.view(torch.float32)
+
+    def own_part(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_like(like, dtype=dtype)
+
+    def rows_at_once(self, rows: int) -> Sequence[int]:
+        return [rows]
 
     def _gathered(self, part: torch.Tensor) -> torch.Tensor:
         whole = part.new_empty((part.shape[0] * self._group.size, *part.shape[1:]))
@@ -115,11 +138,11 @@ class OverlappedFp8Gemms:
 
     ``transfers`` may be those of
     :class:`megascale_kernels.overlap.collective_matmul.CollectiveMatmuls`: operations of both then
-    share its slots and its order.
+    share its slots and its order. ``total`` adds partial sums; None: torch does.
     """
 
-    def __init__(self, transfers: RowTransfers, gemm: Gemm) -> None:
-        self._transfers, self._gemm = transfers, gemm
+    def __init__(self, transfers: RowTransfers, gemm: Gemm, total: Total | None = None) -> None:
+        self._transfers, self._gemm, self._total = transfers, gemm, total
 
     def all_gather_matmul(self, part: Operand, factor: Factor) -> tuple[torch.Tensor, Operand]:
         rows = part.data.shape[0] * self._transfers.size
@@ -138,10 +161,16 @@ class OverlappedFp8Gemms:
             self._gemm.multiply(_rows(x, start, stop), factor, out)
 
         whole = _bf16(x.data, x.data.shape[0], factor)
-        return self._transfers.scatter(whole, multiply, meanwhile)
+        return self._transfers.scatter(whole, multiply, meanwhile, self._total)
 
     def largest(self, amax: torch.Tensor) -> torch.Tensor:
         return self._transfers.largest(amax)
+
+    def own_part(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return self._transfers.own_part(like.shape, dtype)
+
+    def rows_at_once(self, rows: int) -> Sequence[int]:
+        return self._transfers.rows_at_once(rows)
 
 
 def _travelling(part: Operand) -> list[torch.Tensor]:

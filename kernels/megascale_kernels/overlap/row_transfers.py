@@ -43,6 +43,9 @@ Consume = Callable[[Sequence[torch.Tensor], int, int], None]
 # start, stop, where rows start:stop of the whole go.
 Produce = Callable[[int, int, torch.Tensor], None]
 
+# [size, rows, ...] partial sums in the order of ranks, to [rows, ...].
+Total = Callable[[torch.Tensor], torch.Tensor]
+
 
 def region_bytes(whole_bytes: int) -> int:
     """Peer memory that each rank needs for sequences of up to ``whole_bytes`` [S, B, width]."""
@@ -62,6 +65,14 @@ class RowTransfers:
         self._slot_bytes = memory.size_bytes // _SLOTS // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
         self._operations = 0
 
+    def own_part(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Memory for this rank's rows of the next operation, a gather: it then copies nothing.
+
+        The caller writes it on its own stream, and no other operation comes before that gather. It
+        is the first tensor that is gathered.
+        """
+        return self._memory.tensor_of(self._memory.rank, shape, dtype, self._slot(1))
+
     def gather(self, part: Sequence[torch.Tensor], consume: Consume) -> tuple[torch.Tensor, ...]:
         """All ranks' rows of several tensors, handed to ``consume`` step by step as they arrive.
 
@@ -80,7 +91,9 @@ class RowTransfers:
         own, *peers = gather_plan(memory.rank, memory.size, rows, self._chunks)
         offsets = self._next_slot([one.nbytes for one in part])
         for one, offset in zip(part, offsets, strict=True):
-            memory.tensor_of(memory.rank, one.shape, one.dtype, offset).copy_(one)
+            own_rows = memory.tensor_of(memory.rank, one.shape, one.dtype, offset)
+            if own_rows.data_ptr() != one.data_ptr():  # else the caller wrote them there
+                own_rows.copy_(one)
         gathered = tuple(one.new_empty((memory.size * rows, *one.shape[1:])) for one in part)
         side.follow_main()
         # All of the side stream's work is launched first, since each change of streams costs the
@@ -107,7 +120,11 @@ class RowTransfers:
         return gathered
 
     def scatter(
-        self, whole: torch.Tensor, produce: Produce, meanwhile: Callable[[], None] | None = None
+        self,
+        whole: torch.Tensor,
+        produce: Produce,
+        meanwhile: Callable[[], None] | None = None,
+        total: Total | None = None,
     ) -> torch.Tensor:
         """This rank's rows of the sum over ranks: in float32, rounded once, in one fixed order.
 
@@ -115,6 +132,7 @@ class RowTransfers:
             whole: [rows, ...], this rank's partial sums; memory for those that travel.
             produce: work of the caller's stream that writes the partial sums of one step.
             meanwhile: further work for the caller's stream, under which the last rows travel.
+            total: adds the ranks' partial sums; None: torch does.
 
         Returns:
             [rows / size, ...].
@@ -141,6 +159,8 @@ class RowTransfers:
         if meanwhile is not None:
             meanwhile()
         side.hold_main(arrived)
+        if total is not None:
+            return total(partials)
         # of two the sum is the same as an addition, which keeps more loads in flight than a
         # reduction
         return torch.add(*partials) if memory.size == 2 else partials.sum(0)
@@ -161,6 +181,15 @@ class RowTransfers:
         side.hold_main(side.mark())
         return memory.tensor_of(memory.rank, (memory.size,), value.dtype, offset).amax(0, True)
 
+    def rows_at_once(self, rows: int) -> Sequence[int]:
+        """The lengths of the steps in which ``rows`` rows of all ranks are multiplied, each once.
+
+        Those of a gather are those of a scatter.
+        """
+        memory = self._memory
+        steps = gather_plan(memory.rank, memory.size, rows // memory.size, self._chunks)
+        return sorted({step.stop - step.start for step in steps})
+
     def _next_slot(self, sizes_bytes: Sequence[int]) -> list[int]:
         """Offsets for tensors of these sizes, behind each other in the slot whose turn it is."""
         starts = [0]
@@ -173,8 +202,11 @@ class RowTransfers:
                 f"a slot has {self._slot_bytes}"
             )
         self._operations += 1
-        slot = self._operations % _SLOTS * self._slot_bytes
-        return [slot + start for start in starts[:-1]]
+        return [self._slot(0) + start for start in starts[:-1]]
+
+    def _slot(self, ahead: int) -> int:
+        """Where the slot of the current operation begins, or of one so many ``ahead``."""
+        return (self._operations + ahead) % _SLOTS * self._slot_bytes
 
     def _pull(self, step: Step, gathered: torch.Tensor, rows: int, offset: int) -> None:
         shape = (rows, *gathered.shape[1:])

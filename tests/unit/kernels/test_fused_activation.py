@@ -23,6 +23,7 @@ def _compile(
     dtype: torch.dtype = torch.bfloat16,
     *,
     bias: bool,
+    find_amax: bool = False,
 ) -> None:
     """Both ways, on columns behind those of ``beside``: q, k and v, and the attention's result."""
     from megascale_kernels.fused.activation import write_activation, write_gradients
@@ -35,12 +36,19 @@ def _compile(
     if bias:
         shift = blank(beside[0] + wide, dtype=dtype)[beside[0] :]
         sums = blank(beside[0] + wide, dtype=torch.float32)[beside[0] :]
-    write_activation(y, x, shift, activation)
-    write_gradients(x, sums, y, x, shift, activation)
+    slot = blank(1, dtype=torch.int32) if find_amax else None
+    write_activation(y, x, shift, activation, slot)
+    write_gradients(x, sums, y, x, shift, activation, slot)
 
 
 COMPILED = {
     "gelu 7b tp2": lambda: _compile((*ROWS, 8192), (6144, 2048), "gelu", bias=True),
+    "gelu 7b tp2, amax": lambda: _compile(
+        (*ROWS, 8192), (6144, 2048), "gelu", bias=True, find_amax=True
+    ),
+    "swiglu, amax": lambda: _compile(
+        (*ROWS, 10928), (4352, 4096), "swiglu", bias=False, find_amax=True
+    ),
     "gelu 30b tp8": lambda: _compile((*ROWS, 3584), (2688, 896), "gelu", bias=False),
     "swiglu": lambda: _compile((*ROWS, 10928), (4352, 4096), "swiglu", bias=False),
     "swiglu bias": lambda: _compile((*ROWS, 4096), (768, 512), "swiglu", bias=True),

@@ -87,7 +87,9 @@ def test_registers_suffice(compiled: dict[str, dict[str, Any]]) -> None:
     programs must fit a multiprocessor.
     """
     for name, kernel in compiled.items():
-        few = re.search(r"norm \d+: backward_kernel|175b tp4: norm_kernel", name)
+        few = re.search(
+            r"norm \d+(, amax)?: backward_kernel|(175b tp4|12288, amax): norm_kernel", name
+        )
         assert kernel["spilled_bytes"] <= (96 if few else 0), name
         assert kernel["registers"] <= 192, name
 
@@ -106,4 +108,8 @@ def test_numbers_that_change_from_step_to_step_compile_nothing_anew(
 
 
 def test_nothing_is_added_atomically(compiled: dict[str, dict[str, Any]]) -> None:
-    assert not any(re.search(r"\b(atom|red)\.", kernel["ptx"]) for kernel in compiled.values())
+    """A maximum does not depend on the order, a sum does."""
+    for name, kernel in compiled.items():
+        atomics = re.findall(r"\b(?:atom|red)\.[\w.:]*", kernel["ptx"])
+        assert all(".max" in one for one in atomics), name
+        assert not atomics or "amax" in name

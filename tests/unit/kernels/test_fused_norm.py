@@ -25,14 +25,20 @@ EPSILON = 1e-5
 
 
 def _compile(
-    shape: tuple[int, ...], kind: Kind, dtype: torch.dtype = torch.bfloat16, *, added: bool
+    shape: tuple[int, ...],
+    kind: Kind,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    added: bool,
+    in_fp8: bool = False,
 ) -> None:
     """Forward and backward, with a residual and its bias if ``added``."""
     from megascale_kernels.fused import norm as fused
+    from megascale_kernels.fused.norm_operand import norm_in_fp8
 
     x, residual = (blank(*shape, dtype=dtype).requires_grad_() for _ in range(2))
     gain, bias, shift = (weight(blank(shape[-1], dtype=dtype)) for _ in range(3))
-    outputs = fused.norm(
+    arguments = (
         x.clone(),
         residual if added else None,
         gain,
@@ -41,7 +47,17 @@ def _compile(
         EPSILON,
         [shift] if added else (),
     )
+    if in_fp8:
+        stream, normed = norm_in_fp8(*arguments, torch.ones(1), empty_part)
+        outputs = stream, normed.stand_in
+    else:
+        outputs = fused.norm(*arguments)
     torch.autograd.backward(outputs, [torch.zeros_like(out) for out in outputs])
+
+
+def empty_part(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Memory for a norm's result in FP8."""
+    return torch.empty_like(like, dtype=dtype)
 
 
 COMPILED = {
@@ -49,6 +65,12 @@ COMPILED = {
     "rmsnorm 5120": lambda: _compile((*COMPILED_ROWS, 5120), "rmsnorm", added=False),
     "layernorm 7168": lambda: _compile((*COMPILED_ROWS, 7168), "layernorm", added=True),
     "layernorm 12288": lambda: _compile((*COMPILED_ROWS, 12288), "layernorm", added=False),
+    "layernorm 4096, amax": lambda: _compile(
+        (*COMPILED_ROWS, 4096), "layernorm", added=True, in_fp8=True
+    ),
+    "layernorm 12288, amax": lambda: _compile(
+        (*COMPILED_ROWS, 12288), "layernorm", added=False, in_fp8=True
+    ),
     "small norm": lambda: _compile((8, 2, 72), "layernorm", torch.float32, added=True),
 }
 

@@ -52,7 +52,8 @@ def _random(*shape: int, seed: int = 5) -> torch.Tensor:
 @pytest.mark.parametrize(("kind", "bias"), [("layernorm", True), ("rmsnorm", False)])
 @pytest.mark.parametrize("form", ["rows", "given", "amax"])
 def test_norm(form: str, kind: Kind, bias: bool, residual: bool) -> None:
-    from megascale_kernels.fused.norm_operand import NormCast, norm_bound, norm_operand
+    from megascale_kernels.fused.norm_operand import NormCast, norm_operand
+    from megascale_kernels.quantize import norm_bound
 
     rows, width = 9, 200
     x, weight = _random(rows, width), 1 + _random(width, seed=6) / 10
@@ -85,7 +86,7 @@ def test_norm(form: str, kind: Kind, bias: bool, residual: bool) -> None:
 
 
 def test_no_norm_exceeds_its_bound() -> None:
-    from megascale_kernels.fused.norm_operand import norm_bound
+    from megascale_kernels.quantize import norm_bound
 
     x = torch.zeros(2, 64, device=DEVICE)
     x[0, 3] = 1.0  # as far from the mean as possible

@@ -14,7 +14,14 @@ pytest.importorskip("triton")
 BATCH, SPARE = 2, 3
 
 
-def _compile(heads: Heads, ffn: tuple[int, int], *, bias: bool, table: bool = True) -> None:
+def _compile(
+    heads: Heads,
+    ffn: tuple[int, int],
+    *,
+    bias: bool,
+    table: bool = True,
+    find_amax: bool = False,
+) -> None:
     """Each function of the module, as a block with ``ffn`` columns in and out calls it."""
     from megascale_kernels.fused import rotary as fused
 
@@ -26,8 +33,9 @@ def _compile(heads: Heads, ffn: tuple[int, int], *, bias: bool, table: bool = Tr
     for by_position in (True, False):
         found = fused.read_heads(inputs, shift, heads, rotary, by_position=by_position)
         fused.read_plain(joined, heads.query, heads.size, by_position=by_position)
-    fused.write_plain(joined, found[0].transpose(1, 2).contiguous().transpose(1, 2))
-    fused.write_head_gradients(inputs, sums, found, heads, rotary)
+    slot = blank(1, dtype=torch.int32) if find_amax else None
+    fused.write_plain(joined, found[0].transpose(1, 2).contiguous().transpose(1, 2), slot)
+    fused.write_head_gradients(inputs, sums, found, heads, rotary, slot)
 
 
 def _compile_small() -> None:
@@ -45,6 +53,9 @@ def _compile_small() -> None:
 
 COMPILED = {
     "heads 7b tp2": lambda: _compile(Heads(16, 16, 128), (8192, 8192), bias=True),
+    "heads 7b tp2, amax": lambda: _compile(
+        Heads(16, 16, 128), (8192, 8192), bias=True, find_amax=True
+    ),
     "heads 30b tp8": lambda: _compile(Heads(7, 7, 128), (3584, 3584), bias=False),
     "grouped heads": lambda: _compile(Heads(32, 1, 128), (21856, 10928), bias=False),
     "heads bias learned positions": lambda: _compile(

@@ -53,7 +53,7 @@ def test_where_triton_cannot_run_torch_does_and_one_line_gives_the_cause(
         found = [operators.choose("triton", torch.device("cpu")) for _ in range(3)]
     assert {one.name for one in found} == {"torch"}
     [line] = [record.getMessage() for record in caplog.records]
-    assert line.startswith("training.kernels is triton, but ")
+    assert line.startswith("trainer.training.kernels is triton, but ")
 
 
 def test_a_host_that_cannot_build_tritons_driver_trains_with_torchs_operators(
@@ -74,8 +74,8 @@ def test_a_host_that_cannot_build_tritons_driver_trains_with_torchs_operators(
     with caplog.at_level(logging.WARNING):
         assert operators.choose("auto", torch.device("cuda")).name == "torch"
     assert (
-        "training.kernels is auto, but Triton cannot build its driver (Failed to find C compiler)"
-        in caplog.text
+        "trainer.training.kernels is auto, but Triton cannot build its driver "
+        "(Failed to find C compiler)" in caplog.text
     )
 
 

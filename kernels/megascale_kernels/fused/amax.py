@@ -1,0 +1,57 @@
+"""The largest magnitude of a tensor, found by the kernels that make it.
+
+A cast under current scaling needs it first; a pass of its own would read the tensor once more.
+Magnitudes are compared as integers, in which floats keep their order and NaN is largest. Programs
+join theirs by an atomic maximum, whose result does not depend on their order.
+
+The maker notes it on the tensor, and the cast reads the note. autograd hands a gradient from the
+node that makes it to the one that reads it as the same object; where it had to add several into
+one, or anything else has written the tensor since, the note no longer counts.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_SLOTS = 1024  # made by one launch
+_free: dict[torch.device, list[torch.Tensor]] = {}
+
+
+def amax_slot(device: torch.device) -> torch.Tensor:
+    """int32 [1], zero: what kernels raise with :func:`raise_amax`. Of the current stream."""
+    slots = _free.setdefault(device, [])
+    if not slots:
+        slots.extend(torch.zeros(_SLOTS, 1, dtype=torch.int32, device=device).unbind())
+    return slots.pop()
+
+
+def note_amax(x: torch.Tensor, slot: torch.Tensor) -> None:
+    """Note that ``slot`` holds the largest magnitude of ``x``, as it is now."""
+    x._noted_amax = slot.view(torch.float32), x._version  # type: ignore[attr-defined]
+
+
+def noted_amax(x: torch.Tensor) -> torch.Tensor | None:
+    """The noted magnitude, float32 [1]; None: there is no note, or ``x`` was written since."""
+    found, version = getattr(x, "_noted_amax", (None, -1))
+    return found if version == x._version else None
+
+
+@triton.jit
+def magnitude(x: tl.tensor) -> tl.tensor:
+    """The bits of |x|, float32, as an integer: ordered like the values, with NaN above infinity."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def higher(largest: tl.tensor, written: tl.tensor, inside: tl.tensor) -> tl.tensor:
+    """Magnitudes as integers: the larger of ``largest`` and what was ``written`` ``inside``."""
+    return tl.maximum(largest, tl.where(inside, magnitude(written.to(tl.float32)), 0))
+
+
+@triton.jit
+def raise_amax(slot: tl.tensor, found: tl.tensor) -> None:
+    """``slot`` = max(slot, all of ``found``), magnitudes as integers."""
+    # One axis left: a block of any shape.
+    tl.atomic_max(slot, tl.max(tl.ravel(found), axis=0), sem="relaxed")
