@@ -29,10 +29,12 @@ ifeq ($(INSTALL),0)
 PY := $(PYTHON)
 READY :=
 KERNELS_READY :=
+SITE_READY :=
 else
 PY := $(CURDIR)/$(VENV)/bin/python
 READY := $(VENV)/.ready
 KERNELS_READY := $(VENV)/.triton
+SITE_READY := $(VENV)/.site
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 endif
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check
@@ -48,7 +50,7 @@ help: ## show these verbs
 demo: $(READY) ## run the main job: train, lose a node, recover, compare with the undisturbed twin
 	$(PY) -m megascale_cli demo $(DEMO_ARGS)
 
-test: $(READY) $(KERNELS_READY) ## run the tests (6 to 9 minutes on 2 idle cores, 11 to 15 on busy ones)
+test: $(READY) $(KERNELS_READY) ## run the tests (about 10 minutes on 2 cores)
 	$(PY) -m pytest -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-slow: $(READY) $(KERNELS_READY) ## run the tests that `make test` leaves out: benchmarks, one sabotage, further kernels
@@ -78,11 +80,13 @@ proto: $(VENV)-proto/.ready ## generate the Python code of the protos
 proto-check: $(VENV)-proto/.ready ## check that the generated code is up to date
 	$(VENV)-proto/bin/python proto/generate.py --check
 
-docs: $(READY) ## write the generated parts of pages, and of the synchronous client
+docs: $(READY) $(SITE_READY) ## write the generated parts of pages and of the synchronous client, and build the site (site/)
 	@for page in $(PAGES); do $(PY) -m docs.$$page || exit 1; done
+	$(build_site)
 
-docs-check: $(READY) ## check that these generated parts are up to date
+docs-check: $(READY) $(SITE_READY) ## check that these generated parts are up to date, and the site's links
 	@for page in $(PAGES); do $(PY) -m docs.$$page --check || exit 1; done
+	$(build_site)
 
 dashboard: $(READY) ## write deploy/grafana/megascale.json from the metrics in the code
 	$(PY) -m deploy.grafana.generate
@@ -94,8 +98,15 @@ bench: $(READY) ## run the benchmarks that need no special hardware
 	$(PY) benchmarks/throughput.py --device cpu --tp 2 --pp 2 --dp 2
 
 clean: ## remove environments, caches and runs
-	rm -rf $(VENV) $(VENV)-proto .tools runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-proto .tools runs site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# With --quiet mkdocs would count no warning, and so fail for none.
+# In an environment that is used as it is, the site is built only if mkdocs is there.
+define build_site
+@if $(PY) -c 'import material' 2>/dev/null; then NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict; \
+	  else echo "no mkdocs-material: the site is not built" >&2; fi
+endef
 
 # Debian has venv in a package of its own: install it as root, else print what to do.
 define make_venv
@@ -115,6 +126,10 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 $(VENV)/.triton: $(VENV)/.ready
 	@$(PY) -c 'import triton' 2>/dev/null || { echo "installing $(TRITON) for the kernels' tests"; $(PIP) $(TRITON); }
+	@touch $@
+
+$(VENV)/.site: $(VENV)/.ready
+	$(PIP) --constraint constraints.txt mkdocs-material
 	@touch $@
 
 $(VENV)-proto/.ready:

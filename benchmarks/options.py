@@ -94,6 +94,13 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bucket-mib", type=int, default=64, help="bound of a gradient bucket")
     parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument(
+        "--precision",
+        choices=["bf16", "fp32", "fp8"],
+        default="",
+        help="default: bf16 on CUDA, fp32 on a CPU",
+    )
+    parser.add_argument("--fp8-format", choices=["hybrid", "e4m3"], default="hybrid")
+    parser.add_argument(
         "--steps",
         type=_steps,
         default=10,

@@ -69,6 +69,8 @@ class Run:
     recompute: str = "none"
     bucket_mib: int = 64
     deterministic: bool = False
+    precision: str = ""
+    fp8_format: str = "hybrid"
     steps: int = 10
     data: str = ""
     initial: str = "device"
@@ -91,7 +93,7 @@ def sizes(config: JobConfig) -> dict[str, int]:
 
 
 def job(run: Run, world_size: int, *, cuda: bool) -> JobConfig:
-    """The job of ``run`` on ``world_size`` ranks: bf16 on CUDA, fp32 on a CPU.
+    """The job of ``run`` on ``world_size`` ranks; by default bf16 on CUDA, fp32 on a CPU.
 
     Raises:
         ConfigurationRefused: the layout does not fit the ranks or the model.
@@ -130,7 +132,8 @@ def job(run: Run, world_size: int, *, cuda: bool) -> JobConfig:
                 "steps": run.steps,
                 "global_batch_size": run.global_batch or preset.batch,
                 "micro_batch_size": run.micro_batch or preset.micro_batch,
-                "precision": "bf16" if cuda else "fp32",
+                "precision": run.precision or ("bf16" if cuda else "fp32"),
+                "fp8": {"format": run.fp8_format},
                 "deterministic": run.deterministic,
                 "bucket_mib": run.bucket_mib,
                 "kernels": run.kernels,
@@ -143,7 +146,9 @@ def job(run: Run, world_size: int, *, cuda: bool) -> JobConfig:
         }
     )
     problems = [
-        problem for problem in validate(config) if run.data or problem.field != "data.sources"
+        problem
+        for problem in validate(config)
+        if run.data or problem.field != "trainer.data.sources"
     ]
     if problems:
         raise ConfigurationRefused("; ".join(map(str, problems)))

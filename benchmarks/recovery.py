@@ -27,11 +27,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megascale.v1 import driver_pb2
 from megascale_cli.demo.cluster import DemoCluster, DemoFailed, run_command
 from megascale_cli.demo.plan import DemoPlan
 from megascale_cli.demo.recording import Recording, seconds
 from megascale_client import AsyncClient, parse_job
+from megascale_client.messages import WatchJobResponse
 
 # layers, hidden size, heads, vocabulary, sequence, micro-batch, global batch, precision
 PRESETS: dict[str, tuple[int, int, int, int, int, int, int, str]] = {
@@ -94,7 +94,7 @@ async def train(
     await client.submit(parse_job(job(arguments, name, folder)))
     recording, broken_at, committed = Recording(name), 0.0, 0
 
-    def see(update: driver_pb2.WatchJobResponse) -> None:
+    def see(update: WatchJobResponse) -> None:
         nonlocal committed
         if update.WhichOneof("update") == "event":
             committed += update.event.reason == "CHECKPOINT_COMMITTED"

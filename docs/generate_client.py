@@ -14,6 +14,7 @@ import inspect
 import re
 import subprocess
 import sys
+import textwrap
 
 from docs import pages
 from megascale_client import client, errors
@@ -64,7 +65,7 @@ def source() -> str:
         returns = f"Iterator[{_item(method)}]" if _item(method) else _returns(method)
         lines += [
             f"    def {method.name}({ast.unparse(method.args)}) -> {returns}:",
-            f'        """See :meth:`AsyncClient.{method.name}`."""',
+            textwrap.indent(f'"""{_docstring(method)}"""', " " * 8),
             f"        return self._loop.{run}(self._client.{method.name}({arguments}))",
             "",
         ]
@@ -76,6 +77,12 @@ def source() -> str:
         check=True,
     )
     return done.stdout.partition("\n")[2]
+
+
+def _docstring(method: Method) -> str:
+    """That of the asynchronous method, closed as it closes there."""
+    comment = ast.get_docstring(method) or ""
+    return f"{comment}\n" if "\n" in comment else comment
 
 
 def text() -> str:
@@ -95,11 +102,13 @@ def _row(method: Method) -> tuple[str, str, str, str]:
 
 
 def _arguments(method: Method) -> str:
-    """The arguments as a caller gives them, without types."""
+    """The arguments as in the signature, without types; those after * are given by name."""
     arguments = method.args
     shown = [each.arg for each in arguments.args[1:]]
     for index, default in enumerate(reversed(arguments.defaults), 1):
         shown[-index] += f"={ast.unparse(default)}"
+    if arguments.kwonlyargs:
+        shown.append("*")
     for each, given in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
         shown.append(each.arg if given is None else f"{each.arg}={ast.unparse(given)}")
     return ", ".join(shown)

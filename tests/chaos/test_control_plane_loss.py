@@ -56,6 +56,8 @@ async def test_a_driver_that_is_killed_costs_no_step(cluster: ChaosCluster) -> N
             await run.until_step(before + 20)
             resumed_s = time.monotonic() - killed_s
             assert cluster.up.state["driver"]["pid"] != driver
+            shown = await client.get(run.name)
+            assert shown.step >= before and shown.last_record.step >= before
             assert cluster.worker_pids(run.job) == workers
             job = await run.until_ended()
     assert job.phase == types_pb2.JOB_PHASE_SUCCEEDED, run.story()
@@ -70,7 +72,19 @@ async def test_a_driver_that_is_killed_costs_no_step(cluster: ChaosCluster) -> N
     )
     assert list(run.losses[1]) == sorted(run.losses[1])
     assert f"finished: step {steps}" in cluster.rank_log(job, 1)
+    await check_figures_stay(cluster, job)
     measured("driver killed", watch_resumed_s=resumed_s, killed_after_step=before)
+
+
+async def check_figures_stay(cluster: ChaosCluster, ended: driver_pb2.Job) -> None:
+    """An ended job shows the same at the next driver, to which no agent reports it any more."""
+    assert ended.step == ended.last_record.step == ended.spec.trainer.training.steps
+    assert ended.goodput.productive.ToMilliseconds() > 0 == ended.goodput.lost_steps
+    os.kill(cluster.up.state["driver"]["pid"], signal.SIGKILL)
+    async with cluster.client() as client:
+        # At once the driver that is gone may still be named; the client calls until one answers.
+        again = await client.get(ended.spec.name)
+    assert again == ended
 
 
 async def test_training_goes_on_without_etcd_and_control_returns(

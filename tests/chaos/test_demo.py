@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.harness.local_cluster import megascale
+from tests.harness.snippets import block
 
 # Two ranks on two nodes instead of eight: the same path in a fraction of the time.
 SMALL = (
@@ -37,6 +39,11 @@ def run_demo(folder: Path, *options: str) -> tuple[int, str, dict[str, Any]]:
         done.stdout + done.stderr,
         json.loads(report.read_text()) if report.exists() else {},
     )
+
+
+def shape(line: str) -> str:
+    """A line without its figures; the times of the timeline are a column of their own."""
+    return re.sub(r"\d+(\.\d+)?", "0", re.sub(r"^ *\d+\.\d{3} s  ", "TIME ", line))
 
 
 def processes_of(folder: Path) -> list[str]:
@@ -72,6 +79,9 @@ def test_the_demo_shows_a_lost_node_and_a_run_that_resumes(tmp_path: Path) -> No
     )
     assert (tmp_path / "demo" / "loss.png").exists()
     assert "SIGKILL" in output
+    printed = iter(map(shape, output.splitlines()))
+    for line in block("README.md", ">>> SIGKILL").code.splitlines():
+        assert shape(line) in printed, f"the demo no longer prints this line of the README: {line}"
     assert processes_of(tmp_path) == []
 
 

@@ -16,18 +16,20 @@ from pathlib import Path
 
 import pytest
 from tests.harness.chaos_cluster import ChaosCluster, measured, shared_cluster
-from tests.harness.job_follower import seconds
+from tests.harness.job_follower import JobFollower, seconds
 from tests.harness.local_cluster import END_REASON
 from tests.harness.processes import until_gone
 from tests.harness.waiting import eventually
 
-from megascale.v1 import types_pb2
+from megascale.v1 import driver_pb2, types_pb2
 from megascale_client import AsyncClient
 
 ENDLESS_STEPS = 100_000
 # Each fault must be detected faster than by the next slower mechanism, whose time this is
 # (megascale_driver.core.policy): a bound for any machine. Times of an idle one are in benchmarks/.
 HEARTBEAT_S, SUSPECT_S, UNCORROBORATED_S = 5.0, 8.0, 60.0
+# Step records reach the core four times a second, and travel a moment before.
+DATED_WITHIN_S = 1.0
 
 
 @pytest.fixture(scope="module")
@@ -87,10 +89,36 @@ async def test_a_killed_worker_costs_no_bit_of_the_result(cluster: ChaosCluster)
         detected_s=detected_s,
         restored_step=job.restored_step,
         repeated=len(repeated),
+        goodput=round(job.goodput.ratio, 3),
     )
     assert 0 <= detected_s < HEARTBEAT_S, (
         "the node reports an exit at once, not with its next heartbeat"
     )
+    check_goodput(job, run, killed_at_s)
+    assert (other.goodput.faults, other.goodput.lost_steps) == (0, 0)
+
+
+def check_goodput(job: driver_pb2.Job, run: JobFollower, killed_at_s: float) -> None:
+    """What the job's goodput has lost to a killed worker is what has happened."""
+    found, exited = job.goodput, run.first_event("WORKER_EXITED")
+    assert exited is not None
+    restarted_s = run.completed_s[2, job.restored_step + 1] - seconds(exited)
+    assert (found.faults, found.lost_steps) == (1, max(run.losses[1]) - job.restored_step)
+    assert abs(found.restarting.ToMilliseconds() / 1e3 - restarted_s) < DATED_WITHIN_S
+    detecting_s = found.detecting.ToMilliseconds() / 1e3
+    assert abs(detecting_s - (seconds(exited) - killed_at_s)) < DATED_WITHIN_S
+    done_s = sum(
+        run.completed_s[1, step] - run.completed_s[1, step - 1]
+        for step in run.losses[1]
+        if step > job.restored_step
+    )
+    assert done_s - DATED_WITHIN_S < found.lost.ToMilliseconds() / 1e3 < done_s + DATED_WITHIN_S
+    wall_us = sum(
+        value.ToMicroseconds()
+        for field, value in found.ListFields()
+        if field.message_type and field.name != "wall_time"
+    )
+    assert wall_us == found.wall_time.ToMicroseconds()
 
 
 async def test_the_last_checkpoint_survives_a_death_while_it_is_awaited(
@@ -102,15 +130,17 @@ async def test_the_last_checkpoint_survives_a_death_while_it_is_awaited(
             client, cluster.job("last", steps=steps, interval_steps=0)
         ) as run:
             await run.until_step(1)
-            # Rank 1's file cannot grow to its size, so rank 0 waits for it; then rank 0 is killed.
+            # Rank 1's file cannot grow to its size and is tried again, so rank 0 waits for it; then
+            # rank 0 is killed.
             daemon = cluster.up.node_pids(run.job.nodes[1])["checkpoint"]
             unlimited = resource.prlimit(
                 daemon, resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY)
             )
             await run.until_step(steps)
-            await run.until(lambda: "finished" in cluster.rank_log(run.job, 1), "rank 1's end")
-            resource.prlimit(daemon, resource.RLIMIT_FSIZE, unlimited)
+            await run.until_event("CHECKPOINT_FAILED")
             os.kill(cluster.worker_pids(run.job)[0], signal.SIGKILL)
+            await run.until(lambda: run.job.attempt == 2, "the second attempt")
+            resource.prlimit(daemon, resource.RLIMIT_FSIZE, unlimited)
             job = await run.until_ended()
             story = run.story()
     assert (job.phase, job.attempt) == (types_pb2.JOB_PHASE_SUCCEEDED, 2), story

@@ -26,6 +26,7 @@ class JobFollower:
 
     Attributes:
         losses: by attempt and step.
+        completed_s: when each step was completed (Unix seconds), by attempt and step.
         events: in the order of the stream.
         job: its newest state.
     """
@@ -41,6 +42,7 @@ class JobFollower:
         self.name = spec.name
         self.job = driver_pb2.Job()
         self.losses: dict[int, dict[int, float]] = {}
+        self.completed_s: dict[tuple[int, int], float] = {}
         self.events: list[types_pb2.Event] = []
         self.limit_s = limit_s
         self._client, self._spec, self._folder = client, spec, folder
@@ -68,6 +70,8 @@ class JobFollower:
                 self.job = update.job
             elif kind == "step":
                 self.losses.setdefault(update.step.attempt, {})[update.step.step] = update.step.loss
+                which = update.step.attempt, update.step.step
+                self.completed_s[which] = update.step.completed_at.ToMilliseconds() / 1e3
             elif kind == "event":
                 self.events.append(update.event)
 

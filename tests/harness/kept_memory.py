@@ -20,6 +20,7 @@ from megascale_kernels.overlap.collective_matmul import CollectiveMatmuls
 from megascale_trainer.parallel.data.buffers import FlatBuffers
 from megascale_trainer.parallel.groups import Group, single_process_groups
 from megascale_trainer.parallel.pipeline.stage import Stage
+from megascale_trainer.parallel.tensor.fp8 import fp8_of
 from megascale_trainer.parallel.tensor.overlapped_matmul import OverlappedMatmuls, chunks
 from megascale_trainer.parallel.tensor.sharding import TensorParallel, plain_tensor_parallel
 from megascale_trainer.weights import bind_weights
@@ -44,9 +45,9 @@ def kept_bytes(
     table, alone = parameter_table(config, 0), single_process_groups().world
     buffers = FlatBuffers(table, torch.bfloat16, device, alone, alone)
     weights = bind_weights(table, buffers.parameters, buffers.gradients)
-    stage = Stage(
-        config, table.chunks[0], weights, _tensor_parallel(config, device), buffers, operators
-    )
+    tp = _tensor_parallel(config, device)
+    fp8 = fp8_of(config, operators, tp, device)
+    stage = Stage(config, table.chunks[0], weights, tp, buffers, operators, fp8)
     flat = [*buffers.parameters.values(), *buffers.gradients.values()]
     stored = {tensor.untyped_storage().data_ptr() for tensor in flat}
     kept: dict[int, torch.UntypedStorage] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ from tests.harness.processes import cpu_ticks, ended
 from tests.harness.waiting import log_bytes, until
 
 from megascale.v1 import driver_pb2, types_pb2
-from megascale_client import TERMINAL_PHASES, Client
+from megascale_client import TERMINAL_PHASES, Client, NotPossible
 
 MARK_VARIABLE = "MEGASCALE_TEST_ID"
 END_REASON = "the test is over"
@@ -95,6 +96,18 @@ class UpProcess:
         for pid in self.processes():
             os.kill(pid, signal.SIGKILL)
 
+    def beside(self, *arguments: str) -> subprocess.Popen[str]:
+        """A command of the CLI as a process that counts as one of this cluster."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "megascale_cli", *arguments],
+            env={**os.environ, "COLUMNS": "200", MARK_VARIABLE: self._mark},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
     def seen(self, event: str) -> list[dict[str, Any]]:
         """The events of this name that `up` has printed."""
         lines = [
@@ -162,7 +175,8 @@ def settle(folder: Path) -> set[str]:
             return [job.spec.name for job in client.jobs() if job.phase not in TERMINAL_PHASES]
 
         for name in unfinished():
-            client.cancel(name, reason=END_REASON)
+            with contextlib.suppress(NotPossible):  # it has ended since it was listed
+                client.cancel(name, reason=END_REASON)
 
         def state() -> object:
             return unfinished(), [(node.name, node.job, node.liveness) for node in client.nodes()]

@@ -28,6 +28,10 @@ class ScriptedDriver(driver_pb2_grpc.DriverServiceServicer):
         self.address = ""
         self.open_streams = 0
         self.profiles: list[driver_pb2.Profile] = []  # as GetJob shows them, one after the other
+        self.jobs: list[driver_pb2.Job] = []  # as ListJobs and GetJob show them
+        self.phases: list[types_pb2.JobPhase.ValueType] = []  # as WatchJob shows them
+        self.unknown: set[str] = set()  # names of jobs that do not exist
+        self.lost_ranks: set[int] = set()  # whose node does not answer
         self.checkpoints: list[driver_pb2.Checkpoint] = []
         self.verdicts: dict[str, types_pb2.CheckVerdict.ValueType] = {}
         self.server = RpcServer(TOKEN)
@@ -48,10 +52,19 @@ class ScriptedDriver(driver_pb2_grpc.DriverServiceServicer):
 
     async def GetJob(self, request: Any, context: Any) -> driver_pb2.GetJobResponse:
         await self._note(request, context)
+        if request.name in self.unknown:
+            await abort(context, of_code("NOT_FOUND", "JOB_NOT_FOUND", f"no job {request.name}"))
         job = driver_pb2.Job(spec=job_pb2.JobSpec(name=request.name), phase=self.phase)
+        for known in self.jobs:
+            if known.spec.name == request.name:
+                job.CopyFrom(known)
         if self.profiles:
             job.profile.CopyFrom(self.profiles.pop(0))
         return driver_pb2.GetJobResponse(job=job)
+
+    async def ListJobs(self, request: Any, context: Any) -> driver_pb2.ListJobsResponse:
+        await self._note(request, context)
+        return driver_pb2.ListJobsResponse(jobs=self.jobs)
 
     async def ProfileJob(self, request: Any, context: Any) -> driver_pb2.ProfileJobResponse:
         await self._note(request, context)
@@ -113,7 +126,9 @@ class ScriptedDriver(driver_pb2_grpc.DriverServiceServicer):
         self, request: Any, context: Any
     ) -> AsyncIterator[driver_pb2.TailLogsResponse]:
         await self._note(request, context)
-        for number in range(request.lines):
+        if request.rank in self.lost_ranks:
+            await abort(context, of_code("UNAVAILABLE", "NODE_UNREACHABLE", "node n2 is lost"))
+        for number in range(min(request.lines, 1000)):
             yield driver_pb2.TailLogsResponse(line=f"line {number}")
         if request.follow:
             await self._hang()
@@ -158,6 +173,11 @@ class ScriptedDriver(driver_pb2_grpc.DriverServiceServicer):
         self, request: Any, context: Any
     ) -> AsyncIterator[driver_pb2.WatchJobResponse]:
         await self._note(request, context)
+        for phase in self.phases:
+            job = driver_pb2.Job(spec=job_pb2.JobSpec(name=request.name), phase=phase)
+            yield driver_pb2.WatchJobResponse(job=job)
+        if self.phases and self.phases[-1] < types_pb2.JOB_PHASE_SUCCEEDED:
+            await self._hang()
         start = 0 if self.forgets_tokens else int(request.resume_token or 0)
         for index, step in enumerate(self.updates):
             if index < start:

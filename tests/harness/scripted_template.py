@@ -115,7 +115,7 @@ def _work(agent: socket.socket, assignment: framing.Message, descriptors: list[i
         if assignment["reports"]:
             framing.send(agent, {"kind": "step", "record": _record(assignment["attempt"], step)})
     page.update(phase=Phase.DONE)
-    framing.send(agent, {"kind": "finished", "step": int(labels["steps"])})
+    framing.send(agent, {"kind": "finished", "step": int(labels["steps"]), "not_saved": ""})
     return 0
 
 

@@ -418,16 +418,16 @@ def _save(path: Path, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
     np.savez(path, allow_pickle=False, **arrays)
 
 
-def pieces_of(trainer: Trainer) -> dict[str, np.ndarray[Any, Any]]:
-    """The rank's primary master pieces, keyed ``name|flattened global start``."""
-    master = trainer.states()["master"].cpu().numpy()
+def pieces_of(trainer: Trainer, state: str = "master") -> dict[str, np.ndarray[Any, Any]]:
+    """The rank's primary pieces of a state, keyed ``name|flattened global start``."""
+    values = trainer.states()[state].cpu().numpy()
     found = {}
     for piece in trainer.shard_layout().pieces:
         if piece.state == "master" and piece.primary:
             columns = int(np.prod(piece.global_shape[1:]))
             start = piece.start[0] * columns + piece.flat_start
             offset = piece.slot_offset_bytes // 4
-            found[f"{piece.name}|{start}"] = master[
+            found[f"{piece.name}|{start}"] = values[
                 offset : offset + piece.flat_stop - piece.flat_start
             ].copy()
     return found

@@ -180,6 +180,7 @@ async def test_failed_worker_fails_the_attempt_and_stops_the_others(
         "finish_early": (0, "OTHER"),
         "peer_absent": (1, "COLLECTIVE"),
         "DATA": (1, "DATA"),
+        "BAD_JOB": (1, "BAD_JOB"),
         "CHECKPOINT_CORRUPT": (1, "CHECKPOINT_CORRUPT"),
     }
     for attempt, (how, (status, kind)) in enumerate(ways.items(), 1):

@@ -103,7 +103,7 @@ async def test_an_idle_node_checks_itself_and_a_held_one_refuses(
     code, message = await refused(agent, "disk_room", "gpu_burn")
     assert (
         code == grpc.StatusCode.INVALID_ARGUMENT
-        and "no check gpu_burn; this node has device_present" in message
+        and "no check gpu_burn, this node has device_present" in message
     )
     driver.want(PREPARE, assignment(tmp_path))
     await driver.until_phase(link_pb2.ATTEMPT_PHASE_PREPARED)

@@ -426,13 +426,17 @@ async def test_a_failed_write_is_reported_and_training_continues(
     )
     for step in (1, 2, 3, 4):
         assert worker.write(step)["kind"] == "sealed"
-        drained = worker.drain(step)
+        drained = worker.drain(step, timeout_s=0.2)
         assert drained["committed_step"] == 0 and "File too large" in drained["error"]
     seen = await progress(daemon, lambda job: bool(job.persist_error))
     assert seen.persist_error.startswith("step 4, rank 0:") and seen.committed_step == 0
+    assert (seen.failure.attempt, seen.failure.step, seen.failure.rank) == (1, 4, 0)
+    assert seen.failures >= 4
     assert not list((tmp_path / "checkpoints").rglob("*rank-00000*"))
-    resource.prlimit(daemon.process.pid, resource.RLIMIT_FSIZE, unlimited)
+    # A step that a worker waits for is written again until there is room.
     worker.write(5)
+    assert "File too large" in worker.drain(5, timeout_s=0.2)["error"]
+    resource.prlimit(daemon.process.pid, resource.RLIMIT_FSIZE, unlimited)
     assert worker.drain(5) == {"kind": "drained", "committed_step": 5}
     assert not (await progress(daemon, lambda job: job.committed_step == 5)).persist_error
 

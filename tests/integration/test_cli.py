@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import itertools
 import json
@@ -217,6 +218,17 @@ def test_the_example_of_the_clients_page_trains_and_fetches(cluster: Path, tmp_p
     )
 
 
+def titles() -> set[str]:
+    """What `ps` shows of the workers on this machine, without the first word."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            line = (entry / "cmdline").read_bytes().rstrip(b"\0").decode(errors="replace")
+            if line.startswith("megascale rank ") and (entry / "comm").read_text().startswith("r"):
+                found.add(line.removeprefix("megascale "))
+    return found
+
+
 def losses_until(client: Client, name: str, step: int) -> list[float]:
     """Loss of each step of a running job, the first to ``step``."""
     records = (update.step for update in client.watch(name) if update.HasField("step"))
@@ -241,6 +253,7 @@ def test_a_running_job_is_profiled_and_trains_as_if_it_were_not(cluster: Path) -
             "some steps",
             lambda: client.get("profiled").phase_reason,
         )
+        assert {"rank 0 of job profiled attempt 1", "rank 1 of job profiled attempt 1"} <= titles()
         done = megascale(
             "profile", "profiled", "--ranks", "1,0", "--reason", "slow", "--json", *here
         )
@@ -291,6 +304,18 @@ def test_a_running_job_is_profiled_and_trains_as_if_it_were_not(cluster: Path) -
         far = client.profile("profiled", steps=1, first_step=client.get("profiled").step + 3000)
         with pytest.raises(NotPossible, match="still in progress"):
             client.profile("profiled", steps=2)
+        given_up = megascale("profile", "profiled", "--cancel", "--reason", "too far", *here)
+        assert given_up.returncode == 0 and "cancelled by" in given_up.stdout, given_up.stderr
+        assert client.profiled("profiled", far.id).traces[0].detail.startswith("cancelled by")
+        log = Path(far.traces[0].path).with_name("rank-00000.log")
+        until(
+            lambda: "skipped cancelled before its first step" in log.read_text(),
+            "the worker gives the profile up",
+            lambda: client.get("profiled").step,
+        )
+        with pytest.raises(NotPossible, match="no profile of job profiled is in progress"):
+            client.cancel_profile("profiled")
+        far = client.profile("profiled", steps=1, first_step=client.get("profiled").step + 3000)
         losses = losses_until(client, "profiled", last + 3)
         client.cancel("profiled", reason="enough")
         assert client.profiled("profiled", far.id).traces[0].detail == "attempt 1 ended first"

@@ -162,6 +162,7 @@ def test_jobs_are_shown_followed_and_explained(cluster: Cluster) -> None:
     explained = cluster.one("driver/explain_job.sh", "demo")
     assert explained["explanation"].startswith("job demo runs attempt 1 on n1")
     assert {event["reason"] for event in explained["events"]} >= {"CHECKPOINT_COMMITTED"}
+    assert explained["text"].startswith(explained["explanation"]) and "cause" not in explained
     info = cluster.one("driver/get_cluster_info.sh")
     address = (cluster.run_folder / "driver.address").read_text().strip()
     assert (info["cluster"], info["leader"], info["nodes_alive"], info["jobs_running"]) == (
@@ -198,8 +199,16 @@ def test_a_profile_is_asked_for_and_shown_with_the_job(cluster: Cluster) -> None
     )
     assert cluster.job()["profile"]["id"] == asked["id"]
     assert Path(trace["path"]).read_bytes()[:2] == b"\x1f\x8b", "it lies where the answer said"
+    ahead = str(int(cluster.job()["step"]) + 5000)
+    assert cluster.one("driver/profile_job.sh", "demo", "1", "0", ahead)["profile"]["traces"]
+    given_up = cluster.one("driver/cancel_profile.sh", "demo", "too far ahead")["profile"]
+    assert given_up["traces"][0]["state"] == "TRACE_STATE_SKIPPED"
+    assert cluster.job()["profile"]["traces"] == given_up["traces"]
     refused = cluster.run("driver/profile_job.sh", "demo", "21")
-    assert refused.returncode != 0 and "steps: 21 is outside 1 to 20" in refused.stderr
+    assert (
+        refused.returncode != 0
+        and "steps: 21 is out of range; profile 1 to 20 steps" in refused.stderr
+    )
 
 
 def test_checkpoints_are_listed_by_the_driver_and_by_a_daemon(cluster: Cluster) -> None:

@@ -13,8 +13,7 @@ from tests.harness.corpus import random_documents, write_corpus
 from tests.harness.local_cluster import UpProcess, megascale
 
 from megascale.v1 import types_pb2
-from megascale_client import AsyncClient
-from megascale_client.spec import load_job
+from megascale_client import AsyncClient, load_job
 
 OPTIONS = ("--nodes", "1", "--devices-per-node", "4", "--device", "cpu")
 LOADED_STEP, LAST_STEP = 4, 7
@@ -98,8 +97,9 @@ async def test_another_layout_goes_on_as_if_nothing_had_happened(tmp_path: Path)
         other_batch = await run(
             cluster, tmp_path, "other-batch", LAST_STEP, {}, load_uri=load_uri, global_batch_size=4
         )
+        (tmp_path / "empty").mkdir()
         nowhere = await run(
-            cluster, tmp_path, "nowhere", LAST_STEP, {}, load_uri=str(tmp_path / "nowhere")
+            cluster, tmp_path, "nowhere", LAST_STEP, {}, load_uri=str(tmp_path / "empty")
         )
         for (job, records), reason in (
             (other_batch, "keep the batch size"),

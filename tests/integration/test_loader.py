@@ -26,7 +26,7 @@ from megascale_common.job.config import DataSource, EvaluationConfig, JobConfig,
 from megascale_common.node import framing
 from megascale_common.node.process import child_environment
 from megascale_trainer.data.client import LoaderClient, MicroBatchArrays, RingRequest
-from megascale_trainer.data.errors import DataError
+from megascale_trainer.data.errors import CorpusError, DataError
 from megascale_trainer.data.packing import SampleStream, sample_numbers
 
 LOADER = "megascale_trainer.data.loader"
@@ -319,7 +319,7 @@ def test_a_truncated_file_is_refused_by_name(start: StartLoader, job: JobConfig)
     path = Path(job.data.sources[1].prefix + ".bin")
     path.write_bytes(path.read_bytes()[:-2])
     loader = start(job)
-    with pytest.raises(DataError, match=r"prose\.bin: truncated"):
+    with pytest.raises(CorpusError, match=r"sources\[\d\]\.prefix: .*prose\.bin: truncated"):
         loader.client()
     assert loader.rings() == 0
 
@@ -331,7 +331,7 @@ def test_a_token_outside_the_vocabulary_reaches_the_worker(
     loader = start(data_job([DataSource(prefix=str(prefix))], vocab_size=300))
     with (
         loader.client() as client,
-        pytest.raises(DataError, match=r"wide: token id 400 .* model\.vocab_size=300"),
+        pytest.raises(CorpusError, match=r"model\.vocab_size: 300 .*wide has token id 400"),
     ):
         client.next_step()
     until(lambda: loader.rings() == 0, "the rings are given back")
@@ -382,7 +382,7 @@ def test_a_job_that_does_not_divide_is_refused_at_the_start(
     loader = start(odd)
     _, errors = loader.process.communicate(timeout=CALL_TIMEOUT_S)
     assert loader.process.returncode == 2
-    assert "training.global_batch_size=7 is not a multiple" in errors
+    assert "trainer.training.global_batch_size=7 is not a multiple" in errors
     assert "Traceback" not in errors
 
 

@@ -41,6 +41,7 @@ REQUESTS: dict[str, Any] = {
     "WatchJob": driver_pb2.WatchJobRequest(name="x"),
     "CancelJob": driver_pb2.CancelJobRequest(name="x", reason="r"),
     "ProfileJob": driver_pb2.ProfileJobRequest(job="x", steps=1),
+    "CancelProfile": driver_pb2.CancelProfileRequest(job="x"),
     "ExplainJob": driver_pb2.ExplainJobRequest(name="x"),
     "ListNodes": driver_pb2.ListNodesRequest(),
     "EvictNode": driver_pb2.EvictNodeRequest(name="n1", reason="r"),

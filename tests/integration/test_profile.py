@@ -101,6 +101,24 @@ def test_what_arrives_too_late_or_in_between_is_skipped_with_a_reason(
     assert [path.name for path in (tmp_path / "run").glob("trace*")] == ["trace-last-0.json.gz"]
 
 
+def test_a_cancelled_profile_is_not_begun_and_one_that_has_begun_goes_on(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    commands = {
+        "1": command("early", 5, 5),
+        "2": {"kind": "cancel_profile", "id": "early"},
+        "3": command("begun", 3, 4),
+        "4": {"kind": "cancel_profile", "id": "begun"},
+        "6": {"kind": "cancel_profile", "id": "unknown"},
+    }
+    (found,) = profiled(pool, tmp_path / "run", commands)
+    answers = {answer["id"]: (answer["state"], answer["detail"]) for answer in found["answers"]}
+    assert answers == {
+        "early": ("skipped", "cancelled before its first step"),
+        "begun": ("written", ""),
+    }
+
+
 def test_one_profile_at_a_time(pool: RankPool, tmp_path: Path) -> None:
     commands = {"2": command("first", 2, 5), "3": command("second", 4, 4)}
     (found,) = profiled(pool, tmp_path / "run", commands)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,12 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 from tests.harness.checkpoint_node import TOKEN, DaemonProcess
-from tests.harness.waiting import CALL_TIMEOUT_S
+from tests.harness.training import tiny_job
+from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
 from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc
+from megascale_common.job.config import from_accepted
 from megascale_common.job.restore import RestorePlan, RestoreSource
+from megascale_common.node.status_page import StatusPageWriter
 from megascale_common.service.channel import open_channel
 from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
+from megascale_trainer.parallel.groups import single_process_groups
+from megascale_trainer.process.snapshot_steps import SnapshotSteps
 from megascale_trainer.snapshot import RankRegistration, Snapshotter
 
 PIECE = ShardPiece("vector", "master", "float32", (256,), (0,), (256,), 0, 256, 0, primary=True)
@@ -44,11 +50,18 @@ def stack() -> Iterator[ExitStack]:
 
 
 def snapshotter(
-    daemon: DaemonProcess, state: State, *, attempt: int = 1, uri: str = ""
+    daemon: DaemonProcess,
+    state: State,
+    *,
+    attempt: int = 1,
+    uri: str = "",
+    rank: int = 0,
+    world_size: int = 1,
+    committer: DaemonProcess | None = None,
 ) -> Snapshotter:
     sizes = {"tp": 1, "cp": 1, "dp": 1, "pp": 1}
-    committer = daemon.address if uri else ""
-    registration = RankRegistration("job", attempt, 0, 1, uri, committer, 2, sizes)
+    address = (committer or daemon).address if uri else ""
+    registration = RankRegistration("job", attempt, rank, world_size, uri, address, 2, sizes)
     longest_s = 4 * CALL_TIMEOUT_S
     return Snapshotter(
         str(daemon.socket), registration, state, torch.device("cpu"), collective_timeout_s=longest_s
@@ -67,13 +80,15 @@ def take(snapshots: Snapshotter, state: State, step: int, *, finite: bool = True
     snapshots.seal_if_copied()
 
 
-async def open_attempt(daemon: DaemonProcess, uri: str, attempt: int, sealed_step: int = 0) -> str:
+async def open_attempt(
+    daemon: DaemonProcess, uri: str, attempt: int, sealed_step: int = 0, world_size: int = 1
+) -> str:
     async with open_channel(daemon.address, TOKEN) as channel:
         request = checkpoint_pb2.OpenAttemptRequest(
             job="job",
             uri=uri,
             attempt=attempt,
-            world_size=1,
+            world_size=world_size,
             sealed_step=sealed_step,
             sealed_by_attempt=1,
         )
@@ -102,7 +117,7 @@ async def test_a_state_that_was_in_memory_alone_is_taken_again(
     assert again.take(20, small_state, votes=0)
     again.settle(20, small_state, finite=True)
     again.seal_if_copied(wait=True)
-    assert await asyncio.to_thread(again.drain, 20, CALL_TIMEOUT_S) == ""
+    assert (await asyncio.to_thread(again.drain, 20, CALL_TIMEOUT_S)).problem == ""
     assert (
         await open_attempt(daemon, uri, 3)
         == f"{uri}/attempts/attempt-000002/step-000000020/manifest.json"
@@ -117,7 +132,7 @@ def test_a_lost_daemon_costs_snapshots_and_no_memory(tmp_path: Path, stack: Exit
     assert snapshots.reserve(20) == 0
     daemon.stop()
     # The rank has voted for a snapshot and loses its slot before it is taken: training goes on.
-    assert snapshots.drain(10, 0.1) == "the checkpoint daemon is gone"
+    assert snapshots.drain(10, 0.1).problem == "the checkpoint daemon is gone"
     assert "slot-" not in Path("/proc/self/maps").read_text(), (
         "a lost daemon's memory is still mapped"
     )
@@ -126,3 +141,61 @@ def test_a_lost_daemon_costs_snapshots_and_no_memory(tmp_path: Path, stack: Exit
     stack.enter_context(DaemonProcess(tmp_path, "n0", incarnation="i2"))
     take(snapshots, state, 40)
     snapshots.close()
+
+
+def test_the_next_slot_is_reserved_before_this_snapshot_is_taken(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    """As with a snapshot after every step: of two slots, one holds the newest seal."""
+    daemon, state = stack.enter_context(DaemonProcess(tmp_path, "n0")), State()
+    snapshots = snapshotter(daemon, state)
+    votes, taken = {1: snapshots.reserve(1)}, []
+    for step in range(1, 11):
+        state.values.fill_(step)
+        votes[step + 1] = snapshots.reserve(step + 1)
+        if snapshots.take(step, {}, votes=votes[step]):
+            taken.append(step)
+        snapshots.settle(step, {}, finite=True)
+        snapshots.seal_if_copied()
+    assert taken == [1, 2, 4, 6, 8, 10] and snapshots.skipped == 4
+    assert snapshots.reserve(12) == 0, "no slot has leaked"
+    snapshots.close()
+
+
+async def test_a_daemon_that_is_lost_at_the_end_gets_the_last_step_again(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    committer = stack.enter_context(DaemonProcess(tmp_path, "n0"))
+    daemon = stack.enter_context(DaemonProcess(tmp_path, "n1"))
+    uri = str(tmp_path / "checkpoints")
+    await open_attempt(committer, uri, 1, world_size=2)
+    job = from_accepted(
+        tiny_job(training={"steps": 20}, checkpoint={"uri": uri, "final_timeout_s": 60.0})
+    )
+
+    def rank(number: int, of: DaemonProcess) -> SnapshotSteps:
+        snapshots = snapshotter(
+            of, State(), uri=uri, rank=number, world_size=2, committer=committer
+        )
+        page = StatusPageWriter(tmp_path / f"page-{number}", rank=number, attempt=1)
+        steps = SnapshotSteps(job, page, snapshots)
+        assert steps.vote(20) == 0
+        steps.settle(20, 0, 0, finite=True)
+        steps.after(20, 0)
+        return steps
+
+    # Rank 1's file is written, and its daemon ends before the other rank is as far.
+    lost = await asyncio.to_thread(rank, 1, daemon)
+    name = "step-000000020/rank-00001.safetensors"
+    await eventually(lambda: list((tmp_path / "checkpoints").rglob(name)), "the file of rank 1")
+    daemon.stop(signal.SIGKILL)
+    ending = asyncio.create_task(asyncio.to_thread(finish, lost))
+    stack.enter_context(DaemonProcess(tmp_path, "n1", incarnation="i2"))
+    assert await asyncio.to_thread(finish, await asyncio.to_thread(rank, 0, committer)) == ""
+    assert await ending == ""
+    manifest = await open_attempt(committer, uri, 2, world_size=2)
+    assert manifest.endswith("step-000000020/manifest.json")
+
+
+def finish(steps: SnapshotSteps) -> str:
+    return steps.finish(single_process_groups().world, torch.device("cpu"), 0)

@@ -51,7 +51,7 @@ async def test_life_of_a_cluster(up: UpProcess) -> None:
 
     # The run folder is in use.
     second = megascale("up", "--run-folder", str(up.folder), *OPTIONS)
-    assert second.returncode == 1
+    assert second.returncode == 2
     assert "in use by another" in second.stderr
 
     # A driver that ends is restarted, and the nodes link to it.

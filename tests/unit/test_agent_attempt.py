@@ -68,6 +68,19 @@ def test_happy_path_and_idempotence() -> None:
     assert carry_out(state) == [AttemptAction.STOP] and state.phase == attempt.IDLE
 
 
+def test_a_node_that_finishes_reports_why_the_last_step_is_not_saved() -> None:
+    state = AttemptState()
+    state.accept(desired("PREPARE", version=1))
+    carry_out(state)
+    state.accept(desired("START", version=2))
+    carry_out(state)
+    state.finished("the disk is full")
+    assert (state.phase, state.failure) == (attempt.FINISHED, "the disk is full")
+    state.accept(desired("IDLE", version=3))
+    carry_out(state)
+    assert state.failure == ""
+
+
 def test_start_waits_for_a_preparation_under_way() -> None:
     state = AttemptState()
     state.accept(desired("PREPARE"))

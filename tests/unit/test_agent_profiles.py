@@ -101,6 +101,22 @@ def test_a_worker_that_is_gone_has_failed_and_an_ended_attempt_leaves_no_half_fi
     assert [path.name for path in tmp_path.iterdir()] == ["trace-steps-1-2-rank-00005.json.gz"]
 
 
+def test_workers_that_have_not_reported_are_ordered_not_to_begin(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    desk.want("p1", 4, 5)
+    assert desk.received(4) is not None and desk.received(5) is not None
+    desk.answer(4, "p1", "written")
+    for _ in range(2):  # the desired state without a profile comes again and again
+        desk.profiles.unwant(desk.workers)
+    assert desk.received(4) is None
+    assert desk.received(5) == {"kind": "cancel_profile", "id": "p1"}
+    assert desk.received(5) is None
+    desk.answer(5, "p1", "skipped")
+    assert desk.reports() == [("p1", 4, "TRACE_STATE_WRITTEN")]
+    desk.want("p2", 5)
+    assert desk.received(5) is not None
+
+
 def test_only_the_present_attempts_profile_counts() -> None:
     desired = link_pb2.DesiredState(assignment=link_pb2.AttemptAssignment(job="demo", attempt=3))
     assert part_of(desired, KEY) is None

@@ -146,7 +146,7 @@ def test_nothing_to_start_from_is_an_error_not_a_start_from_scratch(tmp_path: Pa
     own, other = tmp_path / "own", tmp_path / "other"
     own.mkdir()
     with pytest.raises(
-        NotFoundError, match=f"load_uri {tmp_path}/nowhere holds no complete checkpoint"
+        NotFoundError, match=f"load_uri: {tmp_path}/nowhere holds no complete checkpoint"
     ):
         decided(own, load_uri=str(tmp_path / "nowhere"))
     write_checkpoint(other, LAYOUTS, VALUES, step=10)

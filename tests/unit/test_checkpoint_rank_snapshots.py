@@ -12,11 +12,13 @@ import pytest
 from tests.harness.checkpoint_files import image_of, registration_of, write_checkpoint
 from tests.harness.waiting import CALL_TIMEOUT_S
 
+from megascale_checkpoint.checksums import piece_checksums
 from megascale_checkpoint.committer_client import CommitterClient
-from megascale_checkpoint.concurrency import Pools, Signal
+from megascale_checkpoint.concurrency import Cancellation, Pools, Signal
 from megascale_checkpoint.jobs import JobCheckpoints
+from megascale_checkpoint.persist import write_rank_file
 from megascale_checkpoint.rank_snapshots import RankSnapshots
-from megascale_checkpoint.slots import SlotPhase
+from megascale_checkpoint.slots import SlotPhase, SlotSeal
 from megascale_checkpoint.staging import StagingFolder
 from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
@@ -105,3 +107,18 @@ async def test_a_cancelled_restore_from_memory_gives_its_slot_back(
     assert (
         snapshots.table.at(index).busy == 0 and snapshots.table.at(index).phase is SlotPhase.SEALED
     )
+
+
+def test_a_part_that_was_written_before_is_written_beside_it(tmp_path: Path) -> None:
+    """As by a daemon that ended before it could report the first file."""
+    image = image_of(LAYOUT, VALUES)
+    registration = registration_of(str(tmp_path), 0, 1, LAYOUT)
+    checksums = piece_checksums(LAYOUT, memoryview(image))
+    seal = SlotSeal(1, 20, registration.digest, checksums, {})
+    reports = [
+        write_rank_file(registration, seal, memoryview(image), Cancellation()).request
+        for _ in range(2)
+    ]
+    names = [report.files[0].path for report in reports]
+    assert names == ["rank-00000.safetensors", "rank-00000-2.safetensors"]
+    assert reports[0].files[0].xxh3 == reports[1].files[0].xxh3

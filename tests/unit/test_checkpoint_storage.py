@@ -69,3 +69,14 @@ def test_other_uris_are_refused_with_a_remedy(uri: str) -> None:
 def test_a_path_and_its_file_uri_are_the_same(tmp_path: Path) -> None:
     open_storage(f"{tmp_path}/a b").create("x", b"1")
     assert open_storage(f"file://{tmp_path}/a%20b").read("x") == b"1"
+
+
+def test_a_file_in_place_of_a_folder_is_no_file_that_was_written_before(tmp_path: Path) -> None:
+    storage = FileStorage(tmp_path)
+    (tmp_path / "attempts").write_text("in the way")
+    with pytest.raises(NotADirectoryError, match="a file is where a folder is needed"):
+        storage.write("attempts/one/rank", [b"data"])
+    with pytest.raises(NotADirectoryError):
+        storage.create("attempts/one/rank", b"data")
+    (tmp_path / "attempts").unlink()
+    assert storage.create("attempts/one/rank", b"data")

@@ -23,6 +23,7 @@ from megascale_cli.demo.claims import (
 from megascale_cli.demo.plan import DemoPlan, PlanError, choose_plan
 from megascale_cli.demo.recording import Recording
 from megascale_client import parse_job
+from megascale_client.messages import WatchJobResponse
 
 START_S = 1_000_000.0
 REPORT_FIELDS = [
@@ -78,7 +79,8 @@ def event(recording: Recording, reason: str, subject: str, offset_s: float) -> N
 
 
 def job(recording: Recording, **fields: Any) -> None:
-    recording.add(driver_pb2.WatchJobResponse(job=driver_pb2.Job(**fields)))
+    update = driver_pb2.WatchJobResponse(job=driver_pb2.Job(**fields))
+    recording.add(WatchJobResponse(update))
 
 
 def interrupted() -> tuple[Recording, Kill]:
@@ -160,13 +162,13 @@ def test_each_thing_that_is_not_observed_fails_its_claim() -> None:
     assert failing(run, Kill(kill.at + 60, "n1", (2, 4), 8, 0)) == [
         "the driver finds the node dead"
     ]
-    run.job.restore_source = types_pb2.RESTORE_SOURCE_NONE
+    run.job.proto.restore_source = types_pb2.RESTORE_SOURCE_NONE
     assert "from storage" in failing(run, kill)[0]
     run, kill = interrupted()
     run.nodes_of_attempt[2] = ["n1", "n2"]
     assert failing(run, kill) == ["the spare takes over"]
     run, kill = interrupted()
-    run.job.phase = types_pb2.JOB_PHASE_FAILED
+    run.job.proto.phase = types_pb2.JOB_PHASE_FAILED
     assert "finishes by itself" in failing(run, kill)[0]
     run, kill = interrupted()
     del run.records[2, 9]

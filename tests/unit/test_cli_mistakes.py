@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from megascale_cli.app import build_app
-from megascale_cli.exits import REFUSED, UNAVAILABLE, USAGE
+from megascale_cli.exits import REFUSED, UNAVAILABLE, USAGE, with_client
 
 JOB: dict[str, Any] = {
     "name": "a",
@@ -87,7 +88,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("submit unknown.yaml", USAGE, "did you mean 'layers'?"),
         ("submit type.yaml", USAGE, "expected a whole number"),
         ("submit enum.yaml", USAGE, "did you mean 'parallel'?"),
-        ("plan size.yaml", USAGE, "not a multiple of model.heads = 3"),
+        ("plan size.yaml", USAGE, "not a multiple of trainer.model.heads = 3"),
         ("plan no_name.yaml", USAGE, "name: missing"),
         ("plan bad_name.yaml", USAGE, "DNS-1123"),
         ("plan absent.yaml", USAGE, "No such file"),
@@ -130,3 +131,118 @@ def test_another_users_token_is_refused(folder: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Path, "read_text", refuse)  # root can read everything
     result = CliRunner().invoke(app, ["jobs", "--cluster", "stale"])
     assert (result.exit_code, "not yours to read" in result.stderr) == (REFUSED, True)
+
+
+@pytest.mark.parametrize("name", ["token", "driver.address"])
+def test_a_file_of_the_run_folder_that_may_not_be_read_is_no_traceback(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (folder / "stale" / "driver.address").write_text("127.0.0.1:1")
+    read = Path.read_text
+
+    def refuse(path: Path, *arguments: Any, **options: Any) -> str:
+        if path.name == name:
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path, *arguments, **options)
+
+    app = build_app()
+    monkeypatch.setattr(Path, "read_text", refuse)  # root can read everything
+    result = CliRunner().invoke(app, ["jobs", "--cluster", "stale"])
+    assert (result.exit_code, f"{name} is not yours to read" in result.stderr) == (REFUSED, True)
+
+
+def test_a_run_folder_that_may_not_be_entered_is_no_traceback(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    app = build_app()
+    monkeypatch.setattr(Path, "is_dir", refuse)
+    result = CliRunner().invoke(app, ["jobs", "--cluster", "stale"])
+    assert (result.exit_code, "stale is not yours to read" in result.stderr) == (REFUSED, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "status", "message"),
+    [
+        ("token", b"", REFUSED, "holds no token"),
+        ("token", b"\xff\xfe", REFUSED, "holds no token"),
+        ("token", b"two\nlines", REFUSED, "holds no token"),
+        ("driver.address", b"", UNAVAILABLE, "the cluster in damaged is down"),
+        ("driver.address", b"127.0.0.1:1", UNAVAILABLE, "the cluster is down: no driver answered"),
+    ],
+)
+def test_a_cluster_that_is_down_is_called_so(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    content: bytes,
+    status: int,
+    message: str,
+) -> None:
+    monkeypatch.setattr(with_client, "__kwdefaults__", {"retry_for_s": 0.3})
+    files = {"token": b"x", "driver.address": b"127.0.0.1:1", name: content}
+    (folder / "damaged").mkdir()
+    for file, data in files.items():
+        (folder / "damaged" / file).write_bytes(data)
+    result = CliRunner().invoke(build_app(), ["job", "x", "--cluster", "damaged"])
+    assert (result.exit_code, message in result.stderr) == (status, True), result.output
+    assert "megascale up --run-folder damaged" in result.stderr
+    assert "errno" not in result.stderr and "ipv4:" not in result.stderr
+
+
+GOOD = yaml.safe_dump(JOB)
+
+
+@pytest.mark.parametrize(
+    ("content", "field", "problem", "remedy"),
+    [
+        (b"", "file", "is empty", "megascale init"),
+        (b"# only a comment\n", "file", "is empty", "megascale init"),
+        (b"\xff\xfe\x00\x01", "line 1", "is not text", "UTF-8"),
+        ("name: jöb\n".encode("latin-1"), "line 1", "is not text", "UTF-8"),
+        (f"{GOOD}---\n{GOOD}".encode(), "line 15", "another document", "one job per file"),
+        (f"{GOOD}owner: !!python/object:os.system {{}}\n".encode(), "line 15", "the tag", "remove"),
+        (f"{GOOD}owner: !mine x\n".encode(), "line 15", "'!mine'", "remove the tag"),
+        (f"{GOOD}name: b\n".encode(), "line 15", "given twice", "keep one of the two"),
+        (f"{GOOD}owner: 2024-13-45\n".encode(), "line 15", "2024-13-45", "in quotes"),
+        (f"{GOOD}priority: {'9' * 5000}\n".encode(), "line 15", "cannot be read", "in quotes"),
+        (f"{GOOD}priority: 0x{'f' * 6000}\n".encode(), "priority", "out of range", "give"),
+        (f"{GOOD}labels: {'[' * 2000}{']' * 2000}\n".encode(), "file", "too deeply", "levels"),
+        (f'{GOOD}owner: "\\ud800"\n'.encode(), "owner", "half of a character", "UTF-8"),
+        (f"{GOOD}owner: \x01\n".encode(), "file", "not allowed", "remove the character"),
+        (f"{GOOD}? [a, b]\n: c\n".encode(), "line 15", "unhashable key", "a key is a word"),
+        (f"{GOOD}labels: &a {{x: *a}}\n".encode(), "labels.x", "expected text", "in quotes"),
+        (b"name:\n\t- a\n", "line 2", "cannot start any token", "indent with spaces"),
+        (b"name: a: b\n", "line 1, column 8", "not allowed here", "in quotes"),
+        (b"name: [a\n", "line 2", "expected ',' or ']'", "correct that line"),
+        (b"- a\n", "job", "expected a mapping", "known here: name"),
+    ],
+)
+def test_a_damaged_job_file_is_reported_with_its_name_line_and_remedy(
+    folder: Path, content: bytes, field: str, problem: str, remedy: str
+) -> None:
+    (folder / "damaged.yaml").write_bytes(content)
+    result = CliRunner().invoke(build_app(), ["submit", "damaged.yaml", "--json"])
+    assert result.exit_code == USAGE, repr(result.exception)
+    found = json.loads(result.stderr)
+    (shown,) = found["problems"]
+    assert found["error"].startswith("damaged.yaml: ")
+    assert shown["field"].startswith(field) and problem in shown["problem"]
+    assert remedy in shown["remedy"] and "unicode string" not in found["error"]
+
+
+def test_a_job_file_in_unicode_with_a_mark_and_merged_keys_is_read(folder: Path) -> None:
+    text = "\ufeff" + GOOD + "owner: Zoë ☃\nlabels: {<<: &base {a: b}, c: ☃}\n"
+    (folder / "good.yaml").write_text(text, encoding="utf-8")
+    result = CliRunner().invoke(build_app(), ["config", "show", "good.yaml", "--json"])
+    found = json.loads(result.output)
+    assert (found["owner"], found["labels"]) == ("Zoë ☃", {"a": "b", "c": "☃"})
+
+
+@pytest.mark.parametrize("path", ["\0", "/dev/zero", "x" * 5000, "good.yaml/x", "empty"])
+def test_a_path_that_is_no_job_file_is_reported(folder: Path, path: str) -> None:
+    result = CliRunner().invoke(build_app(), ["submit", path, "--json"])
+    (shown,) = json.loads(result.stderr)["problems"]
+    assert (result.exit_code, shown["field"], bool(shown["remedy"])) == (USAGE, "file", True)

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from megascale.v1 import driver_pb2, job_pb2, types_pb2
 from megascale_cli import output
+from megascale_client import Job, RestoreSource
 
 NASTY = "RuntimeError: [/usr/pair.cc:537] read [127.0.0.1]:80 [bold]"
 
@@ -32,10 +33,12 @@ def test_brackets_in_messages_are_no_markup() -> None:
     assert NASTY in shown("\n".join(output.job_lines(job)))
 
 
-def test_a_long_message_is_one_clipped_line_and_whole_in_json(
-    capsys: pytest.CaptureFixture[str],
+def test_a_long_message_is_clipped_on_a_terminal_and_whole_elsewhere(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     event = types_pb2.Event(reason="X", message="first\n" + "long " * 100)
+    assert output.event_text(event).endswith("first " + ("long " * 100).strip())
+    monkeypatch.setattr(output, "on_a_terminal", lambda: True)
     text = shown(output.event_text(event))
     assert len(text.splitlines()) == 1
     assert "…" in text
@@ -69,10 +72,7 @@ def test_mfu_is_shown_twice_or_not_at_all() -> None:
 
 def test_phase_and_enum_names_are_short() -> None:
     assert shown(output.phase_text(types_pb2.JOB_PHASE_RUNNING)).strip() == "running"
-    assert (
-        output.short(types_pb2.RestoreSource, types_pb2.RESTORE_SOURCE_STORAGE, "RESTORE_SOURCE_")
-        == "storage"
-    )
+    assert output.short(RestoreSource.STORAGE) == "storage"
 
 
 @pytest.mark.parametrize(
@@ -90,3 +90,23 @@ def test_ages_have_the_largest_fitting_unit(ago_s: int, text: str) -> None:
 )
 def test_sizes_have_a_unit(size: int, text: str) -> None:
     assert output.size_text(size) == text
+
+
+def test_a_job_that_did_not_save_its_last_step_shows_it() -> None:
+    condition = driver_pb2.JobCondition(
+        type=types_pb2.JOB_CONDITION_TYPE_NOT_SAVED, message="the disk [full] is full"
+    )
+    job = driver_pb2.Job(phase=types_pb2.JOB_PHASE_SUCCEEDED, conditions=[condition])
+    assert "not saved: the disk [full] is full" in shown("\n".join(output.job_lines(Job(job))))
+
+
+def test_a_narrow_terminal_wraps_the_name_and_the_last_column_and_cuts_none() -> None:
+    stream = io.StringIO()
+    row = ("a-long-name" * 5, "running", "50/200", "n1,n2", "all workers train " * 3)
+    table = output.table(("NAME", "PHASE", "STEP", "NODES", "WHY"), [row])
+    Console(file=stream, width=60).print(table)
+    text = stream.getvalue()
+    assert max(map(len, text.splitlines())) <= 60
+    assert all(cell in text for cell in ("running", "50/200", "n1,n2"))
+    shown = [line.split("  ")[0].strip() for line in text.splitlines()[1:]]
+    assert "".join(shown).startswith(row[0])

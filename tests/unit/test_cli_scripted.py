@@ -6,16 +6,17 @@ import asyncio
 import json
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from tests.harness.cli_process import run, start
 from tests.harness.scripted_driver import TOKEN, ScriptedDriver, start_driver
 from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale.v1 import driver_pb2, types_pb2
-from megascale_cli.exits import FAILED, INTERRUPTED, OK, REFUSED, USAGE
+from megascale_cli.exits import FAILED, INTERRUPTED, NOT_FOUND, OK, REFUSED, USAGE
+from megascale_common.service.status import of_code
 
 
 @pytest.fixture
@@ -28,21 +29,6 @@ async def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     monkeypatch.setenv("COLUMNS", "160")
     yield scripted
     await scripted.server.stop(0)
-
-
-async def start(*arguments: str) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "megascale_cli", *arguments),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-
-
-async def run(*arguments: str) -> tuple[int | None, str, str]:
-    process = await start(*arguments)
-    output, errors = await asyncio.wait_for(process.communicate(), 30)
-    assert b"Traceback" not in errors, errors.decode()
-    return process.returncode, output.decode(), errors.decode()
 
 
 async def test_a_node_is_cordoned_and_put_back(driver: ScriptedDriver) -> None:
@@ -177,3 +163,13 @@ async def test_a_refused_job_is_reported_field_by_field(
     (tmp_path / "job.yaml").write_text("name: [1]\n")
     status, _, errors = await run("submit", str(tmp_path / "job.yaml"))
     assert (status, "name: expected text" in errors, driver.requests) == (USAGE, True, [])
+
+
+async def test_a_sentence_of_the_driver_names_the_command(driver: ScriptedDriver) -> None:
+    sentence = "there is no node n9; `ListNodes` lists all nodes"
+    driver.errors = [of_code("NOT_FOUND", "NODE_NOT_FOUND", sentence)]
+    status, _, errors = await run("cordon", "n9", "--reason", "x")
+    assert (status, errors) == (
+        NOT_FOUND,
+        "error: there is no node n9; `megascale nodes` lists all nodes\n",
+    )

@@ -87,7 +87,7 @@ async def test_a_file_uri_is_an_address_too(
     ).as_uri()  # the blank in it is escaped
     (tmp_path / "empty").mkdir()
     assert content(
-        (await client.fetch_checkpoint("a", 8, to=tmp_path / "empty")).folder
+        (await client.fetch_checkpoint("a", tmp_path / "empty", step=8)).folder
     ) == content(stored)
 
 
@@ -160,7 +160,7 @@ async def test_what_cannot_be_fetched_has_a_reason(
     ]
     for step, to, kind, message in cases:
         with pytest.raises(kind, match=message):
-            await client.fetch_checkpoint("a", step, to=to)
+            await client.fetch_checkpoint("a", to, step=step)
     driver.checkpoints[0].manifest_uri = "s3://bucket/manifest.json"
     with pytest.raises(NotPossible, match="only file storage"):
         await client.fetch_checkpoint("a", to=tmp_path / "copy")

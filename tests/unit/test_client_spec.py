@@ -220,7 +220,7 @@ def test_client_and_services_report_a_mistake_in_the_same_words(path: str, value
         parse_job(values)
     with pytest.raises(JobError) as refused:
         from_mapping(values)
-    services = {f"trainer.{p.field}": (p.problem, p.remedy) for p in refused.value.problems}
+    services = {p.field: (p.problem, p.remedy) for p in refused.value.problems}
     (problem,) = caught.value.problems
     assert services[problem.field] == (problem.problem, problem.remedy)
 
@@ -292,7 +292,7 @@ def test_a_number_in_scientific_notation_without_a_point_is_a_number(tmp_path: P
         ("name: [", "is not valid YAML"),
         ("name: a\nname: b\n", "'name' is given twice"),
         ("- 1\n", "job: expected a mapping; got"),
-        ("", "job: expected a mapping; got"),
+        ("", "file: is empty; write a job"),
         ("\x00\x01", "is not valid YAML"),
         ("name: !!python/object:os.system {}\n", "is not valid YAML"),
     ],

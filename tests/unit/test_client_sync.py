@@ -27,7 +27,20 @@ Result = TypeVar("Result")
 
 EXPORTED = {
     *("AsyncClient", "Client", "TERMINAL_PHASES", "FetchedCheckpoint", "FieldProblem"),
-    *("find_run_folder", "load_job", "parse_job"),
+    *("find_run_folder", "load_job", "parse_job", "dump_job", "job_values"),
+    *(
+        "CheckResult",
+        "CheckVerdict",
+        "Device",
+        "DeviceKind",
+        "Job",
+        "JobPhase",
+        "Node",
+        "JobCondition",
+        "JobConditionType",
+    ),
+    *("NodeAssignment", "NodeDisposition", "NodeLiveness", "Profile", "RestoreSource"),
+    *("Trace", "TraceState", "TimedOut"),
     *(
         "MegascaleError",
         "InvalidJob",
@@ -46,15 +59,19 @@ METHODS = {
         "get",
         "jobs",
         "watch",
+        "wait",
         "cancel",
         "explain",
         "logs",
         "checkpoints",
         "fetch_checkpoint",
     ),
-    *("profile", "profiled"),
+    *("profile", "profiled", "cancel_profile"),
     *("nodes", "evict", "cordon", "uncordon", "diagnose", "events", "watch_events"),
 }
+
+
+OWN_DOCSTRINGS = {"__init__", "close"}
 
 
 @pytest.fixture
@@ -96,6 +113,7 @@ def test_a_method_takes_and_returns_the_same_in_both_clients(name: str) -> None:
     assert list(inspect.signature(ours).parameters.values()) == list(
         inspect.signature(theirs).parameters.values()
     )
+    assert inspect.getdoc(ours) == inspect.getdoc(theirs) or name in OWN_DOCSTRINGS
     returned, expected = (
         typing.get_type_hints(ours)["return"],
         typing.get_type_hints(theirs)["return"],

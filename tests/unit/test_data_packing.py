@@ -260,5 +260,5 @@ def test_no_sources_and_empty_sources_are_refused() -> None:
 
 def test_a_token_outside_the_vocabulary_is_refused_by_source() -> None:
     job = data_job([DataSource(prefix="memory")], sequence_length=4, vocab_size=3)
-    with pytest.raises(DataError, match=r"memory: token id 4 .* model\.vocab_size=3"):
+    with pytest.raises(DataError, match=r"model\.vocab_size: 3 .* of memory has token id 4"):
         SampleStream(job, [InMemory([9])]).sample(0)

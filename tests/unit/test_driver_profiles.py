@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.harness.desk import POLICY, Desk, exited
 
-from megascale_driver.core.events import CancelRequested, ProfileRequested, RequestKey
+from megascale_driver.core.events import (
+    CancelRequested,
+    ProfileCancelRequested,
+    ProfileRequested,
+    RequestKey,
+    Tick,
+)
 from megascale_driver.core.profiles import STEPS_IN_PROGRESS
 from megascale_driver.core.state import (
     AttemptPhase,
@@ -165,20 +171,60 @@ def test_an_attempt_that_ends_loses_missing_traces_and_the_next_does_not_inherit
     assert desk.feed(asked(desk)) == "" and profile(desk).attempt == 2
 
 
-def test_a_cancelled_job_loses_its_profile_and_silent_nodes_are_given_up() -> None:
-    desk = running()
-    desk.feed(asked(desk))
-    limit_s = profile(desk).not_after_s + POLICY.profile_write_s
-    while desk.now_s + 1.0 < limit_s:
+def until(desk: Desk, at_s: float) -> None:
+    """Time passes in which the nodes are alive and report no trace."""
+    while desk.now_s + 1.0 <= at_s:
         desk.wait(1.0)
         for node in ("n1", "n2"):
             desk.report(node, RUNNING)
-    assert states(desk) == [TraceState.PENDING] * 2
-    desk.wait(2.0)
-    assert states(desk) == [TraceState.FAILED] * 2 and command(desk, "n1") is None
+
+
+def test_a_cancelled_job_loses_its_profile() -> None:
+    desk = running()
     desk.feed(asked(desk))
     desk.feed(CancelRequested(desk.now_s, "a", "enough", "ada"))
     assert states(desk) == [TraceState.LOST] * 2
+
+
+def test_silent_ranks_are_given_up_at_once_where_they_cannot_have_begun() -> None:
+    desk = running()
+    desk.feed(asked(desk))
+    limit_s = profile(desk).not_after_s + POLICY.profile_grace_s
+    until(desk, limit_s - 1.0)
+    assert states(desk) == [TraceState.PENDING] * 2
+    assert desk.feed(asked(desk)) == "PROFILE_PENDING"
+    until(desk, limit_s + 1.0)
+    assert states(desk) == [TraceState.SKIPPED] * 2 and command(desk, "n1") is None
+    assert "step 16 was not reached in time" in profile(desk).traces[0].detail
+    assert desk.feed(asked(desk)) == "", "the next profile may be requested now"
+
+
+def test_silent_ranks_that_may_have_begun_get_the_time_to_write() -> None:
+    desk = running()
+    desk.feed(asked(desk))
+    desk.feed(Tick(desk.now_s, (("a", 1, profile(desk).first_step),)))
+    limit_s = profile(desk).not_after_s + POLICY.profile_write_s
+    until(desk, limit_s - 1.0)
+    assert states(desk) == [TraceState.PENDING] * 2
+    until(desk, limit_s + 1.0)
+    assert states(desk) == [TraceState.LOST] * 2 and command(desk, "n1") is None
+    assert desk.feed(asked(desk, newest_step=30)) == ""
+
+
+def test_a_profile_is_cancelled_once_and_the_next_may_follow() -> None:
+    desk = running()
+    cancel = ProfileCancelRequested(desk.now_s, "a", "wrong steps", "ada", RequestKey("c1", "d"))
+    assert desk.feed(cancel) == "NO_PROFILE"
+    desk.feed(asked(desk))
+    report_traces(desk, "n1", TraceReport(profile(desk).id, 1, TraceState.WRITTEN, 1))
+    for _ in range(2):  # the client sends it again
+        assert desk.feed(cancel) == ""
+    assert states(desk) == [TraceState.WRITTEN, TraceState.SKIPPED]
+    assert command(desk, "n2") is None, "its workers are ordered not to begin"
+    (line,) = [line for line in desk.audit if line.reason == "PROFILE_CANCELLED"]
+    assert "on rank 6: wrong steps" in line.message and line.actor == "ada"
+    assert desk.feed(asked(desk)) == ""
+    assert desk.feed(replace(cancel, job="other", request=None)) == "JOB_NOT_FOUND"
 
 
 def test_a_profile_outlives_the_leader() -> None:

@@ -147,5 +147,5 @@ def test_a_method_of_the_asynchronous_client_is_enough() -> None:
     made = generate_client.source()
     assert "def explain(self, name: str) -> driver_pb2.ExplainJobResponse:" in made
     assert "return self._loop.run(self._client.explain(name))" in made
-    assert "def nodes(self) -> Iterator[driver_pb2.Node]:" in made
+    assert "def nodes(self) -> Iterator[Node]:" in made
     assert "return self._loop.iterate(self._client.nodes())" in made

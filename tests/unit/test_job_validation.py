@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from megascale.v1 import job_pb2
 from megascale_common.job import config as job_config
-from megascale_common.job.config import JobConfig
+from megascale_common.job.config import TRAINER_SECTIONS, JobConfig
 from megascale_common.job.problems import JobError, JobProblem
 from megascale_common.job.wire import spec as job_spec
 
@@ -81,63 +82,108 @@ def refusals(values: Any) -> tuple[JobProblem, ...]:
 BAD: list[tuple[str, dict[str, Any], str]] = [
     ("name", {"name": "Demo Job"}, "a-z"),
     ("tenant", {"tenant": ""}, "default"),
-    ("model.layers", {"model__layers": 0}, "at least 1"),
-    ("model.hidden_size", {"model__hidden_size": 66}, "64"),
-    ("model.heads", {"model__hidden_size": 60, "model__heads": 4}, "even"),
-    ("model.kv_heads", {"model__kv_heads": 3}, "divisor"),
-    ("parallelism.tp", {"model__kv_heads": 1}, "divides 1"),
-    ("parallelism.tp", {"model__sequence_length": 127}, "divides 127"),
-    ("parallelism.tp", {"parallelism__tp": 0}, "at least 1"),
-    ("parallelism.pp", {"parallelism__pp": 5}, "fewer stages"),
-    ("parallelism.virtual_stages", {"parallelism__virtual_stages": 3}, "fewer stages"),
+    ("trainer.model.layers", {"model__layers": 0}, "at least 1"),
+    ("trainer.model.hidden_size", {"model__hidden_size": 66}, "64"),
+    ("trainer.model.heads", {"model__hidden_size": 60, "model__heads": 4}, "even"),
+    ("trainer.model.kv_heads", {"model__kv_heads": 3}, "divisor"),
+    ("trainer.parallelism.tp", {"model__kv_heads": 1}, "divides 1"),
+    ("trainer.parallelism.tp", {"model__sequence_length": 127}, "divides 127"),
+    ("trainer.parallelism.tp", {"parallelism__tp": 0}, "at least 1"),
+    ("trainer.parallelism.pp", {"parallelism__pp": 5}, "fewer stages"),
+    ("trainer.parallelism.virtual_stages", {"parallelism__virtual_stages": 3}, "fewer stages"),
     (
-        "parallelism.virtual_stages",
+        "trainer.model.hidden_size",
+        {"training__precision": "fp8", "model__hidden_size": 80},
+        "use 96",
+    ),
+    ("trainer.model.ffn_size", {"training__precision": "fp8", "model__ffn_size": 100}, "use 128"),
+    (
+        "trainer.model.kv_heads",
+        {"training__precision": "fp8", "model__hidden_size": 32, "model__kv_heads": 2},
+        "wider heads",
+    ),
+    (
+        "trainer.training.micro_batch_size",
+        {
+            "training__precision": "fp8",
+            "model__sequence_length": 8,
+            "training__micro_batch_size": 1,
+        },
+        "sequence_length: 32",
+    ),
+    (
+        "trainer.training.fp8.layers_at_end_in_bf16",
+        {"training__precision": "fp8", "training__fp8": {"layers_at_end_in_bf16": 5}},
+        "number of layers",
+    ),
+    (
+        "trainer.training.fp8",
+        {
+            "training__precision": "fp8",
+            "training__fp8": {"layers_at_start_in_bf16": 2, "layers_at_end_in_bf16": 2},
+        },
+        "fewer layers",
+    ),
+    (
+        "trainer.parallelism.virtual_stages",
         {"parallelism__virtual_stages": 2, "parallelism__pp": 1},
         "use 1",
     ),
-    ("parallelism.stage_layers", {"parallelism__stage_layers": [4]}, "one per virtual stage"),
     (
-        "parallelism.stage_layers",
+        "trainer.parallelism.stage_layers",
+        {"parallelism__stage_layers": [4]},
+        "one per virtual stage",
+    ),
+    (
+        "trainer.parallelism.stage_layers",
         {"parallelism__virtual_stages": 2, "parallelism__stage_layers": [2, 2]},
         "one per",
     ),
     (
-        "training.global_batch_size",
+        "trainer.training.global_batch_size",
         {"parallelism__virtual_stages": 2, "training__global_batch_size": 12},
         "use 16",
     ),
-    ("parallelism.stage_layers", {"parallelism__stage_layers": [1, 2]}, "add up"),
-    ("parallelism.stage_layers", {"parallelism__stage_layers": [4, 0]}, "positive"),
-    ("training.global_batch_size", {"training__global_batch_size": 15}, "16"),
-    ("training.steps", {"training__steps": 0}, "at least 1"),
-    ("parallelism.cp", {"parallelism__cp": 2}, "use 1"),
-    ("parallelism.ep", {"parallelism__ep": 2}, "use 1"),
-    ("model.tie_embeddings", {"model__tie_embeddings": True}, "false"),
-    ("model.window", {"model__window": -1}, "0"),
-    ("model.layer_windows", {"model__layer_windows": [8]}, "per layer"),
-    ("optimizer.learning_rate", {"optimizer__learning_rate": float("nan")}, "lr"),
-    ("optimizer.beta2", {"optimizer__beta2": 1.0}, "beta"),
-    ("optimizer.clip_norm", {"optimizer__clip_norm": -1.0}, "0"),
-    ("optimizer.name", {"optimizer__name": "My Optimizer"}, "a-z"),
-    ("optimizer.options", {"optimizer__options": {"momentum": 0.9}}, "optimizer.name"),
+    ("trainer.parallelism.stage_layers", {"parallelism__stage_layers": [1, 2]}, "add up"),
+    ("trainer.parallelism.stage_layers", {"parallelism__stage_layers": [4, 0]}, "positive"),
+    ("trainer.training.global_batch_size", {"training__global_batch_size": 15}, "16"),
+    ("trainer.training.steps", {"training__steps": 0}, "at least 1"),
+    ("trainer.parallelism.cp", {"parallelism__cp": 2}, "use 1"),
+    ("trainer.parallelism.ep", {"parallelism__ep": 2}, "use 1"),
+    ("trainer.model.tie_embeddings", {"model__tie_embeddings": True}, "false"),
+    ("trainer.model.window", {"model__window": -1}, "0"),
+    ("trainer.model.layer_windows", {"model__layer_windows": [8]}, "per layer"),
+    ("trainer.optimizer.learning_rate", {"optimizer__learning_rate": float("nan")}, "lr"),
+    ("trainer.optimizer.beta2", {"optimizer__beta2": 1.0}, "beta"),
+    ("trainer.optimizer.clip_norm", {"optimizer__clip_norm": -1.0}, "0"),
+    ("trainer.optimizer.name", {"optimizer__name": "My Optimizer"}, "a-z"),
     (
-        "optimizer.options",
+        "trainer.optimizer.options",
+        {"optimizer__options": {"momentum": 0.9}},
+        "trainer.optimizer.name",
+    ),
+    (
+        "trainer.optimizer.options",
         {"optimizer__name": "momentum", "optimizer__options": {"a b": 1.0}},
         "letters",
     ),
     (
-        "optimizer.options.momentum",
+        "trainer.optimizer.options.momentum",
         {"optimizer__name": "momentum", "optimizer__options": {"momentum": float("nan")}},
         "give a number",
     ),
-    ("schedule.warmup_steps", {"schedule__warmup_steps": 61}, "within"),
-    ("schedule.min_ratio", {"schedule__min_ratio": 2.0}, "0 to 1"),
-    ("loss.z_loss", {"loss__z_loss": -1.0}, "0"),
-    ("data.sources", {"data__sources": []}, "tokenize"),
-    ("data.sources[0].prefix", {"data__sources": [{"prefix": "corpus"}]}, "absolute"),
-    ("data.sources[0].weight", {"data__sources": [{"prefix": "/c", "weight": 0.0}]}, "above 0"),
-    ("data.tokenizer.path", {"data__tokenizer": {"kind": "bpe"}}, "tokenizer"),
-    ("data.tokenizer.sha256", {"data__tokenizer": {"sha256": "xyz"}}, "64"),
+    ("trainer.schedule.warmup_steps", {"schedule__warmup_steps": 61}, "within"),
+    ("trainer.schedule.min_ratio", {"schedule__min_ratio": 2.0}, "0 to 1"),
+    ("trainer.loss.z_loss", {"loss__z_loss": -1.0}, "0"),
+    ("trainer.data.sources", {"data__sources": []}, "tokenize"),
+    ("trainer.data.sources[0].prefix", {"data__sources": [{"prefix": "corpus"}]}, "absolute"),
+    (
+        "trainer.data.sources[0].weight",
+        {"data__sources": [{"prefix": "/c", "weight": 0.0}]},
+        "above 0",
+    ),
+    ("trainer.data.tokenizer.path", {"data__tokenizer": {"kind": "bpe"}}, "tokenizer"),
+    ("trainer.data.tokenizer.sha256", {"data__tokenizer": {"sha256": "xyz"}}, "64"),
     ("checkpoint.uri", {"checkpoint__uri": ""}, "folder"),
     ("checkpoint.uri", {"checkpoint__uri": "s3://bucket/a"}, "file://"),
     ("checkpoint.uri", {"checkpoint__uri": "relative/path"}, "absolute"),
@@ -145,22 +191,31 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("checkpoint.load_uri", {"checkpoint__load_uri": "file:///checkpoints/demo/"}, "another job"),
     ("checkpoint.load_uri", {"checkpoint__load_uri": "s3://bucket/a"}, "file://"),
     ("checkpoint.uri", {"checkpoint": {"load_uri": "/checkpoints/other"}}, "own"),
-    ("evaluation.sources", {"evaluation__interval_steps": 5}, "held-out"),
-    ("evaluation.sources[0].prefix", {"evaluation__sources": [{"prefix": "held-out"}]}, "absolute"),
-    ("evaluation.interval_steps", {"evaluation__interval_steps": -1}, "0"),
-    ("evaluation.batches", {"evaluation__batches": 0}, "at least 1"),
+    ("trainer.evaluation.sources", {"evaluation__interval_steps": 5}, "held-out"),
+    (
+        "trainer.evaluation.sources[0].prefix",
+        {"evaluation__sources": [{"prefix": "held-out"}]},
+        "absolute",
+    ),
+    ("trainer.evaluation.interval_steps", {"evaluation__interval_steps": -1}, "0"),
+    ("trainer.evaluation.batches", {"evaluation__batches": 0}, "at least 1"),
     ("checkpoint.slots", {"checkpoint__slots": 9}, "2 to 4"),
     ("recovery.max_restarts", {"recovery__max_restarts": -1}, "0"),
     ("recovery.spare_nodes", {"recovery__spare_nodes": -2}, "0"),
+    ("recovery.divergence_steps", {"recovery__divergence_steps": -1}, "0"),
+    ("recovery.divergence_steps", {"recovery__divergence_steps": 10**7}, "1000000"),
+    ("recovery.loss_rise_factor", {"recovery__loss_rise_factor": 0.5}, "more than 1"),
+    ("recovery.loss_rise_factor", {"recovery__loss_rise_factor": float("nan")}, "0 (off)"),
+    ("recovery.loss_rise_factor", {"recovery__loss_rise_factor": float("inf")}, "1000000"),
     ("recovery.collective_timeout_s", {"recovery__collective_timeout_s": 0.0}, "1 second"),
     ("recovery.collective_timeout_s", {"recovery__collective_timeout_s": 1e9}, "86400"),
     ("recovery.collective_timeout_s", {"recovery__collective_timeout_s": float("nan")}, "86400"),
-    ("model.layers", {"model__layers": 2_000_000_000}, "4096"),
-    ("model.vocab_size", {"model__vocab_size": 2**31}, "16777216"),
-    ("parallelism", {"parallelism__dp": 2**30}, "fewer ranks"),
-    ("training.steps", {"training__steps": 2**41}, "at most"),
+    ("trainer.model.layers", {"model__layers": 2_000_000_000}, "4096"),
+    ("trainer.model.vocab_size", {"model__vocab_size": 2**31}, "16777216"),
+    ("trainer.parallelism", {"parallelism__dp": 2**30}, "fewer ranks"),
+    ("trainer.training.steps", {"training__steps": 2**41}, "at most"),
     ("recovery.spare_nodes", {"recovery__spare_nodes": 10**6}, "10000"),
-    ("data.sources", {"data__sources": [{"prefix": "/c", "weight": 1.0}] * 1025}, "1024"),
+    ("trainer.data.sources", {"data__sources": [{"prefix": "/c", "weight": 1.0}] * 1025}, "1024"),
     ("checkpoint.uri", {"checkpoint__uri": "/" + "x" * 5000}, "4096"),
 ]
 
@@ -198,9 +253,9 @@ def test_every_problem_is_reported_at_once() -> None:
     bad = values_of(name="?", parallelism__cp=2, data__sources=[], optimizer__beta1=2.0)
     assert [p.field for p in refusals(bad)] == [
         "name",
-        "parallelism.cp",
-        "optimizer.beta1",
-        "data.sources",
+        "trainer.parallelism.cp",
+        "trainer.optimizer.beta1",
+        "trainer.data.sources",
     ]
 
 
@@ -217,13 +272,18 @@ def test_every_field_that_cannot_be_read_is_reported_at_once() -> None:
     }
     problems = {problem.field: str(problem) for problem in refusals(values)}
     assert set(problems) == {
-        *("name", "modle", "labels", "training", "parallelism.stage_layers"),
-        *(f"model.{name}" for name in ("layers", "heads", "hidden_size", "mlp", "biass")),
-        *("model.vocab_size", "model.sequence_length"),
-        *("data.sources[0].weight", "data.sources[1]"),
+        *("name", "modle", "labels", "trainer.training", "trainer.parallelism.stage_layers"),
+        *(f"trainer.model.{name}" for name in ("layers", "heads", "hidden_size", "mlp", "biass")),
+        *("trainer.model.vocab_size", "trainer.model.sequence_length"),
+        *("trainer.data.sources[0].weight", "trainer.data.sources[1]"),
     }
-    assert "did you mean 'model'" in problems["modle"] and "'bias'" in problems["model.biass"]
-    assert "gelu, swiglu" in problems["model.mlp"] and "whole number" in problems["model.layers"]
+    assert (
+        "did you mean 'model'" in problems["modle"] and "'bias'" in problems["trainer.model.biass"]
+    )
+    assert (
+        "gelu, swiglu" in problems["trainer.model.mlp"]
+        and "whole number" in problems["trainer.model.layers"]
+    )
 
 
 def test_a_job_file_and_a_stored_job_are_read_to_the_same_tree() -> None:
@@ -334,9 +394,8 @@ def test_an_explicit_zero_is_not_the_default() -> None:
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        (lambda spec: spec.ClearField("trainer"), "trainer"),
-        (lambda spec: spec.trainer.ClearField("model"), "model"),
-        (lambda spec: spec.trainer.training.ClearField("steps"), "training.steps"),
+        (lambda spec: spec.ClearField("name"), "name"),
+        (lambda spec: spec.trainer.training.ClearField("steps"), "trainer.training.steps"),
     ],
 )
 def test_a_missing_field_is_reported(change: Any, field: str) -> None:
@@ -345,13 +404,67 @@ def test_a_missing_field_is_reported(change: Any, field: str) -> None:
     with pytest.raises(JobError) as caught:
         job_spec.from_proto(spec)
     [problem] = caught.value.problems
-    assert problem.field == field and problem.problem == "missing" and problem.remedy
+    assert problem.field == field and problem.problem.startswith("missing") and problem.remedy
+
+
+def test_every_missing_field_is_reported_at_once() -> None:
+    model = ("layers", "hidden_size", "heads", "vocab_size", "sequence_length")
+    workload = {
+        *(f"trainer.model.{name}" for name in model),
+        *("trainer.training.steps", "trainer.training.global_batch_size", "trainer.data.sources"),
+    }
+    for values in ({}, {"trainer": {}}, {"trainer": {"model": None, "data": {"sources": []}}}):
+        assert {problem.field for problem in refusals(values)} == {"name", *workload}
+    without_model: dict[str, Any] = {key: GOOD[key] for key in GOOD if key != "model"}
+    assert {problem.field for problem in refusals(without_model)} == {
+        f"trainer.model.{name}" for name in model
+    }
+
+
+def test_a_field_has_the_same_path_in_every_form_of_a_job() -> None:
+    flat = values_of(model__layers="four", model__biass=1)
+    nested = {key: flat[key] for key in ("name", "checkpoint")}
+    nested["trainer"] = {key: value for key, value in flat.items() if key not in nested}
+    expected = ["trainer.model.layers", "trainer.model.biass"]
+    assert [problem.field for problem in refusals(flat)] == expected
+    assert [problem.field for problem in refusals(nested)] == expected
+    unknown = {**nested, "trainer": {**nested["trainer"], "modle": {}}}
+    assert "trainer.modle" in [problem.field for problem in refusals(unknown)]
+    assert [p.field for p in refusals({**nested, "trainer": []})] == ["trainer"]
+
+
+def exists(path: str) -> bool:
+    """Whether ``path`` names a field of the JobSpec, or an entry of one of its mappings."""
+    message: Any = job_pb2.JobSpec.DESCRIPTOR
+    for name in re.sub(r"\[\d+\]", "", path).split("."):
+        if message is None or name not in message.fields_by_name:
+            return False
+        field = message.fields_by_name[name]
+        message = field.message_type
+        if message is not None and message.GetOptions().map_entry:
+            return True  # the rest is a key
+    return True
+
+
+def test_every_problem_names_a_field_of_the_job_and_a_remedy() -> None:
+    found = {problem for _, changes, _ in BAD for problem in refusals(values_of(**changes))}
+    wrong: list[Any] = [{}, [], {"trainer": 3}, {"labels": 3, "name": 7}, values_of(model=1)]
+    found |= {problem for values in wrong for problem in refusals(values)}
+    assert len({problem.field for problem in found}) > 40
+    for problem in found:
+        assert exists(problem.field) or problem.field == "job", problem
+        assert problem.problem and problem.remedy, problem
+
+
+def test_the_sections_under_trainer_are_those_of_the_wire_form() -> None:
+    wire = [field.name for field in job_pb2.TrainerSpec.DESCRIPTOR.fields]
+    assert list(TRAINER_SECTIONS) == wire
 
 
 def test_an_unknown_enum_value_is_reported_with_the_known_ones() -> None:
     spec = job_spec.to_proto(job())
     spec.trainer.training.precision = 99  # type: ignore[assignment]
-    with pytest.raises(JobError, match=r"precision.*99.*bf16, fp32"):
+    with pytest.raises(JobError, match=r"precision.*99.*bf16, fp32, fp8"):
         job_spec.from_proto(spec)
 
 

@@ -29,10 +29,13 @@ from megascale_trainer.parallel.tensor import overlapped_matmul as overlapped
     [{}, {"block": "serial"}, {"mlp": "swiglu", "norm": "rmsnorm", "bias": False, "kv_heads": 2}],
     ids=["parallel", "serial", "swiglu"],
 )
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_activations_of_a_layer(
-    model: dict[str, Any], recompute: str, parallelism: dict[str, Any]
+    model: dict[str, Any], recompute: str, parallelism: dict[str, Any], precision: str
 ) -> None:
     few, many = (layers_job(layers, model, recompute=recompute, **parallelism) for layers in (2, 6))
+    for job in (few, many):
+        job["training"]["precision"] = precision
     measured = kept_bytes(many, torch_operators()) - kept_bytes(few, torch_operators())
     estimate = [rank_memory(from_accepted(job), 0).activations_bytes for job in (few, many)]
     assert estimate[1] - estimate[0] == pytest.approx(measured, rel=0.03)
@@ -47,6 +50,19 @@ def test_buffers_are_exact() -> None:
     state_bytes = need.parameters_bytes + need.gradients_bytes + need.optimizer_bytes
     assert need.total_bytes == state_bytes + need.activations_bytes + need.peer_memory_bytes
     assert need.activations_bytes > 0 and need.peer_memory_bytes == 0
+
+
+@pytest.mark.parametrize(("in_bf16", "layers"), [(0, 4), (1, 3)])
+def test_weights_in_fp8_have_two_copies_of_one_byte(in_bf16: int, layers: int) -> None:
+    job = layers_job(4, {}, tp=2)
+    fp8 = {"layers_at_start_in_bf16": in_bf16}
+    training = {**job["training"], "precision": "fp8", "fp8": fp8}
+    need, plainly = (
+        rank_memory(from_accepted(one), 0) for one in ({**job, "training": training}, job)
+    )
+    weights = layers * 12 * 64 * 64 // 2
+    assert need.parameters_bytes - plainly.parameters_bytes == 2 * weights
+    assert need.activations_bytes < plainly.activations_bytes
 
 
 @given(

@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from tests.harness.waiting import CALL_TIMEOUT_S
 
 from megascale_common.service import metrics
+from megascale_common.service.errors import OptionError
 from megascale_common.service.metrics import MetricsServer, bind_option, registry_of
 
 
@@ -130,7 +131,7 @@ def test_a_bad_address_is_refused_by_the_option(text: str) -> None:
 async def test_a_taken_port_is_an_error() -> None:
     first, second = MetricsServer(CollectorRegistry()), MetricsServer(CollectorRegistry())
     address = await first.start("127.0.0.1:0")
-    with pytest.raises(OSError):
+    with pytest.raises(OptionError, match=r"--metrics-bind.*the port is in use"):
         await second.start(address)
     await first.stop()
     await second.stop()

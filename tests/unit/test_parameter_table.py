@@ -264,33 +264,45 @@ def test_virtual_stages_go_round_the_pipeline() -> None:
 @pytest.mark.parametrize(
     ("model", "parallelism", "message"),
     [
-        ({}, {"cp": 2}, "parallelism.cp and parallelism.ep must be 1"),
+        ({}, {"cp": 2}, "trainer.parallelism.cp and trainer.parallelism.ep must be 1"),
         (
             {},
             {"virtual_stages": 2},
-            "parallelism.virtual_stages must be 1 where parallelism.pp is 1",
+            "trainer.parallelism.virtual_stages must be 1 where trainer.parallelism.pp is 1",
         ),
-        ({"tie_embeddings": True}, {}, "model.tie_embeddings must be false"),
-        ({"hidden_size": 18}, {}, "model.hidden_size must be a multiple of model.heads"),
-        ({"kv_heads": 3}, {}, "model.heads must be a multiple of model.kv_heads"),
-        ({}, {"tp": 8}, "model.heads=4 must be a multiple of parallelism.tp=8"),
-        ({"kv_heads": 2}, {"tp": 4}, "model.kv_heads=2 must be a multiple of parallelism.tp=4"),
+        ({"tie_embeddings": True}, {}, "trainer.model.tie_embeddings must be false"),
+        (
+            {"hidden_size": 18},
+            {},
+            "trainer.model.hidden_size must be a multiple of trainer.model.heads",
+        ),
+        ({"kv_heads": 3}, {}, "trainer.model.heads must be a multiple of trainer.model.kv_heads"),
+        ({}, {"tp": 8}, "trainer.model.heads=4 must be a multiple of trainer.parallelism.tp=8"),
+        (
+            {"kv_heads": 2},
+            {"tp": 4},
+            "trainer.model.kv_heads=2 must be a multiple of trainer.parallelism.tp=4",
+        ),
         (
             {"sequence_length": 6},
             {"tp": 4},
-            "model.sequence_length=6 must be a multiple of parallelism.tp=4",
+            "trainer.model.sequence_length=6 must be a multiple of trainer.parallelism.tp=4",
         ),
-        ({}, {"pp": 3}, "model.layers=2 is too few for parallelism.pp . virtual_stages = 3"),
-        ({}, {"pp": 2, "virtual_stages": 2}, "model.layers=2 is too few"),
+        (
+            {},
+            {"pp": 3},
+            "trainer.model.layers=2 is too few for trainer.parallelism.pp . virtual_stages = 3",
+        ),
+        ({}, {"pp": 2, "virtual_stages": 2}, "trainer.model.layers=2 is too few"),
         (
             {},
             {"pp": 2, "virtual_stages": 2, "stage_layers": [1, 1]},
-            "parallelism.stage_layers must list 4 numbers",
+            "trainer.parallelism.stage_layers must list 4 numbers",
         ),
         (
             {},
             {"pp": 2, "stage_layers": [1, 2]},
-            "parallelism.stage_layers must list 2 numbers that add up to",
+            "trainer.parallelism.stage_layers must list 2 numbers that add up to",
         ),
     ],
 )

@@ -11,6 +11,7 @@ from megascale_common.service.errors import (
     RequestError,
     ServiceError,
     UnavailableError,
+    invalid,
     on_the_wire,
 )
 from megascale_common.service.status import of_code
@@ -46,3 +47,15 @@ def test_errors_of_the_tree_and_of_a_job_pass() -> None:
     refused = on_the_wire(JobError([JobProblem("name", "missing", "set it")]))
     assert (refused.code, refused.reason) == ("INVALID_ARGUMENT", "BAD_JOB_SPEC")
     assert refused.fields == (("name", "missing; set it"),)
+
+
+def test_every_refused_field_has_a_remedy_that_a_client_can_find() -> None:
+    """It follows the first "; ", so a problem has none of its own."""
+    problems = [JobProblem("name", "7 is odd; it must be even", "give 8")]
+    for refused in (
+        on_the_wire(JobError(problems)),
+        invalid("name", "7 is odd; it must be even", "give 8"),
+    ):
+        [(field, description)] = refused.fields
+        problem, _, remedy = description.partition("; ")
+        assert (field, problem, remedy) == ("name", "7 is odd, it must be even", "give 8")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+import sys
 
 from megascale_cli.app import build_app
+from megascale_cli.usage import silence
 
 
 def main() -> None:
@@ -12,7 +14,13 @@ def main() -> None:
     # A script that runs `megascale up &` starts it with SIGINT ignored, as some CI runners do; a
     # SIGINT that is sent to it must still end it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    build_app()(prog_name="megascale")
+    try:
+        build_app()(prog_name="megascale")
+    finally:
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:
+            silence()
 
 
 if __name__ == "__main__":

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from importlib import metadata
+from typing import Annotated
 
 import typer
 
-from megascale_cli import checkpoints, jobfile, jobs, nodes, profile
+from megascale_cli import checkpoints, jobfile, joblist, jobs, logs, nodes, profile, specs
 from megascale_cli.demo.command import demo
 from megascale_cli.exits import HELP
 from megascale_cli.options import FIRST_STEPS, HELP_OPTIONS, JOBS, NODES, Json
 from megascale_cli.output import console, print_json
 from megascale_cli.plugins import add_plugins
+from megascale_cli.usage import Commands
 
 # The first questions of a newcomer. Lines after \b keep their breaks.
 GUIDE = """Train language models over many devices, and keep training when nodes die.
@@ -27,6 +29,8 @@ GUIDE = """Train language models over many devices, and keep training when nodes
   watch it later                       megascale watch NAME
   find out why it is not running       megascale explain NAME
   read the log of rank 5               megascale logs NAME --rank 5
+  find a line in the logs of all       megascale logs NAME --all --grep PATTERN
+  run it again with other values       megascale clone NAME --set PATH=VALUE
   see where a step's time goes         megascale profile NAME --steps 2
   get its newest checkpoint            megascale checkpoint fetch NAME --to FOLDER
 
@@ -38,20 +42,41 @@ def version(as_json: Json = False) -> None:
 
     Example: [bold]megascale version[/bold]
     """
-    try:
-        number = metadata.version("megascale")
-    except metadata.PackageNotFoundError:  # runs from the source tree
-        number = "unknown"
     if as_json:
-        print_json({"version": number})
+        print_json({"version": _version()})
     else:
-        console.print(f"megascale {number}")
+        console.print(f"megascale {_version()}")
+
+
+def _version() -> str:
+    try:
+        return metadata.version("megascale")
+    except metadata.PackageNotFoundError:  # runs from the source tree
+        return "unknown"
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_print_version, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """The options that stand before a command."""
 
 
 def build_app() -> typer.Typer:
     """All commands, including those of installed packages, which are loaded only when called."""
     app = typer.Typer(
         name="megascale",
+        cls=Commands,
         help=GUIDE,
         epilog=HELP,
         no_args_is_help=True,
@@ -60,17 +85,25 @@ def build_app() -> typer.Typer:
         # A local variable may hold the cluster token.
         pretty_exceptions_show_locals=False,
     )
+    app.callback(
+        cls=Commands,
+        help=GUIDE,
+        epilog=HELP,
+        no_args_is_help=True,
+        context_settings={"help_option_names": HELP_OPTIONS},
+    )(_root)
     panels = {
         FIRST_STEPS: (demo, jobfile.init, jobfile.plan),
         JOBS: (
             jobs.submit,
-            jobs.jobs,
+            joblist.jobs,
             jobs.job,
             jobs.watch,
-            jobs.logs,
+            logs.logs,
             jobs.explain,
             jobs.events,
             profile.profile,
+            specs.clone,
             jobs.cancel,
         ),
         NODES: (
@@ -93,6 +126,15 @@ def build_app() -> typer.Typer:
         checkpoint,
         name="checkpoint",
         help="List a job's checkpoints, fetch one, verify them on storage.",
+        rich_help_panel=JOBS,
+    )
+    config = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
+    config.command("show")(specs.show)
+    config.command("diff")(specs.diff)
+    app.add_typer(
+        config,
+        name="config",
+        help="Show what a job runs with, or how two jobs differ.",
         rich_help_panel=JOBS,
     )
     add_plugins(app, checkpoint)

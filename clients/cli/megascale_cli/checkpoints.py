@@ -22,7 +22,7 @@ from rich.progress import (
 )
 
 from megascale_cli.exits import with_client
-from megascale_cli.options import Cluster, JobName, Json
+from megascale_cli.options import MAX_NUMBER, Cluster, JobName, Json
 from megascale_cli.output import console, local_time, print_json, print_table, size_text
 from megascale_client import AsyncClient
 
@@ -59,7 +59,9 @@ def list_checkpoints(name: JobName, cluster: Cluster = None, as_json: Json = Fal
 def fetch(
     name: JobName,
     to: Annotated[Path, typer.Option(metavar="FOLDER", help="New folder for the copy.")],
-    step: Annotated[int | None, typer.Option(min=1, help="Its step; default: the newest.")] = None,
+    step: Annotated[
+        int | None, typer.Option(min=1, max=MAX_NUMBER, help="Its step; default: the newest.")
+    ] = None,
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
@@ -75,7 +77,7 @@ def fetch(
             def progress(done_bytes: int, total_bytes: int) -> None:
                 bar.update(task, completed=done_bytes, total=total_bytes)
 
-            got = await client.fetch_checkpoint(name, step, to=to, progress=progress)
+            got = await client.fetch_checkpoint(name, to, step=step, progress=progress)
         if as_json:
             facts = {
                 "job": got.job,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
+import re
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -22,6 +23,9 @@ from megascale_client import (
     Unavailable,
 )
 from megascale_client.errors import from_service
+
+# Releases of typer differ in the module that holds it.
+UsageError: Any = typer.BadParameter.__bases__[0]
 
 OK = 0
 FAILED = 1
@@ -47,6 +51,15 @@ _STATUS: tuple[tuple[type[MegascaleError], int], ...] = (
     (NotAllowed, REFUSED),
 )
 
+# The driver's sentences name its calls, for those who use them; here each is a command.
+_COMMANDS = {
+    "ListJobs": "megascale jobs",
+    "ListNodes": "megascale nodes",
+    "TailLogs": "megascale logs",
+    "WatchJob": "megascale watch",
+}
+_CALL = re.compile(rf"\b({'|'.join(_COMMANDS)})\b")
+
 # A one-shot command gives up sooner than a program would.
 RETRY_FOR_S = 10.0
 
@@ -58,20 +71,35 @@ def status_of(error: MegascaleError) -> int:
 
 def fail(error: MegascaleError, as_json: bool = False) -> typer.Exit:
     """Print the error on stderr (one JSON object with --json); raise what is returned."""
+    print_error(error, as_json)
+    return typer.Exit(status_of(error))
+
+
+def print_error(error: MegascaleError, as_json: bool) -> None:
+    """Print the error on stderr: a line for people, or one JSON object."""
+    text = _in_commands(str(error))
     if as_json:
         details: dict[str, object] = {
-            "error": str(error),
+            "error": text,
             "kind": type(error).__name__,
             "reason": error.reason,
         }
         if isinstance(error, InvalidRequest):
             details["problems"] = [
-                {"field": p.field, "problem": p.problem, "remedy": p.remedy} for p in error.problems
+                {
+                    "field": p.field,
+                    "problem": _in_commands(p.problem),
+                    "remedy": _in_commands(p.remedy),
+                }
+                for p in error.problems
             ]
         print(json.dumps(details), file=sys.stderr)
     else:
-        print(f"error: {error}", file=sys.stderr)
-    return typer.Exit(status_of(error))
+        print(f"error: {text}", file=sys.stderr)
+
+
+def _in_commands(text: str) -> str:
+    return _CALL.sub(lambda found: _COMMANDS[found[1]], text)
 
 
 def report(error: Exception, as_json: bool) -> int | None:
@@ -106,9 +134,5 @@ def with_client(
         raise fail(error, as_json) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
-    except BrokenPipeError:
-        # The reader (head, less) has ended; without this the flush at exit would fail too.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(OK) from None
     if status:
         raise typer.Exit(status)

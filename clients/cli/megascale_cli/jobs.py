@@ -1,9 +1,8 @@
-"""Commands about jobs: submit, jobs, job, watch, cancel, explain, events, logs."""
+"""Commands about one job: submit, job, watch, cancel, explain, events."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated
@@ -15,17 +14,14 @@ from megascale.v1 import types_pb2
 from megascale_cli.exits import RETRY_FOR_S, fail, with_client
 from megascale_cli.options import Cluster, JobName, Json, Reason
 from megascale_cli.output import (
-    age,
-    clipped,
     console,
     event_text,
     job_lines,
     phase_text,
     print_json,
-    print_table,
 )
 from megascale_cli.watch import WATCH_RETRY_FOR_S, watch_job
-from megascale_client import AsyncClient, InvalidJob, load_job
+from megascale_client import AsyncClient, InvalidJob, NotFound, load_job
 
 
 def submit(
@@ -46,7 +42,7 @@ def submit(
 ) -> None:
     """Submit a job.
 
-    The file is the message JobSpec in YAML, enum values by their short names (precision: bf16).
+    `megascale init` writes a job file with every field and its meaning.
 
     Example: [bold]megascale submit job.yaml --watch[/bold]
     """
@@ -56,7 +52,7 @@ def submit(
         raise fail(error, as_json) from None
 
     async def action(client: AsyncClient) -> int | None:
-        job = await client.submit(spec, validate_only=check)
+        job = await client.submit(spec, validate_only=check, warn=_warn)
         if as_json:
             print_json(job)
         elif check:
@@ -69,35 +65,8 @@ def submit(
     with_client(action, cluster, as_json, retry_for_s=WATCH_RETRY_FOR_S if watch else RETRY_FOR_S)
 
 
-def jobs(cluster: Cluster = None, as_json: Json = False) -> None:
-    """List all jobs.
-
-    Example: [bold]megascale jobs --json | jq .spec.name[/bold]
-    """
-
-    async def action(client: AsyncClient) -> None:
-        listed = [job async for job in client.jobs()]
-        if as_json:
-            for job in listed:
-                print_json(job)
-            return
-        columns = ("NAME", "PHASE", "STEP", "ATTEMPT", "CHECKPOINT", "NODES", "AGE", "WHY")
-        rows = [
-            (
-                job.spec.name,
-                phase_text(job.phase),
-                f"{job.step}/{job.spec.trainer.training.steps}",
-                str(job.attempt),
-                str(job.committed_step or "-"),
-                ",".join(job.nodes) or "-",
-                age(job.created_at),
-                escape(clipped(job.phase_reason)),
-            )
-            for job in listed
-        ]
-        print_table(columns, rows, empty="no jobs yet; submit one with: megascale submit job.yaml")
-
-    with_client(action, cluster, as_json)
+def _warn(text: str) -> None:
+    typer.echo(f"warning: {text}", err=True)
 
 
 def job(name: JobName, cluster: Cluster = None, as_json: Json = False) -> None:
@@ -119,7 +88,8 @@ def job(name: JobName, cluster: Cluster = None, as_json: Json = False) -> None:
 def watch(name: JobName, cluster: Cluster = None, as_json: Json = False) -> None:
     """Watch a job until it ends: progress, loss, tokens/s, both MFUs, attempt and events.
 
-    Continues across a restart of the driver. The status is 0 only if the job succeeded.
+    Continues across a restart of the driver. The status is 0 only if the job succeeded and saved
+    its last step.
 
     Example: [bold]megascale watch demo[/bold]
     """
@@ -148,7 +118,7 @@ def cancel(name: JobName, reason: Reason, cluster: Cluster = None, as_json: Json
 
 
 def explain(name: JobName, cluster: Cluster = None, as_json: Json = False) -> None:
-    """Explain in one sentence why a job is where it is, with the newest events.
+    """Explain why a job is where it is: what happened, what was done, what you may do.
 
     Example: [bold]megascale explain demo[/bold]
     """
@@ -158,7 +128,8 @@ def explain(name: JobName, cluster: Cluster = None, as_json: Json = False) -> No
         if as_json:
             print_json(answer)
             return
-        console.print(answer.explanation, markup=False, soft_wrap=True)
+        console.print(answer.text, markup=False, highlight=False, soft_wrap=True)
+        console.print("\nevents, faults and decisions first")
         for event in answer.events:
             console.print(f"  {event_text(event)}", soft_wrap=True)
 
@@ -195,10 +166,21 @@ def events(
                 print_json(event)
             else:
                 console.print(event_text(event), soft_wrap=True)
-        if not any_event and not as_json:
-            console.print(f"no events about {subject or 'the cluster'}")
+        if not any_event:
+            await _require(client, subject)
+            if not as_json:
+                console.print(f"no events about {subject or 'the cluster'}")
 
     with_client(action, cluster, as_json, retry_for_s=WATCH_RETRY_FOR_S if follow else RETRY_FOR_S)
+
+
+async def _require(client: AsyncClient, subject: str) -> None:
+    """Raise NotFound if there is no job or node of the name in ``subject``."""
+    kind, _, name = subject.partition("/")
+    if kind == "jobs":
+        await client.get(name)
+    elif kind == "nodes" and name not in [node.name async for node in client.nodes()]:
+        raise NotFound(f"no node {name}; see `megascale nodes`", reason="NODE_NOT_FOUND")
 
 
 async def _events(
@@ -226,37 +208,3 @@ async def _events(
                 yield event
     finally:
         coming.cancel()
-
-
-def logs(
-    name: JobName,
-    rank: Annotated[int, typer.Option(min=0, help="Global rank.")] = 0,
-    attempt: Annotated[int, typer.Option(min=0, help="Number of the attempt; 0: the newest.")] = 0,
-    lines: Annotated[
-        int,
-        typer.Option(
-            "--lines", "-n", min=1, max=100_000, help="How many of the last lines to print."
-        ),
-    ] = 100,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Continue until the attempt ends.")
-    ] = False,
-    cluster: Cluster = None,
-    as_json: Json = False,
-) -> None:
-    """Print the log of one rank, read from its node.
-
-    Example: [bold]megascale logs demo --rank 5 --follow[/bold]
-    """
-
-    async def action(client: AsyncClient) -> None:
-        line = None
-        async for line in client.logs(name, rank=rank, attempt=attempt, lines=lines, follow=follow):
-            if as_json:
-                print_json({"rank": rank, "line": line})
-            else:
-                print(line, flush=follow)
-        if line is None and not as_json:
-            print(f"the log of rank {rank} of job {name} is empty", file=sys.stderr)
-
-    with_client(action, cluster, as_json)

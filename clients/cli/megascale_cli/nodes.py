@@ -7,15 +7,17 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from megascale.v1 import driver_pb2, types_pb2
 from megascale_cli.exits import FAILED, OK, RETRY_FOR_S, with_client
 from megascale_cli.options import Check, Cluster, Json, NodeName, Reason
 from megascale_cli.output import age, console, local_time, print_json, print_table, short
-from megascale_client import AsyncClient
-
-_Answer = (
-    driver_pb2.CordonNodeResponse | driver_pb2.UncordonNodeResponse | driver_pb2.EvictNodeResponse
+from megascale_client import AsyncClient, CheckResult, CheckVerdict, Node
+from megascale_client.messages import (
+    CordonNodeResponse,
+    EvictNodeResponse,
+    UncordonNodeResponse,
 )
+
+_Answer = CordonNodeResponse | UncordonNodeResponse | EvictNodeResponse
 
 
 def nodes(cluster: Cluster = None, as_json: Json = False) -> None:
@@ -73,7 +75,7 @@ def diagnose(
         else:
             columns = ("CHECK", "TARGET", "VERDICT", "SECONDS", "FOUND")
             print_table(columns, map(_check_row, checks), empty=f"node {node} has no such check")
-        failed = any(result.verdict == types_pb2.CHECK_VERDICT_FAIL for result in checks)
+        failed = any(result.verdict == CheckVerdict.FAIL for result in checks)
         return FAILED if failed else OK
 
     with_client(action, cluster, as_json, retry_for_s=RETRY_FOR_S)
@@ -174,18 +176,16 @@ def _print_answer(answer: _Answer, wanted: str, check: bool, as_json: bool) -> N
     if as_json:
         print_json(answer)
         return
-    disposition = short(types_pb2.NodeDisposition, answer.node.disposition, "NODE_DISPOSITION_")
+    disposition = short(answer.node.disposition)
     outcome = f"would be {wanted}" if check else f"is {disposition}"
     console.print(f"node [bold]{answer.node.name}[/bold] {outcome}")
     if answer.consequence:
         console.print(answer.consequence, markup=False)
 
 
-def _check_row(result: types_pb2.CheckResult) -> tuple[str, ...]:
-    verdict = short(types_pb2.CheckVerdict, result.verdict, "CHECK_VERDICT_")
-    style = {types_pb2.CHECK_VERDICT_PASS: "green", types_pb2.CHECK_VERDICT_FAIL: "bold red"}.get(
-        result.verdict
-    )
+def _check_row(result: CheckResult) -> tuple[str, ...]:
+    verdict = short(result.verdict)
+    style = {CheckVerdict.PASS: "green", CheckVerdict.FAIL: "bold red"}.get(result.verdict)
     return (
         result.name,
         escape(result.target) or "-",
@@ -195,16 +195,14 @@ def _check_row(result: types_pb2.CheckResult) -> tuple[str, ...]:
     )
 
 
-def _row(node: driver_pb2.Node) -> tuple[str, ...]:
-    kinds = {short(types_pb2.DeviceKind, device.kind, "DEVICE_KIND_") for device in node.devices}
-    failed = [
-        f"{c.name}: {c.detail}" for c in node.checks if c.verdict == types_pb2.CHECK_VERDICT_FAIL
-    ]
+def _row(node: Node) -> tuple[str, ...]:
+    kinds = {short(device.kind) for device in node.devices}
+    failed = [f"{c.name}: {c.detail}" for c in node.checks if c.verdict == CheckVerdict.FAIL]
     return (
         node.name,
-        short(types_pb2.NodeLiveness, node.liveness, "NODE_LIVENESS_"),
-        short(types_pb2.NodeDisposition, node.disposition, "NODE_DISPOSITION_"),
-        short(types_pb2.NodeAssignment, node.assignment, "NODE_ASSIGNMENT_"),
+        short(node.liveness),
+        short(node.disposition),
+        short(node.assignment),
         node.job or "-",
         ",".join(map(str, node.ranks)) or "-",
         f"{len(node.devices)} {'/'.join(sorted(kinds))}",

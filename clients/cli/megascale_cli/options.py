@@ -10,6 +10,7 @@ import typer
 from megascale_cli.completion import job_names, node_names
 
 HELP_OPTIONS = ["-h", "--help"]
+JSON_OPTION = "--json"
 
 # Groups of commands in `megascale --help`.
 FIRST_STEPS = "First steps"
@@ -25,7 +26,7 @@ Cluster = Annotated[
 ]
 Json = Annotated[
     bool,
-    typer.Option("--json", help="Print JSON with snake_case proto names, one object per line."),
+    typer.Option(JSON_OPTION, help="Print JSON, one object per line; docs/api.md has the fields."),
 ]
 JobName = Annotated[
     str, typer.Argument(metavar="NAME", help="Name of the job.", autocompletion=job_names)
@@ -35,3 +36,4 @@ NodeName = Annotated[
     str, typer.Argument(metavar="NODE", help="Name of the node.", autocompletion=node_names)
 ]
 Check = Annotated[bool, typer.Option("--check", help="Print what would happen; change nothing.")]
+MAX_RANK, MAX_NUMBER = 2**31 - 1, 2**63 - 1  # what the fields of requests hold

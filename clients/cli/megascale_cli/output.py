@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
@@ -10,22 +11,34 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 from megascale.v1 import driver_pb2, types_pb2
+from megascale_client import Job, JobCondition, JobPhase
+from megascale_client.views import View
 
-MAX_MESSAGE_CHARACTERS = 160  # of an event
-PIPE_COLUMNS = 1000
+MAX_MESSAGE_CHARACTERS = 160  # of an event, on a terminal
 
-console = Console(highlight=False)
+
+class _Console(Console):
+    """The console of the commands; lines are never wrapped, so a pipe gets them as they are."""
+
+    def on_broken_pipe(self) -> None:
+        """Leave it to the command line: rich would exit with status 1."""
+        raise BrokenPipeError
+
+
+console = _Console(highlight=False, soft_wrap=True)
 
 _PHASE_STYLES = {
-    types_pb2.JOB_PHASE_RUNNING: "green",
-    types_pb2.JOB_PHASE_SUCCEEDED: "bold green",
-    types_pb2.JOB_PHASE_FAILED: "bold red",
-    types_pb2.JOB_PHASE_CANCELLED: "magenta",
+    JobPhase.RUNNING: "green",
+    JobPhase.SUCCEEDED: "bold green",
+    JobPhase.FAILED: "bold red",
+    JobPhase.CANCELLED: "magenta",
 }
 
 
@@ -36,34 +49,63 @@ def plain(message: Message) -> dict[str, Any]:
     )
 
 
-def print_json(value: Message | dict[str, Any]) -> None:
+def print_json(value: Message | View | dict[str, Any]) -> None:
     """Print one JSON object on one line of stdout."""
-    print(json.dumps(plain(value) if isinstance(value, Message) else value), flush=True)
+    message = value.proto if isinstance(value, View) else value
+    print(json.dumps(plain(message) if isinstance(message, Message) else message), flush=True)
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, empty: str) -> None:
-    """Print a table, or the sentence ``empty`` when it has no rows."""
+    """Print a table, or the sentence ``empty`` when it has no rows; cells are rich markup."""
     listed = list(rows)
     if not listed:
         console.print(empty)
-        return
-    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
-    for row in listed:
-        table.add_row(*row)
-    # A pipe has no width, so nothing is cut for the program that reads it.
-    console.print(table, width=None if console.is_terminal else max(console.width, PIPE_COLUMNS))
+    elif on_a_terminal():
+        console.print(table(columns, listed), soft_wrap=False)
+    else:
+        for line in table_lines(columns, listed):
+            print(line)
 
 
-def short(enum: Any, number: int, prefix: str) -> str:
-    """Name of an enum value without its prefix, lower case: JOB_PHASE_RUNNING is ``running``."""
-    return str(enum.Name(number)).removeprefix(prefix).lower()
+def on_a_terminal() -> bool:
+    """Whether a person reads stdout; a colour forced by the environment does not make it one."""
+    return console.is_terminal and console.file.isatty()
 
 
-def phase_text(phase: types_pb2.JobPhase.ValueType) -> str:
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table for a terminal: where that is too narrow, the first and last column are wrapped."""
+    heads = [
+        Column(name, no_wrap=index > 0, overflow="fold") for index, name in enumerate(columns[:-1])
+    ]
+    shown = Table(*heads, Column(columns[-1]), box=None, pad_edge=False, header_style="bold")
+    for row in rows:
+        shown.add_row(*row)
+    return shown
+
+
+def table_lines(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a table for a pipe: aligned, nothing cut, "-" in a cell that is empty."""
+    plain_rows = [[Text.from_markup(cell).plain or "-" for cell in row] for row in rows]
+    listed = [list(columns), *plain_rows]
+    widths = [max(map(cell_len, column)) for column in zip(*listed, strict=True)]
+    return [
+        "  ".join(
+            cell + " " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)
+        ).rstrip()
+        for row in listed
+    ]
+
+
+def short(member: enum.Enum) -> str:
+    """Name of an enum's member in lower case."""
+    return member.name.lower()
+
+
+def phase_text(phase: int) -> str:
     """A job's phase in its colour, in rich markup."""
-    name = short(types_pb2.JobPhase, phase, "JOB_PHASE_")
-    style = _PHASE_STYLES.get(phase)
-    return f"[{style}]{name}[/{style}]" if style else name
+    member = JobPhase(phase)
+    style = _PHASE_STYLES.get(member)
+    return f"[{style}]{short(member)}[/{style}]" if style else short(member)
 
 
 def local_time(stamp: Timestamp) -> str:
@@ -81,11 +123,28 @@ def age(stamp: Timestamp) -> str:
     """How long ago, in the largest fitting unit; "-" for no time."""
     if not stamp.seconds:
         return "-"
-    seconds = max(0.0, datetime.now(UTC).timestamp() - stamp.ToMicroseconds() / 1e6)
+    return duration(max(0.0, datetime.now(UTC).timestamp() - stamp.ToMicroseconds() / 1e6))
+
+
+def duration(seconds: float) -> str:
+    """A duration in the largest fitting unit."""
     for size_s, unit in ((86_400, "d"), (3_600, "h"), (60, "m")):
         if seconds >= size_s:
             return f"{seconds / size_s:.0f}{unit}"
     return f"{seconds:.0f}s"
+
+
+def percent(job: Job) -> float:
+    """Share of a job's steps that are completed, in percent."""
+    return 100 * job.step / max(1, job.spec.trainer.training.steps)
+
+
+def remaining_s(job: Job) -> float | None:
+    """Seconds to the last step at the pace of the newest step; None unless the job runs."""
+    step_time = job.last_record.step_time
+    if job.phase != JobPhase.RUNNING or not step_time.ToNanoseconds():
+        return None
+    return max(0, job.spec.trainer.training.steps - job.step) * step_time.ToNanoseconds() / 1e9
 
 
 def size_text(size_bytes: int) -> str:
@@ -131,17 +190,36 @@ def event_text(event: types_pb2.Event) -> str:
 
 
 def clipped(text: str) -> str:
-    """The text on one line of at most MAX_MESSAGE_CHARACTERS; --json has all of it."""
+    """The text on one line; on a terminal of at most MAX_MESSAGE_CHARACTERS."""
     line = " ".join(text.split())
+    if not on_a_terminal():
+        return line
     return line if len(line) <= MAX_MESSAGE_CHARACTERS else f"{line[: MAX_MESSAGE_CHARACTERS - 1]}…"
 
 
-def job_lines(job: driver_pb2.Job) -> list[str]:
+def condition_lines(job: Job) -> list[str]:
+    """What the phase alone does not show, as lines of rich markup."""
+    return [
+        f"[bold red]{_condition_name(item)}[/bold red]: {escape(item.message)}"
+        for item in job.conditions
+    ]
+
+
+def _condition_name(condition: JobCondition) -> str:
+    kind = short(condition.type)
+    return kind.replace("_", " ")
+
+
+def job_lines(job: Job) -> list[str]:
     """A job in full, as lines of rich markup."""
     parallelism, steps = job.spec.trainer.parallelism, job.spec.trainer.training.steps
+    left_s = remaining_s(job)
+    left = "" if left_s is None else f", about {duration(left_s)} left"
     lines = [
         f"[bold]{job.spec.name}[/bold]  {phase_text(job.phase)}  {escape(job.phase_reason)}",
-        f"step {job.step} of {steps}, attempt {job.attempt}, {job.restarts} restarts",
+        *condition_lines(job),
+        f"step {job.step} of {steps} ({percent(job):.0f}%{left}), attempt {job.attempt}, "
+        f"{job.restarts} restarts",
         f"layout tp {parallelism.tp or 1}, pp {parallelism.pp or 1}, dp {parallelism.dp or 1}",
         f"nodes {', '.join(job.nodes) or 'none'}; spares {', '.join(job.spare_nodes) or 'none'}; "
         f"evicted {', '.join(job.evicted_nodes) or 'none'}",
@@ -150,8 +228,24 @@ def job_lines(job: driver_pb2.Job) -> list[str]:
         else "no checkpoint yet",
     ]
     if job.restored_step:
-        source = short(types_pb2.RestoreSource, job.restore_source, "RESTORE_SOURCE_")
+        source = short(job.restore_source)
         lines.append(f"restored from step {job.restored_step} ({source})")
     if job.HasField("last_record"):
         lines.append(step_text(job.last_record, steps))
+    if job.HasField("goodput"):
+        lines.append(_goodput_text(job.goodput))
     return lines
+
+
+def _goodput_text(goodput: driver_pb2.Goodput) -> str:
+    """Goodput in one line: the share, then each part of the time that is not zero."""
+    parts = {
+        field.name: value.ToMicroseconds() / 1e6
+        for field, value in goodput.ListFields()
+        if field.message_type and field.name != "wall_time"
+    }
+    spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.items() if seconds)
+    return (
+        f"goodput {goodput.ratio:.1%} since submission, {goodput.ratio_since_start:.1%} since the "
+        f"start; {goodput.lost_steps} steps lost; {spent}"
+    )

@@ -7,7 +7,6 @@ the package to install. How to add one: docs/how-to/add-a-cli-command.md.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
@@ -15,8 +14,9 @@ from typing import Any, NoReturn, cast
 
 import typer
 
-from megascale_cli.exits import USAGE, report
-from megascale_cli.options import FIRST_STEPS, HELP_OPTIONS
+from megascale_cli.exits import UsageError, report
+from megascale_cli.options import FIRST_STEPS, HELP_OPTIONS, JSON_OPTION
+from megascale_client import FieldProblem, InvalidRequest
 
 GROUP = "megascale.commands"
 
@@ -41,6 +41,10 @@ KNOWN = {
         "Start a whole cluster on this machine: etcd, driver, nodes.",
         "megascale_driver.commands.up:app",
     ),
+    "node": Plugin(
+        "Start a node of a running cluster again, or one more; stop it.",
+        "megascale_driver.commands.node:app",
+    ),
     "data": Plugin(
         "Tokenise your own text, and inspect tokenised data.",
         "megascale_trainer.commands.data:app",
@@ -55,10 +59,11 @@ CHECKPOINT = Plugin(
     "megascale_checkpoint.commands:app",
     "checkpoint",
 )
-# Functions behind the CLI's own commands init and plan, which need the services' formulas.
+# Functions behind the CLI's own commands init, plan and config, which need the services' formulas.
 FUNCTIONS = {
     "init": Plugin("", "megascale_driver.commands.init:job_template"),
     "plan": Plugin("", "megascale_driver.commands.plan:plan_job"),
+    "effective": Plugin("", "megascale_driver.commands.effective:effective_job"),
 }
 
 # The added command gets the rest of the command line unparsed, --help included.
@@ -76,7 +81,11 @@ def add_plugins(app: typer.Typer, checkpoint: typer.Typer) -> None:
 
 
 def load_function(name: str) -> Callable[..., Any]:
-    """A function of FUNCTIONS. Exits with the package to install when it cannot be loaded."""
+    """A function of FUNCTIONS.
+
+    Raises:
+        InvalidRequest: it cannot be loaded; the message has the package to install.
+    """
     function = _load(name, FUNCTIONS[name])
     assert callable(function)
     return cast(Callable[..., Any], function)
@@ -106,10 +115,17 @@ def run_plugin(name: str, known: Plugin, arguments: list[str], program: str) -> 
     command = typer.main.get_command(app) if isinstance(app, typer.Typer) else app
     command.context_settings.setdefault("help_option_names", HELP_OPTIONS)
     try:
-        command(args=arguments, prog_name=program)
+        if isinstance(app, typer.Typer):
+            # So an error of usage reaches the root of the commands, as one of our own does.
+            with command.make_context(program, arguments) as context:
+                command.invoke(context)
+        else:
+            command(args=arguments, prog_name=program)
+    except (typer.Exit, typer.Abort, UsageError):
+        raise
     except Exception as error:
-        status = report(error, as_json="--json" in arguments)
-        if status is None:
+        status = report(error, as_json=JSON_OPTION in arguments)
+        if status is None or isinstance(error, BrokenPipeError):
             raise
         raise SystemExit(status) from None
     raise SystemExit(0)
@@ -120,17 +136,17 @@ def _load(name: str, known: Plugin) -> Any:
     if entry is None and known.target:
         entry = metadata.EntryPoint(name, known.target, GROUP)
     if entry is None:
-        _absent(name, known, "its package is not installed")
+        _absent(name, known, "its package")
     try:
         return entry.load()
     except (ImportError, AttributeError) as error:
-        _absent(name, known, str(error))
+        _absent(name, known, getattr(error, "name", None) or str(error))
 
 
 def _absent(name: str, known: Plugin, cause: str) -> NoReturn:
     package = f"megascale[{known.extra}]" if known.extra else "megascale"
-    print(
-        f"error: the command {name!r} cannot be loaded ({cause}): pip install '{package}'",
-        file=sys.stderr,
+    remedy = f"pip install '{package}'"
+    sentence = f"the command {name!r} needs what is not installed here ({cause}); {remedy}"
+    raise InvalidRequest(
+        sentence, problems=[FieldProblem("", sentence, remedy)], reason="NOT_INSTALLED"
     )
-    raise SystemExit(USAGE)

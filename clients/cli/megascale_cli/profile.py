@@ -7,12 +7,11 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from megascale.v1 import driver_pb2, types_pb2
 from megascale_cli.exits import FAILED, OK, with_client
-from megascale_cli.options import Cluster, JobName, Json, Reason
+from megascale_cli.options import MAX_NUMBER, MAX_RANK, Cluster, JobName, Json, Reason
 from megascale_cli.output import console, print_json, short, size_text
 from megascale_cli.watch import WATCH_RETRY_FOR_S
-from megascale_client import AsyncClient
+from megascale_client import AsyncClient, Profile, TraceState
 
 VIEWER = "https://ui.perfetto.dev"
 
@@ -22,12 +21,16 @@ def profile(
     steps: Annotated[int, typer.Option(min=1, max=20, help="How many steps.")] = 2,
     ranks: Annotated[str, typer.Option(metavar="R[,R...]", help="Global ranks, at most 64.")] = "0",
     first_step: Annotated[
-        int, typer.Option(min=0, help="First step; 0: the nearest one possible.")
+        int,
+        typer.Option(min=0, max=MAX_NUMBER, help="First step; 0: the nearest one possible."),
     ] = 0,
     reason: Reason = "",
     wait: Annotated[
         bool, typer.Option("--wait/--no-wait", help="Wait until the traces are written.")
     ] = True,
+    cancel: Annotated[
+        bool, typer.Option("--cancel", help="Give up the profile in progress instead.")
+    ] = False,
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
@@ -41,8 +44,15 @@ def profile(
     wanted = _ranks(ranks)
 
     async def action(client: AsyncClient) -> int:
+        if cancel:
+            given_up = await client.cancel_profile(name, reason=reason)
+            if as_json:
+                print_json(given_up)
+            else:
+                _print_traces(given_up)
+            return OK
         asked = await client.profile(
-            name, steps=steps, first_step=first_step, ranks=wanted, reason=reason
+            name, steps, first_step=first_step, ranks=wanted, reason=reason
         )
         if not as_json:
             steps_text = f"steps {asked.first_step} to {asked.last_step}"
@@ -52,9 +62,7 @@ def profile(
             print_json(found)
         else:
             _print_traces(found)
-        missed = wait and any(
-            trace.state != types_pb2.TRACE_STATE_WRITTEN for trace in found.traces
-        )
+        missed = wait and any(trace.state != TraceState.WRITTEN for trace in found.traces)
         return FAILED if missed else OK
 
     with_client(action, cluster, as_json, retry_for_s=WATCH_RETRY_FOR_S)
@@ -62,24 +70,24 @@ def profile(
 
 def _ranks(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts):
+    if not all(part.isdecimal() and int(part) <= MAX_RANK for part in parts):
         raise typer.BadParameter(f"{text!r}: give ranks as in 0,3", param_hint="--ranks")
     return [int(part) for part in parts]
 
 
-def _print_traces(profile: driver_pb2.Profile) -> None:
+def _print_traces(profile: Profile) -> None:
     for trace in profile.traces:
         who = f"rank {trace.rank} on node {trace.node}"
-        if trace.state == types_pb2.TRACE_STATE_WRITTEN:
+        if trace.state == TraceState.WRITTEN:
             console.print(
                 f"{who}: {escape(trace.path)} ({size_text(trace.size_bytes)})", soft_wrap=True
             )
-        elif trace.state == types_pb2.TRACE_STATE_PENDING:
+        elif trace.state == TraceState.PENDING:
             console.print(f"{who}: will write {escape(trace.path)}", soft_wrap=True)
         else:
-            state = short(types_pb2.TraceState, trace.state, "TRACE_STATE_")
+            state = short(trace.state)
             console.print(
                 f"{who}: [bold red]{state}[/bold red] {escape(trace.detail)}", soft_wrap=True
             )
-    if any(trace.state == types_pb2.TRACE_STATE_WRITTEN for trace in profile.traces):
+    if any(trace.state == TraceState.WRITTEN for trace in profile.traces):
         console.print(f"open a trace at {VIEWER} (it is read in the browser; nothing is uploaded)")

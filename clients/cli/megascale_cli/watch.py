@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
+from rich.console import OverflowMethod
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from megascale.v1 import driver_pb2, types_pb2
+from megascale.v1 import types_pb2
 from megascale_cli.exits import FAILED, OK
 from megascale_cli.output import (
+    condition_lines,
     console,
     evaluation_text,
     event_text,
     mfu_text,
+    on_a_terminal,
     phase_text,
     print_json,
     step_text,
 )
-from megascale_client import TERMINAL_PHASES, AsyncClient
+from megascale_client import TERMINAL_PHASES, AsyncClient, Job, JobPhase
 
 # Far longer than the restart of a driver takes, so a watch survives one.
 WATCH_RETRY_FOR_S = 120.0
 
 
 async def watch_job(client: AsyncClient, name: str, as_json: bool) -> int:
-    """Show the job until it has ended; 0 if it succeeded, else 1.
+    """Show the job until it has ended; 0 if it succeeded and saved its last step, else 1.
 
     Raises:
         MegascaleError: no such job, or no driver for WATCH_RETRY_FOR_S.
     """
     if as_json:
         return await _watch_json(client, name)
-    view = _Bar() if console.is_terminal else _Lines()
+    view = _Bar() if on_a_terminal() else _Lines()
     with view:
         async for update in client.watch(name):
             kind = update.WhichOneof("update")
@@ -45,6 +48,8 @@ async def watch_job(client: AsyncClient, name: str, as_json: bool) -> int:
         f"job [bold]{name}[/bold] {phase_text(job.phase)}: {escape(job.phase_reason)}",
         soft_wrap=True,
     )
+    for line in condition_lines(job):
+        console.print(line, soft_wrap=True)
     return _status(job)
 
 
@@ -54,9 +59,12 @@ async def _watch_json(client: AsyncClient, name: str) -> int:
     return _status(await client.get(name))
 
 
-def _status(job: driver_pb2.Job) -> int:
+def _status(job: Job) -> int:
     # The watch has ended, so the job has: without a driver it would have raised an error.
-    return OK if job.phase == types_pb2.JOB_PHASE_SUCCEEDED else FAILED
+    # A job may be allowed to succeed without its last checkpoint: a script must not take the model
+    # for saved.
+    succeeded = job.phase == JobPhase.SUCCEEDED and not job.conditions
+    return OK if succeeded else FAILED
 
 
 class _Lines:
@@ -64,7 +72,7 @@ class _Lines:
 
     def __init__(self) -> None:
         self._steps = 0
-        self._phase: types_pb2.JobPhase.ValueType = types_pb2.JOB_PHASE_UNSPECIFIED
+        self._phase = JobPhase.UNSPECIFIED
 
     def __enter__(self) -> _Lines:
         return self
@@ -72,7 +80,7 @@ class _Lines:
     def __exit__(self, *_: object) -> None:
         return
 
-    def job(self, job: driver_pb2.Job) -> None:
+    def job(self, job: Job) -> None:
         """Print a change of phase."""
         self._steps = job.spec.trainer.training.steps
         if job.phase != self._phase and job.phase not in TERMINAL_PHASES:
@@ -120,9 +128,10 @@ class _Bar(_Lines):
 
     def print(self, text: str, *, one_line: bool = False) -> None:
         """Above the bar, wrapped between words, or cut at the edge if ``one_line``."""
-        console.print(text, no_wrap=one_line, overflow="ellipsis" if one_line else None)
+        overflow: OverflowMethod | None = "ellipsis" if one_line else None
+        console.print(text, no_wrap=one_line, overflow=overflow, soft_wrap=False)
 
-    def job(self, job: driver_pb2.Job) -> None:
+    def job(self, job: Job) -> None:
         """Show the phase beside the bar."""
         super().job(job)
         description = f"{job.spec.name} {phase_text(job.phase)}"

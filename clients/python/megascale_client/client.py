@@ -5,8 +5,9 @@
         async for update in client.watch(job.spec.name):
             ...
 
-Answers are the messages of ``megascale.v1``. Lists are asynchronous iterators that fetch one page
-at a time. Every method retries while no driver answers, and raises
+Answers are the messages of ``megascale.v1``; those with enums are the views of them in
+:mod:`megascale_client.messages`. Lists are asynchronous iterators that fetch one page at a time.
+Every method retries while no driver answers, and raises
 :class:`megascale_client.errors.MegascaleError` or a subclass.
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -30,10 +31,31 @@ from megascale_client.errors import (
     InvalidRequest,
     NotFound,
     NotPossible,
+    TimedOut,
     Unavailable,
+    details_of,
+    from_rpc,
 )
 from megascale_client.fetch import FetchedCheckpoint, Progress, fetch
-from megascale_client.run_folder import address_reader, find_run_folder, read_token
+from megascale_client.messages import (
+    TERMINAL_PHASES,
+    CheckResult,
+    CordonNodeResponse,
+    EvictNodeResponse,
+    Job,
+    JobPhase,
+    Node,
+    Profile,
+    TraceState,
+    UncordonNodeResponse,
+    WatchJobResponse,
+)
+from megascale_client.run_folder import (
+    address_reader,
+    find_run_folder,
+    read_token,
+    start_again,
+)
 
 DEFAULT_TIMEOUT_S = 10.0
 DEFAULT_RETRY_FOR_S = 30.0
@@ -41,14 +63,6 @@ PAGE_SIZE = 200
 # Self-checks of a node multiply matrices and test disks; the driver's own limit is far below this.
 DIAGNOSE_TIMEOUT_S = 120.0
 PROFILE_POLL_INTERVAL_S = 0.5
-
-TERMINAL_PHASES = frozenset(
-    {
-        job_phase
-        for job_phase in types_pb2.JobPhase.values()
-        if job_phase >= types_pb2.JOB_PHASE_SUCCEEDED
-    }
-)
 
 
 class AsyncClient:
@@ -93,7 +107,9 @@ class AsyncClient:
             NotAllowed: this user may not read the token.
         """
         found = find_run_folder(Path(folder) if folder is not None else None)
-        return cls(address_reader(found), read_token(found), retry_for_s=retry_for_s)
+        client = cls(address_reader(found), read_token(found), retry_for_s=retry_for_s)
+        client._connection.remedy = start_again(found)
+        return client
 
     async def __aenter__(self) -> Self:
         return self
@@ -110,39 +126,53 @@ class AsyncClient:
         """Close the connection."""
         await self._connection.close()
 
-    async def submit(self, spec: job_pb2.JobSpec, *, validate_only: bool = False) -> driver_pb2.Job:
-        """Submit a job; ``validate_only`` only checks it. Raises InvalidJob, AlreadyExists."""
+    async def submit(
+        self,
+        spec: job_pb2.JobSpec,
+        *,
+        validate_only: bool = False,
+        warn: Callable[[str], object] | None = None,
+    ) -> Job:
+        """Submit a job; ``validate_only`` only checks it. Raises InvalidJob, AlreadyExists.
+
+        ``warn`` is called with each warning, such as nodes that the job will wait for.
+        """
         request = driver_pb2.SubmitJobRequest(
             spec=spec, request_id=_request_id(), validate_only=validate_only
         )
         try:
-            return (
-                await self._connection.unary("SubmitJob", request, driver_pb2.SubmitJobResponse)
-            ).job
+            response = await self._connection.unary(
+                "SubmitJob", request, driver_pb2.SubmitJobResponse
+            )
         except InvalidRequest as error:
             if not error.problems:
                 raise
             raise InvalidJob(error.problems, reason=error.reason) from None
+        if warn is not None:
+            for warning in response.warnings:
+                warn(warning)
+        return Job(response.job)
 
-    async def get(self, name: str) -> driver_pb2.Job:
+    async def get(self, name: str) -> Job:
         """One job. Raises NotFound."""
         request = driver_pb2.GetJobRequest(name=name)
-        return (await self._connection.unary("GetJob", request, driver_pb2.GetJobResponse)).job
+        answer = await self._connection.unary("GetJob", request, driver_pb2.GetJobResponse)
+        return Job(answer.job)
 
-    async def jobs(self) -> AsyncIterator[driver_pb2.Job]:
-        """All jobs."""
-        token = ""
-        while True:
-            request = driver_pb2.ListJobsRequest(page_size=PAGE_SIZE, page_token=token)
-            page = await self._connection.unary("ListJobs", request, driver_pb2.ListJobsResponse)
-            for job in page.jobs:
-                yield job
-            if not (token := page.next_page_token):
-                return
+    async def jobs(
+        self, *, phase: JobPhase | str | Collection[JobPhase | str] = ()
+    ) -> AsyncIterator[Job]:
+        """All jobs by name, or those in a ``phase`` or in one of several. Raises InvalidRequest."""
+        phases = {
+            JobPhase.of(each) for each in ([phase] if isinstance(phase, str | int) else phase)
+        }
+        request = driver_pb2.ListJobsRequest(page_size=PAGE_SIZE)
+        async for page in self._connection.pages("ListJobs", request, driver_pb2.ListJobsResponse):
+            for job in map(Job, page.jobs):
+                if not phases or job.phase in phases:
+                    yield job
 
-    async def watch(
-        self, name: str, *, resume_token: str = ""
-    ) -> AsyncIterator[driver_pb2.WatchJobResponse]:
+    async def watch(self, name: str, *, resume_token: str = "") -> AsyncIterator[WatchJobResponse]:
         """The job's state, step records and events as they happen, until the job has ended.
 
         Continues after the last update when a driver restarts or another takes over. A new driver
@@ -160,7 +190,7 @@ class AsyncClient:
                     token = update.resume_token or token
                     retry.reset()
                     if seen.is_new(update):
-                        yield update
+                        yield WatchJobResponse(update)
             except (grpc.aio.AioRpcError, ClusterNotFound) as error:
                 await self._connection.recover(error, retry)
             else:
@@ -169,22 +199,47 @@ class AsyncClient:
                 if (await self.get(name)).phase in TERMINAL_PHASES or not await retry.wait():
                     return
 
-    async def cancel(self, name: str, *, reason: str) -> driver_pb2.Job:
+    async def wait(
+        self, name: str, phase: JobPhase | str | None = None, *, timeout_s: float | None = None
+    ) -> Job:
+        """Wait until a job has ended, or until it is in ``phase``; returns the job.
+
+        Raises NotFound; TimedOut after ``timeout_s`` seconds; NotPossible when the job has ended
+        in another phase than the one awaited.
+        """
+        wanted = TERMINAL_PHASES if phase is None else {JobPhase.of(phase)}
+        try:
+            async with asyncio.timeout(timeout_s):
+                async for update in self.watch(name):
+                    if update.HasField("job") and update.job.phase in wanted:
+                        return update.job
+                job = await self.get(name)
+        except TimeoutError:
+            awaited = "has not ended" if phase is None else f"is not {JobPhase.of(phase)}"
+            raise TimedOut(f"job {name} {awaited} after {timeout_s:g} s") from None
+        if job.phase in wanted:
+            return job
+        raise NotPossible(
+            f"job {name} has ended as {job.phase} and was not seen "
+            f"{JobPhase.of(phase or job.phase)}: {job.phase_reason}",
+            reason="JOB_ENDED",
+        )
+
+    async def cancel(self, name: str, reason: str) -> Job:
         """Stop a job's workers; its committed checkpoints stay. Raises NotFound, NotPossible."""
         request = driver_pb2.CancelJobRequest(name=name, reason=reason, request_id=_request_id())
-        return (
-            await self._connection.unary("CancelJob", request, driver_pb2.CancelJobResponse)
-        ).job
+        answer = await self._connection.unary("CancelJob", request, driver_pb2.CancelJobResponse)
+        return Job(answer.job)
 
     async def profile(
         self,
         name: str,
+        steps: int = 2,
         *,
-        steps: int,
         first_step: int = 0,
         ranks: Sequence[int] = (),
         reason: str = "",
-    ) -> driver_pb2.Profile:
+    ) -> Profile:
         """Have ranks of a running job write a trace of coming steps, the same steps on all ranks.
 
         Returns at once, with the steps and the paths of the traces; :meth:`profiled` waits for
@@ -204,11 +259,10 @@ class AsyncClient:
             request_id=_request_id(),
             reason=reason,
         )
-        return (
-            await self._connection.unary("ProfileJob", request, driver_pb2.ProfileJobResponse)
-        ).profile
+        answer = await self._connection.unary("ProfileJob", request, driver_pb2.ProfileJobResponse)
+        return Profile(answer.profile)
 
-    async def profiled(self, name: str, profile_id: str) -> driver_pb2.Profile:
+    async def profiled(self, name: str, profile_id: str) -> Profile:
         """Wait until no trace of a profile is pending: each is written, or has the reason why not.
 
         Raises NotFound; NotPossible when another profile was requested since.
@@ -220,29 +274,35 @@ class AsyncClient:
                     f"job {name}: another profile was requested since; the events show this one",
                     reason="PROFILE_SUPERSEDED",
                 )
-            if all(trace.state != types_pb2.TRACE_STATE_PENDING for trace in profile.traces):
+            if all(trace.state != TraceState.PENDING for trace in profile.traces):
                 return profile
             await asyncio.sleep(PROFILE_POLL_INTERVAL_S)
 
+    async def cancel_profile(self, name: str, *, reason: str = "") -> Profile:
+        """Give up a job's profile in progress. Raises NotFound, NotPossible (there is none)."""
+        request = driver_pb2.CancelProfileRequest(job=name, request_id=_request_id(), reason=reason)
+        answer = await self._connection.unary(
+            "CancelProfile", request, driver_pb2.CancelProfileResponse
+        )
+        return Profile(answer.profile)
+
     async def explain(self, name: str) -> driver_pb2.ExplainJobResponse:
-        """One sentence on why a job is where it is, and the newest events. Raises NotFound."""
+        """Why a job is where it is: the cause, what was done, what may be done. Raises NotFound."""
         request = driver_pb2.ExplainJobRequest(name=name)
         return await self._connection.unary("ExplainJob", request, driver_pb2.ExplainJobResponse)
 
-    async def nodes(self) -> AsyncIterator[driver_pb2.Node]:
+    async def nodes(self) -> AsyncIterator[Node]:
         """All nodes."""
-        token = ""
-        while True:
-            request = driver_pb2.ListNodesRequest(page_size=PAGE_SIZE, page_token=token)
-            page = await self._connection.unary("ListNodes", request, driver_pb2.ListNodesResponse)
+        request = driver_pb2.ListNodesRequest(page_size=PAGE_SIZE)
+        async for page in self._connection.pages(
+            "ListNodes", request, driver_pb2.ListNodesResponse
+        ):
             for node in page.nodes:
-                yield node
-            if not (token := page.next_page_token):
-                return
+                yield Node(node)
 
     async def evict(
-        self, node: str, *, reason: str, validate_only: bool = False
-    ) -> driver_pb2.EvictNodeResponse:
+        self, node: str, reason: str, *, validate_only: bool = False
+    ) -> EvictNodeResponse:
         """Quarantine a node: its work moves to a spare.
 
         With ``validate_only`` nothing changes, and the answer has the consequence. Raises NotFound,
@@ -251,31 +311,32 @@ class AsyncClient:
         request = driver_pb2.EvictNodeRequest(
             name=node, reason=reason, request_id=_request_id(), validate_only=validate_only
         )
-        return await self._connection.unary("EvictNode", request, driver_pb2.EvictNodeResponse)
+        answer = await self._connection.unary("EvictNode", request, driver_pb2.EvictNodeResponse)
+        return EvictNodeResponse(answer)
 
     async def cordon(
-        self, node: str, *, reason: str, validate_only: bool = False
-    ) -> driver_pb2.CordonNodeResponse:
+        self, node: str, reason: str, *, validate_only: bool = False
+    ) -> CordonNodeResponse:
         """Keep new work off a node; what runs there continues. Raises NotFound, NotPossible."""
         request = driver_pb2.CordonNodeRequest(
             name=node, reason=reason, request_id=_request_id(), validate_only=validate_only
         )
-        return await self._connection.unary("CordonNode", request, driver_pb2.CordonNodeResponse)
+        answer = await self._connection.unary("CordonNode", request, driver_pb2.CordonNodeResponse)
+        return CordonNodeResponse(answer)
 
     async def uncordon(
-        self, node: str, *, reason: str, validate_only: bool = False
-    ) -> driver_pb2.UncordonNodeResponse:
+        self, node: str, reason: str, *, validate_only: bool = False
+    ) -> UncordonNodeResponse:
         """Make a cordoned or quarantined node schedulable again. Raises NotFound, NotPossible."""
         request = driver_pb2.UncordonNodeRequest(
             name=node, reason=reason, request_id=_request_id(), validate_only=validate_only
         )
-        return await self._connection.unary(
+        answer = await self._connection.unary(
             "UncordonNode", request, driver_pb2.UncordonNodeResponse
         )
+        return UncordonNodeResponse(answer)
 
-    async def diagnose(
-        self, node: str, *, checks: Sequence[str] = ()
-    ) -> list[types_pb2.CheckResult]:
+    async def diagnose(self, node: str, checks: Sequence[str] = ()) -> list[CheckResult]:
         """Run self-checks of an idle or spare node now; without ``checks``, all of them.
 
         Checks change nothing, so a lost call is repeated. Raises NotFound, NotPossible (ranks run
@@ -288,22 +349,16 @@ class AsyncClient:
             driver_pb2.RunDiagnosticsResponse,
             timeout_s=DIAGNOSE_TIMEOUT_S,
         )
-        return list(answer.checks)
+        return [CheckResult(check) for check in answer.checks]
 
     async def events(self, subject: str = "") -> AsyncIterator[types_pb2.Event]:
         """The audit log of ``jobs/NAME``, of ``nodes/NAME`` or of the cluster. Raises NotFound."""
-        token = ""
-        while True:
-            request = driver_pb2.ListEventsRequest(
-                subject=subject, page_size=PAGE_SIZE, page_token=token
-            )
-            page = await self._connection.unary(
-                "ListEvents", request, driver_pb2.ListEventsResponse
-            )
+        request = driver_pb2.ListEventsRequest(subject=subject, page_size=PAGE_SIZE)
+        async for page in self._connection.pages(
+            "ListEvents", request, driver_pb2.ListEventsResponse
+        ):
             for event in page.events:
                 yield event
-            if not (token := page.next_page_token):
-                return
 
     async def watch_events(
         self, subject: str = "", *, resume_token: str = ""
@@ -337,16 +392,22 @@ class AsyncClient:
                     )
 
     async def logs(
-        self, job: str, *, rank: int, attempt: int = 0, lines: int = 100, follow: bool = False
+        self,
+        name: str,
+        rank: int = 0,
+        *,
+        attempt: int = 0,
+        lines: int = 100,
+        follow: bool = False,
     ) -> AsyncIterator[str]:
         """The last ``lines`` lines of one rank's log; ``attempt`` 0 is the newest.
 
         With ``follow`` it continues until the attempt ends. A lost connection is retried only until
         the first line has arrived, because log lines have no number to resume from; later the error
-        is raised. Raises NotFound.
+        is raised. Raises NotFound; Unavailable at once when the rank's node does not answer.
         """
         request = driver_pb2.TailLogsRequest(
-            job=job, rank=rank, attempt=attempt, lines=lines, follow=follow
+            job=name, rank=rank, attempt=attempt, lines=lines, follow=follow
         )
         retry = RetryTimer(self._retry_for_s)
         begun = False
@@ -359,25 +420,25 @@ class AsyncClient:
                     yield answer.line
                 return
             except (grpc.aio.AioRpcError, ClusterNotFound) as error:
+                if isinstance(error, grpc.aio.AioRpcError) and details_of(error).from_a_node:
+                    raise from_rpc(error) from None
                 await self._connection.recover(error, RetryTimer(0) if begun else retry)
 
-    async def checkpoints(self, job: str) -> AsyncIterator[driver_pb2.Checkpoint]:
+    async def checkpoints(self, name: str) -> AsyncIterator[driver_pb2.Checkpoint]:
         """Complete checkpoints of a job, newest first. Raises NotFound."""
-        token = ""
-        while True:
-            request = driver_pb2.ListCheckpointsRequest(
-                job=job, page_size=PAGE_SIZE, page_token=token
-            )
-            page = await self._connection.unary(
-                "ListCheckpoints", request, driver_pb2.ListCheckpointsResponse
-            )
+        request = driver_pb2.ListCheckpointsRequest(job=name, page_size=PAGE_SIZE)
+        answer = driver_pb2.ListCheckpointsResponse
+        async for page in self._connection.pages("ListCheckpoints", request, answer):
             for checkpoint in page.checkpoints:
                 yield checkpoint
-            if not (token := page.next_page_token):
-                return
 
     async def fetch_checkpoint(
-        self, job: str, step: int | None = None, *, to: str | Path, progress: Progress | None = None
+        self,
+        name: str,
+        to: str | Path,
+        *,
+        step: int | None = None,
+        progress: Progress | None = None,
     ) -> FetchedCheckpoint:
         """Copy a complete checkpoint from its storage into the new folder ``to``.
 
@@ -395,16 +456,14 @@ class AsyncClient:
             DamagedCheckpoint: a file is not what was committed.
         """
         steps = []
-        async for checkpoint in self.checkpoints(job):
+        async for checkpoint in self.checkpoints(name):
             if step is None or checkpoint.step == step:
                 return await fetch(checkpoint, Path(to), progress)
-            steps.append(checkpoint.step)
+            steps.append(str(checkpoint.step))
         if step is None:
-            raise NotFound(f"job {job} has no complete checkpoint yet")
-        known = (
-            f"it has those of steps {', '.join(map(str, steps))}" if steps else "it has none yet"
-        )
-        raise NotFound(f"job {job} has no complete checkpoint of step {step}: {known}")
+            raise NotFound(f"job {name} has no complete checkpoint yet")
+        known = f"it has those of steps {', '.join(steps)}" if steps else "it has none yet"
+        raise NotFound(f"job {name} has no complete checkpoint of step {step}: {known}")
 
     async def cluster_info(self) -> driver_pb2.GetClusterInfoResponse:
         """The leading driver, since when it leads, and counts of nodes and jobs."""

@@ -18,7 +18,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from megascale.v1 import driver_pb2_grpc
+from megascale.v1 import driver_pb2, driver_pb2_grpc
 from megascale_client.errors import (
     ClusterNotFound,
     MegascaleError,
@@ -50,6 +50,13 @@ _OPTIONS: list[tuple[str, Any]] = [
 _RETRIED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 Answer = TypeVar("Answer", bound=Message)
+Page = TypeVar(
+    "Page",
+    driver_pb2.ListJobsResponse,
+    driver_pb2.ListNodesResponse,
+    driver_pb2.ListEventsResponse,
+    driver_pb2.ListCheckpointsResponse,
+)
 
 
 class RetryTimer:
@@ -88,6 +95,7 @@ class Connection:
         timeout_s: float,
         retry_for_s: float,
     ) -> None:
+        self.remedy = "is a driver of the cluster running there?"  # when none answers
         self._address = address
         self._metadata = (("authorization", f"Bearer {token}"),)
         self._root_certificate = root_certificate
@@ -121,6 +129,15 @@ class Connection:
             self._hints_in_a_row = 0
             assert isinstance(result, answer)
             return result
+
+    async def pages(self, method: str, request: Any, answer: type[Page]) -> AsyncIterator[Page]:
+        """The pages of a list, each fetched when the caller takes it."""
+        while True:
+            page = await self.unary(method, request, answer)
+            yield page
+            request.page_token = page.next_page_token
+            if not request.page_token:
+                return
 
     async def stream(
         self, method: str, request: Message, answer: type[Answer]
@@ -158,12 +175,16 @@ class Connection:
             return
         self._hints_in_a_row = 0
         if not await retry.wait():
-            cause = from_rpc(error)
-            tried = ", ".join(self._channels) or "any address"
-            raise Unavailable(
-                f"no driver answered within {self._retry_for_s:g} s at {tried}: {cause}",
-                reason=cause.reason,
-            ) from None
+            raise self._unavailable(from_rpc(error)) from None
+
+    def _unavailable(self, cause: MegascaleError) -> Unavailable:
+        if cause.reason == "NODE_UNREACHABLE":
+            return Unavailable(str(cause), reason=cause.reason)
+        tried = ", ".join(self._channels) or "any address"
+        missing = f"no driver answered within {self._retry_for_s:g} s at {tried}"
+        if cause.reason:  # a driver answered, and cannot serve the call
+            return Unavailable(f"{missing}: {cause}", reason=cause.reason)
+        return Unavailable(f"the cluster is down: {missing}; {self.remedy}")
 
     async def close(self) -> None:
         """Close every channel."""

@@ -9,6 +9,7 @@
     ├── NotAllowed          no valid token, or not the role for it
     ├── DamagedCheckpoint   a file of a checkpoint is not what was committed
     ├── LimitReached        a bound of the service is reached; later it may work
+    ├── TimedOut            what was waited for has not happened in the time given
     ├── Unavailable         no driver answered within the time allowed for retries
     │   └── ClusterNotFound no cluster in the run folder
     └── ServiceFailure      the service failed; the message is the service's
@@ -99,6 +100,10 @@ class LimitReached(MegascaleError):
     """A bound of the service is reached."""
 
 
+class TimedOut(MegascaleError, TimeoutError):
+    """What was waited for has not happened in the time given."""
+
+
 class Unavailable(MegascaleError):
     """No driver answered within the time allowed for retries."""
 
@@ -137,6 +142,11 @@ class RpcDetails:
     leader: str = ""
     problems: tuple[FieldProblem, ...] = ()
 
+    @property
+    def from_a_node(self) -> bool:
+        """Whether the driver answered, and a node that it called did not."""
+        return self.reason == "NODE_UNREACHABLE"
+
 
 def details_of(error: grpc.aio.AioRpcError) -> RpcDetails:
     """The google.rpc details of a failed call; empty if the server sent none."""
@@ -147,14 +157,21 @@ def details_of(error: grpc.aio.AioRpcError) -> RpcDetails:
         status = None
     if status is None:
         return RpcDetails()
-    reason, leader, problems = "", "", []
+    reason, leader = "", ""
+    problems: list[FieldProblem] = []
     for packed in status.details:
         info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
         if packed.Unpack(info):
             reason, leader = info.reason, info.metadata.get(LEADER_KEY, "")
         elif packed.Unpack(bad):
-            problems += [FieldProblem(v.field, v.description) for v in bad.field_violations]
+            problems += map(_problem, bad.field_violations)
     return RpcDetails(reason, leader, tuple(problems))
+
+
+def _problem(violation: error_details_pb2.BadRequest.FieldViolation) -> FieldProblem:
+    # A service describes a field as "problem; remedy".
+    problem, _, remedy = violation.description.partition("; ")
+    return FieldProblem(violation.field, problem, remedy or "give another value")
 
 
 def from_rpc(error: grpc.aio.AioRpcError) -> MegascaleError:

@@ -1,10 +1,11 @@
-"""A job from a file or from plain values: a walk along the descriptor of ``megascale.v1.JobSpec``.
+"""A job from plain values: a walk along the descriptor of ``megascale.v1.JobSpec``.
 
-The file is the message, in YAML: the same field names, nested the same way, enum values by their
-short name (``bf16`` for PRECISION_BF16). So a field that is added to the proto can be set at once.
-All problems are found in one pass, each with its dotted path; whether the values fit together is
-checked by the driver. The services' reader (``megascale_common/job/reading.py``) reports the same
-mistakes in the same words: change both together.
+A job file (:mod:`megascale_client.job_file`) is the message, in YAML: the same field names, nested
+the same way, enum values by their short name (``bf16`` for PRECISION_BF16). So a field that is
+added to the proto can be set at once. All problems are found in one pass, each with its dotted
+path; whether the values fit together is checked by the driver. The services' reader
+(``megascale_common/job/reading.py``) reports the same mistakes in the same words: change both
+together.
 """
 
 from __future__ import annotations
@@ -12,18 +13,16 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Hashable, Iterable, Mapping
+import reprlib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from megascale.v1 import job_pb2
 from megascale_client.errors import FieldProblem, InvalidJob
-
-MAX_FILE_BYTES = 1 << 20
 
 _INTEGERS = {
     FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
@@ -33,36 +32,13 @@ _INTEGERS = {
 }
 _FLOATS = (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT)
 _SHOWN_CHARS = 60
+# Bounded, because aliases in YAML make small files stand for huge values.
+_repr = reprlib.Repr()
+_repr.maxlevel = 3
+_repr.maxstring = _repr.maxother = _repr.maxlong = 2 * _SHOWN_CHARS
+_repr.maxlist = _repr.maxtuple = _repr.maxdict = _repr.maxset = _SHOWN_CHARS
 # YAML 1.1 reads 3e-4 (no point) as text; whoever writes it means the number.
 _EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
-
-
-def load_job(path: str | Path) -> job_pb2.JobSpec:
-    """The job in a YAML (or JSON) file; relative paths in it start at the file's folder.
-
-    Raises:
-        InvalidJob: no such file, not YAML, or refused fields; names the file and each dotted path.
-    """
-    file = Path(path)
-    try:
-        if file.stat().st_size > MAX_FILE_BYTES:
-            raise _refused(
-                file,
-                f"larger than {MAX_FILE_BYTES} bytes, the limit of a job file; check its path",
-            )
-        values = yaml.load(file.read_text(), Loader=_UniqueKeyLoader)
-    except OSError as error:
-        raise _refused(file, f"cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise _refused(file, "is not text") from None
-    except yaml.YAMLError as error:
-        raise _refused(file, f"is not valid YAML: {' '.join(str(error).split())}") from None
-    try:
-        spec = parse_job(values)
-    except InvalidJob as error:
-        raise InvalidJob(error.problems, source=str(file)) from None
-    _anchor_paths(spec, file.resolve().parent)
-    return spec
 
 
 def parse_job(values: Any) -> job_pb2.JobSpec:
@@ -83,25 +59,6 @@ def short_names(enum: EnumDescriptor) -> dict[str, int]:
     """Values of an enum by short name: PRECISION_BF16 is ``bf16``; UNSPECIFIED is left out."""
     prefix = re.sub(r"(?<!^)(?=[A-Z])", "_", enum.name).upper() + "_"
     return {v.name.removeprefix(prefix).lower(): v.number for v in enum.values if v.number != 0}
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML that refuses a key given twice, where PyYAML silently takes the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[Hashable] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, Hashable) and key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{key!r} is given twice", key_node.start_mark
-                )
-            seen.add(key if isinstance(key, Hashable) else repr(key))
-        return super().construct_mapping(node, deep)
-
-
-def _refused(file: Path, problem: str) -> InvalidJob:
-    return InvalidJob([FieldProblem("", problem)], source=str(file))
 
 
 def _fill(message: Message, values: Any, path: str, problems: list[FieldProblem]) -> None:
@@ -148,7 +105,7 @@ def _set_map(
         _report(problems, where, problem, "write it as {a: b}")
         return
     for key, item in values.items():
-        if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
+        if field.cpp_type == FieldDescriptor.CPPTYPE_STRING and not isinstance(item, list | dict):
             target[str(key)] = str(item)
         elif (scalar := _scalar(field, item, f"{where}.{key}", problems)) is not None:
             target[str(key)] = scalar
@@ -187,10 +144,13 @@ def _scalar(field: FieldDescriptor, value: Any, where: str, problems: list[Field
             return value
         problem = f"expected true or false; got {_shown(value)}"
         _report(problems, where, problem, "write it without quotes")
-    else:
-        if isinstance(value, str):
-            return value
+    elif not isinstance(value, str):
         _report(problems, where, f"expected text; got {_shown(value)}", "put it in quotes")
+    elif not value.isascii() and not _is_unicode(value):
+        problem = f"{_shown(value)} has half of a character"
+        _report(problems, where, problem, "write the character itself, in UTF-8")
+    else:
+        return value
     return None
 
 
@@ -217,6 +177,11 @@ def _float(value: Any) -> float | None:
         return None
 
 
+def _is_unicode(text: str) -> bool:
+    # YAML can write half of a surrogate pair as an escape, which no wire carries.
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def _report(problems: list[FieldProblem], where: str, problem: str, remedy: str) -> None:
     problems.append(FieldProblem(where, problem, remedy))
 
@@ -237,11 +202,14 @@ def _names(known: Iterable[str]) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = _repr.repr(value)
+    except ValueError:  # Python prints no integer of more than 4300 digits
+        return "a number of thousands of digits"
     return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
 
 
-def _anchor_paths(spec: job_pb2.JobSpec, folder: Path) -> None:
+def anchor_paths(spec: job_pb2.JobSpec, folder: Path) -> None:
     """Make the job's paths absolute, as the driver and the nodes run in other folders."""
     for source in (*spec.trainer.data.sources, *spec.trainer.evaluation.sources):
         source.prefix = _anchored(source.prefix, folder)

@@ -19,7 +19,15 @@ import atexit
 import concurrent.futures
 import os
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterator,
+    Sequence,
+)
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -27,6 +35,17 @@ from typing import Any, Self, TypeVar
 from megascale.v1 import driver_pb2, job_pb2, types_pb2
 from megascale_client.client import DEFAULT_RETRY_FOR_S, DEFAULT_TIMEOUT_S, AsyncClient
 from megascale_client.fetch import FetchedCheckpoint, Progress
+from megascale_client.messages import (
+    CheckResult,
+    CordonNodeResponse,
+    EvictNodeResponse,
+    Job,
+    JobPhase,
+    Node,
+    Profile,
+    UncordonNodeResponse,
+    WatchJobResponse,
+)
 
 STOP_TIMEOUT_S = 5.0
 
@@ -88,108 +107,178 @@ class Client:
 
     # Begin of the generated part: change AsyncClient, then run `make docs`.
 
-    def submit(self, spec: job_pb2.JobSpec, *, validate_only: bool = False) -> driver_pb2.Job:
-        """See :meth:`AsyncClient.submit`."""
-        return self._loop.run(self._client.submit(spec, validate_only=validate_only))
+    def submit(
+        self,
+        spec: job_pb2.JobSpec,
+        *,
+        validate_only: bool = False,
+        warn: Callable[[str], object] | None = None,
+    ) -> Job:
+        """Submit a job; ``validate_only`` only checks it. Raises InvalidJob, AlreadyExists.
 
-    def get(self, name: str) -> driver_pb2.Job:
-        """See :meth:`AsyncClient.get`."""
+        ``warn`` is called with each warning, such as nodes that the job will wait for.
+        """
+        return self._loop.run(self._client.submit(spec, validate_only=validate_only, warn=warn))
+
+    def get(self, name: str) -> Job:
+        """One job. Raises NotFound."""
         return self._loop.run(self._client.get(name))
 
-    def jobs(self) -> Iterator[driver_pb2.Job]:
-        """See :meth:`AsyncClient.jobs`."""
-        return self._loop.iterate(self._client.jobs())
+    def jobs(self, *, phase: JobPhase | str | Collection[JobPhase | str] = ()) -> Iterator[Job]:
+        """All jobs by name, or those in a ``phase`` or in one of several. Raises InvalidRequest."""
+        return self._loop.iterate(self._client.jobs(phase=phase))
 
-    def watch(self, name: str, *, resume_token: str = "") -> Iterator[driver_pb2.WatchJobResponse]:
-        """See :meth:`AsyncClient.watch`."""
+    def watch(self, name: str, *, resume_token: str = "") -> Iterator[WatchJobResponse]:
+        """The job's state, step records and events as they happen, until the job has ended.
+
+        Continues after the last update when a driver restarts or another takes over. A new driver
+        sends its updates from the start, and those seen before are skipped. Raises NotFound.
+        """
         return self._loop.iterate(self._client.watch(name, resume_token=resume_token))
 
-    def cancel(self, name: str, *, reason: str) -> driver_pb2.Job:
-        """See :meth:`AsyncClient.cancel`."""
-        return self._loop.run(self._client.cancel(name, reason=reason))
+    def wait(
+        self, name: str, phase: JobPhase | str | None = None, *, timeout_s: float | None = None
+    ) -> Job:
+        """Wait until a job has ended, or until it is in ``phase``; returns the job.
+
+        Raises NotFound; TimedOut after ``timeout_s`` seconds; NotPossible when the job has ended
+        in another phase than the one awaited.
+        """
+        return self._loop.run(self._client.wait(name, phase, timeout_s=timeout_s))
+
+    def cancel(self, name: str, reason: str) -> Job:
+        """Stop a job's workers; its committed checkpoints stay. Raises NotFound, NotPossible."""
+        return self._loop.run(self._client.cancel(name, reason))
 
     def profile(
         self,
         name: str,
+        steps: int = 2,
         *,
-        steps: int,
         first_step: int = 0,
         ranks: Sequence[int] = (),
         reason: str = "",
-    ) -> driver_pb2.Profile:
-        """See :meth:`AsyncClient.profile`."""
+    ) -> Profile:
+        """Have ranks of a running job write a trace of coming steps, the same steps on all ranks.
+
+        Returns at once, with the steps and the paths of the traces; :meth:`profiled` waits for
+        them. Raises NotFound, NotPossible, InvalidRequest.
+
+        Args:
+            steps: how many steps.
+            first_step: 0 means the nearest step that the request can reach on all ranks in time.
+            ranks: global ranks; none means rank 0.
+            reason: for the audit log.
+        """
         return self._loop.run(
-            self._client.profile(
-                name, steps=steps, first_step=first_step, ranks=ranks, reason=reason
-            )
+            self._client.profile(name, steps, first_step=first_step, ranks=ranks, reason=reason)
         )
 
-    def profiled(self, name: str, profile_id: str) -> driver_pb2.Profile:
-        """See :meth:`AsyncClient.profiled`."""
+    def profiled(self, name: str, profile_id: str) -> Profile:
+        """Wait until no trace of a profile is pending: each is written, or has the reason why not.
+
+        Raises NotFound; NotPossible when another profile was requested since.
+        """
         return self._loop.run(self._client.profiled(name, profile_id))
 
+    def cancel_profile(self, name: str, *, reason: str = "") -> Profile:
+        """Give up a job's profile in progress. Raises NotFound, NotPossible (there is none)."""
+        return self._loop.run(self._client.cancel_profile(name, reason=reason))
+
     def explain(self, name: str) -> driver_pb2.ExplainJobResponse:
-        """See :meth:`AsyncClient.explain`."""
+        """Why a job is where it is: the cause, what was done, what may be done. Raises NotFound."""
         return self._loop.run(self._client.explain(name))
 
-    def nodes(self) -> Iterator[driver_pb2.Node]:
-        """See :meth:`AsyncClient.nodes`."""
+    def nodes(self) -> Iterator[Node]:
+        """All nodes."""
         return self._loop.iterate(self._client.nodes())
 
-    def evict(
-        self, node: str, *, reason: str, validate_only: bool = False
-    ) -> driver_pb2.EvictNodeResponse:
-        """See :meth:`AsyncClient.evict`."""
-        return self._loop.run(self._client.evict(node, reason=reason, validate_only=validate_only))
+    def evict(self, node: str, reason: str, *, validate_only: bool = False) -> EvictNodeResponse:
+        """Quarantine a node: its work moves to a spare.
 
-    def cordon(
-        self, node: str, *, reason: str, validate_only: bool = False
-    ) -> driver_pb2.CordonNodeResponse:
-        """See :meth:`AsyncClient.cordon`."""
-        return self._loop.run(self._client.cordon(node, reason=reason, validate_only=validate_only))
+        With ``validate_only`` nothing changes, and the answer has the consequence. Raises NotFound,
+        NotPossible.
+        """
+        return self._loop.run(self._client.evict(node, reason, validate_only=validate_only))
+
+    def cordon(self, node: str, reason: str, *, validate_only: bool = False) -> CordonNodeResponse:
+        """Keep new work off a node; what runs there continues. Raises NotFound, NotPossible."""
+        return self._loop.run(self._client.cordon(node, reason, validate_only=validate_only))
 
     def uncordon(
-        self, node: str, *, reason: str, validate_only: bool = False
-    ) -> driver_pb2.UncordonNodeResponse:
-        """See :meth:`AsyncClient.uncordon`."""
-        return self._loop.run(
-            self._client.uncordon(node, reason=reason, validate_only=validate_only)
-        )
+        self, node: str, reason: str, *, validate_only: bool = False
+    ) -> UncordonNodeResponse:
+        """Make a cordoned or quarantined node schedulable again. Raises NotFound, NotPossible."""
+        return self._loop.run(self._client.uncordon(node, reason, validate_only=validate_only))
 
-    def diagnose(self, node: str, *, checks: Sequence[str] = ()) -> list[types_pb2.CheckResult]:
-        """See :meth:`AsyncClient.diagnose`."""
-        return self._loop.run(self._client.diagnose(node, checks=checks))
+    def diagnose(self, node: str, checks: Sequence[str] = ()) -> list[CheckResult]:
+        """Run self-checks of an idle or spare node now; without ``checks``, all of them.
+
+        Checks change nothing, so a lost call is repeated. Raises NotFound, NotPossible (ranks run
+        on the node).
+        """
+        return self._loop.run(self._client.diagnose(node, checks))
 
     def events(self, subject: str = "") -> Iterator[types_pb2.Event]:
-        """See :meth:`AsyncClient.events`."""
+        """The audit log of ``jobs/NAME``, of ``nodes/NAME`` or of the cluster. Raises NotFound."""
         return self._loop.iterate(self._client.events(subject))
 
     def watch_events(
         self, subject: str = "", *, resume_token: str = ""
     ) -> Iterator[driver_pb2.WatchEventsResponse]:
-        """See :meth:`AsyncClient.watch_events`."""
+        """The audit log as it grows, without end; ``subject`` as for :meth:`events`.
+
+        Starts after ``resume_token``, or without one at the moment the first event is requested.
+        Continues after the last event when a driver restarts or another takes over.
+
+        Raises NotFound; InvalidRequest for a token that is too old.
+        """
         return self._loop.iterate(self._client.watch_events(subject, resume_token=resume_token))
 
     def logs(
-        self, job: str, *, rank: int, attempt: int = 0, lines: int = 100, follow: bool = False
+        self, name: str, rank: int = 0, *, attempt: int = 0, lines: int = 100, follow: bool = False
     ) -> Iterator[str]:
-        """See :meth:`AsyncClient.logs`."""
+        """The last ``lines`` lines of one rank's log; ``attempt`` 0 is the newest.
+
+        With ``follow`` it continues until the attempt ends. A lost connection is retried only until
+        the first line has arrived, because log lines have no number to resume from; later the error
+        is raised. Raises NotFound; Unavailable at once when the rank's node does not answer.
+        """
         return self._loop.iterate(
-            self._client.logs(job, rank=rank, attempt=attempt, lines=lines, follow=follow)
+            self._client.logs(name, rank, attempt=attempt, lines=lines, follow=follow)
         )
 
-    def checkpoints(self, job: str) -> Iterator[driver_pb2.Checkpoint]:
-        """See :meth:`AsyncClient.checkpoints`."""
-        return self._loop.iterate(self._client.checkpoints(job))
+    def checkpoints(self, name: str) -> Iterator[driver_pb2.Checkpoint]:
+        """Complete checkpoints of a job, newest first. Raises NotFound."""
+        return self._loop.iterate(self._client.checkpoints(name))
 
     def fetch_checkpoint(
-        self, job: str, step: int | None = None, *, to: str | Path, progress: Progress | None = None
+        self,
+        name: str,
+        to: str | Path,
+        *,
+        step: int | None = None,
+        progress: Progress | None = None,
     ) -> FetchedCheckpoint:
-        """See :meth:`AsyncClient.fetch_checkpoint`."""
-        return self._loop.run(self._client.fetch_checkpoint(job, step, to=to, progress=progress))
+        """Copy a complete checkpoint from its storage into the new folder ``to``.
+
+        Sizes are compared with the manifest, and checksums too where the package xxhash is
+        installed; the result names which. A fetch that fails or is cancelled leaves no folder.
+
+        Args:
+            step: step of the checkpoint; None means the newest.
+            progress: called as ``progress(done_bytes, total_bytes)`` from another thread.
+
+        Raises:
+            NotFound: no such job, or it has no complete checkpoint (of that step).
+            NotPossible: the storage cannot be read from here, or ``to`` is taken or cannot be
+                written.
+            DamagedCheckpoint: a file is not what was committed.
+        """
+        return self._loop.run(self._client.fetch_checkpoint(name, to, step=step, progress=progress))
 
     def cluster_info(self) -> driver_pb2.GetClusterInfoResponse:
-        """See :meth:`AsyncClient.cluster_info`."""
+        """The leading driver, since when it leads, and counts of nodes and jobs."""
         return self._loop.run(self._client.cluster_info())
 
     # End of the generated part.

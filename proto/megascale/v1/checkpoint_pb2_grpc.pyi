@@ -145,8 +145,10 @@ class CheckpointServiceStub(typing.Generic[_CheckpointServiceOpenAttemptType, _C
 
     Callers: driver
     Errors:
-    - INVALID_ARGUMENT (BAD_REQUEST): job, attempt, world_size, sealed_step or a uri is not valid, or the
-      checkpoint folder belongs to another job.
+    - INVALID_ARGUMENT (BAD_REQUEST): job, attempt, world_size, sealed_step or a uri is not valid, or
+      the checkpoint folder belongs to another job.
+    - INVALID_ARGUMENT (NO_FOLDER): no folder can be created at the uri: a file is in the way, the
+      name is too long, or the file system takes none.
     - NOT_FOUND (NOT_FOUND): load_uri holds no complete checkpoint to start from.
     - FAILED_PRECONDITION (SUPERSEDED): a later attempt was opened, or a driver of a later epoch has
       called.
@@ -229,8 +231,10 @@ class CheckpointServiceServicer(metaclass=abc.ABCMeta):
 
         Callers: driver
         Errors:
-        - INVALID_ARGUMENT (BAD_REQUEST): job, attempt, world_size, sealed_step or a uri is not valid, or the
-          checkpoint folder belongs to another job.
+        - INVALID_ARGUMENT (BAD_REQUEST): job, attempt, world_size, sealed_step or a uri is not valid, or
+          the checkpoint folder belongs to another job.
+        - INVALID_ARGUMENT (NO_FOLDER): no folder can be created at the uri: a file is in the way, the
+          name is too long, or the file system takes none.
         - NOT_FOUND (NOT_FOUND): load_uri holds no complete checkpoint to start from.
         - FAILED_PRECONDITION (SUPERSEDED): a later attempt was opened, or a driver of a later epoch has
           called.

@@ -6,6 +6,7 @@ The calls of clients and operators: jobs, nodes, audit log."""
 import builtins
 import collections.abc
 import google.protobuf.descriptor
+import google.protobuf.duration_pb2
 import google.protobuf.internal.containers
 import google.protobuf.message
 import google.protobuf.timestamp_pb2
@@ -45,6 +46,8 @@ class Job(google.protobuf.message.Message):
     UPDATED_AT_FIELD_NUMBER: builtins.int
     LAST_RECORD_FIELD_NUMBER: builtins.int
     PROFILE_FIELD_NUMBER: builtins.int
+    CONDITIONS_FIELD_NUMBER: builtins.int
+    GOODPUT_FIELD_NUMBER: builtins.int
     spec_revision: builtins.int
     """Revision of the spec; counts from 1 and rises with every change of the spec."""
     etag: builtins.str
@@ -97,6 +100,16 @@ class Job(google.protobuf.message.Message):
     def profile(self) -> Global___Profile:
         """Newest profile that was requested, if any."""
 
+    @property
+    def conditions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___JobCondition]:
+        """What the phase alone does not show, such as a job that succeeded without its last checkpoint."""
+
+    @property
+    def goodput(self) -> Global___Goodput:
+        """Where the job's time went until now or until its end; absent for a job that ended under a build
+        which did not account for it.
+        """
+
     def __init__(
         self,
         *,
@@ -118,11 +131,137 @@ class Job(google.protobuf.message.Message):
         updated_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         last_record: megascale.v1.types_pb2.StepRecord | None = ...,
         profile: Global___Profile | None = ...,
+        conditions: collections.abc.Iterable[Global___JobCondition] | None = ...,
+        goodput: Global___Goodput | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["created_at", b"created_at", "last_record", b"last_record", "profile", b"profile", "spec", b"spec", "updated_at", b"updated_at"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "committed_step", b"committed_step", "created_at", b"created_at", "etag", b"etag", "evicted_nodes", b"evicted_nodes", "last_record", b"last_record", "nodes", b"nodes", "phase", b"phase", "phase_reason", b"phase_reason", "profile", b"profile", "restarts", b"restarts", "restore_source", b"restore_source", "restored_step", b"restored_step", "spare_nodes", b"spare_nodes", "spec", b"spec", "spec_revision", b"spec_revision", "step", b"step", "updated_at", b"updated_at"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["created_at", b"created_at", "goodput", b"goodput", "last_record", b"last_record", "profile", b"profile", "spec", b"spec", "updated_at", b"updated_at"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "committed_step", b"committed_step", "conditions", b"conditions", "created_at", b"created_at", "etag", b"etag", "evicted_nodes", b"evicted_nodes", "goodput", b"goodput", "last_record", b"last_record", "nodes", b"nodes", "phase", b"phase", "phase_reason", b"phase_reason", "profile", b"profile", "restarts", b"restarts", "restore_source", b"restore_source", "restored_step", b"restored_step", "spare_nodes", b"spare_nodes", "spec", b"spec", "spec_revision", b"spec_revision", "step", b"step", "updated_at", b"updated_at"]) -> None: ...
 
 Global___Job: typing_extensions.TypeAlias = Job
+
+@typing.final
+class JobCondition(google.protobuf.message.Message):
+    """Something about a job beside its phase."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TYPE_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    SINCE_FIELD_NUMBER: builtins.int
+    type: megascale.v1.types_pb2.JobConditionType.ValueType
+    """What it is."""
+    reason: builtins.str
+    """UPPER_SNAKE reason, stable for programs."""
+    message: builtins.str
+    """One sentence for people."""
+    @property
+    def since(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """Since when."""
+
+    def __init__(
+        self,
+        *,
+        type: megascale.v1.types_pb2.JobConditionType.ValueType = ...,
+        reason: builtins.str = ...,
+        message: builtins.str = ...,
+        since: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["since", b"since"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["message", b"message", "reason", b"reason", "since", b"since", "type", b"type"]) -> None: ...
+
+Global___JobCondition: typing_extensions.TypeAlias = JobCondition
+
+@typing.final
+class Goodput(google.protobuf.message.Message):
+    """Where a job's time went. The eight parts from productive to ending sum up to wall_time, to the
+    microsecond; docs/goodput.md defines each.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RATIO_FIELD_NUMBER: builtins.int
+    RATIO_SINCE_START_FIELD_NUMBER: builtins.int
+    WALL_TIME_FIELD_NUMBER: builtins.int
+    PRODUCTIVE_FIELD_NUMBER: builtins.int
+    LOST_FIELD_NUMBER: builtins.int
+    DETECTING_FIELD_NUMBER: builtins.int
+    RESTARTING_FIELD_NUMBER: builtins.int
+    CHECKPOINTING_FIELD_NUMBER: builtins.int
+    WAITING_FIELD_NUMBER: builtins.int
+    STARTING_FIELD_NUMBER: builtins.int
+    ENDING_FIELD_NUMBER: builtins.int
+    LOST_STEPS_FIELD_NUMBER: builtins.int
+    FAULTS_FIELD_NUMBER: builtins.int
+    ratio: builtins.float
+    """productive / wall_time: since submission; 0 to 1."""
+    ratio_since_start: builtins.float
+    """productive over the time since the first attempt was placed; 0 to 1."""
+    lost_steps: builtins.int
+    """Steps that were done and then done again, or were to be done again when the job ended."""
+    faults: builtins.int
+    """Attempts that faults have ended."""
+    @property
+    def wall_time(self) -> google.protobuf.duration_pb2.Duration:
+        """Time since submission, until now or until the end of the job."""
+
+    @property
+    def productive(self) -> google.protobuf.duration_pb2.Duration:
+        """Time of the steps that count: those that no later attempt repeated. A step in progress counts
+        until a fault takes it away.
+        """
+
+    @property
+    def lost(self) -> google.protobuf.duration_pb2.Duration:
+        """Time of the steps after the restored one, which were done again, and of the step that a fault
+        broke off.
+        """
+
+    @property
+    def detecting(self) -> google.protobuf.duration_pb2.Duration:
+        """From when a fault happened, as far as it is known, to the decision to end the attempt."""
+
+    @property
+    def restarting(self) -> google.protobuf.duration_pb2.Duration:
+        """From such a decision to the first step of the next attempt, without the time in QUEUED."""
+
+    @property
+    def checkpointing(self) -> google.protobuf.duration_pb2.Duration:
+        """Time that snapshots held the steps up."""
+
+    @property
+    def waiting(self) -> google.protobuf.duration_pb2.Duration:
+        """In QUEUED."""
+
+    @property
+    def starting(self) -> google.protobuf.duration_pb2.Duration:
+        """From a placement to the first step, before any fault."""
+
+    @property
+    def ending(self) -> google.protobuf.duration_pb2.Duration:
+        """From the last step to the end of the job: the last checkpoint, and workers that end."""
+
+    def __init__(
+        self,
+        *,
+        ratio: builtins.float = ...,
+        ratio_since_start: builtins.float = ...,
+        wall_time: google.protobuf.duration_pb2.Duration | None = ...,
+        productive: google.protobuf.duration_pb2.Duration | None = ...,
+        lost: google.protobuf.duration_pb2.Duration | None = ...,
+        detecting: google.protobuf.duration_pb2.Duration | None = ...,
+        restarting: google.protobuf.duration_pb2.Duration | None = ...,
+        checkpointing: google.protobuf.duration_pb2.Duration | None = ...,
+        waiting: google.protobuf.duration_pb2.Duration | None = ...,
+        starting: google.protobuf.duration_pb2.Duration | None = ...,
+        ending: google.protobuf.duration_pb2.Duration | None = ...,
+        lost_steps: builtins.int = ...,
+        faults: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["checkpointing", b"checkpointing", "detecting", b"detecting", "ending", b"ending", "lost", b"lost", "productive", b"productive", "restarting", b"restarting", "starting", b"starting", "waiting", b"waiting", "wall_time", b"wall_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["checkpointing", b"checkpointing", "detecting", b"detecting", "ending", b"ending", "faults", b"faults", "lost", b"lost", "lost_steps", b"lost_steps", "productive", b"productive", "ratio", b"ratio", "ratio_since_start", b"ratio_since_start", "restarting", b"restarting", "starting", b"starting", "waiting", b"waiting", "wall_time", b"wall_time"]) -> None: ...
+
+Global___Goodput: typing_extensions.TypeAlias = Goodput
 
 @typing.final
 class Profile(google.protobuf.message.Message):
@@ -379,17 +518,25 @@ class SubmitJobResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     JOB_FIELD_NUMBER: builtins.int
+    WARNINGS_FIELD_NUMBER: builtins.int
     @property
     def job(self) -> Global___Job:
         """The job as stored; with validate_only just its spec."""
+
+    @property
+    def warnings(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """What the nodes that are known lack for this job, one sentence each. The job is accepted, because
+        nodes may join later.
+        """
 
     def __init__(
         self,
         *,
         job: Global___Job | None = ...,
+        warnings: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["job", b"job"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["job", b"job"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job", b"job", "warnings", b"warnings"]) -> None: ...
 
 Global___SubmitJobResponse: typing_extensions.TypeAlias = SubmitJobResponse
 
@@ -629,6 +776,49 @@ class ProfileJobResponse(google.protobuf.message.Message):
 Global___ProfileJobResponse: typing_extensions.TypeAlias = ProfileJobResponse
 
 @typing.final
+class CancelProfileRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    """Name of the job."""
+    request_id: builtins.str
+    """Makes a retry safe: for a day the same id and request return the same result."""
+    reason: builtins.str
+    """Why; recorded in the audit log. May be empty."""
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        request_id: builtins.str = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job", b"job", "reason", b"reason", "request_id", b"request_id"]) -> None: ...
+
+Global___CancelProfileRequest: typing_extensions.TypeAlias = CancelProfileRequest
+
+@typing.final
+class CancelProfileResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PROFILE_FIELD_NUMBER: builtins.int
+    @property
+    def profile(self) -> Global___Profile:
+        """The profile, without PENDING traces."""
+
+    def __init__(
+        self,
+        *,
+        profile: Global___Profile | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["profile", b"profile"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["profile", b"profile"]) -> None: ...
+
+Global___CancelProfileResponse: typing_extensions.TypeAlias = CancelProfileResponse
+
+@typing.final
 class ExplainJobRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -650,21 +840,70 @@ class ExplainJobResponse(google.protobuf.message.Message):
 
     EXPLANATION_FIELD_NUMBER: builtins.int
     EVENTS_FIELD_NUMBER: builtins.int
+    CAUSE_FIELD_NUMBER: builtins.int
+    ACTIONS_FIELD_NUMBER: builtins.int
+    SUGGESTIONS_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
     explanation: builtins.str
     """One sentence."""
+    text: builtins.str
+    """All of it as text: the sentence, what happened, what the system did, what the caller may do."""
     @property
     def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[megascale.v1.types_pb2.Event]:
-        """The newest events behind it, newest first."""
+        """The newest events behind it: faults and decisions first, then routine ones; newest first within
+        both.
+        """
+
+    @property
+    def cause(self) -> megascale.v1.types_pb2.Event:
+        """What happened: the fault or request that brought the job here; absent where nothing did. While
+        an attempt stops for a fault that has no line in the log yet, seq is 0 and reason its kind.
+        """
+
+    @property
+    def actions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[megascale.v1.types_pb2.Event]:
+        """What the system did about the cause, oldest first."""
+
+    @property
+    def suggestions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Suggestion]:
+        """What the caller may do, the most useful first; empty where nothing needs to be done."""
 
     def __init__(
         self,
         *,
         explanation: builtins.str = ...,
         events: collections.abc.Iterable[megascale.v1.types_pb2.Event] | None = ...,
+        cause: megascale.v1.types_pb2.Event | None = ...,
+        actions: collections.abc.Iterable[megascale.v1.types_pb2.Event] | None = ...,
+        suggestions: collections.abc.Iterable[Global___Suggestion] | None = ...,
+        text: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["events", b"events", "explanation", b"explanation"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["cause", b"cause"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["actions", b"actions", "cause", b"cause", "events", b"events", "explanation", b"explanation", "suggestions", b"suggestions", "text", b"text"]) -> None: ...
 
 Global___ExplainJobResponse: typing_extensions.TypeAlias = ExplainJobResponse
+
+@typing.final
+class Suggestion(google.protobuf.message.Message):
+    """Something that the caller may do."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: builtins.int
+    COMMAND_FIELD_NUMBER: builtins.int
+    text: builtins.str
+    """What for, in one sentence without its period."""
+    command: builtins.str
+    """The command for it, as typed in a shell; words in capitals are for the caller to fill in."""
+    def __init__(
+        self,
+        *,
+        text: builtins.str = ...,
+        command: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["command", b"command", "text", b"text"]) -> None: ...
+
+Global___Suggestion: typing_extensions.TypeAlias = Suggestion
 
 @typing.final
 class ListNodesRequest(google.protobuf.message.Message):

@@ -73,6 +73,11 @@ class DriverServiceStub(object):
                 request_serializer=megascale_dot_v1_dot_driver__pb2.ProfileJobRequest.SerializeToString,
                 response_deserializer=megascale_dot_v1_dot_driver__pb2.ProfileJobResponse.FromString,
                 _registered_method=True)
+        self.CancelProfile = channel.unary_unary(
+                '/megascale.v1.DriverService/CancelProfile',
+                request_serializer=megascale_dot_v1_dot_driver__pb2.CancelProfileRequest.SerializeToString,
+                response_deserializer=megascale_dot_v1_dot_driver__pb2.CancelProfileResponse.FromString,
+                _registered_method=True)
         self.ExplainJob = channel.unary_unary(
                 '/megascale.v1.DriverService/ExplainJob',
                 request_serializer=megascale_dot_v1_dot_driver__pb2.ExplainJobRequest.SerializeToString,
@@ -143,7 +148,8 @@ class DriverServiceServicer(object):
     """
 
     def SubmitJob(self, request, context):
-        """Validates a job and stores it. The job runs as soon as enough nodes are free.
+        """Validates a job and stores it. The job runs as soon as enough nodes are free. What no node that
+        is known could run, and files that are certainly missing, are refused like values of the spec.
 
         Callers: client
         Errors:
@@ -225,7 +231,8 @@ class DriverServiceServicer(object):
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
         - FAILED_PRECONDITION (JOB_NOT_RUNNING): the job is not in phase RUNNING.
-        - FAILED_PRECONDITION (PROFILE_PENDING): another profile of the job is still in progress.
+        - FAILED_PRECONDITION (PROFILE_PENDING): another profile of the job is still in progress;
+        CancelProfile gives it up.
         - FAILED_PRECONDITION (NO_STEP_YET): the attempt has not completed enough steps to predict when
         the next ones start.
         - FAILED_PRECONDITION (FIRST_STEP_PASSED): first_step has passed, or is too near for the
@@ -241,8 +248,26 @@ class DriverServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CancelProfile(self, request, context):
+        """Gives up the profile of a job that is in progress: ranks that have not begun write no trace, and
+        the next profile may be requested at once.
+
+        Callers: client, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): the request_id is malformed.
+        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (NO_PROFILE): no profile of the job is in progress.
+        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+        repeat it with the same request_id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ExplainJob(self, request, context):
-        """Explains in one sentence why a job is in its present phase, with the newest events behind it.
+        """Explains why a job is in its present phase: in one sentence, then what happened, what the system
+        did about it, and what the caller may do, with the command for it.
 
         Callers: client, operator
         Errors:
@@ -427,6 +452,11 @@ def add_DriverServiceServicer_to_server(servicer, server):
                     servicer.ProfileJob,
                     request_deserializer=megascale_dot_v1_dot_driver__pb2.ProfileJobRequest.FromString,
                     response_serializer=megascale_dot_v1_dot_driver__pb2.ProfileJobResponse.SerializeToString,
+            ),
+            'CancelProfile': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelProfile,
+                    request_deserializer=megascale_dot_v1_dot_driver__pb2.CancelProfileRequest.FromString,
+                    response_serializer=megascale_dot_v1_dot_driver__pb2.CancelProfileResponse.SerializeToString,
             ),
             'ExplainJob': grpc.unary_unary_rpc_method_handler(
                     servicer.ExplainJob,
@@ -655,6 +685,33 @@ class DriverService(object):
             '/megascale.v1.DriverService/ProfileJob',
             megascale_dot_v1_dot_driver__pb2.ProfileJobRequest.SerializeToString,
             megascale_dot_v1_dot_driver__pb2.ProfileJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/megascale.v1.DriverService/CancelProfile',
+            megascale_dot_v1_dot_driver__pb2.CancelProfileRequest.SerializeToString,
+            megascale_dot_v1_dot_driver__pb2.CancelProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

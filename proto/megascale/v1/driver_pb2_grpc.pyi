@@ -121,6 +121,22 @@ _DriverServiceProfileJobType = typing_extensions.TypeVar(
     ],
 )
 
+_DriverServiceCancelProfileType = typing_extensions.TypeVar(
+    '_DriverServiceCancelProfileType',
+    grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.CancelProfileRequest,
+        megascale.v1.driver_pb2.CancelProfileResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.CancelProfileRequest,
+        megascale.v1.driver_pb2.CancelProfileResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.CancelProfileRequest,
+        megascale.v1.driver_pb2.CancelProfileResponse,
+    ],
+)
+
 _DriverServiceExplainJobType = typing_extensions.TypeVar(
     '_DriverServiceExplainJobType',
     grpc.UnaryUnaryMultiCallable[
@@ -297,7 +313,7 @@ _DriverServiceGetClusterInfoType = typing_extensions.TypeVar(
     ],
 )
 
-class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServiceGetJobType, _DriverServiceListJobsType, _DriverServiceWatchJobType, _DriverServiceCancelJobType, _DriverServiceProfileJobType, _DriverServiceExplainJobType, _DriverServiceListNodesType, _DriverServiceEvictNodeType, _DriverServiceCordonNodeType, _DriverServiceUncordonNodeType, _DriverServiceRunDiagnosticsType, _DriverServiceListEventsType, _DriverServiceWatchEventsType, _DriverServiceTailLogsType, _DriverServiceListCheckpointsType, _DriverServiceGetClusterInfoType]):
+class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServiceGetJobType, _DriverServiceListJobsType, _DriverServiceWatchJobType, _DriverServiceCancelJobType, _DriverServiceProfileJobType, _DriverServiceCancelProfileType, _DriverServiceExplainJobType, _DriverServiceListNodesType, _DriverServiceEvictNodeType, _DriverServiceCordonNodeType, _DriverServiceUncordonNodeType, _DriverServiceRunDiagnosticsType, _DriverServiceListEventsType, _DriverServiceWatchEventsType, _DriverServiceTailLogsType, _DriverServiceListCheckpointsType, _DriverServiceGetClusterInfoType]):
     """Jobs, nodes and the audit log, served by the leader of the drivers. A standby driver refuses
     every call. A leader that has lost etcd still answers the calls that only read, and refuses those
     that change something.
@@ -334,6 +350,10 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
         grpc.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.ProfileJobRequest,
             megascale.v1.driver_pb2.ProfileJobResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.CancelProfileRequest,
+            megascale.v1.driver_pb2.CancelProfileResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.ExplainJobRequest,
@@ -408,6 +428,10 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
             megascale.v1.driver_pb2.ProfileJobResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.CancelProfileRequest,
+            megascale.v1.driver_pb2.CancelProfileResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.ExplainJobRequest,
             megascale.v1.driver_pb2.ExplainJobResponse,
         ],
@@ -454,7 +478,8 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
     ], channel: grpc.aio.Channel) -> None: ...
 
     SubmitJob: _DriverServiceSubmitJobType
-    """Validates a job and stores it. The job runs as soon as enough nodes are free.
+    """Validates a job and stores it. The job runs as soon as enough nodes are free. What no node that
+    is known could run, and files that are certainly missing, are refused like values of the spec.
 
     Callers: client
     Errors:
@@ -521,7 +546,8 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
     - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
     - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
     - FAILED_PRECONDITION (JOB_NOT_RUNNING): the job is not in phase RUNNING.
-    - FAILED_PRECONDITION (PROFILE_PENDING): another profile of the job is still in progress.
+    - FAILED_PRECONDITION (PROFILE_PENDING): another profile of the job is still in progress;
+      CancelProfile gives it up.
     - FAILED_PRECONDITION (NO_STEP_YET): the attempt has not completed enough steps to predict when
       the next ones start.
     - FAILED_PRECONDITION (FIRST_STEP_PASSED): first_step has passed, or is too near for the
@@ -534,8 +560,23 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
       repeat it with the same request_id.
     """
 
+    CancelProfile: _DriverServiceCancelProfileType
+    """Gives up the profile of a job that is in progress: ranks that have not begun write no trace, and
+    the next profile may be requested at once.
+
+    Callers: client, operator
+    Errors:
+    - INVALID_ARGUMENT (BAD_REQUEST): the request_id is malformed.
+    - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+    - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+    - FAILED_PRECONDITION (NO_PROFILE): no profile of the job is in progress.
+    - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+      repeat it with the same request_id.
+    """
+
     ExplainJob: _DriverServiceExplainJobType
-    """Explains in one sentence why a job is in its present phase, with the newest events behind it.
+    """Explains why a job is in its present phase: in one sentence, then what happened, what the system
+    did about it, and what the caller may do, with the command for it.
 
     Callers: client, operator
     Errors:
@@ -681,6 +722,10 @@ DriverServiceAsyncStub: typing_extensions.TypeAlias = DriverServiceStub[
         megascale.v1.driver_pb2.ProfileJobResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.CancelProfileRequest,
+        megascale.v1.driver_pb2.CancelProfileResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         megascale.v1.driver_pb2.ExplainJobRequest,
         megascale.v1.driver_pb2.ExplainJobResponse,
     ],
@@ -744,7 +789,8 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         request: megascale.v1.driver_pb2.SubmitJobRequest,
         context: _ServicerContext,
     ) -> typing.Union[megascale.v1.driver_pb2.SubmitJobResponse, collections.abc.Awaitable[megascale.v1.driver_pb2.SubmitJobResponse]]:
-        """Validates a job and stores it. The job runs as soon as enough nodes are free.
+        """Validates a job and stores it. The job runs as soon as enough nodes are free. What no node that
+        is known could run, and files that are certainly missing, are refused like values of the spec.
 
         Callers: client
         Errors:
@@ -836,7 +882,8 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
         - FAILED_PRECONDITION (JOB_NOT_RUNNING): the job is not in phase RUNNING.
-        - FAILED_PRECONDITION (PROFILE_PENDING): another profile of the job is still in progress.
+        - FAILED_PRECONDITION (PROFILE_PENDING): another profile of the job is still in progress;
+          CancelProfile gives it up.
         - FAILED_PRECONDITION (NO_STEP_YET): the attempt has not completed enough steps to predict when
           the next ones start.
         - FAILED_PRECONDITION (FIRST_STEP_PASSED): first_step has passed, or is too near for the
@@ -850,12 +897,32 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         """
 
     @abc.abstractmethod
+    def CancelProfile(
+        self,
+        request: megascale.v1.driver_pb2.CancelProfileRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[megascale.v1.driver_pb2.CancelProfileResponse, collections.abc.Awaitable[megascale.v1.driver_pb2.CancelProfileResponse]]:
+        """Gives up the profile of a job that is in progress: ranks that have not begun write no trace, and
+        the next profile may be requested at once.
+
+        Callers: client, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): the request_id is malformed.
+        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (NO_PROFILE): no profile of the job is in progress.
+        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+          repeat it with the same request_id.
+        """
+
+    @abc.abstractmethod
     def ExplainJob(
         self,
         request: megascale.v1.driver_pb2.ExplainJobRequest,
         context: _ServicerContext,
     ) -> typing.Union[megascale.v1.driver_pb2.ExplainJobResponse, collections.abc.Awaitable[megascale.v1.driver_pb2.ExplainJobResponse]]:
-        """Explains in one sentence why a job is in its present phase, with the newest events behind it.
+        """Explains why a job is in its present phase: in one sentence, then what happened, what the system
+        did about it, and what the caller may do, with the command for it.
 
         Callers: client, operator
         Errors:

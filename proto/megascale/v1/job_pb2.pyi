@@ -120,6 +120,8 @@ class _PrecisionEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     """bfloat16."""
     PRECISION_FP32: _Precision.ValueType  # 2
     """32-bit floats."""
+    PRECISION_FP8: _Precision.ValueType  # 3
+    """The layers' matrix products in 8-bit floats with scales, all else in bfloat16; see Fp8Spec."""
 
 class Precision(_Precision, metaclass=_PrecisionEnumTypeWrapper):
     """Number format of compute; optimizer state and gradient accumulation are fp32 in all of them."""
@@ -129,7 +131,31 @@ PRECISION_BF16: Precision.ValueType  # 1
 """bfloat16."""
 PRECISION_FP32: Precision.ValueType  # 2
 """32-bit floats."""
+PRECISION_FP8: Precision.ValueType  # 3
+"""The layers' matrix products in 8-bit floats with scales, all else in bfloat16; see Fp8Spec."""
 Global___Precision: typing_extensions.TypeAlias = Precision
+
+class _Fp8Format:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _Fp8FormatEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Fp8Format.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    FP8_FORMAT_UNSPECIFIED: _Fp8Format.ValueType  # 0
+    FP8_FORMAT_HYBRID: _Fp8Format.ValueType  # 1
+    """e4m3 for activations and weights; e5m2 for gradients, with one scale for each tensor."""
+    FP8_FORMAT_E4M3: _Fp8Format.ValueType  # 2
+    """e4m3 for all; gradients with one scale for each token."""
+
+class Fp8Format(_Fp8Format, metaclass=_Fp8FormatEnumTypeWrapper):
+    """8-bit formats of the layers' matrix products under precision fp8."""
+
+FP8_FORMAT_UNSPECIFIED: Fp8Format.ValueType  # 0
+FP8_FORMAT_HYBRID: Fp8Format.ValueType  # 1
+"""e4m3 for activations and weights; e5m2 for gradients, with one scale for each tensor."""
+FP8_FORMAT_E4M3: Fp8Format.ValueType  # 2
+"""e4m3 for all; gradients with one scale for each token."""
+Global___Fp8Format: typing_extensions.TypeAlias = Fp8Format
 
 class _Kernels:
     ValueType = typing.NewType("ValueType", builtins.int)
@@ -230,6 +256,28 @@ TOKENIZER_KIND_BYTES: TokenizerKind.ValueType  # 1
 TOKENIZER_KIND_BPE: TokenizerKind.ValueType  # 2
 """Byte-level BPE in a Hugging Face tokenizers file."""
 Global___TokenizerKind: typing_extensions.TypeAlias = TokenizerKind
+
+class _DivergenceAction:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _DivergenceActionEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_DivergenceAction.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    DIVERGENCE_ACTION_UNSPECIFIED: _DivergenceAction.ValueType  # 0
+    DIVERGENCE_ACTION_STOP: _DivergenceAction.ValueType  # 1
+    """The job ends as FAILED; its checkpoints stay."""
+    DIVERGENCE_ACTION_CONTINUE: _DivergenceAction.ValueType  # 2
+    """The job goes on; the event is logged once for each time that it diverges."""
+
+class DivergenceAction(_DivergenceAction, metaclass=_DivergenceActionEnumTypeWrapper):
+    """What follows when a run diverges (event LOSS_DIVERGED)."""
+
+DIVERGENCE_ACTION_UNSPECIFIED: DivergenceAction.ValueType  # 0
+DIVERGENCE_ACTION_STOP: DivergenceAction.ValueType  # 1
+"""The job ends as FAILED; its checkpoints stay."""
+DIVERGENCE_ACTION_CONTINUE: DivergenceAction.ValueType  # 2
+"""The job goes on; the event is logged once for each time that it diverges."""
+Global___DivergenceAction: typing_extensions.TypeAlias = DivergenceAction
 
 @typing.final
 class JobSpec(google.protobuf.message.Message):
@@ -608,6 +656,7 @@ class TrainingSpec(google.protobuf.message.Message):
     DETERMINISTIC_FIELD_NUMBER: builtins.int
     BUCKET_MIB_FIELD_NUMBER: builtins.int
     KERNELS_FIELD_NUMBER: builtins.int
+    FP8_FIELD_NUMBER: builtins.int
     steps: builtins.int
     """Optimizer steps of the whole run. Required."""
     global_batch_size: builtins.int
@@ -617,13 +666,17 @@ class TrainingSpec(google.protobuf.message.Message):
     seed: builtins.int
     """Seed of the initial weights; default 1234."""
     precision: Global___Precision.ValueType
-    """Number format of compute: fp32 on CPUs; default bf16."""
+    """Number format of compute: fp32 on CPUs, fp8 on GPUs that have it; default bf16."""
     deterministic: builtins.bool
     """The same losses bit for bit from run to run, on GPUs too; default false."""
     bucket_mib: builtins.int
     """Largest size of a gradient bucket in MiB; default 64."""
     kernels: Global___Kernels.ValueType
     """Implementation of norms, activations, rotary embedding, loss and optimizer; default auto."""
+    @property
+    def fp8(self) -> Global___Fp8Spec:
+        """What precision fp8 does; without effect under another precision."""
+
     def __init__(
         self,
         *,
@@ -635,9 +688,10 @@ class TrainingSpec(google.protobuf.message.Message):
         deterministic: builtins.bool | None = ...,
         bucket_mib: builtins.int | None = ...,
         kernels: Global___Kernels.ValueType = ...,
+        fp8: Global___Fp8Spec | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_bucket_mib", b"_bucket_mib", "_deterministic", b"_deterministic", "_micro_batch_size", b"_micro_batch_size", "_seed", b"_seed", "bucket_mib", b"bucket_mib", "deterministic", b"deterministic", "micro_batch_size", b"micro_batch_size", "seed", b"seed"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_bucket_mib", b"_bucket_mib", "_deterministic", b"_deterministic", "_micro_batch_size", b"_micro_batch_size", "_seed", b"_seed", "bucket_mib", b"bucket_mib", "deterministic", b"deterministic", "global_batch_size", b"global_batch_size", "kernels", b"kernels", "micro_batch_size", b"micro_batch_size", "precision", b"precision", "seed", b"seed", "steps", b"steps"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_bucket_mib", b"_bucket_mib", "_deterministic", b"_deterministic", "_micro_batch_size", b"_micro_batch_size", "_seed", b"_seed", "bucket_mib", b"bucket_mib", "deterministic", b"deterministic", "fp8", b"fp8", "micro_batch_size", b"micro_batch_size", "seed", b"seed"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_bucket_mib", b"_bucket_mib", "_deterministic", b"_deterministic", "_micro_batch_size", b"_micro_batch_size", "_seed", b"_seed", "bucket_mib", b"bucket_mib", "deterministic", b"deterministic", "fp8", b"fp8", "global_batch_size", b"global_batch_size", "kernels", b"kernels", "micro_batch_size", b"micro_batch_size", "precision", b"precision", "seed", b"seed", "steps", b"steps"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_bucket_mib", b"_bucket_mib"]) -> typing.Literal["bucket_mib"] | None: ...
     @typing.overload
@@ -648,6 +702,39 @@ class TrainingSpec(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
 
 Global___TrainingSpec: typing_extensions.TypeAlias = TrainingSpec
+
+@typing.final
+class Fp8Spec(google.protobuf.message.Message):
+    """Training in 8-bit floats. Scales follow from each tensor's own largest value (current scaling);
+    embedding, head, norms, attention and all sums stay in wider formats.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FORMAT_FIELD_NUMBER: builtins.int
+    LAYERS_AT_START_IN_BF16_FIELD_NUMBER: builtins.int
+    LAYERS_AT_END_IN_BF16_FIELD_NUMBER: builtins.int
+    format: Global___Fp8Format.ValueType
+    """Formats of activations, weights and gradients; default hybrid."""
+    layers_at_start_in_bf16: builtins.int
+    """How many of the first layers stay in bfloat16; default 0."""
+    layers_at_end_in_bf16: builtins.int
+    """How many of the last layers stay in bfloat16; default 0."""
+    def __init__(
+        self,
+        *,
+        format: Global___Fp8Format.ValueType = ...,
+        layers_at_start_in_bf16: builtins.int | None = ...,
+        layers_at_end_in_bf16: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_layers_at_end_in_bf16", b"_layers_at_end_in_bf16", "_layers_at_start_in_bf16", b"_layers_at_start_in_bf16", "layers_at_end_in_bf16", b"layers_at_end_in_bf16", "layers_at_start_in_bf16", b"layers_at_start_in_bf16"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_layers_at_end_in_bf16", b"_layers_at_end_in_bf16", "_layers_at_start_in_bf16", b"_layers_at_start_in_bf16", "format", b"format", "layers_at_end_in_bf16", b"layers_at_end_in_bf16", "layers_at_start_in_bf16", b"layers_at_start_in_bf16"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_layers_at_end_in_bf16", b"_layers_at_end_in_bf16"]) -> typing.Literal["layers_at_end_in_bf16"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_layers_at_start_in_bf16", b"_layers_at_start_in_bf16"]) -> typing.Literal["layers_at_start_in_bf16"] | None: ...
+
+Global___Fp8Spec: typing_extensions.TypeAlias = Fp8Spec
 
 @typing.final
 class OptimizerSpec(google.protobuf.message.Message):
@@ -930,15 +1017,25 @@ class CheckpointSpec(google.protobuf.message.Message):
     INTERVAL_STEPS_FIELD_NUMBER: builtins.int
     SLOTS_FIELD_NUMBER: builtins.int
     LOAD_URI_FIELD_NUMBER: builtins.int
+    REQUIRE_FINAL_FIELD_NUMBER: builtins.int
+    FINAL_TIMEOUT_S_FIELD_NUMBER: builtins.int
     uri: builtins.str
     """Folder (file path) that holds the job's checkpoints; empty: none."""
     interval_steps: builtins.int
-    """Take a snapshot after every so many steps; 0: none."""
+    """Take a snapshot after every so many steps, and after the last one; 0: only after the last one."""
     slots: builtins.int
     """Staging slots per rank; default: three where memory allows, else two."""
     load_uri: builtins.str
     """Folder of another job's checkpoints. The job starts from the newest complete one, in any
     layout, as long as it has no checkpoint of its own.
+    """
+    require_final: builtins.bool
+    """Fail a job whose last step was not saved; default true. With false it succeeds with the
+    condition NOT_SAVED.
+    """
+    final_timeout_s: builtins.float
+    """Seconds after the last step in which its checkpoint must be complete; default 300. A write that
+    fails is tried again until then, and the job keeps its devices.
     """
     def __init__(
         self,
@@ -947,9 +1044,16 @@ class CheckpointSpec(google.protobuf.message.Message):
         interval_steps: builtins.int = ...,
         slots: builtins.int | None = ...,
         load_uri: builtins.str = ...,
+        require_final: builtins.bool | None = ...,
+        final_timeout_s: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_slots", b"_slots", "slots", b"slots"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_slots", b"_slots", "interval_steps", b"interval_steps", "load_uri", b"load_uri", "slots", b"slots", "uri", b"uri"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_final_timeout_s", b"_final_timeout_s", "_require_final", b"_require_final", "_slots", b"_slots", "final_timeout_s", b"final_timeout_s", "require_final", b"require_final", "slots", b"slots"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_final_timeout_s", b"_final_timeout_s", "_require_final", b"_require_final", "_slots", b"_slots", "final_timeout_s", b"final_timeout_s", "interval_steps", b"interval_steps", "load_uri", b"load_uri", "require_final", b"require_final", "slots", b"slots", "uri", b"uri"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_final_timeout_s", b"_final_timeout_s"]) -> typing.Literal["final_timeout_s"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_require_final", b"_require_final"]) -> typing.Literal["require_final"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_slots", b"_slots"]) -> typing.Literal["slots"] | None: ...
 
 Global___CheckpointSpec: typing_extensions.TypeAlias = CheckpointSpec
@@ -964,6 +1068,10 @@ class RecoverySpec(google.protobuf.message.Message):
     MAX_RESTARTS_WITHOUT_PROGRESS_FIELD_NUMBER: builtins.int
     SPARE_NODES_FIELD_NUMBER: builtins.int
     COLLECTIVE_TIMEOUT_S_FIELD_NUMBER: builtins.int
+    DIVERGENCE_STEPS_FIELD_NUMBER: builtins.int
+    ON_NON_FINITE_FIELD_NUMBER: builtins.int
+    LOSS_RISE_FACTOR_FIELD_NUMBER: builtins.int
+    ON_LOSS_RISE_FIELD_NUMBER: builtins.int
     max_restarts: builtins.int
     """Restarts after faults in total; default 20."""
     max_restarts_without_progress: builtins.int
@@ -972,6 +1080,18 @@ class RecoverySpec(google.protobuf.message.Message):
     """Spare nodes that stand by for the job; default 0."""
     collective_timeout_s: builtins.float
     """Timeout of a collective operation in seconds; default 300."""
+    divergence_steps: builtins.int
+    """Steps in a row that must be not finite, or above `loss_rise_factor`, for the run to count as
+    diverged; 0: never; default 10.
+    """
+    on_non_finite: Global___DivergenceAction.ValueType
+    """When the loss or the gradient norm is not finite for that long; default stop."""
+    loss_rise_factor: builtins.float
+    """The loss counts as risen above this multiple of its start, the mean of the first 10 steps that
+    the driver has records of; steps of the warm-up do not count; 0: never; default 3.
+    """
+    on_loss_rise: Global___DivergenceAction.ValueType
+    """When the loss has risen for that long; default continue."""
     def __init__(
         self,
         *,
@@ -979,11 +1099,19 @@ class RecoverySpec(google.protobuf.message.Message):
         max_restarts_without_progress: builtins.int | None = ...,
         spare_nodes: builtins.int = ...,
         collective_timeout_s: builtins.float | None = ...,
+        divergence_steps: builtins.int | None = ...,
+        on_non_finite: Global___DivergenceAction.ValueType = ...,
+        loss_rise_factor: builtins.float | None = ...,
+        on_loss_rise: Global___DivergenceAction.ValueType = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_collective_timeout_s", b"_collective_timeout_s", "_max_restarts", b"_max_restarts", "_max_restarts_without_progress", b"_max_restarts_without_progress", "collective_timeout_s", b"collective_timeout_s", "max_restarts", b"max_restarts", "max_restarts_without_progress", b"max_restarts_without_progress"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_collective_timeout_s", b"_collective_timeout_s", "_max_restarts", b"_max_restarts", "_max_restarts_without_progress", b"_max_restarts_without_progress", "collective_timeout_s", b"collective_timeout_s", "max_restarts", b"max_restarts", "max_restarts_without_progress", b"max_restarts_without_progress", "spare_nodes", b"spare_nodes"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_collective_timeout_s", b"_collective_timeout_s", "_divergence_steps", b"_divergence_steps", "_loss_rise_factor", b"_loss_rise_factor", "_max_restarts", b"_max_restarts", "_max_restarts_without_progress", b"_max_restarts_without_progress", "collective_timeout_s", b"collective_timeout_s", "divergence_steps", b"divergence_steps", "loss_rise_factor", b"loss_rise_factor", "max_restarts", b"max_restarts", "max_restarts_without_progress", b"max_restarts_without_progress"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_collective_timeout_s", b"_collective_timeout_s", "_divergence_steps", b"_divergence_steps", "_loss_rise_factor", b"_loss_rise_factor", "_max_restarts", b"_max_restarts", "_max_restarts_without_progress", b"_max_restarts_without_progress", "collective_timeout_s", b"collective_timeout_s", "divergence_steps", b"divergence_steps", "loss_rise_factor", b"loss_rise_factor", "max_restarts", b"max_restarts", "max_restarts_without_progress", b"max_restarts_without_progress", "on_loss_rise", b"on_loss_rise", "on_non_finite", b"on_non_finite", "spare_nodes", b"spare_nodes"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_collective_timeout_s", b"_collective_timeout_s"]) -> typing.Literal["collective_timeout_s"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_divergence_steps", b"_divergence_steps"]) -> typing.Literal["divergence_steps"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_loss_rise_factor", b"_loss_rise_factor"]) -> typing.Literal["loss_rise_factor"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_restarts", b"_max_restarts"]) -> typing.Literal["max_restarts"] | None: ...
     @typing.overload

@@ -234,6 +234,7 @@ class ExecutorHello(google.protobuf.message.Message):
     CHECKPOINT_ENDPOINT_FIELD_NUMBER: builtins.int
     HOSTNAME_FIELD_NUMBER: builtins.int
     FOLDER_FIELD_NUMBER: builtins.int
+    FILE_VIEW_FIELD_NUMBER: builtins.int
     build: builtins.str
     """Build of the agent."""
     node: builtins.str
@@ -250,6 +251,8 @@ class ExecutorHello(google.protobuf.message.Message):
     """Name of the host."""
     folder: builtins.str
     """Folder of the node's files, on its host."""
+    file_view: builtins.str
+    """Opaque; the same for two processes only if they see the same files."""
     @property
     def protocol(self) -> Global___ProtocolRange:
         """Link protocol versions of the agent."""
@@ -276,9 +279,10 @@ class ExecutorHello(google.protobuf.message.Message):
         checkpoint_endpoint: builtins.str = ...,
         hostname: builtins.str = ...,
         folder: builtins.str = ...,
+        file_view: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["protocol", b"protocol"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "build", b"build", "checkpoint_endpoint", b"checkpoint_endpoint", "devices", b"devices", "executor_endpoint", b"executor_endpoint", "folder", b"folder", "hostname", b"hostname", "incarnation", b"incarnation", "node", b"node", "protocol", b"protocol", "topology", b"topology"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "build", b"build", "checkpoint_endpoint", b"checkpoint_endpoint", "devices", b"devices", "executor_endpoint", b"executor_endpoint", "file_view", b"file_view", "folder", b"folder", "hostname", b"hostname", "incarnation", b"incarnation", "node", b"node", "protocol", b"protocol", "topology", b"topology"]) -> None: ...
 
 Global___ExecutorHello: typing_extensions.TypeAlias = ExecutorHello
 
@@ -528,8 +532,9 @@ class WorkerStatus(google.protobuf.message.Message):
     error: builtins.str
     """Last lines of the error that the worker reported."""
     error_kind: builtins.str
-    """Kind of the reported error: CHECKPOINT_CORRUPT, DATA, COLLECTIVE, OUT_OF_MEMORY or OTHER from
-    the worker itself, STOPPED from its agent; empty without a report.
+    """Kind of the error: BAD_JOB (the job itself cannot run; `error` has field and remedy),
+    CHECKPOINT_CORRUPT, DATA, COLLECTIVE, OUT_OF_MEMORY or OTHER from the worker itself;
+    OUT_OF_MEMORY (killed by the kernel) or STOPPED from its agent; empty without a report.
     """
     step: builtins.int
     """Last completed step, from the status page."""
@@ -608,6 +613,10 @@ class CheckpointProgress(google.protobuf.message.Message):
     MANIFEST_URI_FIELD_NUMBER: builtins.int
     SKIPPED_SNAPSHOTS_FIELD_NUMBER: builtins.int
     PERSIST_ERROR_FIELD_NUMBER: builtins.int
+    FAILURE_FIELD_NUMBER: builtins.int
+    FAILURES_FIELD_NUMBER: builtins.int
+    SKIPPED_STEP_FIELD_NUMBER: builtins.int
+    SKIPPED_BY_ATTEMPT_FIELD_NUMBER: builtins.int
     job: builtins.str
     """Name of the job."""
     committed_step: builtins.int
@@ -620,9 +629,19 @@ class CheckpointProgress(google.protobuf.message.Message):
     """Snapshots that were skipped because no slot was free."""
     persist_error: builtins.str
     """Last persist error, if the newest try failed."""
+    failures: builtins.int
+    """Persists and commits that have failed since the daemon started."""
+    skipped_step: builtins.int
+    """Step of the newest skipped snapshot; 0: none."""
+    skipped_by_attempt: builtins.int
+    """Attempt that skipped it."""
     @property
     def sealed(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SealedSnapshot]:
         """Sealed snapshots in the node's staging memory."""
+
+    @property
+    def failure(self) -> Global___CheckpointFailure:
+        """The newest failure since the newest commit."""
 
     def __init__(
         self,
@@ -634,10 +653,67 @@ class CheckpointProgress(google.protobuf.message.Message):
         manifest_uri: builtins.str = ...,
         skipped_snapshots: builtins.int = ...,
         persist_error: builtins.str = ...,
+        failure: Global___CheckpointFailure | None = ...,
+        failures: builtins.int = ...,
+        skipped_step: builtins.int = ...,
+        skipped_by_attempt: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["committed_by_attempt", b"committed_by_attempt", "committed_step", b"committed_step", "job", b"job", "manifest_uri", b"manifest_uri", "persist_error", b"persist_error", "sealed", b"sealed", "skipped_snapshots", b"skipped_snapshots"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["failure", b"failure"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["committed_by_attempt", b"committed_by_attempt", "committed_step", b"committed_step", "failure", b"failure", "failures", b"failures", "job", b"job", "manifest_uri", b"manifest_uri", "persist_error", b"persist_error", "sealed", b"sealed", "skipped_by_attempt", b"skipped_by_attempt", "skipped_snapshots", b"skipped_snapshots", "skipped_step", b"skipped_step"]) -> None: ...
 
 Global___CheckpointProgress: typing_extensions.TypeAlias = CheckpointProgress
+
+@typing.final
+class CheckpointFailure(google.protobuf.message.Message):
+    """A rank's part of a checkpoint that could not be made durable, or a commit that failed."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    attempt: builtins.int
+    """Attempt that took the snapshot."""
+    step: builtins.int
+    """Step of the snapshot."""
+    rank: builtins.int
+    """Global rank."""
+    error: builtins.str
+    """The error, such as that of the storage."""
+    def __init__(
+        self,
+        *,
+        attempt: builtins.int = ...,
+        step: builtins.int = ...,
+        rank: builtins.int = ...,
+        error: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "error", b"error", "rank", b"rank", "step", b"step"]) -> None: ...
+
+Global___CheckpointFailure: typing_extensions.TypeAlias = CheckpointFailure
+
+@typing.final
+class CheckpointDaemonState(google.protobuf.message.Message):
+    """The process of the node's checkpoint daemon."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RESTARTS_FIELD_NUMBER: builtins.int
+    EXIT_STATUS_FIELD_NUMBER: builtins.int
+    restarts: builtins.int
+    """How often the agent has restarted it since the agent's own start."""
+    exit_status: builtins.int
+    """Exit status of the one before, or minus the number of the signal."""
+    def __init__(
+        self,
+        *,
+        restarts: builtins.int = ...,
+        exit_status: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["exit_status", b"exit_status", "restarts", b"restarts"]) -> None: ...
+
+Global___CheckpointDaemonState: typing_extensions.TypeAlias = CheckpointDaemonState
 
 @typing.final
 class SealedSnapshot(google.protobuf.message.Message):
@@ -693,6 +769,7 @@ class Heartbeat(google.protobuf.message.Message):
     ACK_DRIVER_SENT_AT_FIELD_NUMBER: builtins.int
     ACK_RECEIVED_AT_FIELD_NUMBER: builtins.int
     TRACES_FIELD_NUMBER: builtins.int
+    CHECKPOINT_DAEMON_FIELD_NUMBER: builtins.int
     seq: builtins.int
     """Number of this heartbeat; counts from 1 for every start of the agent."""
     desired_version: builtins.int
@@ -704,7 +781,9 @@ class Heartbeat(google.protobuf.message.Message):
     phase: Global___AttemptPhase.ValueType
     """State of the node in the attempt."""
     failure: builtins.str
-    """Why the attempt failed here, in one sentence. With phase FAILED."""
+    """Why the attempt failed here, in one sentence. With phase FAILED; with phase FINISHED, why the
+    checkpoint of the last step is not complete, and empty if it is.
+    """
     store_endpoint: builtins.str
     """Address (host:port) of the rendezvous store. With PREPARED on the node of rank 0."""
     @property
@@ -755,6 +834,10 @@ class Heartbeat(google.protobuf.message.Message):
         ends.
         """
 
+    @property
+    def checkpoint_daemon(self) -> Global___CheckpointDaemonState:
+        """The process of the node's checkpoint daemon."""
+
     def __init__(
         self,
         *,
@@ -776,9 +859,10 @@ class Heartbeat(google.protobuf.message.Message):
         ack_driver_sent_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         ack_received_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         traces: collections.abc.Iterable[Global___TraceReport] | None = ...,
+        checkpoint_daemon: Global___CheckpointDaemonState | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["ack_driver_received_at", b"ack_driver_received_at", "ack_driver_sent_at", b"ack_driver_sent_at", "ack_received_at", b"ack_received_at", "epoch_seen", b"epoch_seen", "host", b"host", "sent_at", b"sent_at"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ack_driver_received_at", b"ack_driver_received_at", "ack_driver_sent_at", b"ack_driver_sent_at", "ack_received_at", b"ack_received_at", "attempt", b"attempt", "checkpoints", b"checkpoints", "checks", b"checks", "desired_version", b"desired_version", "epoch_seen", b"epoch_seen", "failure", b"failure", "host", b"host", "job", b"job", "logs", b"logs", "phase", b"phase", "sent_at", b"sent_at", "seq", b"seq", "store_endpoint", b"store_endpoint", "traces", b"traces", "workers", b"workers"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["ack_driver_received_at", b"ack_driver_received_at", "ack_driver_sent_at", b"ack_driver_sent_at", "ack_received_at", b"ack_received_at", "checkpoint_daemon", b"checkpoint_daemon", "epoch_seen", b"epoch_seen", "host", b"host", "sent_at", b"sent_at"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["ack_driver_received_at", b"ack_driver_received_at", "ack_driver_sent_at", b"ack_driver_sent_at", "ack_received_at", b"ack_received_at", "attempt", b"attempt", "checkpoint_daemon", b"checkpoint_daemon", "checkpoints", b"checkpoints", "checks", b"checks", "desired_version", b"desired_version", "epoch_seen", b"epoch_seen", "failure", b"failure", "host", b"host", "job", b"job", "logs", b"logs", "phase", b"phase", "sent_at", b"sent_at", "seq", b"seq", "store_endpoint", b"store_endpoint", "traces", b"traces", "workers", b"workers"]) -> None: ...
 
 Global___Heartbeat: typing_extensions.TypeAlias = Heartbeat
 

@@ -177,7 +177,7 @@ class _JobPhaseEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     JOB_PHASE_STOPPING: _JobPhase.ValueType  # 5
     """Workers of the attempt are being stopped."""
     JOB_PHASE_SUCCEEDED: _JobPhase.ValueType  # 6
-    """All steps are completed."""
+    """All steps are completed, and the last one is saved where the job has checkpoints."""
     JOB_PHASE_FAILED: _JobPhase.ValueType  # 7
     """Given up; phase_reason has the last failure."""
     JOB_PHASE_CANCELLED: _JobPhase.ValueType  # 8
@@ -198,12 +198,30 @@ JOB_PHASE_RUNNING: JobPhase.ValueType  # 4
 JOB_PHASE_STOPPING: JobPhase.ValueType  # 5
 """Workers of the attempt are being stopped."""
 JOB_PHASE_SUCCEEDED: JobPhase.ValueType  # 6
-"""All steps are completed."""
+"""All steps are completed, and the last one is saved where the job has checkpoints."""
 JOB_PHASE_FAILED: JobPhase.ValueType  # 7
 """Given up; phase_reason has the last failure."""
 JOB_PHASE_CANCELLED: JobPhase.ValueType  # 8
 """Cancelled on request."""
 Global___JobPhase: typing_extensions.TypeAlias = JobPhase
+
+class _JobConditionType:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _JobConditionTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_JobConditionType.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    JOB_CONDITION_TYPE_UNSPECIFIED: _JobConditionType.ValueType  # 0
+    JOB_CONDITION_TYPE_NOT_SAVED: _JobConditionType.ValueType  # 1
+    """The job has succeeded, but the state after its last step is not in a checkpoint."""
+
+class JobConditionType(_JobConditionType, metaclass=_JobConditionTypeEnumTypeWrapper):
+    """What a condition of a job is about."""
+
+JOB_CONDITION_TYPE_UNSPECIFIED: JobConditionType.ValueType  # 0
+JOB_CONDITION_TYPE_NOT_SAVED: JobConditionType.ValueType  # 1
+"""The job has succeeded, but the state after its last step is not in a checkpoint."""
+Global___JobConditionType: typing_extensions.TypeAlias = JobConditionType
 
 class _RestoreSource:
     ValueType = typing.NewType("ValueType", builtins.int)
@@ -243,11 +261,13 @@ class _TraceStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     TRACE_STATE_WRITTEN: _TraceState.ValueType  # 2
     """The file is there."""
     TRACE_STATE_SKIPPED: _TraceState.ValueType  # 3
-    """The rank did not begin: the request arrived too late."""
+    """The rank did not begin: the request arrived too late, its first step was not reached in time, or
+    the profile was cancelled.
+    """
     TRACE_STATE_FAILED: _TraceState.ValueType  # 4
-    """The profiler failed, the file could not be written, or the node has not reported in time."""
+    """The profiler failed, or the file could not be written."""
     TRACE_STATE_LOST: _TraceState.ValueType  # 5
-    """The attempt ended first."""
+    """The attempt ended first, or the node has not reported in time."""
 
 class TraceState(_TraceState, metaclass=_TraceStateEnumTypeWrapper):
     """State of the trace of a rank."""
@@ -258,11 +278,13 @@ TRACE_STATE_PENDING: TraceState.ValueType  # 1
 TRACE_STATE_WRITTEN: TraceState.ValueType  # 2
 """The file is there."""
 TRACE_STATE_SKIPPED: TraceState.ValueType  # 3
-"""The rank did not begin: the request arrived too late."""
+"""The rank did not begin: the request arrived too late, its first step was not reached in time, or
+the profile was cancelled.
+"""
 TRACE_STATE_FAILED: TraceState.ValueType  # 4
-"""The profiler failed, the file could not be written, or the node has not reported in time."""
+"""The profiler failed, or the file could not be written."""
 TRACE_STATE_LOST: TraceState.ValueType  # 5
-"""The attempt ended first."""
+"""The attempt ended first, or the node has not reported in time."""
 Global___TraceState: typing_extensions.TypeAlias = TraceState
 
 @typing.final
@@ -382,6 +404,7 @@ class StepRecord(google.protobuf.message.Message):
     MFU_FULL_FIELD_NUMBER: builtins.int
     COMPLETED_AT_FIELD_NUMBER: builtins.int
     EVALUATION_LOSS_FIELD_NUMBER: builtins.int
+    SNAPSHOT_TIME_FIELD_NUMBER: builtins.int
     attempt: builtins.int
     """Number of the attempt."""
     step: builtins.int
@@ -420,6 +443,10 @@ class StepRecord(google.protobuf.message.Message):
     def completed_at(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When the step was completed, on the clock of the node that reported it."""
 
+    @property
+    def snapshot_time(self) -> google.protobuf.duration_pb2.Duration:
+        """Time that snapshots held the training thread up since the record before; part of step_time."""
+
     def __init__(
         self,
         *,
@@ -439,9 +466,10 @@ class StepRecord(google.protobuf.message.Message):
         mfu_full: builtins.float | None = ...,
         completed_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         evaluation_loss: builtins.float | None = ...,
+        snapshot_time: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_evaluation_loss", b"_evaluation_loss", "_mfu_causal", b"_mfu_causal", "_mfu_full", b"_mfu_full", "completed_at", b"completed_at", "evaluation_loss", b"evaluation_loss", "mfu_causal", b"mfu_causal", "mfu_full", b"mfu_full", "step_time", b"step_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_evaluation_loss", b"_evaluation_loss", "_mfu_causal", b"_mfu_causal", "_mfu_full", b"_mfu_full", "attempt", b"attempt", "clip_factor", b"clip_factor", "completed_at", b"completed_at", "consumed_samples", b"consumed_samples", "consumed_tokens", b"consumed_tokens", "evaluation_loss", b"evaluation_loss", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate", "loss", b"loss", "mfu_causal", b"mfu_causal", "mfu_full", b"mfu_full", "skipped_updates", b"skipped_updates", "step", b"step", "step_time", b"step_time", "tokens_per_s", b"tokens_per_s", "z_loss", b"z_loss"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_evaluation_loss", b"_evaluation_loss", "_mfu_causal", b"_mfu_causal", "_mfu_full", b"_mfu_full", "completed_at", b"completed_at", "evaluation_loss", b"evaluation_loss", "mfu_causal", b"mfu_causal", "mfu_full", b"mfu_full", "snapshot_time", b"snapshot_time", "step_time", b"step_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_evaluation_loss", b"_evaluation_loss", "_mfu_causal", b"_mfu_causal", "_mfu_full", b"_mfu_full", "attempt", b"attempt", "clip_factor", b"clip_factor", "completed_at", b"completed_at", "consumed_samples", b"consumed_samples", "consumed_tokens", b"consumed_tokens", "evaluation_loss", b"evaluation_loss", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate", "loss", b"loss", "mfu_causal", b"mfu_causal", "mfu_full", b"mfu_full", "skipped_updates", b"skipped_updates", "snapshot_time", b"snapshot_time", "step", b"step", "step_time", b"step_time", "tokens_per_s", b"tokens_per_s", "z_loss", b"z_loss"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_evaluation_loss", b"_evaluation_loss"]) -> typing.Literal["evaluation_loss"] | None: ...
     @typing.overload

@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import contextlib
 import signal
-import sys
 from pathlib import Path
 
 import uvloop
@@ -25,12 +24,12 @@ from megascale_checkpoint.metrics import CheckpointMetrics
 from megascale_checkpoint.service import SERVICE, CheckpointService
 from megascale_checkpoint.staging import StagingFolder, default_base
 from megascale_common.job.names import is_dns_label
-from megascale_common.node.files import replace_file
 from megascale_common.node.process import arm_parent_death
 from megascale_common.service import logs
-from megascale_common.service.errors import ServiceError
+from megascale_common.service.errors import OptionError
 from megascale_common.service.metrics import MetricsServer, bind_option, registry_of
 from megascale_common.service.server import RpcServer
+from megascale_common.service.start import ends_with_a_sentence, read_token, write_address
 
 DRAIN_S = 3.0
 log = logs.get("main")
@@ -41,7 +40,8 @@ def main(arguments: list[str] | None = None) -> None:
     arm_parent_death()
     options = _parse(arguments)
     logs.configure("checkpoint")
-    try:
+    with ends_with_a_sentence("the checkpoint daemon cannot start"):
+        token = read_token(options.token_file)
         staging = StagingFolder(
             options.staging_folder,
             options.cluster,
@@ -49,30 +49,29 @@ def main(arguments: list[str] | None = None) -> None:
             options.incarnation,
             options.staging_limit_bytes,
         )
-    except ServiceError as error:
-        print(f"the checkpoint daemon cannot start: {error}", file=sys.stderr)
-        sys.exit(2)
-    try:
-        uvloop.run(_serve(options, staging))
-    except (OSError, ValueError, ServiceError) as error:
-        print(f"the checkpoint daemon cannot start: {error}", file=sys.stderr)
-        sys.exit(2)
-    finally:
-        staging.remove()
+        try:
+            uvloop.run(_serve(options, token, staging))
+        finally:
+            staging.remove()
 
 
-async def _serve(options: argparse.Namespace, staging: StagingFolder) -> None:
+async def _serve(options: argparse.Namespace, token: str, staging: StagingFolder) -> None:
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    token = options.token_file.read_text().strip()
     pools, committers = Pools(), CommitterClient(token)
     jobs = Jobs(staging, pools, committers)
     server = RpcServer(token)
     service = CheckpointService(jobs, Committer(pools, jobs.registration))
     checkpoint_pb2_grpc.add_CheckpointServiceServicer_to_server(service, server.server)
-    local = LocalServer(options.socket, jobs)
+    try:
+        local = LocalServer(options.socket, jobs)
+    except OSError as error:
+        raise OptionError(
+            f"--socket: {options.socket} cannot be used ({error.strerror or error}): "
+            "give a short path in a folder that exists and that you may write to"
+        ) from None
     metrics = MetricsServer(registry_of("checkpoint", CheckpointMetrics(jobs, staging)))
     try:
         if options.metrics_bind:
@@ -105,10 +104,10 @@ async def _start(server: RpcServer, address_file: Path) -> str:
     with contextlib.suppress(OSError):
         previous = address_file.read_text().strip()
         if previous:
-            with contextlib.suppress(OSError, RuntimeError, ValueError):
+            with contextlib.suppress(OptionError):
                 address = await server.start(previous, [SERVICE])
     address = address or await server.start("127.0.0.1:0", [SERVICE])
-    replace_file(address_file, address + "\n")
+    write_address("--address-file", address_file, address)
     return address
 
 

@@ -302,7 +302,8 @@ def _refuse_foreign(commit_log: CommitLog, job: str) -> None:
     )
     if owner is not None:
         raise RequestError(
-            f"the checkpoint folder belongs to job {owner}: give {job} a checkpoint.uri of its own"
+            f"checkpoint.uri: the checkpoint folder belongs to job {owner}: give {job} a "
+            "checkpoint.uri of its own"
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 import grpc
 import grpc.aio
@@ -15,11 +16,13 @@ import grpc.aio
 from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc
 from megascale_common.service.channel import open_channel
 from megascale_common.service.errors import DataLossError, SupersededError
+from megascale_common.service.status import read
 
 HOLD_S = 5.0  # the committer holds an answer this long, and sends it as soon as it commits
 CALL_TIMEOUT_S = 15.0
 GIVE_UP_S = 900.0  # how far apart ranks may finish a step before it is given up
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
+STORAGE_UNAVAILABLE = "STORAGE_UNAVAILABLE"  # reason of a committer whose storage fails
 
 
 class CommitterClient:
@@ -30,9 +33,15 @@ class CommitterClient:
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def report_prepared(
-        self, request: checkpoint_pb2.ReportPreparedRequest, endpoint: str
+        self,
+        request: checkpoint_pb2.ReportPreparedRequest,
+        endpoint: str,
+        storage_failed: Callable[[str], None],
     ) -> str:
         """Return the manifest's address once the checkpoint is complete.
+
+        ``storage_failed`` is called with the reason when the committer's storage does not take the
+        commit; the call is repeated all the same.
 
         Raises:
             SupersededError: a later attempt was opened, or a later step committed, before this one
@@ -56,6 +65,8 @@ class CommitterClient:
                     grpc.StatusCode.DEADLINE_EXCEEDED,
                 ):
                     raise DataLossError(problem) from error
+                if read(error).reason == STORAGE_UNAVAILABLE:
+                    storage_failed(f"the commit failed: {error.details()}")
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 continue

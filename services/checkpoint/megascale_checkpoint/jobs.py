@@ -22,6 +22,7 @@ from megascale_common.service.errors import LimitError, RequestError
 
 log = logs.get("jobs")
 KEPT_JOBS = 32  # jobs without slots; a heartbeat has room for the progress of this many
+MAX_ERROR_CHARS = 500
 KEPT_BUSY_STEPS = 16  # recent steps that a rank may still ask a slot for
 
 
@@ -57,7 +58,8 @@ class JobCheckpoints:
         attempt: the highest attempt that a worker registered for.
         skipped_before: skipped steps that ``busy_ranks`` no longer holds.
         busy_ranks: the ranks that got no slot, by (attempt, step).
-        persist_error: the newest failure since the newest commit, or "".
+        failure: the newest since the newest commit.
+        failures: persists and commits that failed.
     """
 
     name: str
@@ -67,7 +69,8 @@ class JobCheckpoints:
     committed: Committed = field(default_factory=Committed)
     skipped_before: int = 0
     busy_ranks: dict[tuple[int, int], set[int]] = field(default_factory=dict)
-    persist_error: str = ""
+    failure: link_pb2.CheckpointFailure | None = None
+    failures: int = 0
     persists: WorkTotal = field(default_factory=WorkTotal)
     restores: dict[str, WorkTotal] = field(default_factory=dict)
 
@@ -75,13 +78,16 @@ class JobCheckpoints:
         """A checkpoint is complete."""
         if (attempt, step) > (self.committed.attempt, self.committed.step):
             self.committed = Committed(step, attempt, manifest_uri)
-            self.persist_error = ""
+            self.failure = None
             log.info("checkpoint committed", job=self.name, attempt=attempt, step=step)
         self.changed.notify()
 
-    def note_failure(self, rank: int, step: int, error: str) -> None:
+    def note_failure(self, rank: int, attempt: int, step: int, error: str) -> None:
         """A rank's part of a checkpoint could not be kept; training continues."""
-        self.persist_error = f"step {step}, rank {rank}: {error}"
+        self.failure = link_pb2.CheckpointFailure(
+            attempt=attempt, step=step, rank=rank, error=error[:MAX_ERROR_CHARS]
+        )
+        self.failures += 1
         log.warning("persist failed", job=self.name, step=step, rank=rank, error=error)
         self.changed.notify()
 
@@ -116,8 +122,14 @@ class JobCheckpoints:
             committed_by_attempt=self.committed.attempt,
             manifest_uri=self.committed.manifest_uri,
             skipped_snapshots=self.skipped_before + sum(map(bool, self.busy_ranks.values())),
-            persist_error=self.persist_error,
+            failure=self.failure,
+            failures=self.failures,
         )
+        if self.failure is not None:
+            error = self.failure.error
+            message.persist_error = f"step {self.failure.step}, rank {self.failure.rank}: {error}"
+        skipped = max((key for key, ranks in self.busy_ranks.items() if ranks), default=(0, 0))
+        message.skipped_by_attempt, message.skipped_step = skipped
         for rank, snapshots in sorted(self.ranks.items()):
             for seal in snapshots.table.sealed():
                 message.sealed.add(

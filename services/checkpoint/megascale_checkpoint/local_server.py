@@ -165,6 +165,8 @@ class _WorkerConnection:
             restored = await self._current().restore(plan)
         except DamagedError as error:
             return _refused("CHECKPOINT_CORRUPT", error, error.file)
+        except RequestError as error:  # of another model, say: no attempt could restore it
+            return _refused("BAD_JOB", error, "")
         except (ServiceError, OSError) as error:
             return _refused("OTHER", error, "")
         self._held.add(restored.slot)
@@ -212,18 +214,20 @@ class _WorkerConnection:
             )
         snapshots = self._current()
         assert self._registration is not None
+        waiting = False
         try:
             async with asyncio.timeout(timeout_s):
                 problem = await snapshots.drain(step)
         except TimeoutError:
-            problem = (
-                f"step {step} is not complete after {timeout_s:g} s: "
-                "see persist_error of the other nodes"
+            waiting = True
+            problem = snapshots.failure(step) or (
+                f"step {step} is not complete: other ranks have not saved their part in time"
             )
         committed = self._jobs.job(self._registration.job).committed.step
         answer = Drained(kind="drained", committed_step=committed)
         if committed < step:
             answer["error"] = problem
+            answer["waiting"] = waiting
         return answer
 
     def _current(self) -> RankSnapshots:

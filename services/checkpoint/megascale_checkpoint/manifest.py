@@ -32,9 +32,10 @@ def step_folder(attempt: int, step: int) -> str:
     return f"{attempt_folder(attempt)}/step-{step:09d}"
 
 
-def rank_file(rank: int) -> str:
-    """Name of a rank's file in the checkpoint's folder."""
-    return f"rank-{rank:05d}.safetensors"
+def rank_file(rank: int, writing: int = 1) -> str:
+    """Name of a rank's file in the checkpoint's folder; ``writing`` counts those of one step."""
+    again = f"-{writing}" if writing > 1 else ""
+    return f"rank-{rank:05d}{again}.safetensors"
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,9 @@ class CheckpointMetrics(Collector):
             "Snapshots skipped for lack of a free slot.",
             labels=labels,
         )
+        failures = CounterMetricFamily(
+            f"{_PREFIX}_failures", "Persists and commits that failed.", labels=labels
+        )
         for job in self._jobs.progress():
             newest: dict[int, int] = {}
             for seal in job.sealed:
@@ -63,7 +66,8 @@ class CheckpointMetrics(Collector):
             committed.add_metric([job.job], job.committed_step)
             failing.add_metric([job.job], float(bool(job.persist_error)))
             skipped.add_metric([job.job], job.skipped_snapshots)
-        yield from (sealed, committed, failing, skipped)
+            failures.add_metric([job.job], job.failures)
+        yield from (sealed, committed, failing, skipped, failures)
 
     def _work(self) -> Iterator[Metric]:
         persist = SummaryMetricFamily(

@@ -35,6 +35,7 @@ TRANSIENT = (
     errno.EHOSTDOWN,
 )
 RETRY_PAUSES_S = (0.5, 2.0)
+MAX_WRITINGS = 8  # of one rank's part of one step
 
 log = logs.get("persist")
 
@@ -78,11 +79,12 @@ def write_rank_file(
         OSError: the storage is full, read-only or does not answer.
         DamagedError: the slot changed after it was sealed.
         SupersededError: cancelled.
-        ServiceError: the file exists: the step was persisted before.
+        ServiceError: the step was persisted MAX_WRITINGS times before.
     """
     storage = open_storage(registration.uri)
-    name = manifest.rank_file(registration.rank)
-    path = f"{manifest.step_folder(seal.attempt, seal.step)}/{name}"
+    folder = manifest.step_folder(seal.attempt, seal.step)
+    name = _free_name(storage, folder, registration.rank)
+    path = f"{folder}/{name}"
     pieces = primary(registration.layout, seal.checksums)
     origin = Origin(registration.job, seal.attempt, seal.step, registration.rank)
     hasher = xxhash.xxh3_128()
@@ -107,6 +109,16 @@ def write_rank_file(
         small_state_json=json.dumps(seal.small_state),
     )
     return Prepared(request)
+
+
+def _free_name(storage: Storage, folder: str, rank: int) -> str:
+    """A name that no file has: a daemon that ended before its report may have left one.
+
+    Which file counts is decided by the report, and then by the manifest.
+    """
+    names = (manifest.rank_file(rank, writing) for writing in range(1, MAX_WRITINGS + 1))
+    free = (name for name in names if storage.size(f"{folder}/{name}") is None)
+    return next(free, manifest.rank_file(rank))
 
 
 def _write(storage: Storage, path: str, chunks: Iterator[memoryview]) -> int:

@@ -34,6 +34,7 @@ from megascale_common.service.errors import (
 
 log = logs.get("stage")
 KEPT_FAILURES = 16  # steps whose failure is kept for a later Drain
+FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 10.0  # pauses of a Drain between two writes of a step
 
 
 class ProgressListener(Protocol):
@@ -44,7 +45,7 @@ class ProgressListener(Protocol):
     def note_commit(self, step: int, attempt: int, manifest_uri: str) -> None:
         """A checkpoint is complete."""
 
-    def note_failure(self, rank: int, step: int, error: str) -> None:
+    def note_failure(self, rank: int, attempt: int, step: int, error: str) -> None:
         """A step could not be kept."""
 
     def note_persisted(self, duration_s: float, size_bytes: int) -> None:
@@ -93,6 +94,7 @@ class RankSnapshots:
         self._restores: dict[asyncio.Task[Restoration], Cancellation] = {}
         self._reports: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._failures: dict[tuple[int, int], str] = {}
+        self._storage_failed: set[tuple[int, int]] = set()  # these may succeed when tried again
         self._worker = asyncio.create_task(
             self._persist_all(), name=f"persist {registration.job}/{registration.rank}"
         )
@@ -240,17 +242,33 @@ class RankSnapshots:
         return await self._restore_from_storage(plan.step, plan.manifest_uri, cancelled)
 
     async def drain(self, step: int) -> str:
-        """Wait until nothing more happens to ``step``.
+        """Wait until nothing more happens to ``step``; tries a write again that the storage failed.
 
         Returns:
             Why it failed; without meaning for a committed step, which the caller checks.
         """
-        key = (self.registration.attempt, step)
-        while key in self._reports or self._is_pending(key):
-            await self._listener.changed.wait()
+        # Only a step that a worker waits for is tried again: the slot of an earlier one is needed
+        # for the next snapshot, which is newer.
+        key, pause_s = (self.registration.attempt, step), FIRST_RETRY_S
+        while True:
+            while key in self._reports or self._is_pending(key):
+                await self._listener.changed.wait()
+            if key not in self._storage_failed:
+                break
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_RETRY_S)
+            slot = self.table.find(*key, self.registration.digest)
+            if slot is None or key[0] != self.registration.attempt:
+                break
+            slot.pending = True
+            self._wake.set()
         if not self.registration.uri:
             return "the job has no checkpoint uri: its snapshots stay in memory"
-        return self._failures.get(key, f"step {step} was not sealed by this worker's attempt")
+        return self.failure(step) or f"step {step} was not sealed by this worker's attempt"
+
+    def failure(self, step: int) -> str:
+        """Why ``step`` of the present attempt failed so far; "" if it has not."""
+        return self._failures.get((self.registration.attempt, step), "")
 
     async def stop(self, drain_s: float) -> None:
         """Stop persisting, after at most ``drain_s`` for work in progress.
@@ -306,11 +324,15 @@ class RankSnapshots:
     def _remember(self, key: tuple[int, int], why: str) -> None:
         self._failures[key] = why
         while len(self._failures) > KEPT_FAILURES:
-            del self._failures[next(iter(self._failures))]
+            self._forget(next(iter(self._failures)))
+
+    def _forget(self, key: tuple[int, int]) -> None:
+        self._failures.pop(key, None)
+        self._storage_failed.discard(key)
 
     def _fail(self, key: tuple[int, int], why: str) -> None:
         self._remember(key, why)
-        self._listener.note_failure(self.registration.rank, key[1], why)
+        self._listener.note_failure(self.registration.rank, *key, why)
 
     async def _restore_from_memory(self, slot: Slot, seal: SlotSeal) -> Restoration:
         self.table.lend(slot.index)
@@ -376,13 +398,17 @@ class RankSnapshots:
             log.info(
                 "persist superseded", job=registration.job, attempt=seal.attempt, step=seal.step
             )
-        except (OSError, ServiceError) as error:
+        except OSError as error:
+            self._storage_failed.add(key)
+            self._fail(key, str(error))
+        except ServiceError as error:
             self._fail(key, str(error))
         except Exception as error:
             # A defect costs this step only; later steps must still be persisted.
             log.exception("defect while persisting", job=registration.job, step=seal.step)
             self._fail(key, f"defect in the checkpoint daemon, see its log: {error!r}")
         else:
+            self._forget(key)
             size_bytes = sum(file.size_bytes for file in prepared.request.files)
             self._listener.note_persisted(time.monotonic() - began_s, size_bytes)
             # Not awaited: the commit waits for all ranks, and the next step can be persisted
@@ -400,7 +426,9 @@ class RankSnapshots:
         self, key: tuple[int, int], prepared: persist.Prepared, endpoint: str
     ) -> None:
         try:
-            manifest_uri = await self._committer.report_prepared(prepared.request, endpoint)
+            manifest_uri = await self._committer.report_prepared(
+                prepared.request, endpoint, lambda problem: self._fail(key, problem)
+            )
             self._listener.note_commit(key[1], key[0], manifest_uri)
         except SupersededError as error:
             self._remember(key, str(error))

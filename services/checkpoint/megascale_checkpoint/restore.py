@@ -171,7 +171,10 @@ def _read_resharded(reader: _Reader, wanted: Iterable[ShardPiece], image: memory
 
 def _assemble(reader: _Reader, parameter: Parameter, wanted: ShardPiece) -> reshard.Array:
     stored = reader.by_parameter.get(parameter, [])
-    where = f"checkpoint {reader.storage.uri} does not fit this job: {wanted.name} ({wanted.state})"
+    where = (
+        f"trainer.model: checkpoint {reader.storage.uri} does not fit this job: "
+        f"{wanted.name} ({wanted.state})"
+    )
     try:
         reshard.check_coverage(item.piece for item in stored)
     except CoverageError as error:

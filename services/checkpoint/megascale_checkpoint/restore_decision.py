@@ -92,8 +92,8 @@ def decide(
         if loaded is None:
             damaged = f": {'; '.join(passed_over[:MAX_NAMED])}" if passed_over else ""
             raise NotFoundError(
-                f"checkpoint.load_uri {load_uri} holds no complete checkpoint to start "
-                f"from{damaged}"
+                f"checkpoint.load_uri: {load_uri} holds no complete checkpoint to start "
+                f"from{damaged}; give the folder of a job that has committed one, or leave it out"
             )
         # Attempt numbers of two jobs are unrelated: no attempt of this job wrote the state.
         plan = replace(loaded, written_by_attempt=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -28,6 +29,8 @@ from megascale_common.service.handlers import answers, streams
 
 SERVICE = checkpoint_pb2.DESCRIPTOR.services_by_name["CheckpointService"].full_name
 Context = grpc.aio.ServicerContext[Any, Any]
+# Errors of a path at which no folder can be (ENOENT: /proc takes none).
+_NO_FOLDER = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS})
 
 
 class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
@@ -42,7 +45,7 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
     ) -> checkpoint_pb2.OpenAttemptResponse:
         """See proto/megascale/v1/checkpoint.proto."""
         _check_open(request)
-        with _storage_errors():
+        with _storage_errors(), _place_errors():
             record, decision = await self._committer.open_attempt(
                 request.job,
                 request.uri,
@@ -139,6 +142,18 @@ def _storage_errors() -> Iterator[None]:
         raise ForbiddenError(str(error)) from error
     except OSError as error:
         raise UnavailableError(str(error), reason="STORAGE_UNAVAILABLE") from error
+
+
+@contextmanager
+def _place_errors() -> Iterator[None]:
+    """A path at which no folder can be is the request's fault, and not the storage's."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NO_FOLDER:
+            raise
+        text = f"{error}: give a folder that every node can create"
+        raise RequestError(text, reason="NO_FOLDER") from error
 
 
 def _check_open(request: checkpoint_pb2.OpenAttemptRequest) -> None:

@@ -110,7 +110,7 @@ class FileStorage:
         # link leaves a temporary file that no reader sees; after the link the bytes are on disk, so
         # a name never leads to a file that is cut short. The name itself is durable only after the
         # last fsync, and only then may anything refer to it.
-        with _temporary(target) as (descriptor, name):
+        with _names(target), _temporary(target) as (descriptor, name):
             for chunk in chunks:
                 _write_all(descriptor, memoryview(chunk))
                 size += len(chunk)
@@ -193,6 +193,17 @@ def _write_all(descriptor: int, data: memoryview) -> None:
         data = data[os.write(descriptor, data) :]
 
 
+@contextmanager
+def _names(target: Path) -> Iterator[None]:
+    """Give an error of a descriptor the name of its file: "no space left" alone helps nobody."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), str(target)) from error
+
+
 def _link(source: str, target: Path) -> None:
     try:
         os.link(source, target)
@@ -211,7 +222,12 @@ def _make_folder(folder: Path) -> None:
     if folder.is_dir():
         return
     _make_folder(folder.parent)
-    folder.mkdir(exist_ok=True)  # another rank may create it at the same time
+    try:
+        folder.mkdir(exist_ok=True)  # another rank may create it at the same time
+    except FileExistsError as error:
+        # Not the error of a file that was written before: this one may go away.
+        text = "a file is where a folder is needed"
+        raise NotADirectoryError(errno.ENOTDIR, text, str(folder)) from error
     _sync_folder(folder.parent)
 
 

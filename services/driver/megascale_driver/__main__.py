@@ -19,20 +19,21 @@ import uvloop
 from megascale.v1 import driver_pb2_grpc, link_pb2_grpc
 from megascale_common.etcd.client import EtcdClient
 from megascale_common.job.names import is_dns_label
-from megascale_common.node.files import replace_file
 from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
 from megascale_common.service import logs
 from megascale_common.service.build import build_version
 from megascale_common.service.clock import SystemClock
+from megascale_common.service.errors import ServiceError
 from megascale_common.service.metrics import MetricsServer, bind_option
 from megascale_common.service.server import RpcServer, Tls
-from megascale_common.service.token import check_token
+from megascale_common.service.start import ends_with_a_sentence, read_token, write_address
 from megascale_driver.analysis.progress import HangLimits
 from megascale_driver.core.policy import Policy
 from megascale_driver.engine import Engine
 from megascale_driver.leadership import Leader
 from megascale_driver.link_service import LinkService
 from megascale_driver.metrics import DriverMetrics
+from megascale_driver.platform.etcd_check import check_endpoints, require_etcd
 from megascale_driver.service import DriverService
 
 SERVICES = ("megascale.v1.DriverService", "megascale.v1.ExecutorLinkService")
@@ -41,17 +42,15 @@ _log = logs.get(__name__)
 
 
 def main() -> None:
-    """Serve until SIGTERM or SIGINT; exit status 0 then."""
+    """Serve until SIGTERM or SIGINT; exit status 0 then.
+
+    The status is 2 for an option or an environment that cannot work, and 3 without etcd.
+    """
     if PARENT_PID_VARIABLE in os.environ:
         # Started by `megascale up` or a test, and not by a service manager: end with the parent.
         arm_parent_death()
     parser = _parser()
     options = parser.parse_args()
-    if not options.token_file.is_file():
-        parser.error(
-            f"--token-file: {options.token_file} does not exist; "
-            "write a random word into it, mode 0600"
-        )
     if not is_dns_label(options.cluster):
         parser.error(
             f"--cluster: {options.cluster!r} is not a DNS-1123 label: use a-z, 0-9 and '-'"
@@ -62,28 +61,27 @@ def main() -> None:
         parser.error(
             "--tls-key and --tls-certificate must be given together, --tls-client-ca only with them"
         )
-    try:
-        check_token(options.token_file.read_text().strip())
-    except (OSError, ValueError) as error:
-        parser.error(f"--token-file: {options.token_file}: {error}")
     if options.heartbeat_interval_s <= 0:
         parser.error("--heartbeat-interval-s: give a positive number of seconds")
     if not 0 < options.hang_floor_s < math.inf:
         parser.error("--hang-floor-s: give a positive number of seconds")
     logs.configure("driver")
-    uvloop.run(_serve(options))
+    with ends_with_a_sentence("megascale driver"):
+        token = read_token(options.token_file)
+        uvloop.run(_serve(options, token))
 
 
-async def _serve(options: argparse.Namespace) -> None:
+async def _serve(options: argparse.Namespace, token: str) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    token = options.token_file.read_text().strip()
     prefix = options.prefix or f"/megascale/{options.cluster}/v1"
     tls = None
     if options.tls_key and options.tls_certificate:
         tls = Tls(options.tls_key, options.tls_certificate, options.tls_client_ca)
-    async with EtcdClient(options.etcd.split(","), prefix=prefix.rstrip("/") + "/") as client:
+    endpoints = options.etcd.split(",")
+    check_endpoints("--etcd", endpoints)
+    async with EtcdClient(endpoints, prefix=prefix.rstrip("/") + "/") as client:
         policy = Policy.for_interval(
             options.heartbeat_interval_s, HangLimits(floor_s=options.hang_floor_s)
         )
@@ -100,10 +98,15 @@ async def _serve(options: argparse.Namespace) -> None:
         link_pb2_grpc.add_ExecutorLinkServiceServicer_to_server(
             LinkService(engine, leader, options.cluster), server.server
         )
-        engine.address = await server.start(options.bind, SERVICES, serving=False)
-        metrics = await _serve_metrics(engine, options)
-        if options.address_file is not None:
-            replace_file(options.address_file, engine.address + "\n")
+        try:
+            engine.address = await server.start(options.bind, SERVICES, serving=False)
+            metrics = await _serve_metrics(engine, options)
+            await require_etcd("--etcd", endpoints)
+            if options.address_file is not None:
+                write_address("--address-file", options.address_file, engine.address)
+        except ServiceError:
+            await server.stop(0)
+            raise
         _log.info("the driver serves", address=engine.address, build=build_version())
         gc.freeze()  # what start-up created lives as long as the process: never collect it
         term = asyncio.create_task(leader.run())

@@ -20,12 +20,14 @@ from megascale_common.service import logs
 from megascale_common.service.clock import Clock
 from megascale_common.service.errors import NotLeaderError
 from megascale_driver import probes, wire
+from megascale_driver.analysis.divergence import DivergenceTrack, found, observe
 from megascale_driver.core import machine
 from megascale_driver.core.events import (
     Audit,
     Effect,
     Event,
     LeaderStarted,
+    LossDiverged,
     NodeHello,
     NodeReport,
     OpenAttempt,
@@ -36,7 +38,7 @@ from megascale_driver.core.events import (
     Tick,
 )
 from megascale_driver.core.policy import Policy
-from megascale_driver.core.state import Cluster
+from megascale_driver.core.state import AttemptPhase, Cluster
 from megascale_driver.feeds import JobFeeds
 from megascale_driver.journal.audit_log import AuditLog, canonical
 from megascale_driver.journal.store import Loaded, Store
@@ -48,6 +50,8 @@ CALL_TIMEOUT_S = 4.0  # within which etcd has to confirm a request
 LOOP_BLOCKED_S = 1.0  # beyond, the driver itself stood still: silence of nodes is no evidence
 BATCH_EVENTS = 256  # decided on in one commit
 QUEUE_EVENTS = 100_000  # beyond, heartbeats are dropped: newer ones replace them
+
+_ENDS = frozenset({AttemptPhase.FAILED, AttemptPhase.FINISHED})
 
 _log = logs.get(__name__)
 
@@ -98,7 +102,10 @@ class Engine:
         self._token = token
         self._queue: deque[_Entry] = deque()
         self._arrived = asyncio.Event()
+        # Of the step records since the last tick.
         self._steps: dict[str, tuple[int, int]] = {}
+        self._checkpointing_s: dict[str, float] = {}
+        self._tracks: dict[str, DivergenceTrack] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def post(self, event: Event) -> None:
@@ -110,6 +117,9 @@ class Engine:
                 "the event queue is full; an event is dropped", node=getattr(event, "node", "")
             )
             return
+        if self._steps and isinstance(event, NodeReport) and event.report.phase in _ENDS:
+            # The steps that the attempt has completed belong before its end.
+            self._queue.append(_Entry(self._tick_of(event.now_s, blocked=False)))
         self._queue.append(_Entry(event))
         self._arrived.set()
 
@@ -133,9 +143,22 @@ class Engine:
         if not self.feeds.of(job).add_step(record):
             return False
         self._steps[job] = (record.attempt, record.step)
+        held_s = record.snapshot_time.ToNanoseconds() / 1e9
+        self._checkpointing_s[job] = self._checkpointing_s.get(job, 0.0) + held_s
+        self._watch_loss(job, record)
         for observer in self.observers:
             observer.step(job, record)
         return True
+
+    def _watch_loss(self, name: str, record: types_pb2.StepRecord) -> None:
+        """Post the divergence that the records of a job show, if one does."""
+        job = self.state.jobs.get(name)
+        if job is None:
+            return
+        track = self._tracks.get(name, DivergenceTrack())
+        track = self._tracks[name] = observe(track, wire.step_sample(record), job.config)
+        if (diverged := found(track, job.config)) is not None:
+            self.post(LossDiverged(self.clock.now_s(), name, diverged))
 
     async def lead(self, leadership: Leadership, store: Store, loaded: Loaded) -> None:
         """Lead until the lease is lost or a commit is refused.
@@ -173,7 +196,11 @@ class Engine:
         for line in loaded.audit:
             if line.log:
                 self.feeds.of(line.log).add_event(wire.event_message(line, term.epoch))
-        for name in loaded.cluster.jobs:
+        for name, job in loaded.cluster.jobs.items():
+            record = self.feeds.of(name).adopt(wire.record_message(job.last_record))
+            if (record.attempt, record.step) > (job.attempt, job.step):
+                # Received in a former term of this process, and not stored.
+                self._steps[name] = (record.attempt, record.step)
             self._publish_job(name)
         # First the start of the term, then for each open link the node's hello and its newest
         # heartbeat. One from before this epoch counts as a report without a desired state.
@@ -278,9 +305,11 @@ class Engine:
     def _publish_job(self, name: str) -> None:
         job = self.state.jobs[name]
         feed = self.feeds.of(name)
-        feed.add_job(wire.job_message(job, feed.last_record), job.terminal)
+        message = wire.job_message(job, feed.last_record, self.clock.now_s())
+        feed.add_job(message, job.terminal)
         if job.terminal:
             self.feeds.release(name)
+            self._tracks.pop(name, None)
 
     async def _perform(self, effect: Effect) -> None:
         term = self.term
@@ -318,9 +347,18 @@ class Engine:
                 )
             due_s = now_s + TICK_INTERVAL_S
             if blocked or not any(isinstance(entry.event, Tick) for entry in self._queue):
-                steps = tuple((job, attempt, step) for job, (attempt, step) in self._steps.items())
-                self._steps.clear()
-                self.post(Tick(now_s, steps, blocked))
+                self.post(self._tick_of(now_s, blocked))
+
+    def _tick_of(self, now_s: float, blocked: bool) -> Tick:
+        steps = tuple((job, attempt, step) for job, (attempt, step) in self._steps.items())
+        records = {
+            job: wire.record_values(record)
+            for job, (attempt, step) in self._steps.items()
+            if (record := self.feeds.record_of(job)) is not None
+        }
+        held_s, self._checkpointing_s = self._checkpointing_s, {}
+        self._steps.clear()
+        return Tick(now_s, steps, blocked, records, held_s)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -55,6 +55,16 @@ class JobFeed:
         self._add(driver_pb2.WatchJobResponse(step=record))
         return True
 
+    def adopt(self, stored: types_pb2.StepRecord) -> types_pb2.StepRecord:
+        """Take over the stored record, or keep a newer one; returns the newest.
+
+        Watchers do not get it as a step: the job's state, which they get first, has it.
+        """
+        last = self.last_record or types_pb2.StepRecord()
+        if (stored.attempt, stored.step) > (last.attempt, last.step):
+            self.last_record = last = stored
+        return last
+
     async def follow(self, token: str) -> AsyncIterator[driver_pb2.WatchJobResponse]:
         """Updates behind ``token`` as they come, until the job has ended.
 

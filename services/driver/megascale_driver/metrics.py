@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 
 from megascale.v1 import types_pb2
 from megascale_common.service.metrics import registry_of
+from megascale_driver.core import goodput
 from megascale_driver.core.events import Audit
 from megascale_driver.core.state import Cluster, Job, JobPhase, Node
 from megascale_driver.engine import Engine
@@ -144,6 +145,7 @@ class DriverMetrics(Collector):
         if self._engine.term is None:
             return  # the state of a standby is old or empty: the leader reports it
         yield from _jobs(state)
+        yield from _goodput(state, now_s)
         yield from _nodes(state, now_s)
 
     def _moved(self, before: Job, job: Job) -> None:
@@ -210,6 +212,35 @@ def _jobs(state: Cluster) -> Iterator[Metric]:
             committed.add_metric([job.name], job.committed_step)
             spares.add_metric([job.name], len(job.spares))
     yield from (restarts, committed, spares)
+
+
+def _goodput(state: Cluster, now_s: float) -> Iterator[Metric]:
+    """Where the time of each job that has not ended goes; the parts sum up to its age."""
+    spent = GaugeMetricFamily(
+        "megascale_job_time_seconds",
+        "Time of a job that has not ended, by where it went; steps that are lost move from "
+        "productive to lost.",
+        labels=["job", "part"],
+    )
+    ratio = GaugeMetricFamily(
+        "megascale_job_goodput_ratio",
+        "Productive time over the time since submission of a job that has not ended.",
+        labels=["job"],
+    )
+    lost = CounterMetricFamily(
+        "megascale_job_lost_steps",
+        "Steps that a job that has not ended had to do again.",
+        labels=["job"],
+    )
+    for job in state.jobs.values():
+        if not job.terminal and job.goodput.since_us:
+            ledger = goodput.at(job.goodput, now_s)
+            for part in goodput.PARTS:
+                labels = [job.name, part.removesuffix("_us")]
+                spent.add_metric(labels, getattr(ledger, part) / 1e6)
+            ratio.add_metric([job.name], ledger.ratio)
+            lost.add_metric([job.name], ledger.lost_steps)
+    yield from (spent, ratio, lost)
 
 
 def _nodes(state: Cluster, now_s: float) -> Iterator[Metric]:

@@ -19,8 +19,15 @@ from megascale.v1 import (
     types_pb2,
 )
 from megascale_common.job.wire import restore
+from megascale_common.service import status
 from megascale_common.service.channel import open_channel
 from megascale_common.service.clock import Clock
+from megascale_common.service.errors import (
+    ForbiddenError,
+    NotFoundError,
+    RequestError,
+    UnusableError,
+)
 from megascale_driver.core.events import AttemptOpened, OpenAttempt, OpenFailed
 from megascale_driver.core.state import Node
 
@@ -29,6 +36,8 @@ LIST_TIMEOUT_S = 10.0
 STATUS_TIMEOUT_S = 2.0
 DIAGNOSE_TIMEOUT_S = 120.0  # the first use of CUDA and NCCL, on every device
 _REFUSED_SHOWN = 16
+# Errors of OpenAttempt that lie in the request: a foreign folder, no checkpoint to start from.
+_FINAL = (RequestError, NotFoundError, ForbiddenError)
 
 
 class NodeCalls:
@@ -61,7 +70,12 @@ class NodeCalls:
             stub = checkpoint_pb2_grpc.CheckpointServiceStub(channel)
             reply = await stub.OpenAttempt(request, timeout=OPEN_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            return self._failed(wanted, f"{error.code().name}: {error.details()}")
+            # What is not the committer's word on this request (it is silent, superseded, another
+            # call is in progress) may be different at the next call.
+            refusal = status.read(error)
+            final = isinstance(refusal, _FINAL) or refusal.reason == UnusableError.default_reason
+            text = str(refusal) if final else f"{error.code().name}: {error.details()}"
+            return self._failed(wanted, text, refused=final)
         finally:
             await channel.close()
         refused = tuple(reply.refused[:_REFUSED_SHOWN])
@@ -117,8 +131,8 @@ class NodeCalls:
         finally:
             await channel.close()
 
-    def _failed(self, wanted: OpenAttempt, error: str) -> OpenFailed:
-        return OpenFailed(self._clock.now_s(), wanted.job, wanted.attempt, error)
+    def _failed(self, wanted: OpenAttempt, error: str, *, refused: bool = False) -> OpenFailed:
+        return OpenFailed(self._clock.now_s(), wanted.job, wanted.attempt, error, refused)
 
     async def _daemon_endpoint(self, node: Node) -> str:
         """The address of the node's checkpoint daemon now; empty if the agent does not answer.

@@ -31,7 +31,7 @@ async def probe(wanted: Probe, token: str) -> str:
     for attempt in range(TRIES):
         if attempt:
             await asyncio.sleep(PAUSE_S)
-        if await _refuses(wanted.endpoint):
+        if await refuses(wanted.endpoint):
             refusals += 1
             if refusals == REFUSALS:
                 return "refused"
@@ -43,7 +43,8 @@ async def probe(wanted: Probe, token: str) -> str:
     return "timeout"
 
 
-async def _refuses(endpoint: str) -> bool:
+async def refuses(endpoint: str) -> bool:
+    """Whether the port (host:port) refuses a connection: no process listens there."""
     host, _, port = endpoint.rpartition(":")
     try:
         async with asyncio.timeout(DEADLINE_S):

@@ -40,17 +40,19 @@ def parse(
         RequestError: the steps or ranks are out of bounds, for any job or for this one.
     """
     if not 1 <= request.steps <= MAX_STEPS:
-        raise invalid("steps", f"{request.steps} is outside 1 to {MAX_STEPS}")
+        problem = f"{request.steps} is out of range"
+        raise invalid("steps", problem, f"profile 1 to {MAX_STEPS} steps")
     if request.first_step < 0:
         raise invalid(
-            "first_step", f"{request.first_step} is negative; leave it out or name a later step"
+            "first_step", f"{request.first_step} is negative", "leave it out or name a later step"
         )
     ranks, world_size = tuple(sorted(set(request.ranks))) or (0,), job.config.layout.world_size
     wrong = [rank for rank in ranks if not 0 <= rank < world_size]
     if wrong:
-        raise invalid("ranks", f"{wrong[0]} is not one of the job's {world_size} ranks")
+        problem = f"{wrong[0]} is not one of the job's {world_size} ranks"
+        raise invalid("ranks", problem, f"choose ranks of 0 to {world_size - 1}")
     if len(ranks) > MAX_RANKS:
-        raise invalid("ranks", f"{len(ranks)} ranks; choose at most {MAX_RANKS}")
+        raise invalid("ranks", f"{len(ranks)} ranks", f"choose at most {MAX_RANKS}")
     current = (
         record if record is not None and record.attempt == job.attempt else types_pb2.StepRecord()
     )

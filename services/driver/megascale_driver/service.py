@@ -6,17 +6,19 @@ and checkpoints are in the two classes that :class:`DriverService` inherits.
 
 from __future__ import annotations
 
-import itertools
-
 from megascale.v1 import driver_pb2, driver_pb2_grpc
 from megascale_common.job.config import JobConfig
 from megascale_common.job.wire import spec as job_spec
 from megascale_common.service.build import build_version
 from megascale_common.service.errors import invalid
 from megascale_common.service.handlers import answers
-from megascale_driver import profile_request, wire
-from megascale_driver.core.events import CancelRequested, JobSubmitted
-from megascale_driver.core.explain import explain
+from megascale_driver import admission, profile_request, wire
+from megascale_driver.core.events import (
+    CancelRequested,
+    JobSubmitted,
+    ProfileCancelRequested,
+)
+from megascale_driver.core.explain import explanation
 from megascale_driver.core.state import JobPhase, Liveness
 from megascale_driver.service_base import (
     MAX_REASON,
@@ -30,7 +32,6 @@ from megascale_driver.service_nodes import NodeMethods
 from megascale_driver.service_watch import WatchMethods
 
 MAX_SPEC_BYTES = 64 << 10  # etcd takes 1.5 MiB for a whole transaction
-EXPLAIN_EVENTS = 5
 
 
 class DriverService(NodeMethods, WatchMethods, driver_pb2_grpc.DriverServiceServicer):
@@ -43,11 +44,18 @@ class DriverService(NodeMethods, WatchMethods, driver_pb2_grpc.DriverServiceServ
         """Validate the specification; unless ``validate_only``, store the job."""
         self._require_state()
         config = _checked_spec(request)
-        if request.validate_only:
-            return driver_pb2.SubmitJobResponse(job=driver_pb2.Job(spec=job_spec.to_proto(config)))
         key = request_key(request, request.request_id)
+        # A job that is there already is refused for its name, or the request was carried out.
+        known = config.name in self.engine.state.jobs
+        warnings = [] if known else await admission.examine(config, self.engine.state)
+        if request.validate_only:
+            return driver_pb2.SubmitJobResponse(
+                job=driver_pb2.Job(spec=job_spec.to_proto(config)), warnings=warnings
+            )
         await self._call(JobSubmitted(self.engine.clock.now_s(), config, actor_of(context), key))
-        return driver_pb2.SubmitJobResponse(job=self._message(self._job(config.name)))
+        return driver_pb2.SubmitJobResponse(
+            job=self._message(self._job(config.name)), warnings=warnings
+        )
 
     @answers
     async def GetJob(
@@ -97,18 +105,27 @@ class DriverService(NodeMethods, WatchMethods, driver_pb2_grpc.DriverServiceServ
         return driver_pb2.ProfileJobResponse(profile=profile)
 
     @answers
+    async def CancelProfile(
+        self, request: driver_pb2.CancelProfileRequest, context: Context
+    ) -> driver_pb2.CancelProfileResponse:
+        """Give up the profile in progress; workers that have not begun write no trace."""
+        name, now_s = self._job(request.job).name, self.engine.clock.now_s()
+        key, reason = request_key(request, request.request_id), request.reason.strip()[:MAX_REASON]
+        await self._call(ProfileCancelRequested(now_s, name, reason, actor_of(context), key))
+        profile = self._job(name).profile
+        assert profile is not None  # a job keeps its newest profile
+        return driver_pb2.CancelProfileResponse(profile=wire.profile_message(profile))
+
+    @answers
     async def ExplainJob(
         self, request: driver_pb2.ExplainJobRequest, context: Context
     ) -> driver_pb2.ExplainJobResponse:
-        """Why the job is where it is, in one sentence, with its newest events."""
+        """Why the job is where it is: the cause, what was done, what may be done."""
         job = self._job(request.name)
-        newest_first = (line for line in reversed(self.engine.audit) if line.log == job.name)
-        lines = itertools.islice(newest_first, EXPLAIN_EVENTS)
+        log = [line for line in self.engine.audit if line.log == job.name]
         now_s = self.engine.clock.now_s()
-        return driver_pb2.ExplainJobResponse(
-            explanation=explain(self.engine.state, job.name, now_s, self.engine.policy),
-            events=[wire.event_message(line, self._epoch()) for line in lines],
-        )
+        found = explanation(self.engine.state, job.name, log, now_s, self.engine.policy)
+        return wire.explanation_message(found, self._epoch())
 
     @answers
     async def GetClusterInfo(
@@ -131,7 +148,8 @@ class DriverService(NodeMethods, WatchMethods, driver_pb2_grpc.DriverServiceServ
 def _checked_spec(request: driver_pb2.SubmitJobRequest) -> JobConfig:
     """The configuration of the requested job; raises for one that is not valid."""
     if not request.HasField("spec"):
-        raise invalid("spec", "missing; a job needs a specification")
+        raise invalid("spec", "missing", "give the job's specification")
     if request.spec.ByteSize() > MAX_SPEC_BYTES:
-        raise invalid("spec", f"{request.spec.ByteSize()} bytes; use at most {MAX_SPEC_BYTES}")
+        problem = f"{request.spec.ByteSize()} bytes"
+        raise invalid("spec", problem, f"use at most {MAX_SPEC_BYTES} bytes")
     return job_spec.from_proto(request.spec)

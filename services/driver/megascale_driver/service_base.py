@@ -47,6 +47,7 @@ _REFUSALS: dict[str, tuple[type[ServiceError], str]] = {
     "JOB_NOT_FOUND": (NotFoundError, "there is no such job; `ListJobs` lists all jobs"),
     "JOB_ENDED": (StateError, "the job has ended already"),
     **dict.fromkeys(profile_request.REFUSALS, (StateError, "the job cannot be profiled now")),
+    "NO_PROFILE": (StateError, "no profile of the job is in progress"),
     "NODE_NOT_FOUND": (NotFoundError, "there is no such node; `ListNodes` lists all nodes"),
     "NODE_QUARANTINED": (StateError, "the node is quarantined already and gets no work"),
     "REQUEST_ID_REUSED": (RequestError, "the request_id belongs to another request; use a new one"),
@@ -82,7 +83,8 @@ class ServiceBase:
         return self.engine.state.nodes[name]
 
     def _message(self, job: Job) -> driver_pb2.Job:
-        return wire.job_message(job, self.engine.feeds.record_of(job.name))
+        record = self.engine.feeds.record_of(job.name)
+        return wire.job_message(job, record, self.engine.clock.now_s())
 
     def _epoch(self) -> types_pb2.Epoch:
         return self.engine.term.epoch if self.engine.term is not None else types_pb2.Epoch()
@@ -143,6 +145,7 @@ def request_key(request: Message, request_id: str) -> RequestKey | None:
     if len(request_id) > MAX_REQUEST_ID or not request_id.isprintable() or "/" in request_id:
         raise invalid(
             "request_id",
+            "too long, or has characters that it may not have",
             f"use at most {MAX_REQUEST_ID} printable characters without '/', preferably a UUID",
         )
     return RequestKey(
@@ -153,7 +156,7 @@ def request_key(request: Message, request_id: str) -> RequestKey | None:
 def required_reason(text: str) -> str:
     """The reason of a call that must give one, cut to a bound."""
     if not text.strip():
-        raise invalid("reason", "missing; give the reason, it goes to the audit log")
+        raise invalid("reason", "missing", "give the reason, it goes to the audit log")
     return text.strip()[:MAX_REASON]
 
 
@@ -167,7 +170,7 @@ def actor_of(context: Context) -> str:
 def page_size(size: int) -> int:
     """The size of a page that was asked for; 0 means the default."""
     if size < 0:
-        raise invalid("page_size", f"{size} is negative; leave it out or give 1 to {MAX_PAGE}")
+        raise invalid("page_size", f"{size} is negative", f"leave it out or give 1 to {MAX_PAGE}")
     return min(size or DEFAULT_PAGE, MAX_PAGE)
 
 

@@ -55,7 +55,7 @@ class WatchMethods(ServiceBase):
         except ExpiredError as error:
             raise expired(error) from error
         except ValueError as error:
-            raise invalid("resume_token", str(error)) from error
+            raise invalid("resume_token", str(error), "start over without it") from error
         if not feed.ended:
             raise self.leader.not_leading()
 
@@ -71,7 +71,7 @@ class WatchMethods(ServiceBase):
         except ExpiredError as error:
             raise expired(error) from error
         except ValueError as error:
-            raise invalid("page_token", str(error)) from error
+            raise invalid("page_token", str(error), "start over without it") from error
         lines = list(itertools.islice(filter(about, behind), size + 1))
         token = audit_log.token_of(lines[size - 1]) if len(lines) > size else ""
         events = [wire.event_message(line, self._epoch()) for line in lines[:size]]
@@ -96,7 +96,7 @@ class WatchMethods(ServiceBase):
         except ExpiredError as error:
             raise expired(error) from error
         except ValueError as error:
-            raise invalid("resume_token", str(error)) from error
+            raise invalid("resume_token", str(error), "start over without it") from error
         raise self.leader.not_leading()
 
     @streams
@@ -106,7 +106,8 @@ class WatchMethods(ServiceBase):
         """A rank's log, read on the node that runs or ran it."""
         job = self._job(request.job)
         if not 0 <= request.lines <= MAX_LOG_LINES:
-            raise invalid("lines", f"{request.lines} is outside 0 to {MAX_LOG_LINES}")
+            problem = f"{request.lines} is out of range"
+            raise invalid("lines", problem, f"give 0 (the default) to {MAX_LOG_LINES}")
         attempt = request.attempt or job.attempt
         slot = _slot_of_rank(job, attempt, request.rank)
         tail = executor_pb2.TailWorkerLogsRequest(
@@ -131,7 +132,8 @@ class WatchMethods(ServiceBase):
         found = await self._commits(job) if job.config.checkpoint.uri else []
         token = request.page_token
         if token and not (token.isdecimal() and len(token) <= MAX_OFFSET_DIGITS):
-            raise invalid("page_token", f"{token!r} is not a token that ListCheckpoints returned")
+            problem = f"{token!r} is not a token that ListCheckpoints returned"
+            raise invalid("page_token", problem, "start over without it")
         first = int(token or 0)
         size = page_size(request.page_size)
         token = str(first + size) if first + size < len(found) else ""
@@ -167,7 +169,8 @@ def _slot_of_rank(job: Job, attempt: int, rank: int) -> NodeSlot:
     slot = next((slot for slot in slots if rank in slot.ranks), None)
     if slot is None:
         size = job.config.layout.world_size
-        raise invalid("rank", f"{rank} is not one of the job's {size} ranks")
+        problem = f"{rank} is not one of the job's {size} ranks"
+        raise invalid("rank", problem, f"give 0 to {size - 1}")
     return slot
 
 
@@ -179,6 +182,7 @@ def _about(subject: str) -> Callable[[Audit], bool]:
     if kind not in ("jobs", "nodes") or not name:
         raise invalid(
             "subject",
-            f"{subject!r} is neither jobs/NAME nor nodes/NAME nor empty (the whole cluster)",
+            f"{subject!r} is no subject",
+            "give jobs/NAME or nodes/NAME, or leave it out for the whole cluster",
         )
     return lambda line: line.log == name if kind == "jobs" else line.subject == subject

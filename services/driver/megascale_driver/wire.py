@@ -5,14 +5,20 @@ Everything that comes from a node is cut to a bound here, before it enters the s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from megascale.v1 import driver_pb2, link_pb2, types_pb2
 from megascale_common.job.wire import restore
 from megascale_common.job.wire import spec as job_spec
+from megascale_driver.analysis.divergence import StepSample
 from megascale_driver.analysis.progress import OperationCount, RankStatus
-from megascale_driver.core import events
+from megascale_driver.core import events, goodput
+from megascale_driver.core.conditions import CheckpointFailure
+from megascale_driver.core.explain import Explanation
+from megascale_driver.core.goodput import PARTS, Ledger
 from megascale_driver.core.state import (
     AttemptPhase,
     Check,
@@ -54,6 +60,12 @@ def duration(seconds: float) -> Duration:
     return value
 
 
+def _microseconds(count: int) -> Duration:
+    value = Duration()
+    value.FromMicroseconds(count)
+    return value
+
+
 def epoch_tuple(epoch: types_pb2.Epoch) -> tuple[int, int]:
     """An epoch as a pair that can be compared: a later leader has a greater one."""
     return epoch.cluster_generation, epoch.create_revision
@@ -78,6 +90,7 @@ def identity(hello: link_pb2.ExecutorHello) -> Identity:
         executor_endpoint=hello.executor_endpoint[:MAX_LABEL],
         checkpoint_endpoint=hello.checkpoint_endpoint[:MAX_LABEL],
         folder=hello.folder[:MAX_TEXT],
+        file_view=hello.file_view[:MAX_LABEL],
     )  # fmt: skip
 
 
@@ -105,6 +118,8 @@ def report(beat: link_pb2.Heartbeat, epoch: types_pb2.Epoch) -> Report:
         store_endpoint=beat.store_endpoint,
         progress=tuple(_progress(item) for item in beat.checkpoints),
         traces=tuple(_trace(item) for item in beat.traces[:MAX_TRACES]),
+        daemon_restarts=beat.checkpoint_daemon.restarts,
+        daemon_exit_status=beat.checkpoint_daemon.exit_status,
     )  # fmt: skip
 
 
@@ -172,9 +187,51 @@ def profile_message(profile: Profile) -> driver_pb2.Profile:
     )
 
 
-def job_message(job: Job, record: types_pb2.StepRecord | None) -> driver_pb2.Job:
-    """A job for clients; ``record`` is its newest step record."""
-    step = record.step if record is not None and record.attempt == job.attempt else job.step
+def record_values(record: types_pb2.StepRecord) -> dict[str, float]:
+    """A step record as the core keeps it: the numbers that are set, times in seconds."""
+    return {
+        field.name: value.ToNanoseconds() / 1e9 if field.message_type else value
+        for field, value in record.ListFields()
+    }
+
+
+def record_message(values: Mapping[str, float]) -> types_pb2.StepRecord:
+    """The inverse of :func:`record_values`; numbers that this build does not know are left out."""
+    record = types_pb2.StepRecord()
+    for field in types_pb2.StepRecord.DESCRIPTOR.fields:
+        value = values.get(field.name)
+        if value is None:
+            continue
+        if field.message_type:
+            getattr(record, field.name).FromNanoseconds(round(value * 1e9))
+        else:
+            setattr(record, field.name, value if field.type == field.TYPE_DOUBLE else int(value))
+    return record
+
+
+def goodput_message(ledger: Ledger) -> driver_pb2.Goodput:
+    """A ledger of times for clients."""
+    return driver_pb2.Goodput(
+        ratio=ledger.ratio,
+        ratio_since_start=ledger.ratio_since_start,
+        wall_time=_microseconds(ledger.wall_us),
+        lost_steps=ledger.lost_steps,
+        faults=ledger.faults,
+        **{part.removesuffix("_us"): _microseconds(getattr(ledger, part)) for part in PARTS},
+    )
+
+
+def job_message(
+    job: Job, record: types_pb2.StepRecord | None, now_s: float = 0.0
+) -> driver_pb2.Job:
+    """A job for clients at ``now_s``; ``record`` is its newest step record."""
+    step = job.step
+    if record is not None and record.attempt == job.attempt:
+        step = max(step, record.step)
+    # What is restored, or will be: until then no step of the attempt is known.
+    floor = job.restore.step if job.restore is not None else job.committed_step
+    if job.committed_by_attempt == job.attempt:
+        floor = max(floor, job.committed_step)
     message = driver_pb2.Job(
         spec=job_spec.to_proto(job.config),
         spec_revision=job.spec_revision,
@@ -185,11 +242,20 @@ def job_message(job: Job, record: types_pb2.StepRecord | None) -> driver_pb2.Job
         nodes=[slot.node for slot in job.slots],
         spare_nodes=job.spares,
         evicted_nodes=job.evicted,
-        step=max(step, job.restore.step if job.restore is not None else 0),
+        step=max(step, floor),
         committed_step=job.committed_step,
         restarts=job.restarts,
         created_at=timestamp(job.created_at_s),
         updated_at=timestamp(job.updated_at_s),
+        conditions=[
+            driver_pb2.JobCondition(
+                type=types_pb2.JobConditionType.Value(f"JOB_CONDITION_TYPE_{item.type}"),
+                reason=item.reason,
+                message=item.message,
+                since=timestamp(item.since_s),
+            )
+            for item in job.conditions
+        ],
     )
     if job.restore is not None:
         message.restored_step = job.restore.step
@@ -198,6 +264,8 @@ def job_message(job: Job, record: types_pb2.StepRecord | None) -> driver_pb2.Job
         message.last_record.CopyFrom(record)
     if job.profile is not None:
         message.profile.CopyFrom(profile_message(job.profile))
+    if job.goodput.since_us:
+        message.goodput.CopyFrom(goodput_message(goodput.at(job.goodput, now_s)))
     return message
 
 
@@ -265,6 +333,32 @@ def event_message(line: events.Audit, epoch: types_pb2.Epoch) -> types_pb2.Event
     )
 
 
+def explanation_message(
+    found: Explanation, epoch: types_pb2.Epoch
+) -> driver_pb2.ExplainJobResponse:
+    """An explanation for clients."""
+    message = driver_pb2.ExplainJobResponse(
+        explanation=found.sentence,
+        events=[event_message(line, epoch) for line in found.events],
+        actions=[event_message(line, epoch) for line in found.actions],
+        suggestions=[
+            driver_pb2.Suggestion(text=item.text, command=item.command)
+            for item in found.suggestions
+        ],
+        text=found.text,
+    )
+    if found.cause is not None:
+        message.cause.CopyFrom(event_message(found.cause, epoch))
+    return message
+
+
+def step_sample(record: types_pb2.StepRecord) -> StepSample:
+    """What a step record shows of divergence."""
+    return StepSample(
+        record.attempt, record.step, record.loss, record.gradient_norm, record.skipped_updates
+    )
+
+
 def _worker(status: link_pb2.WorkerStatus) -> WorkerReport:
     return WorkerReport(
         rank=status.rank,
@@ -309,4 +403,15 @@ def _progress(item: link_pb2.CheckpointProgress) -> Progress:
         committed_step=item.committed_step,
         committed_by_attempt=item.committed_by_attempt,
         manifest_uri=item.manifest_uri,
+        failure=CheckpointFailure(
+            item.failure.attempt,
+            item.failure.step,
+            item.failure.rank,
+            item.failure.error[:MAX_TEXT],
+        )
+        if item.HasField("failure")
+        else None,
+        skipped_snapshots=item.skipped_snapshots,
+        skipped_step=item.skipped_step,
+        skipped_by_attempt=item.skipped_by_attempt,
     )

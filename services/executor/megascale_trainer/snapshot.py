@@ -17,6 +17,7 @@ import os
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -99,6 +100,14 @@ class _Pending:
     finite: bool | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Drainage:
+    """Answer to a drain: "" or why the step is not committed; ``waiting``: it still may be."""
+
+    problem: str
+    waiting: bool
+
+
 class Snapshotter:
     """Connection of one rank to the checkpoint daemon of its node.
 
@@ -121,8 +130,9 @@ class Snapshotter:
         self._socket: socket.socket | None = None
         self._slots: list[torch.Tensor] = []
         self._pinned: list[torch.Tensor] = []
-        self._reserved: int | None = None
-        self._pending: _Pending | None = None
+        # By step: the next slot is reserved before the snapshot of this step is taken.
+        self._reserved: dict[int, int] = {}
+        self._pending: deque[_Pending] = deque()
         self._seal_unanswered = False
         self._answer_timeout_s = min(
             LONGEST_ANSWER_S, collective_timeout_s / SHARE_OF_COLLECTIVE_TIMEOUT
@@ -152,22 +162,26 @@ class Snapshotter:
         try:
             if self._socket is None:
                 self._connect(self._answer_timeout_s)
-            if self._pending is not None:
+            if self._pending:
                 return 1  # the previous snapshot is still being copied or settled
             answer = cast(Acquired | Busy, self._request(Acquire(kind="acquire", step=step)))
         except OSError as error:
             self._lost(error)
             return 1
-        self._reserved = answer["slot"] if answer["kind"] == "acquired" else None
-        return 0 if self._reserved is not None else 1
+        if answer["kind"] != "acquired":
+            return 1
+        self._reserved[step] = answer["slot"]
+        return 0
 
     def reserve_or_wait(self, step: int, timeout_s: float) -> int:
         """As :meth:`reserve`, but wait for a busy slot: the last step delays no other."""
         deadline = time.monotonic() + timeout_s
         while True:
             self.seal_if_copied(wait=True)
-            if self.reserve(step) == 0 or time.monotonic() > deadline:
-                return 0 if self._reserved is not None else 1
+            if self.reserve(step) == 0:
+                return 0
+            if time.monotonic() > deadline:
+                return 1
             time.sleep(ACQUIRE_RETRY_S)
 
     def take(self, step: int, small_state: dict[str, Any], *, votes: int) -> bool:
@@ -175,7 +189,7 @@ class Snapshotter:
 
         It is sealed after :meth:`settle`. Returns whether a snapshot was started.
         """
-        slot, self._reserved = self._reserved, None
+        slot = self._reserved.pop(step, None)
         if votes:
             self.skipped += 1
             print(
@@ -195,43 +209,46 @@ class Snapshotter:
                 flush=True,
             )
             return False
-        self._pending = _Pending(slot, step, small_state, self._copy(self._slots[slot]))
+        self._pending.append(_Pending(slot, step, small_state, self._copy(self._slots[slot])))
         return True
 
     def settle(self, step: int, small_state: Mapping[str, Any], *, finite: bool) -> None:
         """The result of ``step`` was read: complete its snapshot's small state and finite flag."""
-        if self._pending is not None and self._pending.step == step:
-            self._pending.small_state |= small_state
-            self._pending.finite = finite
+        for pending in self._pending:
+            if pending.step == step:
+                pending.small_state |= small_state
+                pending.finite = finite
 
     @property
     def copied(self) -> torch.cuda.Event | None:
         """Event that the next optimizer update must wait for; None when no copy is in progress."""
-        return self._pending.done if self._pending is not None else None
+        # All copies are on one stream, so the newest one ends last.
+        return self._pending[-1].done if self._pending else None
 
     def seal_if_copied(self, *, wait: bool = False) -> None:
-        """Have a finished and settled copy sealed; with ``wait``, wait for the copy first.
+        """Have finished and settled copies sealed; with ``wait``, wait for the copies first.
 
         A copy is sealed only when it has ended on the device *and* its step's result was read: the
         seal carries ``finite``. The daemon answers when it has checksummed the slot; training does
         not wait for that (the next request does).
         """
-        pending = self._pending
-        if pending is None or pending.finite is None:
-            return
-        if pending.done is not None:
-            if wait:
-                pending.done.synchronize()
-            elif not pending.done.query():  # type: ignore[no-untyped-call]
+        while self._pending and self._pending[0].finite is not None:
+            done = self._pending[0].done
+            if done is not None and wait:
+                done.synchronize()
+            elif done is not None and not done.query():  # type: ignore[no-untyped-call]
                 return
-        # From here on the slot belongs to the daemon: the next update may overwrite the states.
-        self._pending = None
+            # From here on the slot belongs to the daemon: the next update may overwrite the states.
+            self._seal(self._pending.popleft())
+
+    def _seal(self, copied: _Pending) -> None:
+        assert copied.finite is not None
         message = Seal(
             kind="seal",
-            slot=pending.slot,
-            step=pending.step,
-            small_state=pending.small_state,
-            finite=pending.finite,
+            slot=copied.slot,
+            step=copied.step,
+            small_state=copied.small_state,
+            finite=copied.finite,
         )
         try:
             self._take_seal_answer()
@@ -240,11 +257,18 @@ class Snapshotter:
         except OSError as error:
             self._lost(error)
 
-    def drain(self, step: int, timeout_s: float) -> str:
-        """Wait until ``step`` is committed; returns "" or why it is not."""
+    @property
+    def connected(self) -> bool:
+        """Whether the daemon was there at the last request."""
+        return self._socket is not None
+
+    def drain(self, step: int, timeout_s: float) -> Drainage:
+        """Wait until ``step`` is committed, but at most ``timeout_s``."""
         message = Drain(kind="drain", step=step, timeout_s=timeout_s)
         answer = self._try(message, timeout_s + self._answer_timeout_s)
-        return "the checkpoint daemon is gone" if answer is None else str(answer.get("error", ""))
+        if answer is None:
+            return Drainage("the checkpoint daemon is gone", waiting=False)
+        return Drainage(str(answer.get("error", "")), waiting=bool(answer.get("waiting")))
 
     def close(self) -> None:
         """Close the connection; sealed snapshots stay with the daemon."""
@@ -336,7 +360,9 @@ class Snapshotter:
     def _lost(self, error: OSError) -> None:
         print(f"snapshots pause: {error}; training goes on", file=sys.stderr, flush=True)
         self.close()
-        self._reserved, self._pending, self._seal_unanswered = None, None, False
+        self._reserved.clear()
+        self._pending.clear()
+        self._seal_unanswered = False
         self._unmap()
 
     def _unmap(self) -> None:

@@ -36,11 +36,13 @@ from megascale_trainer.parallel.groups import Groups
 from megascale_trainer.parallel.pipeline.runtime import PipelineExecutor
 from megascale_trainer.parallel.pipeline.schedule import forward_only, one_forward_one_backward
 from megascale_trainer.parallel.pipeline.stage import Stage
+from megascale_trainer.parallel.tensor.fp8 import fp8_of
 from megascale_trainer.parallel.tensor.overlapped_matmul import tensor_parallel
 from megascale_trainer.telemetry.spans import span
 from megascale_trainer.weights import bind_weights
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# Of parameters and hidden states; in FP8 are the layers' GEMMs alone.
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +162,14 @@ class Trainer:
             config.model.hidden_size,
         )
         tp = tensor_parallel(config, groups.tp, dtype, device)
+        self._fp8 = fp8_of(config, operators, tp, device)
+        if self._fp8 is not None and device.type == "cuda":
+            tokens = config.training.micro_batch_size * config.model.sequence_length
+            self._fp8.choose_algorithms(self._table, tokens, device)
+            torch.cuda.empty_cache()
         self._pipeline = PipelineExecutor(
             [
-                Stage(config, chunk, weights, tp, self._buffers, operators)
+                Stage(config, chunk, weights, tp, self._buffers, operators, self._fp8)
                 for chunk in self._table.chunks
             ],
             groups.edges,
@@ -182,7 +189,7 @@ class Trainer:
     def initialise(self) -> None:
         """Give all parameters their initial values; a restored run calls :meth:`load_from`."""
         fill_shard(self._master, self._table, self.config.training.seed)
-        self._buffers.publish(self._master)
+        self._publish()
 
     def train_step(self, micro_batches: Sequence[MicroBatch], *, vote: int = 0) -> StepResult:
         """One update from this replica's micro-batches; every rank calls it together.
@@ -215,6 +222,7 @@ class Trainer:
                 )
             # Overlapped buffers return at once: the next forward waits for each unit on entry.
             self._buffers.gather_parameters()
+            self._forget_casts()
         self.step += 1
         samples = self.step * self.config.training.global_batch_size
         return StepResult(
@@ -286,7 +294,7 @@ class Trainer:
     def finish_load(self, step: int) -> None:
         """Set the number of completed steps; publish the loaded parameters to all replicas."""
         self.step = step
-        self._buffers.publish(self._master)
+        self._publish()
 
     def settle(self) -> None:
         """After the last step: wait until its parameters have arrived on this rank.
@@ -296,6 +304,15 @@ class Trainer:
         self._buffers.await_parameters()
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
+
+    def _publish(self) -> None:
+        self._buffers.publish(self._master)
+        self._forget_casts()
+
+    def _forget_casts(self) -> None:
+        """Weights in FP8 are cast again from the parameters that have changed."""
+        if self._fp8 is not None:
+            self._fp8.weights.forget()
 
     @property
     def _master(self) -> torch.Tensor:

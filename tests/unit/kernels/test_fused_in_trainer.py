@@ -7,12 +7,13 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from tests.harness.kernels import DEVICE
+from tests.harness.fp8 import right_fp8_conversion  # noqa: F401
+from tests.harness.kernels import DEVICE, relative_error
 from tests.harness.training import micro_batches, tiny_job
 
 from megascale_common.job.config import JobConfig, from_accepted
 from megascale_common.sizes.parameter_slices import ParameterTable
-from megascale_common.sizes.parameter_table import parameter_table
+from megascale_common.sizes.parameter_table import parameter_table, shard_layout
 from megascale_kernels import cross_entropy as plain_cross_entropy
 from megascale_kernels.operators import torch_operators
 from megascale_trainer.model.head import loss_sums
@@ -22,6 +23,7 @@ from megascale_trainer.optimizer.step_control import StepControl
 from megascale_trainer.parallel.data.buffers import FlatBuffers
 from megascale_trainer.parallel.groups import single_process_groups
 from megascale_trainer.parallel.tensor.sharding import plain_tensor_parallel
+from megascale_trainer.trainer import Trainer
 from megascale_trainer.weights import bind_weights
 
 pytest.importorskip("triton")
@@ -96,3 +98,38 @@ def test_the_optimizer_makes_the_same_updates_of_all_its_runs() -> None:
     )
     for plain, ours in zip(_updated(config, "torch"), _updated(config, "triton"), strict=True):
         torch.testing.assert_close(ours, plain, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.usefixtures("right_fp8_conversion")
+@pytest.mark.parametrize("block", ["parallel", "serial"])
+def test_gradients_in_fp8_are_those_of_the_plain_operators(block: str) -> None:
+    """From the embedding on, whose result is not contiguous."""
+    exact, fused = (_gradients(block, kernels) for kernels in ("torch", "triton"))
+    for name, gradient in exact.items():
+        assert relative_error(fused[name], gradient.double()) < 0.15, name
+
+
+def _gradients(block: str, kernels: str) -> dict[str, torch.Tensor]:
+    """Every weight's gradient after one micro-batch in FP8."""
+    config = from_accepted(
+        tiny_job(
+            model={"layers": 1, "block": block},
+            training={
+                "precision": "fp8",
+                "kernels": kernels,
+                "global_batch_size": 2,
+                "micro_batch_size": 2,
+            },
+        )
+    )
+    trainer = Trainer(config, 0, single_process_groups(), DEVICE)
+    trainer.initialise()
+    record = trainer.train_step(micro_batches(config, 0, 0, DEVICE)).read()
+    assert not record.skipped
+    table, means = parameter_table(config, 0), trainer.states()["exp_avg"]
+    return {
+        piece.name: means[piece.slot_offset_bytes // 4 :][: piece.flat_stop - piece.flat_start]
+        / record.clip_factor
+        for piece in shard_layout(table).pieces
+        if piece.state == "master"
+    }

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
-from megascale.v1 import types_pb2
 from megascale_cli.demo.plan import DemoPlan
 from megascale_cli.demo.recording import Recording, seconds
+from megascale_client import JobPhase
 
 FIRST, SECOND = 1, 2  # the attempt that is interrupted, and the one that resumes
 MIN_COMMITS_BEFORE_KILL = 2
@@ -120,7 +120,7 @@ def recovery_claims(plan: DemoPlan, run: Recording, kill: Kill | None) -> list[C
         ),
         Claim(
             "the job finishes by itself, in its second attempt",
-            run.job.phase == types_pb2.JOB_PHASE_SUCCEEDED and run.attempts == SECOND,
+            run.job.phase == JobPhase.SUCCEEDED and run.attempts == SECOND,
             f"{_phase(run)} in attempt {run.attempts}: {run.job.phase_reason}",
         ),
         Claim(
@@ -137,7 +137,7 @@ def twin_claims(plan: DemoPlan, run: Recording, twin: Recording, same_nodes: boo
     claims = [
         Claim(
             "the twin runs uninterrupted on the same warm nodes",
-            twin.job.phase == types_pb2.JOB_PHASE_SUCCEEDED
+            twin.job.phase == JobPhase.SUCCEEDED
             and twin.attempts == FIRST
             and same_nodes
             and not missing,
@@ -245,12 +245,11 @@ def _between(start: float | None, end: float | None) -> float | None:
 
 
 def _source(run: Recording) -> str:
-    name = types_pb2.RestoreSource.Name(run.job.restore_source)
-    return name.removeprefix("RESTORE_SOURCE_").lower()
+    return run.job.restore_source.name.lower()
 
 
 def _phase(run: Recording) -> str:
-    return types_pb2.JobPhase.Name(run.job.phase).removeprefix("JOB_PHASE_").lower()
+    return run.job.phase.name.lower()
 
 
 def _listed(items: Iterable[object]) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from megascale.v1 import driver_pb2, types_pb2
-from megascale_client import AsyncClient
+from megascale.v1 import types_pb2
+from megascale_client import TERMINAL_PHASES, AsyncClient, Job
+from megascale_client.messages import WatchJobResponse
 
-OnUpdate = Callable[[driver_pb2.WatchJobResponse], None]
+OnUpdate = Callable[[WatchJobResponse], None]
 
 
 def seconds(stamp: object) -> float:
@@ -21,7 +22,7 @@ class Recording:
     """Step records by attempt and step, events in order, nodes of each attempt by rank."""
 
     name: str
-    job: driver_pb2.Job = field(default_factory=driver_pb2.Job)
+    job: Job = field(default_factory=Job)
     records: dict[tuple[int, int], types_pb2.StepRecord] = field(default_factory=dict)
     events: list[types_pb2.Event] = field(default_factory=list)
     nodes_of_attempt: dict[int, list[str]] = field(default_factory=dict)
@@ -33,7 +34,7 @@ class Recording:
             on_update(update)
         self.job = await client.get(self.name)
 
-    def add(self, update: driver_pb2.WatchJobResponse) -> None:
+    def add(self, update: WatchJobResponse) -> None:
         """Record one update."""
         kind = update.WhichOneof("update")
         if kind == "step":
@@ -53,7 +54,7 @@ class Recording:
     @property
     def ended(self) -> bool:
         """Whether the job has ended."""
-        return self.job.phase >= types_pb2.JOB_PHASE_SUCCEEDED
+        return self.job.phase in TERMINAL_PHASES
 
     @property
     def attempts(self) -> int:

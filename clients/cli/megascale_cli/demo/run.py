@@ -13,7 +13,6 @@ from typing import TypeVar
 
 from rich.markup import escape
 
-from megascale.v1 import driver_pb2, types_pb2
 from megascale_cli.demo import render
 from megascale_cli.demo.claims import (
     FIRST,
@@ -30,7 +29,8 @@ from megascale_cli.demo.cluster import DemoCluster, DemoFailed, fresh_folder, ru
 from megascale_cli.demo.plan import DemoPlan
 from megascale_cli.demo.recording import Recording
 from megascale_cli.output import event_text, step_text
-from megascale_client import AsyncClient, MegascaleError, parse_job
+from megascale_client import AsyncClient, MegascaleError, NodeLiveness, parse_job
+from megascale_client.messages import WatchJobResponse
 
 CORPUS_BYTES = 2 << 20
 # A job may train for as long as the machine needs; without a new step, event or phase for this
@@ -206,7 +206,7 @@ class Demo:
             explanation = str(error)
         raise DemoFailed(f"{why}: no progress for {limit_s:g} s: {explanation}")
 
-    def _show(self, update: driver_pb2.WatchJobResponse) -> None:
+    def _show(self, update: WatchJobResponse) -> None:
         kind = update.WhichOneof("update")
         if kind == "event":
             self._echo(event_text(update.event))
@@ -242,7 +242,7 @@ class Demo:
 
 
 async def _incarnations(client: AsyncClient) -> dict[str, str]:
-    alive = types_pb2.NODE_LIVENESS_ALIVE
+    alive = NodeLiveness.ALIVE
     return {node.name: node.incarnation async for node in client.nodes() if node.liveness == alive}
 
 

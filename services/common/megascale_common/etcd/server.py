@@ -97,7 +97,8 @@ class EtcdServer:
     async def start(self) -> None:
         """Start and wait until the server has a leader and answers. Does nothing if it runs.
 
-        Raises EtcdError, with the end of the server's log, when it ends or is not ready in time.
+        Raises EtcdError, with the last line of the server's log, when it ends or is not ready in
+        time.
         """
         if self.pid is not None:
             return
@@ -108,9 +109,9 @@ class EtcdServer:
             self._spawn()
             try:
                 return await self._wait_ready()
-            except EtcdError as error:
+            except EtcdError:
                 self.kill()
-                if "address already in use" not in str(error) or attempt == PORT_ATTEMPTS:
+                if "address already in use" not in self._log_tail() or attempt == PORT_ATTEMPTS:
                     raise
                 await asyncio.sleep(attempt * 0.1)
 
@@ -181,8 +182,8 @@ class EtcdServer:
             while asyncio.get_running_loop().time() < deadline:
                 if self.pid is None:
                     raise EtcdError(
-                        f"etcd ended while starting; the end of {self.log_path}:\n"
-                        f"{self._log_tail()}"
+                        f"etcd ended while starting; its log {self.log_path} ends with: "
+                        f"{self._last_line()}"
                     )
                 try:
                     # Another server on our port would answer as well, until ours fails to bind it.
@@ -193,14 +194,19 @@ class EtcdServer:
                     pass  # still starting
                 await asyncio.sleep(POLL_INTERVAL_S)
         raise EtcdError(
-            f"etcd not ready in {READY_TIMEOUT_S:g} s; the end of {self.log_path}:\n"
-            f"{self._log_tail()}"
+            f"etcd not ready in {READY_TIMEOUT_S:g} s; its log {self.log_path} ends with: "
+            f"{self._last_line()}"
         )
 
     def _listens(self) -> bool:
         """Whether our process itself holds the listening socket of the client port."""
         pid, ports = self.pid, self._ports
         return pid is not None and ports is not None and bool(_listeners(ports[0]) & _sockets(pid))
+
+    def _last_line(self) -> str:
+        # Below a refused option stands etcd's help, which is not the reason.
+        text = self._log_tail().partition("\nUsage:\n")[0]
+        return next((line for line in reversed(text.split("\n")) if line.strip()), "nothing")
 
     def _log_tail(self) -> str:
         """The end of what the present run wrote."""

@@ -18,16 +18,31 @@ from megascale_common.job import reading, validation
 from megascale_common.job.problems import JobError, JobProblem
 from megascale_common.job.rank_layout import RankLayout
 
+# The fields of a job that stand under `trainer` in a job file; the tree has them at its root.
+TRAINER_SECTIONS = (
+    "model",
+    "parallelism",
+    "training",
+    "optimizer",
+    "schedule",
+    "loss",
+    "data",
+    "evaluation",
+    "telemetry",
+)
+
 # The choices stand in the order of the proto's enums, so that all messages list them alike.
 Block = Literal["parallel", "serial"]
 Mlp = Literal["gelu", "swiglu"]
 Norm = Literal["layernorm", "rmsnorm"]
 Positions = Literal["rope", "learned"]
-Precision = Literal["bf16", "fp32"]
+Precision = Literal["bf16", "fp32", "fp8"]
+Fp8Format = Literal["hybrid", "e4m3"]
 Recompute = Literal["none", "selective", "full"]
 Kernels = Literal["torch", "triton", "auto"]
 Decay = Literal["constant", "linear", "cosine"]
 TokenizerKind = Literal["bytes", "bpe"]
+DivergenceAction = Literal["stop", "continue"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,6 +128,19 @@ class ParallelismConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Fp8Config:
+    """What ``precision: fp8`` does; current scaling, as Megatron's recipe "tensorwise".
+
+    ``format`` hybrid: gradients in e5m2 with one scale for each tensor; e4m3: gradients in e4m3
+    with one for each token. All else is in e4m3 with one for each tensor.
+    """
+
+    format: Fp8Format = "hybrid"
+    layers_at_start_in_bf16: int = 0
+    layers_at_end_in_bf16: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingConfig:
     """Length, batch, precision and kernels of a run.
 
@@ -127,6 +155,7 @@ class TrainingConfig:
     deterministic: bool = False
     bucket_mib: int = 64
     kernels: Kernels = "auto"
+    fp8: Fp8Config = field(default_factory=Fp8Config)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,25 +245,36 @@ class TelemetryConfig:
 class CheckpointConfig:
     """Where and how often checkpoints are written.
 
-    There are none if ``uri`` is empty or ``interval_steps`` is 0. ``slots`` is the number of
-    staging slots; at 0 the daemon chooses it. ``load_uri`` is the folder of another job's
-    checkpoints, from which this job starts while it has none of its own.
+    There are none if ``uri`` is empty; at ``interval_steps`` 0 only the last step is saved.
+    ``slots`` is the number of staging slots; at 0 the daemon chooses it. ``load_uri`` is the folder
+    of another job's checkpoints, from which this job starts while it has none of its own. A job
+    whose last step is not saved within ``final_timeout_s`` fails, unless ``require_final`` is off.
     """
 
     uri: str = ""
     interval_steps: int = 0
     slots: int = 0
     load_uri: str = ""
+    require_final: bool = True
+    final_timeout_s: float = 300.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecoveryConfig:
-    """Limits of automatic recovery; ``spare_nodes`` is the number of spares placed with the job."""
+    """Limits of automatic recovery; ``spare_nodes`` is the number of spares placed with the job.
+
+    A run counts as diverged after ``divergence_steps`` steps in a row (0: never) that are not
+    finite, or whose loss is above ``loss_rise_factor`` (0: never) times that of the start.
+    """
 
     max_restarts: int = 20
     max_restarts_without_progress: int = 3
     spare_nodes: int = 0
     collective_timeout_s: float = 300.0
+    divergence_steps: int = 10
+    on_non_finite: DivergenceAction = "stop"
+    loss_rise_factor: float = 3.0
+    on_loss_rise: DivergenceAction = "continue"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -264,6 +304,16 @@ class JobConfig:
         return self.parallelism.layout
 
     @property
+    def fp8_layers(self) -> range:
+        """The layers whose matrix products are in FP8; empty in another precision."""
+        if self.training.precision != "fp8":
+            return range(0)
+        recipe = self.training.fp8
+        return range(
+            recipe.layers_at_start_in_bf16, self.model.layers - recipe.layers_at_end_in_bf16
+        )
+
+    @property
     def evaluates(self) -> bool:
         """Whether the job measures its loss on held-out data."""
         return bool(self.evaluation.sources) and self.evaluation.interval_steps > 0
@@ -285,7 +335,9 @@ def from_mapping(values: Any) -> JobConfig:
         JobError: lists every problem by field: unknown or missing fields, wrong types, and values
             that cannot run (:mod:`megascale_common.job.validation`).
     """
-    config = from_accepted(values)
+    config, problems = _read(values)
+    if config is None:
+        raise JobError([*problems, *_no_sources(values)])
     if refused := validation.validate(config):
         raise JobError(refused, config)
     return config
@@ -299,7 +351,7 @@ def from_accepted(values: Any) -> JobConfig:
     Raises:
         JobError: fields that this version cannot read; lists each.
     """
-    config, problems = reading.read(JobConfig, _flat(values))
+    config, problems = _read(values)
     if config is None:
         raise JobError(problems)
     return config
@@ -328,18 +380,51 @@ def to_json(config: JobConfig) -> str:
     return json.dumps(to_mapping(config), sort_keys=True, separators=(",", ":"))
 
 
-def _flat(values: Any) -> Any:
-    """``values`` with the sections under ``trainer`` moved to the root."""
-    if not isinstance(values, Mapping) or "model" in values:
-        return values
+def _read(values: Any) -> tuple[JobConfig | None, list[JobProblem]]:
+    """The tree, or every field that cannot be read, by its path from the root of a job file."""
+    problems: list[JobProblem] = []
+    root, workload = _split(values, problems)
+    names = [field.name for field in dataclasses.fields(JobConfig)]
+    at_root = [name for name in names if name not in TRAINER_SECTIONS]
+    built: dict[str, Any] = {}
+    if root is not None:
+        suggested = ("trainer", *names)
+        built |= reading.read_fields(JobConfig, at_root, root, "", problems, suggested)
+    if workload is not None:
+        built |= reading.read_fields(JobConfig, TRAINER_SECTIONS, workload, "trainer", problems)
+    return (None if problems else JobConfig(**built)), problems
+
+
+def _split(values: Any, problems: list[JobProblem]) -> tuple[Any, Any]:
+    """What stands at the root of a job, and what stands, or belongs, under ``trainer``.
+
+    Each is None if it is no mapping, which is added to ``problems``.
+    """
+    if not isinstance(values, Mapping):
+        problems.append(reading.not_a_mapping("job", values, ("name", "trainer")))
+        return None, None
     workload = values.get("trainer")
+    if workload is None:  # report the fields that it needs, not itself
+        workload = {}
+    at_root = {key: values[key] for key in TRAINER_SECTIONS if key in values}
+    root = {key: value for key, value in values.items() if key not in ("trainer", *at_root)}
     if not isinstance(workload, Mapping):
-        remedy = "a job needs a workload: set `trainer` with model, training and data"
-        raise JobError([JobProblem("trainer", "missing", remedy)])
-    rest = {key: value for key, value in values.items() if key != "trainer"}
-    if twice := [key for key in workload if key in rest]:
-        remedy = "keep one of the two"
-        raise JobError(
-            [JobProblem(f"trainer.{key}", "given outside `trainer` too", remedy) for key in twice]
-        )
-    return {**rest, **workload}
+        problems.append(reading.not_a_mapping("trainer", workload, TRAINER_SECTIONS))
+        return root, None
+    if twice := [key for key in workload if key in root or key in at_root]:
+        problem, remedy = "given outside `trainer` too", "keep one of the two"
+        problems += [JobProblem(f"trainer.{key}", problem, remedy) for key in twice]
+    # What stands at the root too is reported as given twice and not as unknown here as well.
+    return root, {**{key: workload[key] for key in workload if key not in root}, **at_root}
+
+
+def _no_sources(values: Any) -> list[JobProblem]:
+    """The refusal of a job without any data, if its other fields could not be read."""
+    if not isinstance(values, Mapping):
+        return []
+    workload = {} if values.get("trainer") is None else values["trainer"]
+    if not isinstance(workload, Mapping):
+        return []
+    data = values.get("data", workload.get("data"))
+    given = data is not None and (not isinstance(data, Mapping) or data.get("sources"))
+    return [] if given else [validation.NO_SOURCES]

@@ -12,46 +12,72 @@ import dataclasses
 import difflib
 import re
 import typing
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal, TypeVar
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Literal
 
 from megascale_common.job.problems import JobProblem
 
-T = TypeVar("T")
 _SHOWN_CHARS = 60
 # YAML 1.1 reads 3e-4 (no point) as text; whoever writes it means the number.
 _EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 
 
-def read(cls: type[T], values: Any) -> tuple[T | None, list[JobProblem]]:
-    """An instance of the dataclass ``cls`` from ``values``, and what is wrong with them.
+def read_fields(
+    cls: type[Any],
+    names: Collection[str],
+    values: Mapping[str, Any],
+    path: str,
+    problems: list[JobProblem],
+    suggested: Collection[str] = (),
+) -> dict[str, Any]:
+    """The fields ``names`` of the dataclass ``cls`` from ``values``, which stand at ``path``.
 
-    The instance is None if a field is unknown, missing or of the wrong type.
+    What is unknown, missing or of the wrong type is added to ``problems``; ``suggested`` are the
+    names that an unknown one may have meant, by default ``names``.
     """
-    problems: list[JobProblem] = []
-    built = _tree(cls, values, "", problems)
-    return (None if problems else typing.cast(T, built)), problems
-
-
-def _tree(cls: type[Any], values: Any, path: str, problems: list[JobProblem]) -> Any:
-    known = {field.name: field for field in dataclasses.fields(cls)}
-    if not isinstance(values, Mapping):
-        _report(problems, path or "job", f"expected a mapping; got {_shown(values)}", _names(known))
-        return None
+    known = {field.name: field for field in dataclasses.fields(cls) if field.name in names}
     hints = typing.get_type_hints(cls)
-    before = len(problems)
     built: dict[str, Any] = {}
     for key, value in values.items():
-        where = f"{path}.{key}" if path else str(key)
+        where = _join(path, str(key))
         if key not in known:
-            _report(problems, where, "unknown field", _suggestion(str(key), known))
+            _report(problems, where, "unknown field", _suggestion(str(key), suggested or known))
         elif value is not None:
             built[key] = _value(hints[key], value, where, problems)
     for name, field in known.items():
         no_default = field.default is field.default_factory is dataclasses.MISSING
-        if no_default and name not in built:
-            where = f"{path}.{name}" if path else name
-            _report(problems, where, "missing", "set it: this field has no default")
+        if not no_default or name in built:
+            continue
+        if dataclasses.is_dataclass(hints[name]):  # report the fields that it needs, not itself
+            _value(hints[name], {}, _join(path, name), problems)
+        else:
+            # On the wire a number that is 0 is absent; no number without a default may be 0.
+            whole = hints[name] is int
+            _report(
+                problems,
+                _join(path, name),
+                "missing or 0" if whole else "missing",
+                f"set it{' to at least 1' if whole else ''}: this field has no default",
+            )
+    return built
+
+
+def not_a_mapping(where: str, values: Any, names: Iterable[str]) -> JobProblem:
+    """The problem of ``values`` at ``where`` that is not a mapping with the fields ``names``."""
+    return JobProblem(where, f"expected a mapping; got {_shown(values)}", _names(names))
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _tree(cls: type[Any], values: Any, path: str, problems: list[JobProblem]) -> Any:
+    names = [field.name for field in dataclasses.fields(cls)]
+    if not isinstance(values, Mapping):
+        problems.append(not_a_mapping(path, values, names))
+        return None
+    before = len(problems)
+    built = read_fields(cls, names, values, path, problems)
     return cls(**built) if len(problems) == before else None
 
 

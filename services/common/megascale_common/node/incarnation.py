@@ -1,4 +1,4 @@
-"""Ids that distinguish one start of a process, or of its host, from the next one."""
+"""Ids that distinguish one start of a process, or of its host, from the next one, or its files."""
 
 from __future__ import annotations
 
@@ -13,6 +13,19 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
+
+
+def file_view() -> str:
+    """Equal in two processes only if they see the same files: kernel, mounts and root; "" unknown.
+
+    Processes of one host may see different files, in containers or under another root.
+    """
+    try:
+        mounts, root = os.stat("/proc/self/ns/mnt"), os.stat("/")
+    except OSError:
+        return ""
+    boot = boot_id()
+    return f"{boot}/{mounts.st_ino}/{root.st_dev}-{root.st_ino}" if boot else ""
 
 
 def new_incarnation() -> str:

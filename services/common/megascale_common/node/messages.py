@@ -33,7 +33,8 @@ import signal
 from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
 
 STACKS_SIGNAL = signal.SIGUSR1
-ErrorKind = Literal["CHECKPOINT_CORRUPT", "DATA", "COLLECTIVE", "OUT_OF_MEMORY", "OTHER"]
+# BAD_JOB: the job itself cannot run here, and another attempt would find the same.
+ErrorKind = Literal["BAD_JOB", "CHECKPOINT_CORRUPT", "DATA", "COLLECTIVE", "OUT_OF_MEMORY", "OTHER"]
 
 
 class TemplateHello(TypedDict):
@@ -60,11 +61,15 @@ class Forked(TypedDict):
 
 
 class Exited(TypedDict):
-    """Template to agent: a worker ended, with this exit status or minus the signal's number."""
+    """Template to agent: a worker ended, with this exit status or minus the signal's number.
+
+    ``peak_bytes`` is the most resident memory that it held.
+    """
 
     kind: Literal["exited"]
     pid: int
     status: int
+    peak_bytes: NotRequired[int]
 
 
 class Assignment(TypedDict):
@@ -160,6 +165,13 @@ class ProfileSteps(TypedDict):
     not_after_s: float
 
 
+class CancelProfile(TypedDict):
+    """Agent to worker: do not begin this profile; one that has begun goes on."""
+
+    kind: Literal["cancel_profile"]
+    id: str
+
+
 class Profiled(TypedDict):
     """Worker to agent: what became of a trace; ``detail`` gives the reason when there is none."""
 
@@ -173,7 +185,8 @@ class Profiled(TypedDict):
 class Failed(TypedDict):
     """Worker to agent: it is about to exit with an error.
 
-    ``detail`` names the damaged file for CHECKPOINT_CORRUPT.
+    ``detail`` names the damaged file for CHECKPOINT_CORRUPT, field and remedy for BAD_JOB; for
+    OUT_OF_MEMORY it has the sizes.
     """
 
     kind: Literal["failed"]
@@ -185,11 +198,12 @@ class Failed(TypedDict):
 class Finished(TypedDict):
     """Worker to agent: all steps are done, and the last snapshot is committed or given up.
 
-    The worker's log has the reason for giving up.
+    ``not_saved`` is the reason for giving up; "" where it is committed, or the job writes none.
     """
 
     kind: Literal["finished"]
     step: int
+    not_saved: str
 
 
 class Register(TypedDict):
@@ -311,12 +325,14 @@ class Drain(TypedDict):
 class Drained(TypedDict):
     """Daemon to worker: ``committed_step`` is the newest complete checkpoint.
 
-    ``error`` gives the reason when that is not the step asked for.
+    ``error`` gives the reason when that is not the step asked for, ``waiting`` whether the time was
+    up before it was settled.
     """
 
     kind: Literal["drained"]
     committed_step: int
     error: NotRequired[str]
+    waiting: NotRequired[bool]
 
 
 class RequestFailed(TypedDict):

@@ -9,7 +9,8 @@ This module does not import grpc: the agent imports it before it sets what gRPC 
     ServiceError                   INTERNAL, INTERNAL: something failed in the service
     ├── RequestError               INVALID_ARGUMENT, BAD_REQUEST: an argument is refused
     │   ├── OptionError            BAD_OPTION: an option on a service's command line
-    │   └── AssignmentError        BAD_ASSIGNMENT: an assignment that contradicts the node
+    │   ├── AssignmentError        BAD_ASSIGNMENT: an assignment that contradicts the node
+    │   └── ClusterError           CLUSTER: a local cluster cannot start or go on
     ├── ExpiredError               OUT_OF_RANGE, TOKEN_EXPIRED: a token's position is gone
     ├── NotFoundError              NOT_FOUND, NOT_FOUND: no such job, node, file or attempt
     ├── ExistsError                ALREADY_EXISTS, EXISTS: the name is taken
@@ -31,7 +32,6 @@ This module does not import grpc: the agent imports it before it sets what gRPC 
     │   │   └── MissingFileError   MISSING_FILE: a file is gone
     │   └── CodecError             BAD_STORED_VALUE: a value in etcd
     ├── CoverageError              NOT_COVERED: pieces do not cover a tensor
-    ├── ClusterError               CLUSTER: a local cluster cannot start or go on
     ├── TemplateError              TEMPLATE: the template process failed
     └── DeviceQueryError           DEVICE_QUERY: the devices cannot be listed
 
@@ -230,8 +230,8 @@ class CoverageError(ServiceError):
     default_reason = "NOT_COVERED"
 
 
-class ClusterError(ServiceError):
-    """A local cluster cannot start or go on."""
+class ClusterError(RequestError):
+    """A local cluster cannot start or go on in this environment."""
 
     default_reason = "CLUSTER"
 
@@ -248,9 +248,10 @@ class DeviceQueryError(ServiceError):
     default_reason = "DEVICE_QUERY"
 
 
-def invalid(field: str, problem: str) -> RequestError:
+def invalid(field: str, problem: str, remedy: str) -> RequestError:
     """The refusal of one field of a request."""
-    return RequestError(f"{field}: {problem}", fields=[(field, problem)])
+    description = _description(problem, remedy)
+    return RequestError(f"{field}: {description}", fields=[(field, description)])
 
 
 def on_the_wire(error: Exception) -> ServiceError:
@@ -258,6 +259,11 @@ def on_the_wire(error: Exception) -> ServiceError:
     if isinstance(error, ServiceError):
         return error
     if isinstance(error, JobError):
-        fields = [(p.field, f"{p.problem}; {p.remedy}") for p in error.problems]
+        fields = [(p.field, _description(p.problem, p.remedy)) for p in error.problems]
         return RequestError(str(error), reason="BAD_JOB_SPEC", fields=fields)
     return ServiceError("internal error; see the service's log")
+
+
+def _description(problem: str, remedy: str) -> str:
+    """How BadRequest describes a refused field: a client takes what follows "; " as the remedy."""
+    return f"{problem.replace('; ', ', ')}; {remedy}"

@@ -17,9 +17,9 @@ from prometheus_client import CollectorRegistry, Info, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from megascale_common.node.files import replace_file
 from megascale_common.service import logs
 from megascale_common.service.build import build_version
+from megascale_common.service.start import require_bindable, write_address
 
 PATH = "/metrics"
 MAX_REQUEST_BYTES = 8192
@@ -63,9 +63,10 @@ class MetricsServer:
         ``address_file`` gets the same address.
 
         Raises:
-            OSError: the address is taken or not of this host.
+            OptionError: the address is taken or not of this host, or the file cannot be written.
         """
-        host, _, port = bind_option(bind).rpartition(":")
+        require_bindable("--metrics-bind", bind)
+        host, _, port = bind.rpartition(":")
         self._server = await asyncio.start_server(
             self._serve,
             host.strip("[]"),
@@ -75,7 +76,7 @@ class MetricsServer:
         )
         address = f"{host}:{self._server.sockets[0].getsockname()[1]}"
         if address_file is not None:
-            replace_file(address_file, address + "\n")
+            write_address("--metrics-address-file", address_file, address)
         _log.info("metrics are served", url=f"http://{address}{PATH}")
         return address
 

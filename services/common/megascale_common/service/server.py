@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from megascale_common.service.channel import MAX_MESSAGE_BYTES
-from megascale_common.service.errors import UnauthenticatedError
+from megascale_common.service.errors import OptionError, UnauthenticatedError
+from megascale_common.service.start import require_bindable
 from megascale_common.service.status import abort
 from megascale_common.service.token import HEADER, bearer, check_token
 
@@ -118,17 +120,22 @@ class RpcServer:
         The process ("") is SERVING from now on; ``serving`` sets the health of the services.
 
         Raises:
-            ValueError: a non-loopback address without TLS.
-            OSError: the address is taken or not of this host.
+            OptionError: a non-loopback address without TLS, files of TLS that cannot be used, or an
+                address that is taken or not of this host.
         """
         host, _, _ = bind.rpartition(":")
-        if self._tls is None:
+        if self._tls is None and host:
             _require_loopback(host)
-            port = self.server.add_insecure_port(bind)
-        else:
-            port = self.server.add_secure_port(bind, _credentials(self._tls))
+        require_bindable("--bind", bind)
+        try:
+            if self._tls is None:
+                port = self.server.add_insecure_port(bind)
+            else:
+                port = self.server.add_secure_port(bind, _credentials(self._tls))
+        except RuntimeError:  # newer releases of gRPC raise it where older ones return 0
+            port = 0
         if port == 0:
-            raise OSError(f"cannot listen on {bind}: the address is taken or not of this host")
+            raise OptionError(f"--bind: cannot listen on {bind}: choose another port or address")
         names = [*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME]
         reflection.enable_server_reflection(names, self.server)
         for name in ("", *service_names):
@@ -156,13 +163,30 @@ def _require_loopback(host: str) -> None:
     except ValueError:
         loopback = False
     if not loopback:
-        raise ValueError(
+        raise OptionError(
             f"refusing to listen on {host} without TLS: bind to 127.0.0.1, or give --tls-key and "
             "--tls-certificate"
         )
 
 
 def _credentials(tls: Tls) -> grpc.ServerCredentials:
+    """The files as gRPC takes them; it would report files that do not fit as a port in use."""
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(tls.certificate, tls.key)
+        if tls.client_ca is not None:
+            context.load_verify_locations(tls.client_ca)
+    except ssl.SSLError as error:
+        raise OptionError(
+            f"--tls-key {tls.key}, --tls-certificate {tls.certificate}: "
+            f"{error.reason or 'not PEM'}: give a key and its certificate as PEM files"
+        ) from None
+    except OSError as error:
+        files = ", ".join(str(path) for path in (tls.key, tls.certificate, tls.client_ca) if path)
+        raise OptionError(
+            f"--tls-key, --tls-certificate: one of {files} cannot be read ({error.strerror}): "
+            "give PEM files that this user may read"
+        ) from None
     pair = (tls.key.read_bytes(), tls.certificate.read_bytes())
     if tls.client_ca is None:
         return grpc.ssl_server_credentials([pair])

@@ -98,13 +98,15 @@ class Kept:
     """What an operator keeps of each token for backward: ``elements``, split over tp.
 
     ``recomputed``: dropped by recompute: selective. ``torch_only``: kept by torch's own operators
-    and by no fused kernel. ``float32``: in float32 whatever the compute dtype is.
+    and by no fused kernel. ``float32``: in float32 whatever the compute dtype is. ``fp8``: in one
+    byte where the layer's GEMMs are in FP8.
     """
 
     elements: Extent
     recomputed: bool = False
     torch_only: bool = False
     float32: bool = False
+    fp8: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +213,8 @@ def _sub_block(
             out_of.append(Tensor(part.name, "bias", (bias,)))
     # Each GEMM keeps its input: the gathered sequence, and the columns of attention and FFN. The
     # result of the first is the input of ``inner``.
-    gathered, results = Kept(hidden), (Kept(part.rows) for part in inputs)
-    columns = tuple(Kept(part.rows) for part in outputs)
+    gathered, results = Kept(hidden, fp8=True), (Kept(part.rows) for part in inputs)
+    columns = tuple(Kept(part.rows, fp8=True) for part in outputs)
     return (
         _norm(model, f"{kind}norm"),
         Operator(tuple(into), (gathered, *results), gemm=True),

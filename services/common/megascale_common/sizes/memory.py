@@ -1,7 +1,8 @@
 """An estimate of the device memory of one rank, from the job alone.
 
 Parameters, gradients and optimizer states are exact: they are the flat buffers of the parameter
-table. Activations are a count of what the operators keep for backward. Peer memory (``overlap.tp``)
+table, and in FP8 also the two copies of each matrix. Activations are a count of what the operators
+keep for backward. Peer memory (``overlap.tp``)
 is taken from the device outside torch's allocator, so that ``torch.cuda.max_memory_allocated`` does
 not count it. Left out are the allocator's fragmentation, workspaces of libraries, communicators'
 buffers and the device context: expect the device to report more. Left out too are dense attention
@@ -14,6 +15,7 @@ are chosen by the device (``auto``) count as fused.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -22,7 +24,8 @@ from megascale_common.sizes.block import Extent, Kept, head_unit, layer_unit
 from megascale_common.sizes.parameter_slices import ParameterTable
 from megascale_common.sizes.parameter_table import DEFAULT_STATES, STATE_BYTES, parameter_table
 
-_PARAMETER_BYTES = {"fp32": 4, "bf16": 2}
+_PARAMETER_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}
+_FP8_COPIES = 2  # of a weight in FP8: as it is stored, and transposed; one byte a value each
 _FLOAT32_BYTES = 4
 # of megascale_kernels.overlap.collective_matmul.region_bytes
 _PEER_SLOTS, _PEER_ALIGNMENT_BYTES = 2, 256
@@ -54,13 +57,18 @@ def rank_memory(config: JobConfig, rank: int) -> RankMemory:
     """
     table = parameter_table(config, rank)
     elements = sum(plan.elements for plan in table.buffers)
-    kept = _alive_layers(config, table) * _layer_bytes(config, config.parallelism.recompute)
+    recompute = config.parallelism.recompute
+    kept = sum(
+        number * _layer_bytes(config, recompute, fp8=fp8)
+        for fp8, number in _alive_layers(config, table).items()
+    )
     if table.chunks[-1].last:
         kept += _head_bytes(config)
-    if config.parallelism.recompute == "full":
-        kept += _layer_bytes(config, "none")  # the layer that backward is computing again
+    if recompute == "full":  # the layer that backward is computing again
+        kept += _layer_bytes(config, "none", fp8=bool(config.fp8_layers))
     return RankMemory(
-        parameters_bytes=elements * _PARAMETER_BYTES[config.training.precision],
+        parameters_bytes=elements * _PARAMETER_BYTES[config.training.precision]
+        + _FP8_COPIES * _fp8_elements(config, table),
         gradients_bytes=elements * _FLOAT32_BYTES,
         optimizer_bytes=table.shard_elements * STATE_BYTES * len(DEFAULT_STATES),
         activations_bytes=kept,
@@ -77,8 +85,17 @@ def largest_rank_memory(config: JobConfig) -> RankMemory:
     )
 
 
-def _alive_layers(config: JobConfig, table: ParameterTable) -> int:
+def _fp8_elements(config: JobConfig, table: ParameterTable) -> int:
+    """Values of this rank's weights that are multiplied in FP8."""
+    prefixes = tuple(f"layers.{index}." for index in config.fp8_layers)
+    matrices = (tensor for tensor in table.tensors if len(tensor.shape) > 1)
+    return sum(math.prod(tensor.shape) for tensor in matrices if tensor.name.startswith(prefixes))
+
+
+def _alive_layers(config: JobConfig, table: ParameterTable) -> Counter[bool]:
     """Layers times micro-batches whose activations are alive at the end of the warm-up.
+
+    Those in FP8 and the others.
 
     1F1B: pp - stage micro-batches. Interleaved: the first 2 (pp - stage - 1) + (chunks - 1) pp + 1
     forwards, which visit the chunks in turn, pp micro-batches each (arXiv 2104.04473, section 2.2).
@@ -87,30 +104,37 @@ def _alive_layers(config: JobConfig, table: ParameterTable) -> int:
     after = pp - table.at.pp - 1
     alive = after + 1 if len(chunks) == 1 else 2 * after + (len(chunks) - 1) * pp + 1
     alive = min(alive, config.micro_batches * len(chunks))
-    return sum(len(chunks[forward // pp % len(chunks)].layers) for forward in range(alive))
+    return Counter(
+        index in config.fp8_layers
+        for forward in range(alive)
+        for index in chunks[forward // pp % len(chunks)].layers
+    )
 
 
-def _layer_bytes(config: JobConfig, recompute: Recompute) -> int:
+def _layer_bytes(config: JobConfig, recompute: Recompute, *, fp8: bool) -> int:
     """What one layer keeps of one micro-batch; with full recompute its input alone."""
     if recompute == "full":
-        return _kept_bytes(config, [Kept(Extent(config.model.hidden_size, "even"))])
+        return _kept_bytes(config, [Kept(Extent(config.model.hidden_size, "even"))], fp8=fp8)
     keeps = [kept for operator in layer_unit(config.model) for kept in operator.keeps]
     if recompute == "selective":
         keeps = [kept for kept in keeps if not kept.recomputed]
-    return _kept_bytes(config, keeps)
+    return _kept_bytes(config, keeps, fp8=fp8)
 
 
 def _head_bytes(config: JobConfig) -> int:
     """What the head needs of the one micro-batch in it."""
-    return _kept_bytes(config, [kept for part in head_unit(config.model) for kept in part.keeps])
+    keeps = [kept for part in head_unit(config.model) for kept in part.keeps]
+    return _kept_bytes(config, keeps, fp8=False)
 
 
-def _kept_bytes(config: JobConfig, keeps: Iterable[Kept]) -> int:
+def _kept_bytes(config: JobConfig, keeps: Iterable[Kept], *, fp8: bool) -> int:
     tokens = config.training.micro_batch_size * config.model.sequence_length
     tp, plain = config.parallelism.tp, config.training.kernels == "torch"
     size = _PARAMETER_BYTES[config.training.precision]
     return sum(
-        tokens * kept.elements.local(tp) * (_FLOAT32_BYTES if kept.float32 else size)
+        tokens
+        * kept.elements.local(tp)
+        * (1 if fp8 and kept.fp8 else _FLOAT32_BYTES if kept.float32 else size)
         for kept in keeps
         if plain or not kept.torch_only
     )

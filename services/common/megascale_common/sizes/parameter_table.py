@@ -208,48 +208,49 @@ def _check(config: JobConfig) -> None:
     problems = [
         (
             sizes.cp > 1 or sizes.ep > 1,
-            "parallelism.cp and parallelism.ep must be 1: not built yet",
+            "trainer.parallelism.cp and trainer.parallelism.ep must be 1: not built yet",
         ),
         (
             sizes.virtual_stages > 1 and sizes.pp == 1,
-            "parallelism.virtual_stages must be 1 where parallelism.pp is 1",
+            "trainer.parallelism.virtual_stages must be 1 where trainer.parallelism.pp is 1",
         ),
         (
             model.tie_embeddings,
-            "model.tie_embeddings must be false: tied embeddings are not built yet",
+            "trainer.model.tie_embeddings must be false: tied embeddings are not built yet",
         ),
         (
             model.hidden_size % model.heads != 0,
-            "model.hidden_size must be a multiple of model.heads",
+            "trainer.model.hidden_size must be a multiple of trainer.model.heads",
         ),
         (
             model.heads % model.key_value_heads != 0,
-            "model.heads must be a multiple of model.kv_heads",
+            "trainer.model.heads must be a multiple of trainer.model.kv_heads",
         ),
         (
             model.heads % sizes.tp != 0,
-            f"model.heads={model.heads} must be a multiple of parallelism.tp={sizes.tp}",
+            f"trainer.model.heads={model.heads} must be a multiple of "
+            f"trainer.parallelism.tp={sizes.tp}",
         ),
         (
             model.key_value_heads % sizes.tp != 0,
-            f"model.kv_heads={model.key_value_heads} must be a multiple of "
-            f"parallelism.tp={sizes.tp}",
+            f"trainer.model.kv_heads={model.key_value_heads} must be a multiple of "
+            f"trainer.parallelism.tp={sizes.tp}",
         ),
         (
             model.sequence_length % sizes.tp != 0,
-            f"model.sequence_length={model.sequence_length} must be a multiple of "
-            f"parallelism.tp={sizes.tp}",
+            f"trainer.model.sequence_length={model.sequence_length} must be a multiple of "
+            f"trainer.parallelism.tp={sizes.tp}",
         ),
         (
             not sizes.stage_layers and model.layers < stages,
-            f"model.layers={model.layers} is too few for parallelism.pp * virtual_stages = "
-            f"{stages}: a virtual stage needs a layer",
+            f"trainer.model.layers={model.layers} is too few for "
+            f"trainer.parallelism.pp * virtual_stages = {stages}: a virtual stage needs a layer",
         ),
         (
             bool(sizes.stage_layers)
             and (len(sizes.stage_layers) != stages or sum(sizes.stage_layers) != model.layers),
-            f"parallelism.stage_layers must list {stages} numbers that add up to "
-            f"model.layers={model.layers}",
+            f"trainer.parallelism.stage_layers must list {stages} numbers that add up to "
+            f"trainer.model.layers={model.layers}",
         ),
     ]
     for wrong, message in problems:

@@ -41,7 +41,11 @@ def plan_job(
     try:
         memory = [rank_memory(config, rank) for rank in config.layout.group_of(0, ("pp",))]
         plan |= _model(config) | _batch(config)
-    except (ValueError, ArithmeticError) as error:  # impossible sizes; the problems name them
+    except (
+        ValueError,
+        ArithmeticError,
+        IndexError,
+    ) as error:  # impossible sizes; the problems name them
         problems = problems or [
             JobProblem("trainer", str(error), "change the sizes that are named")
         ]
@@ -101,7 +105,7 @@ def _nodes(config: JobConfig, devices_per_node: int) -> tuple[dict[str, Any], li
             f"a tensor-parallel group of {tp} does not fit on a node of {devices_per_node} devices"
         )
         remedy = f"use a tp of at most {devices_per_node}, or larger nodes (--devices-per-node)"
-        return base, [JobProblem("parallelism.tp", problem, remedy)]
+        return base, [JobProblem("trainer.parallelism.tp", problem, remedy)]
     nodes = -(-world_size // per_node)
     spares = config.recovery.spare_nodes
     return {**base, "nodes": nodes, "spare_nodes": spares, "nodes_wanted": nodes + spares}, []
@@ -135,4 +139,4 @@ def _too_large(
         if config.training.micro_batch_size == 1
         else "raise tp or pp, lower micro_batch_size"
     )
-    return [JobProblem("parallelism", problem, f"{smaller}, or recompute activations")]
+    return [JobProblem("trainer.parallelism", problem, f"{smaller}, or recompute activations")]

@@ -15,7 +15,9 @@ from rich.markup import escape
 
 from megascale_common.job.names import is_dns_label
 from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
+from megascale_driver.commands.node import reporter, run_node
 from megascale_driver.platform.devices import choose_device, count_gpus
+from megascale_driver.platform.joining import RunningCluster
 from megascale_driver.platform.local import LocalCluster, LocalOptions
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
@@ -26,7 +28,7 @@ _SENTENCES = {
     "driver_ready": "driver serves at {address}",
     "node_alive": "node {node} is alive",
     "node_exited": "[red]node {node} ended[/red] (status {exit_status}) and is not restarted; "
-    "its job takes a spare",
+    "its job takes a spare. Start it again with `megascale node start {node}`",
     "driver_exited": "[yellow]driver ended[/yellow]; "
     "restart {restart} of at most {restarts_allowed}",
     "etcd_exited": "[yellow]etcd ended[/yellow]; restart {restart} of at most {restarts_allowed}",
@@ -44,51 +46,74 @@ _SENTENCES = {
 }
 
 
+Nodes = Annotated[int, typer.Option(min=1, max=256, help="Number of nodes, named n1 to nN.")]
+DevicesPerNode = Annotated[
+    int, typer.Option(min=1, max=64, help="Devices of each node; on CPU, ranks.")
+]
+Device = Annotated[
+    Literal["auto", "cpu", "cuda"], typer.Option(help="auto: GPUs if there are enough, else CPU.")
+]
+RunFolder = Annotated[Path, typer.Option(help="Folder for state, logs and the token.")]
+ClusterName = Annotated[str, typer.Option(help="Name of the cluster.")]
+NodesPerSwitch = Annotated[
+    int, typer.Option(min=1, help="Nodes that share a topology label `switch`.")
+]
+EtcdEndpoints = Annotated[
+    str, typer.Option(help="host:port[,...] of a running etcd; default: start one.")
+]
+HeartbeatInterval = Annotated[
+    float, typer.Option(min=0.1, max=60, help="Time between the heartbeats of a node.")
+]
+HangFloor = Annotated[
+    float, typer.Option(min=1, help="A step counts as hung after this time at the earliest.")
+]
+AddNode = Annotated[
+    bool,
+    typer.Option(
+        "--add-node",
+        help="Add one more node to the cluster that runs in --run-folder, under the next name, "
+        "as `megascale node start` does.",
+    ),
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print what would be started, start nothing.")
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object per line.")]
+
+
 @app.command()
 def up(
-    nodes: Annotated[
-        int, typer.Option(min=1, max=256, help="Number of nodes, named n1 to nN.")
-    ] = 3,
-    devices_per_node: Annotated[
-        int, typer.Option(min=1, max=64, help="Devices of each node; on CPU, ranks.")
-    ] = 4,
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"],
-        typer.Option(help="auto: GPUs if there are enough, else CPU."),
-    ] = "auto",
-    run_folder: Annotated[Path, typer.Option(help="Folder for state, logs and the token.")] = Path(
-        "runs/local"
-    ),
-    cluster: Annotated[str, typer.Option(help="Name of the cluster.")] = "local",
-    nodes_per_switch: Annotated[
-        int, typer.Option(min=1, help="Nodes that share a topology label `switch`.")
-    ] = 4,
-    etcd_endpoints: Annotated[
-        str, typer.Option(help="host:port[,...] of a running etcd; default: start one.")
-    ] = "",
-    heartbeat_interval_s: Annotated[
-        float, typer.Option(min=0.1, max=60, help="Time between the heartbeats of a node.")
-    ] = 5.0,
-    hang_floor_s: Annotated[
-        float,
-        typer.Option(min=1, help="A step counts as hung after this time at the earliest."),
-    ] = 60.0,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be started, start nothing.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
+    context: typer.Context,
+    nodes: Nodes = 3,
+    devices_per_node: DevicesPerNode = 4,
+    device: Device = "auto",
+    run_folder: RunFolder = Path("runs/local"),
+    cluster: ClusterName = "local",
+    nodes_per_switch: NodesPerSwitch = 4,
+    etcd_endpoints: EtcdEndpoints = "",
+    heartbeat_interval_s: HeartbeatInterval = 5.0,
+    hang_floor_s: HangFloor = 60.0,
+    add_node: AddNode = False,
+    dry_run: DryRun = False,
+    as_json: Json = False,
 ) -> None:
     """Start a whole cluster on this machine, in the foreground.
 
     Starts etcd, a driver and the nodes, each node a process group of its own, and writes pids and
     addresses to up.json in the run folder. A driver or etcd that ends is restarted; a node that
-    ends is reported and not restarted. Ctrl-C (or SIGTERM) stops everything in order; if this
-    process is killed, all of them end with it.
+    ends is reported and not restarted: `megascale node start NAME` does that. Ctrl-C (or SIGTERM)
+    stops everything in order; if this process is killed, all of them end with it.
 
     Example: [bold]megascale up --nodes 3 --devices-per-node 4 --device cpu[/bold]
     """
     if PARENT_PID_VARIABLE in os.environ:  # started by a program and not by a shell: end with it
         arm_parent_death()
+    if add_node:
+        source = context.get_parameter_source("devices_per_node")
+        given = source is not None and source.name != "DEFAULT"
+        running = RunningCluster.find(run_folder)
+        name, devices = running.next_name(), devices_per_node if given else None
+        raise typer.Exit(asyncio.run(run_node(running, name, devices, reporter(as_json))))
     if not is_dns_label(cluster):
         raise typer.BadParameter(
             f"{cluster!r} is not a valid name: use 1 to 63 of a-z, 0-9 and '-'",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from megascale_driver.core import accounting
 from megascale_driver.core.desired import desired_of
 from megascale_driver.core.events import Audit, Effect, Evidence, Outcome, Reason
 from megascale_driver.core.policy import Policy
@@ -56,6 +57,8 @@ class Draft:
             changes.setdefault("timer_s", self.now_s)
             changes["updated_at_s"] = self.now_s
         job = replace(old, **changes)
+        if job.phase is not old.phase:
+            job = replace(job, goodput=accounting.phase_entered(job, self.nodes, self.now_s))
         self.jobs[name] = job
         return job
 

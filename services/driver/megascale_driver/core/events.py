@@ -6,11 +6,13 @@ again as long as the state requires it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from megascale_common.job.config import JobConfig
 from megascale_common.job.restore import RestorePlan
+from megascale_driver.analysis.divergence import Divergence
 from megascale_driver.core.state import Identity, Report
 
 # Every reason of a line of the audit log; docs/operations.md has what to do for each.
@@ -23,13 +25,19 @@ Reason = Literal[
     "ATTEMPT_STARTED",
     "ATTEMPT_STOPPED",
     "WORKER_EXITED",
+    "WORKER_OUT_OF_MEMORY",
     "HANG_SUSPECTED",
+    "LOSS_DIVERGED",
     "SPARE_ASSIGNED",
     "CHECKPOINT_COMMITTED",
     "CHECKPOINT_REFUSED",
+    "CHECKPOINT_FAILED",
+    "CHECKPOINT_SKIPPED",
+    "CHECKPOINT_DAEMON_RESTARTED",
     "PROFILE_REQUESTED",
     "PROFILE_WRITTEN",
     "PROFILE_MISSED",
+    "PROFILE_CANCELLED",
     "CANCEL_REQUESTED",
     "JOB_SUCCEEDED",
     "JOB_FAILED",
@@ -59,12 +67,15 @@ class Tick:
     """Time has passed. ``steps``: (job, attempt, step) of the newest records since the last tick.
 
     ``loop_blocked``: the driver's own event loop stood still, so heartbeats may have been waiting
-    in its sockets and silence is no evidence for a while.
+    in its sockets and silence is no evidence for a while. ``records``: those newest records by job.
+    ``checkpointing_s``: how long snapshots held up the steps since the last tick, by job.
     """
 
     now_s: float
     steps: tuple[tuple[str, int, int], ...] = ()
     loop_blocked: bool = False
+    records: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    checkpointing_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +198,17 @@ class ProfileRequested:
     request: RequestKey | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ProfileCancelRequested:
+    """A client asked to give up the job's profile in progress."""
+
+    now_s: float
+    job: str
+    reason: str
+    actor: str
+    request: RequestKey | None = None
+
+
 Mutation = (
     JobSubmitted
     | CancelRequested
@@ -194,6 +216,7 @@ Mutation = (
     | CordonRequested
     | UncordonRequested
     | ProfileRequested
+    | ProfileCancelRequested
 )
 
 
@@ -214,12 +237,25 @@ class AttemptOpened:
 
 @dataclass(frozen=True, slots=True)
 class OpenFailed:
-    """The committer could not open the attempt."""
+    """The committer could not open the attempt.
+
+    ``refused``: it evaluated the request and refused it, so calling again changes nothing.
+    """
 
     now_s: float
     job: str
     attempt: int
     error: str
+    refused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LossDiverged:
+    """The step records of a job show that it diverges."""
+
+    now_s: float
+    job: str
+    found: Divergence
 
 
 Event = (
@@ -232,6 +268,7 @@ Event = (
     | Mutation
     | AttemptOpened
     | OpenFailed
+    | LossDiverged
 )
 
 

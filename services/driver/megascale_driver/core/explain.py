@@ -1,8 +1,19 @@
-"""Explains in one sentence why a job is where it is, for `megascale explain` and ExplainJob."""
+"""Explains why a job is where it is, for `megascale explain` and ExplainJob.
+
+One sentence; then what happened (the cause), what the system did about it, and what the caller may
+do. The cause is a line of the job's audit log: of all errors of an attempt the one that it was
+stopped for. Faults and decisions come before routine lines.
+"""
 
 from __future__ import annotations
 
-from megascale_driver.core import hang
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from megascale_driver.analysis.progress import suspects
+from megascale_driver.core import hang, recovery
+from megascale_driver.core.events import Audit
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.scheduling import candidate, usable
 from megascale_driver.core.state import (
@@ -14,7 +25,108 @@ from megascale_driver.core.state import (
     Liveness,
     Node,
 )
+from megascale_driver.core.suggestions import Suggestion, holders, suggestions
 from megascale_driver.placement.gang import place
+
+MAX_EVENTS = 5  # of faults and decisions, and again of routine lines
+MAX_ACTIONS = 8
+# What goes wrong or is asked for; the rest of a log is what the system does.
+CAUSES = frozenset(
+    {
+        "WORKER_EXITED",
+        "WORKER_OUT_OF_MEMORY",
+        "HANG_SUSPECTED",
+        "LOSS_DIVERGED",
+        "CHECKPOINT_FAILED",
+        "CHECKPOINT_SKIPPED",
+        "CHECKPOINT_DAEMON_RESTARTED",
+        "NODE_RESTARTED",
+        "NODE_SUSPECT",
+        "NODE_DEAD",
+        "NODE_EVICTED",
+        "CANCEL_REQUESTED",
+    }
+)
+# Troubles that end no attempt, with the line that shows that they are over.
+_PASSING = {
+    "CHECKPOINT_FAILED": "CHECKPOINT_COMMITTED",
+    "CHECKPOINT_SKIPPED": "CHECKPOINT_COMMITTED",
+    "LOSS_DIVERGED": "ATTEMPT_STARTED",
+}
+# Lines of every healthy job. Some of them show what the system did after a fault.
+ROUTINE = frozenset(
+    {
+        "SUBMITTED",
+        "PLACED",
+        "ATTEMPT_PREPARING",
+        "ATTEMPT_OPENED",
+        "ATTEMPT_STARTED",
+        "CHECKPOINT_COMMITTED",
+        "PROFILE_REQUESTED",
+        "PROFILE_WRITTEN",
+        "PROFILE_MISSED",
+        "PROFILE_CANCELLED",
+        "JOB_SUCCEEDED",
+    }
+)
+_NO_ACTIONS = frozenset(
+    {"SUBMITTED", "ATTEMPT_PREPARING", "CHECKPOINT_COMMITTED", "JOB_SUCCEEDED"}
+) | {reason for reason in ROUTINE if reason.startswith("PROFILE_")}
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a job is where it is. ``cause`` is None where nothing happened to it.
+
+    ``actions``: what the system did about the cause, oldest first. ``events``: newest first, faults
+    and decisions before routine lines.
+    """
+
+    sentence: str
+    cause: Audit | None
+    actions: tuple[Audit, ...]
+    events: tuple[Audit, ...]
+    suggestions: tuple[Suggestion, ...]
+
+    @property
+    def text(self) -> str:
+        """All of it but the events, as lines for a terminal; times are in UTC (Z)."""
+        lines = [self.sentence]
+        if self.cause is not None:
+            lines += ["", "what happened", f"  {_line(self.cause)}"]
+        if self.actions:
+            lines += ["", "what the system did", *(f"  {_line(line)}" for line in self.actions)]
+        if self.suggestions:
+            lines += ["", "what you may do"]
+            for suggestion in self.suggestions:
+                lines += [f"  {suggestion.text}:", f"    {suggestion.command}"]
+        return "\n".join(lines)
+
+
+def explanation(
+    state: Cluster, name: str, log: Sequence[Audit], now_s: float, policy: Policy
+) -> Explanation:
+    """Everything about job ``name``, which must exist; ``log``: its audit lines, oldest first."""
+    job = state.jobs[name]
+    cause = _cause(job, log)
+    actions = [
+        line
+        for line in log
+        if cause is not None
+        and line.seq > cause.seq >= 1
+        and line.reason not in _NO_ACTIONS
+        and not _symptom(line)
+    ]
+    newest_first = list(reversed(log))
+    notable = [line for line in newest_first if line.reason not in ROUTINE]
+    routine = [line for line in newest_first if line.reason in ROUTINE]
+    return Explanation(
+        sentence=explain(state, name, now_s, policy),
+        cause=cause,
+        actions=tuple(actions[:MAX_ACTIONS]),
+        events=(*notable[:MAX_EVENTS], *routine[:MAX_EVENTS]),
+        suggestions=suggestions(state, job, cause, _held_up_by(state, job, now_s, policy)),
+    )
 
 
 def explain(state: Cluster, name: str, now_s: float, policy: Policy) -> str:
@@ -57,18 +169,7 @@ def needs(job: Job, nodes: list[Node]) -> str:
 def _waiting(state: Cluster, job: Job) -> str:
     """What the job needs, what is idle, and why each other node cannot be used."""
     nodes = list(state.nodes.values())
-    taken = {
-        slot.node: other.name
-        for other in state.jobs.values()
-        if other.active
-        for slot in other.slots
-    }
-    reserved = {
-        spare: other.name
-        for other in state.jobs.values()
-        if other.name != job.name
-        for spare in other.spares
-    }
+    taken, reserved = holders(state, job)
     idle = [n for n in nodes if usable(n) and n.name not in taken and n.name not in reserved]
     count = len(idle)
     parts = [
@@ -115,3 +216,78 @@ def _laggards(state: Cluster, job: Job) -> str:
     if not waiting:
         return "all nodes are ready, the checkpoint daemon is opening the attempt"
     return f"waiting for {', '.join(waiting)}"
+
+
+def _cause(job: Job, log: Sequence[Audit]) -> Audit | None:
+    """What brought the job where it is; None while nothing has happened to it."""
+    cancelled = JobPhase.CANCELLED in (job.phase, job.after_stop)
+    if cancelled and (job.terminal or job.phase is JobPhase.STOPPING):
+        return _newest(log, ("CANCEL_REQUESTED",))
+    if job.phase is JobPhase.STOPPING:
+        return _cause_of_stop(job, log)
+    passing = _passing(log)
+    if passing is not None or job.phase is JobPhase.SUCCEEDED:
+        return passing
+    stopped = _newest(log, ("ATTEMPT_STOPPED",))
+    if stopped is None:
+        return _newest(log, ("JOB_FAILED",))
+    before = [line for line in log if line.seq < stopped.seq and line.attempt == stopped.attempt]
+    why = stopped.message.removeprefix(f"attempt {stopped.attempt} has stopped: ")
+    return _stopped_for(before, why) or stopped
+
+
+def _cause_of_stop(job: Job, log: Sequence[Audit]) -> Audit | None:
+    """The line of the fault that the attempt is being stopped for, or the fault itself."""
+    lines = [line for line in log if line.attempt == job.attempt]
+    fault = recovery.culprit(job.faults)
+    found = _stopped_for(lines, fault.message if fault is not None else job.stop_reason)
+    if found is not None or fault is None:
+        return found
+    # A missed deadline, for example, has no line of its own: the line of the stop will name it.
+    subject = f"nodes/{fault.node}" if fault.node else f"jobs/{job.name}"
+    return Audit(
+        job.name, 0, fault.at_s, "driver", subject, fault.kind, fault.message, attempt=job.attempt
+    )
+
+
+def _stopped_for(lines: Iterable[Audit], why: str) -> Audit | None:
+    """The first line that has the reason of a stop, or is part of it."""
+    return next(
+        (
+            line
+            for line in lines
+            if line.reason in CAUSES and (line.message in why or why in line.message)
+        ),
+        None,
+    )
+
+
+def _passing(log: Sequence[Audit]) -> Audit | None:
+    """The newest trouble that ends no attempt, unless a later line shows that it is over."""
+    over: set[str] = set()
+    for line in reversed(log):
+        if line.reason in _PASSING and _PASSING[line.reason] not in over:
+            return line
+        over.add(line.reason)
+    return None
+
+
+def _newest(log: Sequence[Audit], reasons: tuple[str, ...]) -> Audit | None:
+    return next((line for line in reversed(log) if line.reason in reasons), None)
+
+
+def _held_up_by(state: Cluster, job: Job, now_s: float, policy: Policy) -> int | None:
+    """The rank that holds a job which stands still up: rank 0 if none can be named."""
+    if not hang.stands_still(job, now_s, policy):
+        return None
+    found = hang.observed(state.nodes, job, policy)
+    return suspects(found.ranks, job.config.layout)[0].rank if found is not None else 0
+
+
+def _symptom(line: Audit) -> bool:
+    return line.reason.startswith("WORKER_")
+
+
+def _line(line: Audit) -> str:
+    when = datetime.fromtimestamp(line.at_s, UTC).strftime("%H:%M:%SZ")
+    return f"{when} {line.reason} {line.message}"

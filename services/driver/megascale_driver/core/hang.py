@@ -91,14 +91,20 @@ def describe(nodes: Mapping[str, Node], job: Job, now_s: float, policy: Policy) 
 
     Empty while the job keeps its pace.
     """
-    still_s = now_s - _since_s(job)
-    if still_s < max(policy.suspect_after_s, policy.still_intervals * p99(job.step_times)):
+    if not stands_still(job, now_s, policy):
         return ""
+    still_s = now_s - _since_s(job)
     text = f"no rank has completed a step for {still_s:.0f} s"
     found = observed(nodes, job, policy)
     if found is None:
         return f"{text}; not all of its nodes report the status of their ranks"
     return f"{text} (limit {found.limit_s:.0f} s); {suspects(found.ranks, job.config.layout)[0]}"
+
+
+def stands_still(job: Job, now_s: float, policy: Policy) -> bool:
+    """Whether a running job has completed no step for much longer than its pace."""
+    limit_s = max(policy.suspect_after_s, policy.still_intervals * p99(job.step_times))
+    return job.phase is JobPhase.RUNNING and now_s - _since_s(job) >= limit_s
 
 
 def _since_s(job: Job) -> float:

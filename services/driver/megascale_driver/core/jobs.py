@@ -16,11 +16,11 @@ is idle, is dead, or has been given up.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from megascale_common.job.restore import RestorePlan, RestoreSource
-from megascale_driver.analysis.progress import add_step_time
-from megascale_driver.core import hang, profiles, recovery
+from megascale_driver.core import accounting, goodput, hang, job_faults, profiles, recovery, saving
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import (
     AttemptOpened,
@@ -55,7 +55,7 @@ def submit(draft: Draft, event: JobSubmitted) -> None:
         return
     draft.jobs[name] = Job(
         name, event.config, created_at_s=draft.now_s, updated_at_s=draft.now_s, timer_s=draft.now_s,
-        reason="waiting for nodes",
+        reason="waiting for nodes", goodput=goodput.submitted(draft.now_s),
     )  # fmt: skip
     draft.log(
         "SUBMITTED",
@@ -78,7 +78,7 @@ def cancel(draft: Draft, event: CancelRequested) -> None:
     )  # fmt: skip
     why = f"cancelled by {event.actor}: {event.reason}"
     if job.active:
-        _stop(draft, draft.jobs[job.name], JobPhase.CANCELLED, why)
+        stop(draft, draft.jobs[job.name], JobPhase.CANCELLED, why)
     else:
         _end(draft, draft.jobs[job.name], JobPhase.CANCELLED, why)
 
@@ -102,7 +102,7 @@ def advance(draft: Draft, name: str, reporter: str = "") -> None:
     if not job.faults:
         job = hang.check(draft, _check_deadline(draft, job))
     if job.faults:
-        _stop(draft, job, JobPhase.QUEUED, _why(job))
+        stop(draft, job, JobPhase.QUEUED, _why(job))
     elif job.phase is JobPhase.PREPARING:
         _advance_preparing(draft, job)
     elif job.phase is JobPhase.STARTING:
@@ -134,17 +134,26 @@ def opened(draft: Draft, event: AttemptOpened) -> None:
             Evidence("refused", "commit-log", item[:300]) for item in event.refused[:MAX_REFUSALS]
         ),
     )  # fmt: skip
-    _start(draft, draft.jobs[job.name], event.restore, event.committer_endpoint)
+    end = saving.ending_of_restored(draft, job, event.restore)
+    if end is not None:
+        stop(draft, draft.jobs[job.name], *end)
+    else:
+        _start(draft, draft.jobs[job.name], event.restore, event.committer_endpoint)
 
 
 def open_failed(draft: Draft, event: OpenFailed) -> None:
     """The committer did not open the attempt: call it again a few times, then give it up.
 
-    Calling again is safe even if the failed call has reached the commit log: an attempt is opened
-    there once, and every later call gets the same answer.
+    What it refuses for a job that has not run yet, it would refuse every attempt. Calling again is
+    safe even if the failed call has reached the commit log: an attempt is opened there once, and
+    every later call gets the same answer.
     """
     job = draft.jobs.get(event.job)
     if job is None or job.attempt != event.attempt or job.phase is not JobPhase.PREPARING:
+        return
+    if event.refused and not job_faults.has_run(job):
+        fault = Fault(FaultKind.BAD_JOB, job.slots[0].node, draft.now_s, event.error)
+        draft.job(job.name, faults=(*job.faults, fault))
         return
     failures = job.open_failures + 1
     later_s = draft.now_s + draft.policy.open_retry_s
@@ -155,18 +164,25 @@ def open_failed(draft: Draft, event: OpenFailed) -> None:
         draft.job(job.name, faults=(*job.faults, fault))
 
 
-def steps_seen(draft: Draft, name: str, attempt: int, step: int) -> None:
+def steps_seen(
+    draft: Draft,
+    name: str,
+    attempt: int,
+    step: int,
+    record: Mapping[str, float],
+    checkpointing_s: float,
+) -> None:
     """Take in the newest step record of the current attempt."""
     job = draft.jobs.get(name)
+    if job is not None and 0 < attempt == job.attempt - 1 and job.restore is None:
+        # It arrived after its attempt had ended; the next one has not restored yet.
+        draft.job(name, goodput=goodput.learned(job.goodput, step))
     if job is None or attempt != job.attempt or step <= job.step:
         return
-    interval_s = (
-        (draft.now_s - job.last_step_at_s) / (step - job.step) if job.last_step_at_s else 0.0
-    )
     draft.job(
-        name, step=step, best_step=max(step, job.best_step), last_step_at_s=draft.now_s,
-        step_interval_s=interval_s, step_times=add_step_time(job.step_times, interval_s),
-    )  # fmt: skip
+        name,
+        **accounting.step_changes(job, step, record, checkpointing_s, draft.now_s, draft.policy),
+    )
 
 
 def _advance_preparing(draft: Draft, job: Job) -> None:
@@ -231,7 +247,9 @@ def _advance_running(draft: Draft, job: Job) -> None:
         _report_phase(draft.nodes.get(slot.node), job) is AttemptPhase.FINISHED
         for slot in job.slots
     ):
-        _end(draft, job, JobPhase.SUCCEEDED, f"all {job.config.training.steps} steps are done")
+        end = saving.ending(draft, job)
+        if end is not None:
+            _end(draft, draft.jobs[job.name], *end)
 
 
 def _check_deadline(draft: Draft, job: Job) -> Job:
@@ -260,7 +278,8 @@ def _check_deadline(draft: Draft, job: Job) -> Job:
     return draft.job(job.name, faults=(*job.faults, fault))
 
 
-def _stop(draft: Draft, job: Job, after: JobPhase, why: str) -> None:
+def stop(draft: Draft, job: Job, after: JobPhase, why: str) -> None:
+    """Order the attempt of an active job to stop; the job's phase is ``after`` once it has."""
     if job.phase is JobPhase.STOPPING:
         draft.job(job.name, after_stop=after, stop_reason=why)
     else:
@@ -359,4 +378,7 @@ def restart_timers(draft: Draft) -> None:
     is made again.
     """
     for name, job in list(draft.jobs.items()):
-        draft.jobs[name] = replace(job, timer_s=draft.now_s, open_asked=False, open_since_s=0.0)
+        draft.jobs[name] = replace(
+            job, timer_s=draft.now_s, open_asked=False, open_since_s=0.0,
+            goodput=accounting.adopted(job, draft.now_s),
+        )  # fmt: skip

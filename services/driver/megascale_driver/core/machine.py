@@ -10,7 +10,7 @@ A command can be lost with its driver; a decision that a node has acted upon can
 
 from __future__ import annotations
 
-from megascale_driver.core import breaker, jobs, liveness, nodes, profiles
+from megascale_driver.core import breaker, divergence, jobs, liveness, nodes, profiles
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import (
     AttemptOpened,
@@ -20,12 +20,14 @@ from megascale_driver.core.events import (
     EvictRequested,
     JobSubmitted,
     LeaderStarted,
+    LossDiverged,
     Mutation,
     NodeHello,
     NodeReport,
     OpenFailed,
     Outcome,
     ProbeResult,
+    ProfileCancelRequested,
     ProfileRequested,
     RequestKey,
     StreamReset,
@@ -43,6 +45,7 @@ _MUTATION_KINDS = {
     CordonRequested: "CordonNode",
     UncordonRequested: "UncordonNode",
     ProfileRequested: "ProfileJob",
+    ProfileCancelRequested: "CancelProfile",
 }
 
 
@@ -78,6 +81,8 @@ def _dispatch(draft: Draft, event: Event) -> None:
         jobs.opened(draft, event)
     elif isinstance(event, OpenFailed):
         jobs.open_failed(draft, event)
+    elif isinstance(event, LossDiverged):
+        divergence.diverged(draft, event)
     elif isinstance(event, LeaderStarted):
         _leader_started(draft, event)
     elif isinstance(event, Mutation):
@@ -97,6 +102,9 @@ def _mutate(draft: Draft, event: Mutation) -> None:
     elif isinstance(event, ProfileRequested):
         subject = f"jobs/{event.job}"
         profiles.request(draft, event)
+    elif isinstance(event, ProfileCancelRequested):
+        subject = f"jobs/{event.job}"
+        profiles.cancel(draft, event)
     else:
         subject = f"nodes/{event.node}"
         nodes.set_disposition(draft, event)
@@ -126,7 +134,8 @@ def _tick(draft: Draft, event: Tick) -> None:
         held_until_s = event.now_s + draft.policy.heartbeat_interval_s
         draft.set(silence_hold_until_s=max(held_until_s, draft.cluster("silence_hold_until_s")))
     for name, attempt, number in event.steps:
-        jobs.steps_seen(draft, name, attempt, number)
+        record, held_s = event.records.get(name, {}), event.checkpointing_s.get(name, 0.0)
+        jobs.steps_seen(draft, name, attempt, number, record, held_s)
     breaker.refresh(draft)
     liveness.evaluate_silence(draft)
     oldest_s = event.now_s - draft.policy.request_memory_s

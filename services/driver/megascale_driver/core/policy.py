@@ -35,6 +35,8 @@ class Policy:
     # The rendezvous (120 s) and a large restore from storage.
     start_timeout_s: float = 900.0
     stop_timeout_s: float = 15.0
+    # How long after the end of all workers a node may report the commit that one of them saw.
+    commit_report_s: float = 10.0
     open_attempts: int = 3
     open_retry_s: float = 1.0
     # Worker failures in a row on one node, without progress of the job, after which the job leaves
@@ -52,6 +54,10 @@ class Policy:
     # writing one may take from then on.
     profile_patience_s: float = 60.0
     profile_write_s: float = 600.0
+    # After the time until which a rank may begin: by then the report that it did not must be here.
+    profile_grace_s: float = 30.0
+    # How often a job's steps, last record and goodput are stored while nothing else of it is.
+    mark_interval_s: float = 10.0
     breaker_share: float = 0.02
     breaker_nodes: int = 4
     breaker_window_s: float = 300.0

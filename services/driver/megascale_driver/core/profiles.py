@@ -16,7 +16,7 @@ from pathlib import PurePosixPath
 
 from megascale_common.node.attempt_files import trace_file
 from megascale_driver.core.draft import Draft
-from megascale_driver.core.events import Evidence, ProfileRequested
+from megascale_driver.core.events import Evidence, ProfileCancelRequested, ProfileRequested
 from megascale_driver.core.state import (
     Job,
     JobPhase,
@@ -48,10 +48,29 @@ def request(draft: Draft, event: ProfileRequested) -> None:
         steps = f"{job.profile.first_step} to {job.profile.last_step}"
         draft.refuse(
             "PROFILE_PENDING",
-            f"a profile of steps {steps} is still in progress; ask again after it",
+            f"a profile of steps {steps} is still in progress; ask again after it, or cancel it",
         )
     else:
         _request(draft, job, event)
+
+
+def cancel(draft: Draft, event: ProfileCancelRequested) -> None:
+    """Give up the missing traces; what a rank has begun to trace it still writes, unreported."""
+    job = draft.jobs.get(event.job)
+    if job is None:
+        draft.refuse("JOB_NOT_FOUND")
+        return
+    if job.profile is None or not job.profile.pending:
+        draft.refuse("NO_PROFILE", f"no profile of job {job.name} is in progress")
+        return
+    why = f": {event.reason}" if event.reason else ""
+    missing = _without(draft, job, job.profile, TraceState.SKIPPED, f"cancelled by {event.actor}")
+    draft.log(
+        "PROFILE_CANCELLED",
+        f"{event.actor} cancels the profile of steps {job.profile.first_step} to "
+        f"{job.profile.last_step} on {_names(missing)}{why}",
+        subject=f"jobs/{job.name}", job=job.name, actor=event.actor, attempt=job.attempt,
+    )  # fmt: skip
 
 
 def _request(draft: Draft, job: Job, event: ProfileRequested) -> None:
@@ -151,15 +170,20 @@ def _settle(draft: Draft, job: Job, profile: Profile, trace: Trace, item: TraceR
 
 
 def expire(draft: Draft, job: Job) -> None:
-    """Give up on traces that no node has reported in time."""
+    """Give up on traces that no node has reported in time.
+
+    A rank that has not begun by ``not_after_s`` never begins. It should report so; but its process
+    may stand still, and then no report comes.
+    """
     profile = job.profile
-    if (
-        profile is None
-        or not profile.pending
-        or draft.now_s < profile.not_after_s + draft.policy.profile_write_s
-    ):
+    if profile is None or not profile.pending:
         return
-    _drop(draft, job, profile, TraceState.FAILED, NO_REPORT)
+    overdue_s = draft.now_s - profile.not_after_s
+    if overdue_s >= draft.policy.profile_write_s:
+        _drop(draft, job, profile, TraceState.LOST, NO_REPORT)
+    elif overdue_s >= draft.policy.profile_grace_s and job.step + 1 < profile.first_step:
+        why = f"step {profile.first_step} was not reached in time: step {job.step} is done"
+        _drop(draft, job, profile, TraceState.SKIPPED, why)
 
 
 def attempt_ends(draft: Draft, job: Job) -> None:
@@ -169,12 +193,20 @@ def attempt_ends(draft: Draft, job: Job) -> None:
 
 
 def _drop(draft: Draft, job: Job, profile: Profile, state: TraceState, why: str) -> None:
+    missing = _without(draft, job, profile, state, why)
+    _missed(draft, job, profile, _names(missing), why, "driver")
+
+
+def _without(
+    draft: Draft, job: Job, profile: Profile, state: TraceState, why: str
+) -> tuple[Trace, ...]:
+    """Settle the missing traces as ``state``; returns them."""
     missing = tuple(trace for trace in profile.traces if trace.state is TraceState.PENDING)
     traces = tuple(
         replace(t, state=state, detail=why) if t in missing else t for t in profile.traces
     )
     draft.job(job.name, profile=replace(profile, traces=traces))
-    _missed(draft, job, profile, _names(missing), why, "driver")
+    return missing
 
 
 def _missed(draft: Draft, job: Job, profile: Profile, who: str, why: str, actor: str) -> None:

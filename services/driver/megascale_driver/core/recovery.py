@@ -3,12 +3,13 @@
 When one rank fails, all its peers report errors of their collectives within a second. Those are
 symptoms. The culprit is the earliest explicit failure, or the node that is gone. Reports arrive in
 any order, so faults are collected while the attempt stops, and blame is decided only after every
-node has stopped. A damaged checkpoint blames no node: the step is refused.
+node has stopped. A damaged checkpoint blames no node: the step is refused. Nor does a fault of the
+job itself (:mod:`megascale_driver.core.job_faults`).
 """
 
 from __future__ import annotations
 
-from megascale_driver.core import breaker, nodes
+from megascale_driver.core import breaker, job_faults, nodes
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import Evidence, Reason
 from megascale_driver.core.state import (
@@ -25,9 +26,25 @@ from megascale_driver.core.state import (
 )
 
 SIGNALS = {6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
+MAX_ERROR = 600  # characters of a worker's error that a message shows
 MEMORY_ROOM = "memory_room"  # the self-check that is about the job's sizes, not about the node
 # Faults that the job has no part in: they do not count against its restart budgets.
 FREE_OF_CHARGE = frozenset({FaultKind.NODE_EVICTED})
+# Error kinds of a worker that explain the failures of all others, the gravest first.
+_EXPLAINING = {
+    "BAD_JOB": FaultKind.BAD_JOB,
+    "CHECKPOINT_CORRUPT": FaultKind.CHECKPOINT_CORRUPT,
+    "OUT_OF_MEMORY": FaultKind.OUT_OF_MEMORY,
+}
+_LESS_MEMORY = (
+    "use less memory per rank (trainer.parallelism.recompute: full, a smaller "
+    "trainer.training.micro_batch_size, a larger tp or pp) or give the node more"
+)
+# What counts against a node; BAD_JOB only where the job ran before, as with a mount that is gone.
+_BLAMED = frozenset(
+    {FaultKind.WORKER_EXITED, FaultKind.BAD_JOB, FaultKind.DEADLINE, FaultKind.HANG}
+)
+_OF_WORKERS = frozenset({FaultKind.WORKER_EXITED, FaultKind.WORKER_SYMPTOM, *_EXPLAINING.values()})
 
 
 def observe(draft: Draft, job: Job, node: str = "") -> Job:
@@ -53,15 +70,18 @@ def settle(draft: Draft, job: Job) -> Job:
     Sets ``after_stop`` to FAILED when a restart budget is spent.
     """
     faults = job.faults
+    if (final := job_faults.never_runs(job, faults)) is not None:
+        return job_faults.end(draft, job, final.message)
     job = _charge(draft, job)
     # A damaged checkpoint, or a job that does not fit, explains all other failures of the attempt:
     # then no worker failure is counted against its node.
     if any(f.kind is FaultKind.CHECKPOINT_CORRUPT for f in faults):
         job = _refuse_checkpoint(draft, job)
     elif any(f.kind is FaultKind.JOB_TOO_BIG for f in faults):
-        _decide_on_size(draft, job)
+        job_faults.decide_on_size(draft, job)
     else:
         _blame(draft, job)
+    job_faults.decide_on_memory(draft, draft.jobs[job.name])
     return _check_budgets(draft, draft.jobs[job.name])
 
 
@@ -114,24 +134,29 @@ def _worker_fault(
     # A worker that ended with status 0 before its last step has an error kind, too.
     bad = (w for w in workers if w.exited and (w.exit_status != 0 or w.error_kind))
     ended = sorted(bad, key=lambda w: (_secondary(w), w.exited_at_s, w.rank))
-    corrupt = next((w for w in workers if w.error_kind == "CHECKPOINT_CORRUPT"), None)
-    first = corrupt or (ended[0] if ended else None)
+    explaining = [w for kind in _EXPLAINING for w in workers if w.error_kind == kind]
+    first = next(iter([*explaining, *ended]), None)
     if first is None:
         message = f"node {node.name}: {failure or 'the attempt failed, no reason was reported'}"
         return Fault(FaultKind.WORKER_EXITED, node.name, now_s, message)
-    kind = FaultKind.WORKER_EXITED
-    if corrupt is not None:
-        kind = FaultKind.CHECKPOINT_CORRUPT
-    elif _secondary(first):
+    kind = _EXPLAINING.get(first.error_kind, FaultKind.WORKER_EXITED)
+    if _secondary(first):
         kind = FaultKind.WORKER_SYMPTOM
-    how = f"ended with status {first.exit_status}"
-    if first.exit_status < 0:
-        how = f"was killed by {SIGNALS.get(-first.exit_status, f'signal {-first.exit_status}')}"
-    last_line = first.error.strip().splitlines()[-1][:300] if first.error.strip() else ""
-    message = f"rank {first.rank} on node {node.name} {how}" + (
-        f": {last_line}" if last_line else ""
-    )
+    message = f"rank {first.rank} on node {node.name} {_how(first)}"
     return Fault(kind, node.name, first.exited_at_s or now_s, message, first.rank)
+
+
+def _how(worker: WorkerReport) -> str:
+    """How the worker ended, with the last line of its error."""
+    last_line = worker.error.strip().splitlines()[-1][:MAX_ERROR] if worker.error.strip() else ""
+    if worker.error_kind == "BAD_JOB" and last_line:
+        return f"cannot run the job: {last_line}"
+    if worker.error_kind == "OUT_OF_MEMORY":
+        return f"ran out of memory: {last_line or 'no details'}; {_LESS_MEMORY}"
+    how = f"ended with status {worker.exit_status}"
+    if worker.exit_status < 0:
+        how = f"was killed by {SIGNALS.get(-worker.exit_status, f'signal {-worker.exit_status}')}"
+    return f"{how}: {last_line}" if last_line else how
 
 
 def _secondary(worker: WorkerReport) -> bool:
@@ -159,25 +184,31 @@ def _announce(draft: Draft, job: Job, fault: Fault) -> None:
     elif fault.kind is FaultKind.CHECK_FAILED and breaker.allows(draft, fault.node):
         nodes.quarantine(draft, fault.node, fault.message, policy=nodes.SELF_CHECK)
     elif fault.kind is FaultKind.CHECK_FAILED:
-        _leave(
+        job_faults.leave(
             draft,
             job,
             fault,
             "self-check",
             "too many nodes were evicted recently: only this job leaves the node",
         )
-    elif fault.kind in (
-        FaultKind.WORKER_EXITED,
-        FaultKind.WORKER_SYMPTOM,
-        FaultKind.CHECKPOINT_CORRUPT,
-    ):
-        symptom = fault.kind is FaultKind.WORKER_SYMPTOM
+    elif fault.kind in _OF_WORKERS:
+        memory = fault.kind is FaultKind.OUT_OF_MEMORY
         draft.log(
-            "WORKER_EXITED", fault.message, subject=subject, job=job.name, attempt=job.attempt,
+            "WORKER_OUT_OF_MEMORY" if memory else "WORKER_EXITED",
+            fault.message, subject=subject, job=job.name, attempt=job.attempt,
             policy="process-exit",
             evidence=(Evidence("exit", f"{subject}/ranks/{fault.rank}", fault.message),),
-            outcome="a symptom: another rank is the culprit" if symptom else "the attempt ends",
+            outcome=_outcome(job, fault),
         )  # fmt: skip
+
+
+def _outcome(job: Job, fault: Fault) -> str:
+    """What follows from a worker's end."""
+    if fault.kind is FaultKind.WORKER_SYMPTOM:
+        return "a symptom: another rank is the culprit"
+    if job_faults.never_runs(job, (fault,)) is not None:
+        return "the job ends: another attempt would fail the same way"
+    return "the attempt ends"
 
 
 def _charge(draft: Draft, job: Job) -> Job:
@@ -213,34 +244,6 @@ def _refuse_checkpoint(draft: Draft, job: Job) -> Job:
     return draft.jobs[job.name]
 
 
-def _decide_on_size(draft: Draft, job: Job) -> None:
-    """End a job that does not fit; if it ran before, it leaves the node instead.
-
-    If it did fit before, something else has taken the node's memory since.
-    """
-    if not max(job.best_step, job.committed_step, job.progress_mark):
-        first = next(f for f in job.faults if f.kind is FaultKind.JOB_TOO_BIG)
-        draft.job(job.name, after_stop=JobPhase.FAILED, stop_reason=first.message)
-        return
-    for fault in job.faults:
-        if fault.kind is FaultKind.JOB_TOO_BIG:
-            _leave(draft, draft.jobs[job.name], fault, "memory-room", _left_by(job))
-
-
-def _leave(draft: Draft, job: Job, fault: Fault, policy: str, outcome: str) -> None:
-    """Take the job off a node that stays in service."""
-    if fault.node not in job.evicted:
-        draft.job(job.name, evicted=(*job.evicted, fault.node))
-        draft.log(
-            "NODE_EVICTED", fault.message, subject=f"nodes/{fault.node}", job=job.name,
-            attempt=job.attempt, policy=policy, outcome=outcome,
-        )  # fmt: skip
-
-
-def _left_by(job: Job) -> str:
-    return f"job {job.name} takes another node if there is one; other jobs may still use this node"
-
-
 def _blame(draft: Draft, job: Job) -> None:
     """Count a worker failure against its node; the job leaves a node that fails repeatedly.
 
@@ -249,13 +252,7 @@ def _blame(draft: Draft, job: Job) -> None:
     """
     # A node that is gone explains the failures of all others.
     gone = {f.node for f in job.faults if f.kind in (FaultKind.NODE_DEAD, FaultKind.NODE_EVICTED)}
-    guilty = culprit(
-        tuple(
-            f
-            for f in job.faults
-            if f.kind in (FaultKind.WORKER_EXITED, FaultKind.DEADLINE, FaultKind.HANG)
-        )
-    )
+    guilty = culprit(tuple(f for f in job.faults if f.kind in _BLAMED))
     if guilty is None or not guilty.node or gone:
         return
     count = job.node_failures.get(guilty.node, 0) + 1
@@ -275,7 +272,7 @@ def _blame(draft: Draft, job: Job) -> None:
         job=job.name,
         attempt=job.attempt,
         policy="repeated-failure",
-        outcome=_left_by(job),
+        outcome=job_faults.left_by(job),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.state import (
     AttemptPhase,
@@ -15,6 +17,7 @@ from megascale_driver.core.state import (
     Node,
     NodeSlot,
 )
+from megascale_driver.placement import fit
 from megascale_driver.placement.gang import Candidate, Part, place, replace_lost, spares
 
 
@@ -42,6 +45,15 @@ def candidate(node: Node) -> Candidate:
     kind = kinds.pop() if len(kinds) == 1 else ""
     devices = tuple(device.index for device in node.identity.devices)
     return Candidate(node.name, kind, devices, node.identity.topology.get("switch", ""))
+
+
+def capacities(nodes: Iterable[Node]) -> list[fit.Capacity]:
+    """The nodes that have ever reported devices, as placement.fit takes them."""
+    return [
+        fit.Capacity(candidate(node), max(each.memory_bytes for each in node.identity.devices))
+        for node in nodes
+        if node.identity.devices
+    ]
 
 
 def usable(node: Node) -> bool:
@@ -80,6 +92,7 @@ def _place_job(draft: Draft, job: Job) -> None:
             layout.world_size, layout.tp, free.values()
         )
     if parts is None:
+        _report_what_is_missing(draft, job, list(free.values()))
         return
     before = {slot.node for slot in job.slots}
     slots = tuple(
@@ -105,12 +118,26 @@ def _place_job(draft: Draft, job: Job) -> None:
         open_failures=0,
         open_not_before_s=0.0,
         open_since_s=0.0,
+        finished_at_s=0.0,
         step=0,
         last_step_at_s=0.0,
         step_interval_s=0.0,
     )
     _log_placement(draft, job, parts, newcomers)
     _name_spares(draft, draft.jobs[job.name])
+
+
+def waiting(what: str, stop_reason: str) -> str:
+    """The reason of a queued job; ``stop_reason`` ended its last attempt."""
+    after = f" after: {stop_reason}" if stop_reason else ""
+    return f"waiting for nodes{f' ({what})' if what else ''}{after}"
+
+
+def _report_what_is_missing(draft: Draft, job: Job, free: list[Candidate]) -> None:
+    known = [candidate(node) for node in draft.nodes.values() if node.identity.devices]
+    reason = waiting(fit.missing(job.config, known, free), job.stop_reason)
+    if reason != job.reason:
+        draft.job(job.name, reason=reason)
 
 
 def _replacement(job: Job, free: dict[str, Candidate]) -> tuple[Part, ...] | None:

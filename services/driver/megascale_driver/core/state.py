@@ -2,7 +2,8 @@
 
 Times are Unix seconds, taken from the events. Fields marked VOLATILE are not stored: a new leader
 rebuilds them from hellos and heartbeats. All others are committed to etcd before any command or
-effect that follows from them leaves the driver.
+effect that follows from them leaves the driver. Fields marked RIDES are stored whenever another
+field of the same value is, and cause no write by themselves.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from typing import Any
 from megascale_common.job.config import JobConfig
 from megascale_common.job.restore import RestorePlan
 from megascale_driver.analysis.progress import RankStatus
+from megascale_driver.core.conditions import CheckpointFailure, Condition
+from megascale_driver.core.goodput import Ledger
 
 VOLATILE: Mapping[str, bool] = {"volatile": True}
+RIDES: Mapping[str, bool] = {"rides": True}
 
 
 class Disposition(enum.StrEnum):
@@ -80,8 +84,8 @@ class FaultKind(enum.StrEnum):
     """What broke an attempt.
 
     WORKER_SYMPTOM is the error of a rank that lost its peer: the cause is on another rank.
-    JOB_TOO_BIG is a fact about the job, on a healthy node. DEADLINE names a node only if no other
-    node was late.
+    JOB_TOO_BIG and BAD_JOB are facts about the job, on a healthy node. DEADLINE names a node only
+    if no other node was late.
     """
 
     NODE_DEAD = "NODE_DEAD"
@@ -89,6 +93,8 @@ class FaultKind(enum.StrEnum):
     NODE_EVICTED = "NODE_EVICTED"
     CHECK_FAILED = "CHECK_FAILED"
     JOB_TOO_BIG = "JOB_TOO_BIG"
+    BAD_JOB = "BAD_JOB"
+    OUT_OF_MEMORY = "OUT_OF_MEMORY"
     WORKER_EXITED = "WORKER_EXITED"
     WORKER_SYMPTOM = "WORKER_SYMPTOM"
     CHECKPOINT_CORRUPT = "CHECKPOINT_CORRUPT"
@@ -160,6 +166,10 @@ class Progress:
     committed_step: int = 0
     committed_by_attempt: int = 0
     manifest_uri: str = ""
+    failure: CheckpointFailure | None = None
+    skipped_snapshots: int = 0
+    skipped_step: int = 0
+    skipped_by_attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +191,7 @@ class Report:
     """Content of a heartbeat.
 
     ``desired_version`` is the newest desired state that the node has received from this leader; 0
-    if that is none.
+    if that is none. With phase FINISHED, ``failure`` is why the last checkpoint is not complete.
     """
 
     desired_version: int = 0
@@ -195,6 +205,8 @@ class Report:
     store_endpoint: str = ""
     progress: tuple[Progress, ...] = ()
     traces: tuple[TraceReport, ...] = ()
+    daemon_restarts: int = 0
+    daemon_exit_status: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +222,8 @@ class Identity:
     executor_endpoint: str = ""
     checkpoint_endpoint: str = ""
     folder: str = ""
+    # Equal to that of a process which sees the same files; empty: unknown.
+    file_view: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,20 +371,42 @@ class Job:
     restarts: int = 0
     restarts_without_progress: int = 0
     node_failures: Mapping[str, int] = field(default_factory=dict)
+    # Attempts in a row, without a new step, that ran out of memory.
+    out_of_memory: int = 0
     # Highest step that was known when the last restart was counted.
     progress_mark: int = 0
     committed_step: int = 0
     committed_by_attempt: int = 0
     manifest_uri: str = ""
+    conditions: tuple[Condition, ...] = ()
+    # The newest (attempt, step) whose checkpoint failed, how many failed in a row up to it, and the
+    # committed step that they all follow.
+    failed_checkpoint: tuple[int, int] = (0, 0)
+    failed_checkpoints: int = 0
+    failed_since_step: int = 0
     # The newest profile requested, of this attempt or an earlier one.
     profile: Profile | None = None
-    step: int = field(default=0, metadata=VOLATILE)
-    best_step: int = field(default=0, metadata=VOLATILE)
+    # The newest (attempt, step) whose snapshot was skipped, and how many of the attempt were.
+    skipped_snapshot: tuple[int, int] = field(default=(0, 0), metadata=VOLATILE)
+    skipped_snapshots: int = field(default=0, metadata=VOLATILE)
+    # When all nodes had finished, while the commit of the last step was not known; 0 before.
+    finished_at_s: float = field(default=0.0, metadata=VOLATILE)
+    # When the fields that ride were last stored for their own sake (core.accounting).
+    marked_at_s: float = 0.0
+    # Newest step of the current attempt, and of all attempts.
+    step: int = field(default=0, metadata=RIDES)
+    best_step: int = field(default=0, metadata=RIDES)
+    # The newest step record, by the names of its fields on the wire; empty before the first.
+    last_record: Mapping[str, float] = field(default_factory=dict, metadata=RIDES)
+    # All zero if a build without goodput has stored the job.
+    goodput: Ledger = field(default_factory=Ledger, metadata=RIDES)
     last_step_at_s: float = field(default=0.0, metadata=VOLATILE)
     # Time per step between the two newest step records; 0 before there are two.
     step_interval_s: float = field(default=0.0, metadata=VOLATILE)
     # The newest of these times, over all attempts.
-    step_times: tuple[float, ...] = field(default=(), metadata=VOLATILE)
+    step_times: tuple[float, ...] = field(default=(), metadata=RIDES)
+    # Attempt and first step of the newest divergence that was logged.
+    divergence: tuple[int, int] = field(default=(0, 0), metadata=VOLATILE)
     # When the clock of the current phase started; a new leader restarts it.
     timer_s: float = field(default=0.0, metadata=VOLATILE)
     open_asked: bool = field(default=False, metadata=VOLATILE)
@@ -442,13 +478,16 @@ class Cluster:
 
 def persistent_fields(kind: type[Any]) -> tuple[str, ...]:
     """Names of the fields that are stored with the value itself."""
-    return tuple(f.name for f in fields(kind) if not f.metadata)
+    return tuple(f.name for f in fields(kind) if not f.metadata or f.metadata == RIDES)
 
 
 def differs(old: Any, new: Any) -> bool:
-    """Whether a stored field of ``new`` differs from ``old`` (of the same type, or None)."""
+    """Whether ``new`` must be stored after ``old`` (of the same type, or None).
+
+    A change of fields that only ride with others does not count.
+    """
     if old is new:
         return False
     return old is None or any(
-        getattr(old, name) != getattr(new, name) for name in persistent_fields(type(new))
+        getattr(old, f.name) != getattr(new, f.name) for f in fields(type(new)) if not f.metadata
     )

@@ -78,7 +78,9 @@ class Child:
             return True
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
-    def log_tail(self) -> str:
-        """The end of the log of this process, without earlier runs."""
+    def last_words(self) -> str:
+        """The last line that this process wrote to its log, and where the others are."""
         text = self.log_path.read_bytes()[self._log_start_bytes :]
-        return text[-LOG_TAIL_BYTES:].decode(errors="replace")
+        lines = text[-LOG_TAIL_BYTES:].decode(errors="replace").split("\n")
+        last = next((line for line in reversed(lines) if line.strip()), "nothing")
+        return f"its log {self.log_path} ends with: {last}"

@@ -19,30 +19,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
-import grpc.aio
-
-from megascale.v1 import driver_pb2, driver_pb2_grpc, types_pb2
+from megascale.v1 import driver_pb2_grpc
 from megascale_common.etcd.errors import EtcdError
 from megascale_common.etcd.server import EtcdServer
+from megascale_common.node.process import start_ticks
 from megascale_common.service.channel import open_channel
-from megascale_common.service.errors import ClusterError
+from megascale_common.service.errors import ClusterError, ServiceError
+from megascale_common.service.start import UNAVAILABLE
 from megascale_common.service.token import read_or_create_token
 from megascale_driver.platform import metrics_targets
 from megascale_driver.platform.child import Child
 from megascale_driver.platform.devices import DeviceKind
+from megascale_driver.platform.etcd_check import require_etcd
+from megascale_driver.platform.local_node import (
+    START_TIMEOUT_S,
+    STOP_NODE_TIMEOUT_S,
+    LocalNode,
+    is_ready,
+    nodes_of,
+    running_nodes,
+    start_node,
+)
 
 POLL_INTERVAL_S = 0.1
 TARGETS_INTERVAL_S = 5.0
-START_TIMEOUT_S = 90.0
+ETCD_POLL_S = 1.0
 STOP_DRIVER_TIMEOUT_S = 10.0
-STOP_NODE_TIMEOUT_S = 10.0
 # Restarts of the driver, and of etcd, during one `megascale up`; more would not help. The nodes are
 # kept then, because training continues without both, until `megascale up` is started again.
 MAX_RESTARTS = 20
 # Before the first, second, ... restart; the last delay is that of all further ones.
 RESTART_DELAYS_S = (0.5, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-MAX_PAGE = 1000
 
 Report = Callable[[str, dict[str, Any]], None]
 
@@ -75,6 +82,7 @@ class LocalCluster:
         self.folder = options.run_folder.resolve()
         self._report = report
         self._lock: int | None = None
+        self._token = ""
         self._etcd: EtcdServer | None = None
         self._driver: Child | None = None
         self._nodes: dict[str, Child] = {}
@@ -85,20 +93,28 @@ class LocalCluster:
         """Start everything; returns when all nodes are alive and their checkpoint daemons serve.
 
         Raises:
-            ClusterError: the run folder is in use, or a process did not start; the message has the
-                end of its log.
+            ClusterError: the run folder cannot be used, or a process did not start; the message
+                has the last line of its log.
+            UnavailableError: the etcd that was named does not answer.
         """
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._take_lock()
         try:
-            read_or_create_token(self.folder / "token")
-        except (OSError, ValueError) as error:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._take_lock()
+            self._token = read_or_create_token(self.folder / "token")
+            await self._start_etcd()
+            await self._start_driver()
+            for index, name in enumerate(self.options.node_names):
+                self._nodes[name] = start_node(
+                    self.folder, self.options.cluster, self._node(index, name)
+                )
+            self._write_up_file()
+        except ValueError as error:
             raise ClusterError(f"{self.folder / 'token'}: {error}") from None
-        await self._start_etcd()
-        await self._start_driver()
-        for index, name in enumerate(self.options.node_names):
-            self._nodes[name] = self._spawn_node(index, name)
-        self._write_up_file()
+        except OSError as error:
+            raise ClusterError(
+                f"--run-folder: {error.filename or self.folder}: {error.strerror or error}: "
+                "give a folder that you may write to"
+            ) from None
         await self._wait_alive()
         self._point_current_here()
         found = self._write_targets()
@@ -119,13 +135,28 @@ class LocalCluster:
                 targets_due_s = loop.time() + TARGETS_INTERVAL_S
             if self._etcd is not None and self._etcd.pid is None:
                 await self._restart("etcd", self._start_etcd)
-            if self._driver is not None and self._driver.exit_status is not None:
+            if self._driver is not None and await self._driver_needs_a_start(self._driver):
                 await self._restart("driver", self._start_driver)
             for name, child in self._nodes.items():
                 if name not in self._lost and child.exit_status is not None:
                     self._lost.add(name)
                     self._report("node_exited", {"node": name, "exit_status": child.exit_status})
             await asyncio.sleep(POLL_INTERVAL_S)
+
+    async def _driver_needs_a_start(self, driver: Child) -> bool:
+        """Whether the driver has ended and could start: without etcd each start would count."""
+        if driver.exit_status != UNAVAILABLE:
+            return driver.exit_status is not None
+        try:
+            await require_etcd("--etcd-endpoints", self._etcd_endpoints(), ETCD_POLL_S)
+        except ServiceError:
+            return False
+        return True
+
+    def _etcd_endpoints(self) -> list[str]:
+        if self._etcd is not None:
+            return [self._etcd.endpoint]
+        return list(self.options.etcd_endpoints)
 
     async def stop(self) -> None:
         """Stop everything: the driver first, so that it does not see the nodes' end as faults."""
@@ -148,18 +179,17 @@ class LocalCluster:
 
     def state(self) -> dict[str, Any]:
         """The content of `up.json`: pids and addresses."""
-        endpoints = (
-            [self._etcd.endpoint] if self._etcd is not None else list(self.options.etcd_endpoints)
-        )
         return {
             "pid": os.getpid(),
+            "start_ticks": start_ticks(os.getpid()),
             "cluster": self.options.cluster,
             "run_folder": str(self.folder),
             "device": self.options.device,
             "devices_per_node": self.options.devices_per_node,
+            "nodes_per_switch": self.options.nodes_per_switch,
             "etcd": {
                 "pid": self._etcd.pid if self._etcd is not None else None,
-                "endpoints": endpoints,
+                "endpoints": self._etcd_endpoints(),
             },
             "driver": {
                 "pid": self._driver.pid if self._driver is not None else None,
@@ -184,19 +214,22 @@ class LocalCluster:
 
     async def _start_etcd(self) -> None:
         if self.options.etcd_endpoints:
+            await require_etcd("--etcd-endpoints", self.options.etcd_endpoints)
             return
         if self._etcd is None:
             self._etcd = EtcdServer(self.folder / "etcd")
         try:
             await self._etcd.start()
         except EtcdError as error:
-            raise ClusterError(f"etcd did not start: {error}") from None
+            raise ClusterError(
+                f"etcd did not start: {error}; if its log does not help, use another --run-folder"
+            ) from None
         self._report("etcd_ready", {"endpoint": self._etcd.endpoint})
 
     async def _start_driver(self) -> None:
         options, address_file = self.options, self.folder / "driver.address"
         address_file.unlink(missing_ok=True)
-        endpoints = [self._etcd.endpoint] if self._etcd is not None else options.etcd_endpoints
+        endpoints = self._etcd_endpoints()
         command = [
             sys.executable,
             "-m",
@@ -219,53 +252,28 @@ class LocalCluster:
             await asyncio.sleep(POLL_INTERVAL_S)
         self._report("driver_ready", {"address": self._address()})
 
-    def _spawn_node(self, index: int, name: str) -> Child:
-        options, folder = self.options, self.folder / "nodes" / name
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    def _node(self, index: int, name: str) -> LocalNode:
+        options = self.options
         first = index * options.devices_per_node if options.device == "cuda" else 0
-        devices = range(first, first + options.devices_per_node)
-        command = [
-            sys.executable,
-            "-m",
-            "megascale_executor.agent",
-            "--cluster",
-            options.cluster,
-            "--node",
-            name,
-        ]
-        command += [
-            "--driver-file",
-            str(self.folder / "driver.address"),
-            "--token-file",
-            str(self.folder / "token"),
-        ]
-        command += ["--device", options.device, "--devices", ",".join(map(str, devices))]
-        command += [
-            "--run-folder",
-            str(self.folder),
-            "--topology",
-            f"switch=s{index // options.nodes_per_switch}",
-        ]
-        command += [
-            "--address-file",
-            str(folder / "executor.address"),
-            "--metrics-bind",
-            "127.0.0.1:0",
-        ]
-        return Child(name, command, folder / "agent.log")
+        return LocalNode(
+            name=name,
+            device=options.device,
+            devices=tuple(range(first, first + options.devices_per_node)),
+            switch=f"s{index // options.nodes_per_switch}",
+        )
 
     async def _wait_alive(self) -> None:
         deadline = asyncio.get_running_loop().time() + START_TIMEOUT_S
-        token = read_or_create_token(self.folder / "token")
         waited_for = set(self._nodes)
-        async with open_channel(self._address(), token) as channel:
+        async with open_channel(self._address(), self._token) as channel:
             stub = driver_pb2_grpc.DriverServiceStub(channel)
             while waited_for:
                 for child in [*self._nodes.values(), *([self._driver] if self._driver else [])]:
                     self._require_up(child, deadline)
-                for name in sorted(waited_for & await _ready_nodes(stub)):
-                    waited_for.discard(name)
-                    self._report("node_alive", {"node": name})
+                for node in await nodes_of(stub):
+                    if node.name in waited_for and is_ready(self.folder, node):
+                        waited_for.discard(node.name)
+                        self._report("node_alive", {"node": node.name})
                 await asyncio.sleep(POLL_INTERVAL_S)
 
     def _require_up(self, child: Child, deadline: float) -> None:
@@ -275,7 +283,7 @@ class LocalCluster:
             what = f"{child.name} was not ready after {START_TIMEOUT_S:g} s"
         else:
             return
-        raise ClusterError(f"{what}; the end of {child.log_path}:\n{child.log_tail()}")
+        raise ClusterError(f"{what}; {child.last_words()}")
 
     async def _restart(self, name: str, start: Callable[[], Any]) -> None:
         """Restart after a growing delay; a start that fails counts and is repeated as a restart."""
@@ -298,7 +306,9 @@ class LocalCluster:
             self._write_up_file()
 
     def _write_targets(self) -> dict[str, str]:
-        return metrics_targets.write(self.folder, self.options.cluster, self._nodes)
+        # Nodes that `megascale node start` added are no children of this process.
+        names = sorted({*self._nodes, *running_nodes(self.folder)})
+        return metrics_targets.write(self.folder, self.options.cluster, names)
 
     def _address(self) -> str:
         try:
@@ -321,16 +331,3 @@ class LocalCluster:
             return
         temporary.symlink_to(self.folder.name)
         temporary.replace(link)
-
-
-async def _ready_nodes(stub: Any) -> set[str]:
-    try:
-        answer = await stub.ListNodes(driver_pb2.ListNodesRequest(page_size=MAX_PAGE), timeout=5.0)
-    except grpc.aio.AioRpcError as error:
-        if error.code() is grpc.StatusCode.UNAVAILABLE:  # still starting, or not the leader yet
-            return set()
-        raise ClusterError(f"the driver refuses to list its nodes: {error.details()}") from None
-    # An agent whose daemon is slow to start links without it; its node could not save or restore
-    # anything yet.
-    alive = [node for node in answer.nodes if node.liveness == types_pb2.NODE_LIVENESS_ALIVE]
-    return {node.name for node in alive if node.checkpoint_endpoint}

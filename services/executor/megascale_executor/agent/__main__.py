@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import sys
 from pathlib import Path
 
 import uvloop
@@ -13,8 +12,8 @@ import uvloop
 from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
 from megascale_common.service import logs
 from megascale_common.service.build import build_version
-from megascale_common.service.errors import DeviceQueryError, OptionError
 from megascale_common.service.metrics import bind_option
+from megascale_common.service.start import ends_with_a_sentence
 from megascale_executor.agent.config import AgentConfig, parse_devices, parse_topology
 
 _EPILOG = """\
@@ -127,11 +126,8 @@ def main() -> int:
     from megascale_executor.agent.node_agent import run_agent
 
     logs.configure("agent", level=options.log_level)
-    try:
+    with ends_with_a_sentence("megascale agent"):
         uvloop.run(run_agent(config_from(options)))
-    except (OptionError, DeviceQueryError, OSError, ValueError) as error:
-        sys.stderr.write(f"megascale agent: {error}\n")
-        return 2
     return 0
 
 

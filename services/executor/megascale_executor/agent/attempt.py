@@ -173,10 +173,10 @@ class AttemptState:
         if self.phase == STARTING:
             self.phase = RUNNING
 
-    def finished(self) -> None:
-        """All workers of the node have completed."""
+    def finished(self, not_saved: str = "") -> None:
+        """All workers of the node have completed; ``not_saved``: not the checkpoint, and why."""
         if self.phase in (STARTING, RUNNING):
-            self.phase = FINISHED
+            self.phase, self.failure = FINISHED, not_saved
 
     def fail(self, failure: str, checks: tuple[types_pb2.CheckResult, ...] | None = None) -> None:
         """The attempt failed here. The first failure is kept: later ones follow from it."""

@@ -125,10 +125,14 @@ class AttemptRunner:
         self._changed()
 
     def _profile(self) -> None:
-        """Pass the desired state's profile to the workers once all of them run."""
+        """Pass the desired state's profile, or its end, to the workers once all of them run."""
         command = part_of(self.state.desired, self.state.key)
-        if command is not None and self.state.phase == attempt.RUNNING:
+        if self.state.phase != attempt.RUNNING:
+            return
+        if command is not None:
             self.profiles.want(self.state.key, command, self.workers)
+        else:
+            self.profiles.unwant(self.workers)
 
     async def _do(self, action: AttemptAction) -> None:
         key = self.state.key if action is AttemptAction.STOP else self.state.wanted
@@ -260,7 +264,9 @@ class AttemptRunner:
         if start is not None:
             await start
         await self._reports.until_taken(_LAST_RECORDS_TIMEOUT_S)
-        self.state.finished()
+        # The heartbeat that reports the end also has the last commit: the driver waits for it.
+        await self._daemon.refresh()
+        self.state.finished(next((w.not_saved for w in self.workers if w.not_saved), ""))
         self._wake_and_report()
 
     def _on_failed(self, reason: str) -> None:

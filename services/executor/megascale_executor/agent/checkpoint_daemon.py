@@ -55,6 +55,7 @@ class CheckpointDaemon:
         self._watcher: asyncio.Task[None] | None = None
         self._ready = asyncio.Event()
         self._started_at_s = 0.0
+        self._exit_status = 0
         self.endpoint = ""
         self.progress: list[link_pb2.CheckpointProgress] = []
 
@@ -62,6 +63,13 @@ class CheckpointDaemon:
     def pid(self) -> int | None:
         """Process id while it runs."""
         return self._child.pid
+
+    @property
+    def state(self) -> link_pb2.CheckpointDaemonState:
+        """How often it was restarted, and why the last time."""
+        return link_pb2.CheckpointDaemonState(
+            restarts=self._child.restarts, exit_status=self._exit_status
+        )
 
     def begin(self) -> None:
         """Start the daemon and follow its progress."""
@@ -137,6 +145,7 @@ class CheckpointDaemon:
     def _on_exit(self, status: int) -> None:
         # The snapshots that it held in memory are gone with it.
         self.endpoint, self.progress = "", []
+        self._exit_status = status
         self._ready.clear()
         self._on_change()
 

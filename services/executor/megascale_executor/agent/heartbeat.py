@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megascale.v1 import link_pb2, types_pb2
 from megascale_common.node import host
-from megascale_common.node.incarnation import boot_id
+from megascale_common.node.incarnation import boot_id, file_view
 from megascale_common.service.build import build_version
 from megascale_common.service.wire_text import encodable
 from megascale_executor.agent.attempt_runner import AttemptRunner
@@ -51,6 +51,7 @@ def build_hello(
         checkpoint_endpoint=checkpoint_endpoint,
         hostname=socket.gethostname(),
         folder=encodable(str(config.node_folder)),
+        file_view=file_view(),
     )
 
 
@@ -73,6 +74,7 @@ def build_heartbeat(
         checks=state.checks,
         store_endpoint=state.store_endpoint,
         checkpoints=daemon.progress,
+        checkpoint_daemon=daemon.state,
         logs=runner.scanner.collect() if take_logs else [],
         host=host_counters(),
         traces=runner.profiles.reports,

@@ -279,6 +279,8 @@ def fit(beat: link_pb2.Heartbeat) -> link_pb2.Heartbeat:
         beat.checkpoints.extend(sealed)
         for item in beat.checkpoints:
             item.persist_error = item.persist_error[:200]
+            if item.HasField("failure"):
+                item.failure.error = item.failure.error[:200]
     return beat
 
 

@@ -49,6 +49,11 @@ class AgentMetrics(Collector):
             [link_pb2.AttemptPhase.Name(beat.phase).removeprefix("ATTEMPT_PHASE_").lower()], 1
         )
         yield phase
+        restarts = CounterMetricFamily(
+            "megascale_checkpoint_daemon_restarts", "Restarts of the node's checkpoint daemon."
+        )
+        restarts.add_metric([], beat.checkpoint_daemon.restarts)
+        yield restarts
         yield from _ranks(beat)
         yield from _host(beat.host)
         checks = GaugeMetricFamily(

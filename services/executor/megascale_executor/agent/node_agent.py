@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import shutil
 import signal
-from pathlib import Path
 
 from megascale.v1 import executor_pb2, executor_pb2_grpc, link_pb2
 from megascale_common.node import host
@@ -18,6 +16,7 @@ from megascale_common.service import logs
 from megascale_common.service.errors import OptionError
 from megascale_common.service.metrics import MetricsServer, registry_of
 from megascale_common.service.server import RpcServer
+from megascale_common.service.start import read_token, write_address
 from megascale_executor.agent import asyncio_tasks, attempt, folders
 from megascale_executor.agent.attempt import AttemptKey
 from megascale_executor.agent.attempt_runner import AttemptRunner
@@ -64,8 +63,14 @@ class NodeAgent:
     def __init__(self, config: AgentConfig, token: str, devices: list[DeviceFacts]) -> None:
         self._config, self._token, self._devices = config, token, devices
         self._incarnation = new_incarnation()
-        config.node_folder.mkdir(parents=True, exist_ok=True)
-        self._lock = folders.lock_node(config.node_folder, config.node)
+        try:
+            config.node_folder.mkdir(parents=True, exist_ok=True)
+            self._lock = folders.lock_node(config.node_folder, config.node)
+        except OSError as error:
+            raise OptionError(
+                f"--run-folder: {config.node_folder} cannot be used ({error.strerror or error}): "
+                "give a folder that you may write to"
+            ) from None
         self._sockets = folders.create_socket_folder(config.cluster, config.node, self._incarnation)
         self._reports = StepReports()
         self._daemon = CheckpointDaemon(
@@ -119,7 +124,7 @@ class NodeAgent:
             await self._metrics.start(config.metrics_bind, self._metrics_file)
         self._templates.begin()
         self._daemon.begin()
-        replace_file(config.address_file, f"{self._endpoint}\n")
+        write_address("--address-file", config.address_file, self._endpoint)
         _log.info(
             "node serves", node=config.node, incarnation=self._incarnation, endpoint=self._endpoint
         )
@@ -233,18 +238,3 @@ async def find_devices(config: AgentConfig) -> list[DeviceFacts]:
             f"--devices: GPUs {missing} are not on this host, which has {sorted(present)}"
         )
     return [present[index] for index in config.devices]
-
-
-def read_token(path: Path) -> str:
-    """The cluster token.
-
-    Raises:
-        OptionError: no such file, or an empty one.
-    """
-    with contextlib.suppress(OSError):
-        token = path.read_text().strip()
-        if token:
-            return token
-    raise OptionError(
-        f"--token-file {path}: no token there; `megascale up` writes it, copy it to this node"
-    )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megascale.v1 import link_pb2, types_pb2
 from megascale_common.node import framing
 from megascale_common.node.attempt_files import TRACE_PREFIX, trace_file
-from megascale_common.node.messages import Profiled, ProfileSteps
+from megascale_common.node.messages import CancelProfile, Profiled, ProfileSteps
 from megascale_common.service import logs
 from megascale_common.service.wire_text import encodable
 from megascale_executor.agent.attempt import AttemptKey
@@ -30,6 +31,7 @@ class Profiles:
     def __init__(self, node_folder: Path, changed: Callable[[], None]) -> None:
         self._node_folder, self._changed = node_folder, changed
         self._id = ""
+        self._ranks: set[int] = set()
         self._reports: list[link_pb2.TraceReport] = []
 
     @property
@@ -43,10 +45,22 @@ class Profiles:
         """Pass the command to the workers of its ranks, once."""
         if command.id == self._id:
             return
-        self._id, self._reports = command.id, []
+        self._id, self._ranks, self._reports = command.id, set(command.ranks), []
         for worker in workers:
             if worker.rank in command.ranks:
                 self._send(key, command, worker)
+
+    def unwant(self, workers: Sequence[Worker]) -> None:
+        """The driver waits for no trace any more: workers that have not begun one do not begin."""
+        profile, self._id = self._id, ""
+        if not profile:
+            return
+        reported = {report.rank for report in self._reports}
+        message: CancelProfile = {"kind": "cancel_profile", "id": profile}
+        for worker in workers:
+            if worker.rank in self._ranks - reported:
+                with contextlib.suppress(framing.FramingError):  # then it traces nothing either
+                    worker.channel.send(message)
 
     def take(self, rank: int, message: Profiled) -> None:
         """A worker reports on its trace.

@@ -72,7 +72,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         try:
             findings = await self._diagnose(request.checks)
         except UnknownDiagnostic as error:
-            raise invalid("checks", str(error)) from error
+            raise invalid("checks", str(error), "leave it out to run all") from error
         return executor_pb2.RunNodeDiagnosticsResponse(
             checks=[finding.to_proto() for finding in findings]
         )
@@ -83,10 +83,11 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
     ) -> AsyncIterator[executor_pb2.TailWorkerLogsResponse]:
         """Last lines of a rank's log; with ``follow`` new ones too, until the attempt ends here."""
         if not is_dns_label(request.job):
-            raise invalid("job", f"{request.job!r} is not the name of a job; `ListJobs` lists them")
+            problem = f"{request.job!r} is not the name of a job"
+            raise invalid("job", problem, "ListJobs returns the names")
         if not 0 <= request.lines <= MAX_LINES:
-            problem = f"{request.lines} is not within 0 (the default) to {MAX_LINES}"
-            raise invalid("lines", problem)
+            problem = f"{request.lines} is out of range"
+            raise invalid("lines", problem, f"give 0 (the default) to {MAX_LINES}")
         number = request.attempt or folders.newest_attempt(self._node_folder, request.job)
         path = folders.attempt_folder(self._node_folder, request.job, number).log(request.rank)
         try:

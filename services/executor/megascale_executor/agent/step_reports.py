@@ -1,7 +1,8 @@
 """Step records on their way to the driver: kept in a bounded buffer until the driver has them.
 
 Delivery is at least once, across reconnects: a record whose acknowledgement was lost is sent again,
-which the driver detects by (job, attempt, step).
+which the driver detects by (job, attempt, step). Each session sends the newest record again: a
+driver that has just taken over may not have it.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ _FINAL = frozenset(
     }
 )
 
-_DURATIONS = {"step_time_s": "step_time"}
+_DURATIONS = {"step_time_s": "step_time", "snapshot_time_s": "snapshot_time"}
 _TIMES = {"completed_at_s": "completed_at"}
 _SCALARS = frozenset(field.name for field in types_pb2.StepRecord.DESCRIPTOR.fields) - {
     "step_time",
+    "snapshot_time",
     "completed_at",
 }
 
@@ -57,7 +59,7 @@ def to_proto(record: Mapping[str, Any]) -> types_pb2.StepRecord:
         if name in _SCALARS:
             setattr(message, name, value)
         elif name in _DURATIONS:
-            message.step_time.FromNanoseconds(round(value * 1e9))
+            getattr(message, _DURATIONS[name]).FromNanoseconds(round(value * 1e9))
         elif name in _TIMES:
             message.completed_at.FromNanoseconds(round(value * 1e9))
     return message
@@ -69,6 +71,7 @@ class StepReports:
     def __init__(self, limit: int = MAX_RECORDS) -> None:
         self._limit = limit
         self._pending: deque[tuple[str, types_pb2.StepRecord]] = deque()
+        self._newest: tuple[str, types_pb2.StepRecord] | None = None
         self._first = 0  # number of records that have left the buffer, sent or dropped
         self._filled = asyncio.Event()
         self._empty = asyncio.Event()
@@ -86,7 +89,8 @@ class StepReports:
             self.dropped += 1
             _log.error("bad step record", job=job, error=str(error), dropped=self.dropped)
             return
-        self._pending.append((job, message))
+        self._newest = (job, message)
+        self._pending.append(self._newest)
         if len(self._pending) > self._limit:
             self._forget(1)
             self.dropped += 1
@@ -110,6 +114,9 @@ class StepReports:
 
     async def send_forever(self, stub: link_pb2_grpc.ExecutorLinkServiceAsyncStub) -> None:
         """Send all records over one connection; what cannot be sent is kept and sent again."""
+        if self._newest is not None and not self._pending:
+            self._pending.append(self._newest)
+            self._filled.set()
         while True:
             await self._filled.wait()
             await asyncio.sleep(_COALESCE_S)

@@ -41,6 +41,8 @@ class ForkedProcess:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
+        # The most memory that it held, known once it has exited; 0 if its template did not report.
+        self.peak_bytes = 0
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         # A pid may be in use again after the template has reaped the process; a pidfd never refers
         # to another process.
@@ -177,6 +179,7 @@ class TemplateProcess:
         elif message["kind"] == "exited":
             ended = self._running.pop(message["pid"], None)
             if ended is not None and not ended.exited.done():
+                ended.peak_bytes = message.get("peak_bytes", 0)
                 ended.exited.set_result(message["status"])
         else:
             raise framing.FramingError(f"unknown kind {message['kind']!r}")

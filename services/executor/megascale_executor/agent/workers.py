@@ -8,6 +8,7 @@ itself before that keeps its own status, so that the driver can find the culprit
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,13 +21,18 @@ from megascale_common.node.messages import STACKS_SIGNAL, Assignment, Profiled, 
 from megascale_common.service import logs
 from megascale_common.service.errors import TemplateError
 from megascale_executor.agent.channels import MessageChannel
+from megascale_executor.agent.memory_kills import KillWatch, MemoryGroup, memory_group
 from megascale_executor.agent.symptoms import STOPPED, stands_still, waited_in_vain
 from megascale_executor.agent.template_process import ForkedProcess, TemplateProcess
 
 _log = logs.get(__name__)
 
+_EXPLAINED = ("BAD_JOB", "CHECKPOINT_CORRUPT", "OUT_OF_MEMORY")  # their detail says it all
+
 # A worker that has reported an error is killed when it has not ended by itself within this time.
 _EXIT_AFTER_FAILED_S = 1.0
+# An earlier kill for want of memory explains no end that comes later than twice this time.
+_REFRESH_KILLS_S = 5.0
 # After its exit a worker's last messages are there at once; a grandchild that holds the socket open
 # must not delay the decision.
 _DRAIN_SOCKET_S = 0.5
@@ -47,6 +53,7 @@ class Worker:
     process: ForkedProcess | None = None
     running: bool = False
     finished: bool = False
+    not_saved: str = ""  # with ``finished``: why the last step is not committed
     error_kind: str = ""
     error: str = ""
     exit_status: int | None = None
@@ -82,8 +89,13 @@ class WorkerEvents:
 class WorkerSet:
     """All workers of one attempt on this node."""
 
-    def __init__(self, template: TemplateProcess, events: WorkerEvents) -> None:
-        self._template, self._events = template, events
+    def __init__(
+        self,
+        template: TemplateProcess,
+        events: WorkerEvents,
+        group_of: Callable[[int], MemoryGroup] = memory_group,
+    ) -> None:
+        self._template, self._events, self._group_of = template, events, group_of
         self.workers: list[Worker] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
@@ -158,13 +170,14 @@ class WorkerSet:
         elif message["kind"] == "failed":
             detail = message["detail"]
             worker.error_kind = message["error_kind"]
-            # The driver reads the damaged file's name; people read the traceback in the log.
+            # The driver reads the damaged file's name, or field and remedy; people read the
+            # traceback in the log.
             worker.error = (
-                detail if worker.error_kind == "CHECKPOINT_CORRUPT" and detail else message["error"]
+                detail if worker.error_kind in _EXPLAINED and detail else message["error"]
             )
             worker.failed.set()
         elif message["kind"] == "finished":
-            worker.finished = True
+            worker.not_saved, worker.finished = message["not_saved"], True
         else:
             raise framing.FramingError(f"unknown kind {message['kind']!r}")
 
@@ -172,9 +185,12 @@ class WorkerSet:
         """Wait for one worker's end and decide what it means for the attempt."""
         assert worker.process is not None and worker.reader is not None
         exited = worker.process.exited
+        kills = KillWatch(worker.process.pid, self._group_of(worker.process.pid))
         failed = asyncio.ensure_future(worker.failed.wait())
         either: set[asyncio.Future[Any]] = {exited, failed}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        until = asyncio.FIRST_COMPLETED
+        while not (await asyncio.wait(either, timeout=_REFRESH_KILLS_S, return_when=until))[0]:
+            kills.refresh()
         failed.cancel()
         if not exited.done():
             await asyncio.wait({exited}, timeout=_EXIT_AFTER_FAILED_S)
@@ -184,6 +200,9 @@ class WorkerSet:
         status, exited_at_s = await asyncio.shield(exited), time.time()
         await asyncio.wait({worker.reader}, timeout=_DRAIN_SOCKET_S)
         worker.exit_status, worker.exited_at_s = status, exited_at_s
+        by_other = status == -signal.SIGKILL and not (self._stopping or worker.error_kind)
+        if by_other and (why := kills.explains(worker.process.peak_bytes)):
+            worker.error_kind, worker.error = "OUT_OF_MEMORY", why
         timeout_s = assignment["config"]["recovery"]["collective_timeout_s"]
         if why := waited_in_vain(
             status, worker.error_kind, worker.log_path, worker.page, timeout_s

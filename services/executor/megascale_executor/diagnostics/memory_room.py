@@ -56,7 +56,7 @@ def need(config: JobConfig, ranks: Sequence[int]) -> MemoryNeed:
     Raises:
         ValueError: the job's sizes do not fit its layout.
     """
-    parameter_bytes = 2 if config.training.precision == "bf16" else 4
+    parameter_bytes = 4 if config.training.precision == "fp32" else 2
     state = staging = 0
     for rank in ranks:
         table = parameter_table(config, rank)

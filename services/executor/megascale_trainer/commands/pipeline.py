@@ -16,7 +16,9 @@ from megascale_trainer.parallel.pipeline.timing import Durations, Timeline, simu
 
 USER_MISTAKE_EXIT_CODE = 2
 
-Stages = Annotated[int, typer.Option(help="Pipeline stages: parallelism.pp.", min=1, max=64)]
+Stages = Annotated[
+    int, typer.Option(help="Pipeline stages: trainer.parallelism.pp.", min=1, max=64)
+]
 MicroBatches = Annotated[
     int,
     typer.Option(
@@ -28,14 +30,17 @@ MicroBatches = Annotated[
 VirtualStages = Annotated[
     int,
     typer.Option(
-        help="Model chunks of each stage: parallelism.virtual_stages; above 1 it is interleaved.",
+        help="Model chunks of each stage: trainer.parallelism.virtual_stages; "
+        "above 1 it is interleaved.",
         min=1,
         max=16,
     ),
 ]
 Overlap = Annotated[
     bool,
-    typer.Option("--overlap", help="Post receives one computation ahead: parallelism.overlap.pp."),
+    typer.Option(
+        "--overlap", help="Post receives one computation ahead: trainer.parallelism.overlap.pp."
+    ),
 ]
 Forward = Annotated[int, typer.Option(help="Time units of a chunk's forward.", min=1, max=100)]
 Backward = Annotated[int, typer.Option(help="Time units of a chunk's backward.", min=1, max=100)]

@@ -34,10 +34,12 @@ def parts_of(weights: Sequence[float]) -> list[int]:
         ValueError: no weights, or one that is not a positive finite number.
     """
     if not weights:
-        raise ValueError("data.sources is empty: name at least one tokenised corpus")
+        raise ValueError("trainer.data.sources is empty: name at least one tokenised corpus")
     for number, weight in enumerate(weights):
         if not (math.isfinite(weight) and weight > 0):
-            raise ValueError(f"data.sources[{number}].weight is {weight}: give a positive number")
+            raise ValueError(
+                f"trainer.data.sources[{number}].weight is {weight}: give a positive number"
+            )
     exact = [Fraction(repr(float(weight))) for weight in weights]
     scale = math.lcm(*(fraction.denominator for fraction in exact))
     parts = [int(fraction * scale) for fraction in exact]

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from megascale_common.job.config import JobConfig
 from megascale_common.node import framing
-from megascale_trainer.data.errors import DataError
+from megascale_trainer.data.errors import CorpusError, DataError
 from megascale_trainer.data.ring import BATCH_DTYPES, Geometry, map_for_reading
 
 _CONNECT_RETRY_S = 0.02  # the loader may still be starting when the first worker connects
@@ -50,7 +50,8 @@ class LoaderClient:
         consumed_samples: position in the run after the last :meth:`next_step`.
 
     Raises:
-        DataError: the loader is not listening in time, refuses, or cannot read its files.
+        DataError: the loader is not listening in time or refuses.
+        CorpusError: the loader cannot use the job's files.
     """
 
     def __init__(
@@ -154,7 +155,8 @@ class LoaderClient:
         if received is None:
             raise DataError(f"{_STOPPED} (its socket closed)")
         if received[0].get("kind") == "error":
-            raise DataError(str(received[0].get("message")))
+            kind = CorpusError if received[0].get("corpus") else DataError
+            raise kind(str(received[0].get("message")))
         return received
 
 

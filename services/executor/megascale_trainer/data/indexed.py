@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megascale_trainer.data.errors import DataError
+from megascale_trainer.data.errors import CorpusError
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -66,8 +66,8 @@ class IndexedDataset:
         token_count: tokens in all.
 
     Raises:
-        DataError: a file is missing, truncated, not of this format, or the two disagree; names the
-            file.
+        CorpusError: a file is missing, truncated, not of this format, or the two disagree; names
+            the file.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -78,7 +78,7 @@ class IndexedDataset:
         starts = np.zeros(len(lengths) + 1, np.int64)
         np.cumsum(lengths, out=starts[1:])
         if not np.array_equal(offsets, starts[:-1] * self.dtype.itemsize):
-            raise DataError(
+            raise CorpusError(
                 f"{idx_path(prefix)}: byte offsets do not follow from the sequence lengths; "
                 "tokenise again"
             )
@@ -93,7 +93,7 @@ class IndexedDataset:
             size_bytes = path.stat().st_size
             if size_bytes != expected_bytes:
                 problem = "truncated" if size_bytes < expected_bytes else "not the one indexed"
-                raise DataError(
+                raise CorpusError(
                     f"{path}: {problem}: has {size_bytes} bytes where {idx_path(self.prefix)} "
                     f"announces {expected_bytes}; tokenise again"
                 )
@@ -128,13 +128,13 @@ def _map_bytes(path: Path) -> Buffer:
         raise _unreadable(path, error) from error
 
 
-def _unreadable(path: Path, error: OSError) -> DataError:
+def _unreadable(path: Path, error: OSError) -> CorpusError:
     remedy = (
-        "make it with `megascale data tokenize`, or correct data.sources"
+        "make it with `megascale data tokenize`, or correct the prefix"
         if not path.exists()
         else "check its rights"
     )
-    return DataError(f"{path}: cannot be read: {error.strerror}; {remedy}")
+    return CorpusError(f"{path}: cannot be read: {error.strerror}; {remedy}")
 
 
 def _parse_index(
@@ -142,35 +142,35 @@ def _parse_index(
 ) -> tuple[np.dtype[Any], npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """dtype, sequence lengths, byte offsets and document boundaries of an ``.idx`` file."""
     if index[: len(MAGIC)] != MAGIC[: len(index)] or not index:
-        raise DataError(
+        raise CorpusError(
             f"{path}: not an indexed dataset (wrong magic); give the prefix of a .bin/.idx pair"
         )
     if len(index) < HEADER.size:
-        raise DataError(f"{path}: truncated in its header; tokenise again")
+        raise CorpusError(f"{path}: truncated in its header; tokenise again")
     _, version, code, sequences, boundaries = HEADER.unpack_from(index)
     if version != VERSION:
-        raise DataError(
+        raise CorpusError(
             f"{path}: version {version} of the format; this reader reads version {VERSION}"
         )
     if code not in TOKEN_DTYPES:
-        raise DataError(
+        raise CorpusError(
             f"{path}: dtype code {code} is not an integer token type "
             f"(known: {sorted(TOKEN_DTYPES)})"
         )
     expected_bytes = HEADER.size + 12 * sequences + 8 * boundaries
     if len(index) != expected_bytes:
         problem = "truncated" if len(index) < expected_bytes else "longer than a plain text corpus"
-        raise DataError(
+        raise CorpusError(
             f"{path}: {problem}: {len(index)} bytes where its header announces {expected_bytes}"
         )
     lengths = np.frombuffer(index, "<i4", sequences, HEADER.size)
     offsets = np.frombuffer(index, "<i8", sequences, HEADER.size + 4 * sequences)
     documents = np.frombuffer(index, "<i8", boundaries, HEADER.size + 12 * sequences)
     if (lengths < 0).any():
-        raise DataError(f"{path}: a sequence has a negative length; tokenise again")
+        raise CorpusError(f"{path}: a sequence has a negative length; tokenise again")
     whole = boundaries >= 1 and documents[0] == 0 and documents[-1] == sequences
     if not whole or (np.diff(documents) < 0).any():
-        raise DataError(
+        raise CorpusError(
             f"{path}: document boundaries do not run from 0 to {sequences}; tokenise again"
         )
     return TOKEN_DTYPES[code], lengths, offsets, documents

@@ -56,17 +56,17 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _open_streams(config: JobConfig) -> dict[str, Stream]:
-    streams = {"training": Stream(_open(config))}
+    streams = {"training": Stream(_open(config, "data"))}
     if config.evaluates:
         held_out = replace(config, data=replace(config.data, sources=config.evaluation.sources))
         repeat_after = config.evaluation.batches * config.training.global_batch_size
-        streams["evaluation"] = Stream(_open(held_out), repeat_after)
+        streams["evaluation"] = Stream(_open(held_out, "evaluation"), repeat_after)
     return streams
 
 
-def _open(config: JobConfig) -> SampleStream | DataError:
+def _open(config: JobConfig, section: str) -> SampleStream | DataError:
     try:
-        return SampleStream.open(config)
+        return SampleStream.open(config, section)
     except DataError as error:
         return error  # reported to the workers, which wait for the data
 

@@ -6,7 +6,7 @@ Messages (:mod:`megascale_common.node.framing`) over the unix socket:
     loader: opened {version, geometry} with the ring's descriptor, or error
     loader: ready {filled}       so many steps from first_sample on are in the ring, or have been
     worker: release {}           one more step has been copied out
-    loader: error {message}      this worker gets no more data
+    loader: error {message, corpus}   this worker gets no more data; ``corpus``: its files are why
 
 The tp and pp ranks of one data-parallel rank (its readers) share a ring, so each step is packed
 once. One thread serves all rings: it packs a step whenever one has a free slot, and blocks in the
@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megascale_common.node import framing
-from megascale_trainer.data.errors import DataError
+from megascale_trainer.data.errors import CorpusError, DataError
 from megascale_trainer.data.packing import SampleStream, sample_numbers
 from megascale_trainer.data.ring import Geometry, create_memory
 
@@ -179,6 +179,7 @@ class LoaderServer:
             self._refuse(
                 worker,
                 str(error) if isinstance(error, DataError) else f"bad message: {error!r}",
+                corpus=isinstance(error, CorpusError),
             )
         except OSError:
             self._drop(worker)
@@ -226,7 +227,7 @@ class LoaderServer:
         if stream is None:
             raise DataError(f"the job has no {name} data; streams: {', '.join(self._streams)}")
         if isinstance(stream.samples, DataError):
-            raise DataError(str(stream.samples))
+            raise type(stream.samples)(str(stream.samples))
         dp_rank = _bounded(message, "dp_rank", self._geometry.dp)
         readers = _bounded(message, "readers", MAX_READERS + 1)
         first_sample = _bounded(message, "first_sample", 1 << 62)
@@ -246,25 +247,25 @@ class LoaderServer:
         return ring
 
     def _fill(self, ring: _Ring) -> None:
-        problem = ""
+        problem, corpus = "", False
         try:
             ring.fill()
         except DataError as error:
             # Handled below: while the error lives, its frames hold views of the ring, which then
             # could not be closed.
-            problem = str(error)
+            problem, corpus = str(error), isinstance(error, CorpusError)
         for member in list(ring.members.values()):
             if problem:
-                self._refuse(member, problem)
+                self._refuse(member, problem, corpus=corpus)
                 continue
             try:
                 framing.send(member.sock, {"kind": "ready", "filled": ring.filled})
             except OSError:
                 self._drop(member)
 
-    def _refuse(self, worker: _ConnectedWorker, problem: str) -> None:
+    def _refuse(self, worker: _ConnectedWorker, problem: str, *, corpus: bool) -> None:
         try:
-            framing.send(worker.sock, {"kind": "error", "message": problem})
+            framing.send(worker.sock, {"kind": "error", "message": problem, "corpus": corpus})
         except OSError:
             pass  # the worker has ended; its connection is dropped below
         self._drop(worker)

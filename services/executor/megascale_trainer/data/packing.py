@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from megascale_common.job.config import JobConfig
 from megascale_trainer.data.blend import Blend
-from megascale_trainer.data.errors import DataError
+from megascale_trainer.data.errors import CorpusError
 from megascale_trainer.data.indexed import IndexedDataset, Tokens
 
 EPOCHS_CACHED = 2  # neighbouring data-parallel ranks read either side of an epoch's end
@@ -78,7 +78,7 @@ class SourceStream:
     """The endless token stream of one source.
 
     Raises:
-        DataError: the source has no tokens.
+        CorpusError: the source has no tokens.
     """
 
     def __init__(self, corpus: Corpus, source: int, seed: int) -> None:
@@ -91,7 +91,7 @@ class SourceStream:
             OrderedDict()
         )
         if not self._tokens_per_epoch:
-            raise DataError(
+            raise CorpusError(
                 f"{corpus.prefix}: has no tokens; leave it out of data.sources or tokenise again"
             )
 
@@ -139,7 +139,7 @@ class SampleStream:
         corpora: one per source of ``config.data``, in its order.
 
     Raises:
-        DataError: no sources, a bad weight, an empty source.
+        CorpusError: no sources, a bad weight, an empty source.
     """
 
     def __init__(self, config: JobConfig, corpora: Sequence[Corpus]) -> None:
@@ -150,19 +150,28 @@ class SampleStream:
         try:
             self._blend = Blend([source.weight for source in config.data.sources])
         except ValueError as error:
-            raise DataError(str(error)) from error
+            raise CorpusError(str(error)) from error
         self._sources = [
             SourceStream(corpus, number, config.data.seed) for number, corpus in enumerate(corpora)
         ]
 
     @classmethod
-    def open(cls, config: JobConfig) -> SampleStream:
+    def open(cls, config: JobConfig, section: str = "data") -> SampleStream:
         """The stream over the files that ``config.data.sources`` name.
 
+        ``section`` of the job has them, for messages.
+
         Raises:
-            DataError: as above, or a file is missing or damaged.
+            CorpusError: as above, or a file is missing or damaged; names the field.
         """
-        return cls(config, [IndexedDataset(source.prefix) for source in config.data.sources])
+        corpora = []
+        for number, source in enumerate(config.data.sources):
+            try:
+                corpora.append(IndexedDataset(source.prefix))
+            except CorpusError as error:
+                field = f"trainer.{section}.sources[{number}].prefix"
+                raise CorpusError(f"{field}: {error}") from error
+        return cls(config, corpora)
 
     def sample(self, number: int) -> Arrays:
         """Sample ``number``, each array of length S = model.sequence_length.
@@ -173,7 +182,7 @@ class SampleStream:
         index less ``document_start``.
 
         Raises:
-            DataError: a token id is outside the model's vocabulary.
+            CorpusError: a token id is outside the model's vocabulary.
         """
         source, ordinal = self._blend.locate(number)
         length = self._sequence_length
@@ -200,8 +209,8 @@ class SampleStream:
         lowest, highest = int(window.min()), int(window.max())
         if lowest < 0 or highest >= self._vocab_size:
             wrong = lowest if lowest < 0 else highest
-            raise DataError(
-                f"{self._corpora[source].prefix}: token id {wrong} in sample {number} is outside "
-                f"model.vocab_size={self._vocab_size}; set model.vocab_size to that of the "
+            raise CorpusError(
+                f"trainer.model.vocab_size: {self._vocab_size} is too small: sample {number} of "
+                f"{self._corpora[source].prefix} has token id {wrong}; use the size of the "
                 "tokenizer that made the file"
             )

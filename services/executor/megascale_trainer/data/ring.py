@@ -66,7 +66,8 @@ class Geometry:
             or config.training.global_batch_size % (rows * dp)
         ):
             raise DataError(
-                f"training.global_batch_size={config.training.global_batch_size} is not a multiple "
+                f"trainer.training.global_batch_size={config.training.global_batch_size} is not a "
+                "multiple "
                 f"of micro_batch_size * dp = {rows} * {dp}; choose one that is"
             )
         return cls(config.micro_batches, rows, config.model.sequence_length, dp)
@@ -116,7 +117,7 @@ def create_memory(geometry: Geometry, name: str) -> tuple[int, mmap.mmap]:
         os.close(descriptor)
         raise DataError(
             f"no memory for a data ring of {geometry.ring_bytes} bytes: {error.strerror}; "
-            "lower training.global_batch_size or model.sequence_length"
+            "lower trainer.training.global_batch_size or trainer.model.sequence_length"
         ) from error
 
 

@@ -11,36 +11,39 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Generic, TypeVar
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from megascale_common.job.config import JobConfig, ModelConfig
 from megascale_kernels.attention import AttentionMask, attention_mask
-from megascale_kernels.operators import Operators
+from megascale_kernels.operators import LayerOperators
 from megascale_kernels.rotary import Heads, RotaryTable, rotary_table
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.model.sharding import LayerSharding
 from megascale_trainer.weights import Weight, Weights
 
+Input = TypeVar("Input")  # what linear operators read: a tensor, or an activation in FP8
+
 
 @dataclass(frozen=True)
-class Context:
+class Context(Generic[Input]):
     """What layers of one window share for one micro-batch.
 
     ``rotary`` is None with learned positions. ``recompute_inner`` drops what lies between a layer's
     input and output GEMMs after forward and computes it again in backward (recompute: selective).
     """
 
-    operators: Operators
+    operators: LayerOperators[Input]
     mask: AttentionMask
     rotary: RotaryTable | None
     recompute_inner: bool
 
 
 def batch_context(
-    batch: MicroBatch, config: JobConfig, window: int, operators: Operators
-) -> Context:
+    batch: MicroBatch, config: JobConfig, window: int, operators: LayerOperators[Input]
+) -> Context[Input]:
     """The context of one micro-batch for layers with this sliding ``window`` (0: full causal)."""
     model = config.model
     mask = attention_mask(
@@ -57,10 +60,10 @@ def batch_context(
 
 def layer(
     x: torch.Tensor,
-    context: Context,
+    context: Context[Input],
     weights: Weights,
     model: ModelConfig,
-    sharding: LayerSharding,
+    sharding: LayerSharding[Input],
 ) -> torch.Tensor:
     """[S / tp, B, H] to [S / tp, B, H]; ``weights`` by their names inside the layer."""
     block = _parallel_block if model.block == "parallel" else _serial_block
@@ -69,10 +72,10 @@ def layer(
 
 def _parallel_block(
     x: torch.Tensor,
-    context: Context,
+    context: Context[Input],
     weights: Weights,
     model: ModelConfig,
-    sharding: LayerSharding,
+    sharding: LayerSharding[Input],
 ) -> torch.Tensor:
     operators = context.operators
     x, normed = normalise(x, None, weights, "norm", model, operators)
@@ -86,10 +89,10 @@ def _parallel_block(
 
 def _serial_block(
     x: torch.Tensor,
-    context: Context,
+    context: Context[Input],
     weights: Weights,
     model: ModelConfig,
-    sharding: LayerSharding,
+    sharding: LayerSharding[Input],
 ) -> torch.Tensor:
     operators = context.operators
     x, normed = normalise(x, None, weights, "attention_norm", model, operators)
@@ -115,17 +118,17 @@ def normalise(
     weights: Weights,
     name: str,
     model: ModelConfig,
-    operators: Operators,
+    operators: LayerOperators[Input],
     added: Sequence[Weight] = (),
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, Input]:
     """``x`` + its biases ``added`` + ``residual`` (None: ``x`` alone), and its norm ``name``."""
     weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
     return operators.norm(x, residual, weight, bias, model.norm, model.norm_epsilon, added)
 
 
 def _attention(
-    context: Context, model: ModelConfig, sharding: LayerSharding
-) -> Callable[..., torch.Tensor]:
+    context: Context[Input], model: ModelConfig, sharding: LayerSharding[Input]
+) -> Callable[..., Input]:
     """The operator between the GEMMs, for this rank's heads; bias and activation are left open."""
     tp = sharding.size
     heads = Heads(model.heads // tp, model.key_value_heads // tp, model.head_size)
@@ -140,12 +143,10 @@ def _biases(weights: Weights, *names: str) -> list[Weight]:
 
 
 def _inner(
-    function: Callable[[torch.Tensor], torch.Tensor], inputs: torch.Tensor, context: Context
-) -> torch.Tensor:
+    function: Callable[[torch.Tensor], Input], inputs: torch.Tensor, context: Context[Input]
+) -> Input:
     """``function`` (attention, activation or both) of the input GEMM's result; maybe recomputed."""
     if not context.recompute_inner:
         return function(inputs)
-    recomputed: torch.Tensor = checkpoint(
-        function, inputs, use_reentrant=False, preserve_rng_state=False
-    )
+    recomputed: Input = checkpoint(function, inputs, use_reentrant=False, preserve_rng_state=False)
     return recomputed

@@ -8,14 +8,18 @@ it to its embedding, layers and head. With one rank every collective is the iden
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 from megascale_trainer.weights import Weight
 
+# What a linear operator reads: a tensor, or in FP8 a
+# :class:`megascale_kernels.fp8_activation.Fp8Activation`.
+Input_contra = TypeVar("Input_contra", contravariant=True)
 
-class LayerSharding(Protocol):
+
+class LayerSharding(Protocol[Input_contra]):
     """What a layer needs: the two linear operators around its attention and its FFN."""
 
     @property
@@ -23,11 +27,11 @@ class LayerSharding(Protocol):
         """Number of tp ranks that the heads and the FFN columns are split over."""
         ...
 
-    def column_parallel(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    def column_parallel(self, x: Input_contra, weight: Weight) -> torch.Tensor:
         """[S / tp, B, in] times ``weight`` [out / tp, in]: this rank's columns [S, B, out / tp]."""
         ...
 
-    def row_parallel(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    def row_parallel(self, x: Input_contra, weight: Weight) -> torch.Tensor:
         """[S, B, in / tp] times ``weight`` [in / tp, out], summed over tp: [S / tp, B, out]."""
         ...
 

@@ -31,8 +31,8 @@ def optimizer_factory(name: str) -> OptimizerFactory:
     well_named = names[:1] == (MASTER,) and all(map(is_state_name, names))
     if not well_named or len(set(names)) != len(names):
         raise ValueError(
-            f"optimizer.name: {name!r} declares the states {', '.join(names) or 'none'}: its "
-            "package must declare different names of a-z, 0-9 and '_', the first of them "
+            f"trainer.optimizer.name: {name!r} declares the states {', '.join(names) or 'none'}: "
+            "its package must declare different names of a-z, 0-9 and '_', the first of them "
             f"{MASTER!r}"
         )
     return found
@@ -51,21 +51,21 @@ def _installed(name: str) -> OptimizerFactory:
     if not chosen:
         known = sorted({*registered.names, *(name for name, _ in _built_in())})
         raise ValueError(
-            f"optimizer.name: {name!r} is not installed on this node; known here: "
+            f"trainer.optimizer.name: {name!r} is not installed on this node; known here: "
             f"{', '.join(known)}; install the package that registers it under "
             f"{ENTRY_POINT_GROUP} on every node, or use one of these"
         )
     if len(chosen) > 1:
         raise ValueError(
-            f"optimizer.name: {name!r} is registered more than once ({', '.join(sorted(chosen))}); "
-            "uninstall all but one of these packages"
+            f"trainer.optimizer.name: {name!r} is registered more than once "
+            f"({', '.join(sorted(chosen))}); uninstall all but one of these packages"
         )
     [entry] = chosen.values()
     try:
         factory: Any = entry.load()
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"optimizer.name: {name!r} cannot be imported from {entry.value}: {error}; "
+            f"trainer.optimizer.name: {name!r} cannot be imported from {entry.value}: {error}; "
             "repair or reinstall its package on this node"
         ) from error
     return cast(OptimizerFactory, factory)

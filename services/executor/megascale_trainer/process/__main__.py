@@ -105,12 +105,15 @@ class _Template:
         return True
 
     def _reap(self, pid: int) -> None:
-        _, status = os.waitpid(pid, 0)
+        _, status, used = os.wait4(pid, 0)
         descriptor = self.children.pop(pid)
         self.selector.unregister(descriptor)
         os.close(descriptor)
         exit_status = os.waitstatus_to_exitcode(status)
-        framing.send(self.agent, Exited(kind="exited", pid=pid, status=exit_status))
+        peak_bytes = used.ru_maxrss * 1024
+        framing.send(
+            self.agent, Exited(kind="exited", pid=pid, status=exit_status, peak_bytes=peak_bytes)
+        )
 
     def _run_child(self, parent_pid: int, socket_descriptor: int, log: int) -> NoReturn:
         """Body of a forked process: arm, redirect output, run what its first message asks for."""

@@ -15,6 +15,8 @@ The last step has no step behind it to hide in: its vote is about itself, and it
 from __future__ import annotations
 
 import base64
+import math
+import time
 
 import torch
 
@@ -23,8 +25,11 @@ from megascale_common.node.status_page import Phase, StatusPageWriter
 from megascale_trainer.parallel.groups import Group
 from megascale_trainer.snapshot import Snapshotter
 
-LAST_SLOT_TIMEOUT_S = 60.0
-DRAIN_TIMEOUT_S = 300.0
+# The last step waits this long for a slot while its peers wait in the all-reduce of the votes.
+LAST_SLOT_TIMEOUT_S, SHARE_OF_COLLECTIVE_TIMEOUT = 60.0, 2
+# The status page is written between two of these, so that the wait is not taken for a hang.
+DRAIN_SLICE_S = 60.0
+RECONNECT_S = 0.5
 
 
 class SnapshotSteps:
@@ -36,8 +41,15 @@ class SnapshotSteps:
         self._config, self._status, self._snapshots = config, status, snapshots
         # of the newest step whose result was read: (step, skipped updates, its values are finite)
         self._settled: tuple[int, int, bool] | None = None
-        # (snapshot after this step, number of ranks that must skip it)
-        self._decided: tuple[int, int] | None = None
+        # By step: number of ranks that must skip the snapshot after it. With short intervals the
+        # votes on the next one are known before this one is taken.
+        self._decided: dict[int, int] = {}
+        self._last_missed = False  # some rank had no slot for the last step
+        self._slot_timeout_s = min(
+            LAST_SLOT_TIMEOUT_S,
+            config.checkpoint.final_timeout_s,
+            config.recovery.collective_timeout_s / SHARE_OF_COLLECTIVE_TIMEOUT,
+        )
 
     @property
     def copied(self) -> torch.cuda.Event | None:
@@ -62,7 +74,7 @@ class SnapshotSteps:
         if subject != step:
             return self._snapshots.reserve(subject)
         self._status.update(phase=Phase.SNAPSHOT)  # it may wait for long
-        vote = self._snapshots.reserve_or_wait(step, LAST_SLOT_TIMEOUT_S)
+        vote = self._snapshots.reserve_or_wait(step, self._slot_timeout_s)
         self._status.update(phase=Phase.STEP)
         return vote
 
@@ -71,16 +83,16 @@ class SnapshotSteps:
         self._settle(step, skipped_updates, finite=finite)
         subject = self.subject(step)
         if subject is not None:
-            self._decided = subject, votes
+            self._decided[subject] = votes
 
     def after(self, step: int, skipped_updates: int) -> None:
         """``step`` was launched: seal what was copied; start or skip its snapshot as decided."""
         if self._snapshots is None:
             return
         self._snapshots.seal_if_copied()
-        if self._decided is None or self._decided[0] != step:
+        votes = self._decided.pop(step, None)
+        if votes is None:
             return
-        votes, self._decided = self._decided[1], None
         self._take(step, votes, skipped_updates)
         self._snapshots.seal_if_copied()
 
@@ -89,30 +101,64 @@ class SnapshotSteps:
 
         The attempt that would have committed it is gone. Every rank calls it together.
         """
-        assert self._snapshots is not None
-        steps = self._config.training.steps
-        votes = torch.zeros(1, device=device)
-        votes += self._snapshots.reserve_or_wait(steps, LAST_SLOT_TIMEOUT_S)
-        world.all_reduce(votes)
-        self._settle(steps, skipped_updates, finite=True)
-        self._take(steps, round(votes.item()), skipped_updates)
+        self._settle(self._config.training.steps, skipped_updates, finite=True)
+        self._vote_and_take_last(world, device, skipped_updates)
 
-    def finish(self, *, committed: bool) -> None:
-        """After the last step: seal it, and wait until it is committed or report why it is not.
+    def finish(self, world: Group, device: torch.device, skipped_updates: int) -> str:
+        """After the last step: wait until it is committed; returns "" or why it is not.
 
-        ``committed``: the last step was restored from storage, so it is committed already.
+        Every rank calls it together. The wait ends after ``checkpoint.final_timeout_s``.
         """
         if self._snapshots is None:
-            return
-        if not committed:
-            self._snapshots.seal_if_copied(wait=True)
-            problem = self._snapshots.drain(self._config.training.steps, DRAIN_TIMEOUT_S)
-            if problem:
-                print(f"the last checkpoint is not committed: {problem}", flush=True)
+            return ""
+        timeout_s = self._config.checkpoint.final_timeout_s
+        # The ranks have the same sum of votes, so they try equally often.
+        for _ in range(math.ceil(timeout_s / self._slot_timeout_s)):
+            if not self._last_missed:
+                break
+            self._vote_and_take_last(world, device, skipped_updates)
+        problem = self._drain_last(skipped_updates, time.monotonic() + timeout_s)
+        if problem:
+            print(f"the last checkpoint is not committed: {problem}", flush=True)
         self._snapshots.close()
+        return problem
+
+    def _drain_last(self, skipped_updates: int, deadline_s: float) -> str:
+        assert self._snapshots is not None
+        while True:
+            self._status.update(phase=Phase.SNAPSHOT)
+            self._snapshots.seal_if_copied(wait=True)
+            slice_s = min(DRAIN_SLICE_S, max(0.0, deadline_s - time.monotonic()))
+            drained = self._snapshots.drain(self._config.training.steps, slice_s)
+            if not drained.problem or time.monotonic() >= deadline_s:
+                return drained.problem
+            if not self._snapshots.connected:
+                # The daemon has ended, and with it the snapshot, but the state is still here. Its
+                # peers only wait for this rank's part.
+                time.sleep(RECONNECT_S)
+                self._take_last_alone(skipped_updates)
+            elif not drained.waiting:
+                return drained.problem
+
+    def _take_last_alone(self, skipped_updates: int) -> None:
+        assert self._snapshots is not None
+        steps = self._config.training.steps
+        if self._snapshots.reserve(steps) == 0:
+            self._take(steps, 0, skipped_updates)
+
+    def _vote_and_take_last(self, world: Group, device: torch.device, skipped_updates: int) -> None:
+        assert self._snapshots is not None
+        steps = self._config.training.steps
+        self._status.update(phase=Phase.SNAPSHOT)
+        votes = torch.zeros(1, device=device)
+        votes += self._snapshots.reserve_or_wait(steps, self._slot_timeout_s)
+        world.all_reduce(votes)
+        self._take(steps, round(votes.item()), skipped_updates)
 
     def _take(self, step: int, votes: int, skipped_updates: int) -> None:
         assert self._snapshots is not None
+        if step == self._config.training.steps:
+            self._last_missed = votes > 0
         small_state = {
             "skipped_updates": skipped_updates,
             "consumed_samples": step * self._config.training.global_batch_size,

@@ -69,7 +69,9 @@ class StepLoop:
             if self._reads_at_once(step, first=done + 1):
                 self._read(current)
                 previous = None
+            begin_s = time.monotonic()
             self.snapshots.after(step, self.skipped)
+            self.records.held_up(time.monotonic() - begin_s)
             if step % COLLECT_EVERY_STEPS == 0:
                 gc.collect()
             self.profiler.after(step)

@@ -32,6 +32,7 @@ class StepRecords:
             torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         )
         self._last_step_end_s = 0.0
+        self._snapshot_time_s = 0.0
         self._logged_steps, self._logged_at_s = 0, 0.0
 
     def start(self) -> None:
@@ -53,13 +54,19 @@ class StepRecords:
             "skipped_updates": skipped_updates,
             "attempt": self._assignment["attempt"],
             "step_time_s": elapsed_s,
+            "snapshot_time_s": self._snapshot_time_s,
             "tokens_per_s": tokens_per_s,
             "mfu_causal": utilisation.exact if utilisation else None,
             "mfu_full": utilisation.full if utilisation else None,
             "completed_at_s": time.time(),
         }
+        self._snapshot_time_s = 0.0
         self._log(values)
         return values
+
+    def held_up(self, elapsed_s: float) -> None:
+        """A snapshot has held the training thread up; the next record has it."""
+        self._snapshot_time_s += elapsed_s
 
     def send(self, values: dict[str, Any]) -> None:
         """Send a record to the agent, if this rank is the one that reports; the step ends."""

@@ -36,8 +36,9 @@ from megascale_common.node.messages import (
 from megascale_common.node.status_page import Phase, StatusPageWriter
 from megascale_trainer.data.client import LoaderClient, RingRequest
 from megascale_trainer.data.device_batches import StepBatches, step_batches
-from megascale_trainer.data.errors import DataError
+from megascale_trainer.data.errors import CorpusError, DataError
 from megascale_trainer.parallel.groups import Groups
+from megascale_trainer.process import title
 from megascale_trainer.process.bootstrap import create_groups
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
 from megascale_trainer.process.step_loop import StepLoop
@@ -49,6 +50,7 @@ from megascale_trainer.trainer import Trainer
 RENDEZVOUS_TIMEOUT_S = 120.0
 LOADER_TIMEOUT_S = 120.0
 MAX_ERROR_CHARS = 8_000
+_HOST_ALLOCATOR = "defaultcpuallocator: "  # of torch, in front of "can't allocate memory"
 _COLLECTIVE_WORDS = (
     "gloo",
     "nccl",
@@ -62,6 +64,8 @@ _COLLECTIVE_WORDS = (
 def run(agent: socket.socket, message: framing.Message, descriptors: list[int]) -> int:
     """Carry out the assignment; returns the exit status and never raises."""
     assignment = cast(Assignment, message)
+    rank, job, attempt = (assignment[key] for key in ("rank", "job", "attempt"))
+    title.show(f"megascale rank {rank} of job {job} attempt {attempt}", f"r{rank} {job}")
     # Its handler needs no interpreter lock, which a hung call may hold.
     faulthandler.register(STACKS_SIGNAL)
     try:
@@ -84,6 +88,10 @@ def run(agent: socket.socket, message: framing.Message, descriptors: list[int]) 
         except OSError:
             pass  # the agent has ended: there is nothing to report to
         return 1
+
+
+class JobRefused(Exception):
+    """This rank can never run the job; the message has field and remedy."""
 
 
 class _Worker:
@@ -114,7 +122,7 @@ class _Worker:
 
     def _work(self) -> None:
         config, status = self._config, self._status
-        trainer = Trainer(config, self._assignment["rank"], self._groups, self._device, status)
+        trainer = self._build()
         if config.checkpoint.uri:
             self._snapshots = self._register(trainer)
         done = self._restore(trainer)
@@ -127,13 +135,16 @@ class _Worker:
         status.update(step=done, phase=Phase.WARMUP)
         loop.run(done)
         status.update(phase=Phase.SNAPSHOT)
-        self._finish(loop, done)
+        not_saved = self._finish(loop, done)
         loop.data.close()
         if loop.held_out is not None:
             loop.held_out.close()
         status.update(phase=Phase.DONE)
         print(f"finished: step {config.training.steps} is the last", flush=True)
-        framing.send(self._agent, Finished(kind="finished", step=config.training.steps))
+        framing.send(
+            self._agent,
+            Finished(kind="finished", step=config.training.steps, not_saved=not_saved),
+        )
 
     def _say_hello(self) -> None:
         who, layout = self._assignment, self._config.layout
@@ -167,6 +178,14 @@ class _Worker:
             ring=config.parallelism.virtual_stages > 1,
             status=self._status,
         )
+
+    def _build(self) -> Trainer:
+        rank = self._assignment["rank"]
+        try:
+            return Trainer(self._config, rank, self._groups, self._device, self._status)
+        except ValueError as error:
+            # Sizes or names that this build or this node's packages refuse, such as an optimizer.
+            raise JobRefused(str(error)) from error
 
     def _register(self, trainer: Trainer) -> Snapshotter:
         who, sizes = self._assignment, self._config.parallelism
@@ -213,12 +232,10 @@ class _Worker:
             plan.step * self._config.training.global_batch_size,
         )
         if consumed != expected:
-            raise RestoreRefused(
-                "OTHER",
-                f"the checkpoint of step {plan.step} has consumed {consumed} samples, "
-                f"training.global_batch_size = {self._config.training.global_batch_size} would "
-                f"make it {expected}: keep the batch size of the job that wrote it",
-                "",
+            raise JobRefused(
+                f"trainer.training.global_batch_size: the checkpoint of step {plan.step} has "
+                f"consumed {consumed} samples, {self._config.training.global_batch_size} would "
+                f"make it {expected}; keep the batch size of the job that wrote it"
             )
         trainer.finish_load(plan.step)
         self._skipped, self._consumed = int(small_state["skipped_updates"]), consumed
@@ -257,13 +274,14 @@ class _Worker:
             skipped=self._skipped,
         )
 
-    def _finish(self, loop: StepLoop, done: int) -> None:
-        """After the last step: commit it, unless it was restored from storage."""
-        all_done = done == self._config.training.steps
-        source = self._plan.source
-        if all_done and source is RestoreSource.MEMORY:
-            loop.snapshots.take_last_again(self._groups.world, self._device, loop.skipped)
-        loop.snapshots.finish(committed=all_done and source is RestoreSource.STORAGE)
+    def _finish(self, loop: StepLoop, done: int) -> str:
+        """After the last step: have it committed; returns "" or why it is not."""
+        world, device, skipped = self._groups.world, self._device, loop.skipped
+        if done == self._config.training.steps:
+            if self._plan.source is RestoreSource.STORAGE:
+                return ""  # it was committed before
+            loop.snapshots.take_last_again(world, device, skipped)
+        return loop.snapshots.finish(world, device, skipped)
 
 
 def _device(assignment: Assignment) -> torch.device:
@@ -278,17 +296,21 @@ def _device(assignment: Assignment) -> torch.device:
 def _classify(error: BaseException) -> tuple[ErrorKind, str]:
     """Kind of the error for the driver's recovery, and a detail such as the damaged file.
 
+    BAD_JOB is what every attempt would find: a second one is no remedy.
+
     A failed collective is a symptom (a peer died); it never makes this rank the culprit. Where only
     a lost CUDA context is left of it, the agent finds the cause on the status page
     (:mod:`megascale_executor.agent.symptoms`).
     """
+    if isinstance(error, (JobRefused, CorpusError)):
+        return "BAD_JOB", str(error)
     if isinstance(error, RestoreRefused):
-        return error.kind, error.file
+        return error.kind, error.file or str(error)
     if isinstance(error, DataError):
         return "DATA", str(error)
-    if isinstance(error, torch.OutOfMemoryError):
-        return "OUT_OF_MEMORY", ""
     text = str(error).lower()
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or _HOST_ALLOCATOR in text:
+        return "OUT_OF_MEMORY", str(error).partition("\n")[0] or "the host has no memory left"
     if isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(word in text for word in _COLLECTIVE_WORDS)
     ):

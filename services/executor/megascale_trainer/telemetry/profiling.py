@@ -101,9 +101,14 @@ class StepProfiler:
             self._inbox.unregister(self._agent)
             return
         message, _ = received
+        if message["kind"] == "cancel_profile":
+            if self._wanted is not None and self._wanted["id"] == message["id"]:
+                self._drop(self._wanted, "skipped", "cancelled before its first step")
+            return
         if message["kind"] != "profile":
             raise framing.FramingError(
-                f"a worker that trains accepts 'profile', not {message['kind']!r}"
+                "a worker that trains accepts 'profile' and 'cancel_profile', "
+                f"not {message['kind']!r}"
             )
         if self._wanted is not None:
             self._drop(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -9,12 +10,14 @@ from torch.utils.checkpoint import checkpoint
 
 from megascale_common.job.config import JobConfig
 from megascale_common.sizes.parameter_slices import ModelChunk
+from megascale_kernels.fp8_activation import Fp8Activation
 from megascale_kernels.operators import Operators
 from megascale_trainer.batch import MicroBatch
 from megascale_trainer.model.embedding import embed
 from megascale_trainer.model.head import loss_sums
-from megascale_trainer.model.layer import batch_context, layer
+from megascale_trainer.model.layer import Context, batch_context, layer
 from megascale_trainer.parallel.data.buffers import FlatBuffers
+from megascale_trainer.parallel.tensor.fp8 import Fp8
 from megascale_trainer.parallel.tensor.sharding import TensorParallel
 from megascale_trainer.weights import Weights, subset
 
@@ -23,7 +26,8 @@ class Stage:
     """The stage's forward; autograd's backward adds to the weights' ``main_grad``.
 
     ``last``: the stage ends the model, and its forward is followed by :meth:`loss`. Units
-    (embedding, layers, head) are entered through ``buffers``, which hold their parameters.
+    (embedding, layers, head) are entered through ``buffers``, which hold their parameters. ``fp8``:
+    what its layers in FP8 are given.
     """
 
     def __init__(
@@ -34,21 +38,21 @@ class Stage:
         tp: TensorParallel,
         buffers: FlatBuffers,
         operators: Operators,
+        fp8: Fp8 | None = None,
     ) -> None:
         self._config, self._weights, self._tp = config, weights, tp
-        self._buffers, self._operators = buffers, operators
+        self._buffers, self._operators, self._fp8 = buffers, operators, fp8
         self.last = chunk.last
         self._layers = [
-            (f"layers.{index}", config.model.window_of(index), subset(weights, f"layers.{index}."))
+            (index, config.model.window_of(index), subset(weights, f"layers.{index}."))
             for index in chunk.layers
         ]
 
     def forward(self, received: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
         """Hidden states [S / tp, B, H] from those of the stage before (None: first stage)."""
-        model, tp = self._config.model, self._tp
         if received is None:
             self._buffers.await_parameters("embedding")
-            received = embed(batch, self._weights, model, tp)
+            received = embed(batch, self._weights, self._config.model, self._tp)
         hidden = received
         # Masks and rotary tables are made once per micro-batch and window, not once per layer.
         windows = {window for _, window, _ in self._layers}
@@ -56,20 +60,37 @@ class Stage:
             window: batch_context(batch, self._config, window, self._operators)
             for window in windows
         }
-        for unit, window, weights in self._layers:
+        for index, window, weights in self._layers:
             # Outside the checkpoint: recomputation must not wait for parameters again or count the
             # unit's backward twice.
-            hidden = self._buffers.enter(unit, hidden)
-            run = partial(
-                layer, context=contexts[window], weights=weights, model=model, sharding=tp
-            )
+            hidden = self._buffers.enter(f"layers.{index}", hidden)
+            run = self._layer(index, contexts[window], weights)
             if self._config.parallelism.recompute == "full":
                 hidden = checkpoint(run, hidden, use_reentrant=False, preserve_rng_state=False)
             else:
                 hidden = run(hidden)
         return hidden
 
+    def _layer(
+        self, index: int, context: Context[torch.Tensor], weights: Weights
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Layer ``index`` as a function of its input, in FP8 where the job asks for it."""
+        model, fp8 = self._config.model, self._fp8
+        if fp8 is None or index not in fp8.layers:
+            return partial(layer, context=context, weights=weights, model=model, sharding=self._tp)
+        return partial(
+            layer,
+            context=_in_fp8(context, fp8),
+            weights=weights,
+            model=model,
+            sharding=fp8.linears,
+        )
+
     def loss(self, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Objective and sums of :func:`megascale_trainer.model.head.loss_sums`; last stage only."""
         hidden = self._buffers.enter("head", hidden)
         return loss_sums(hidden, batch, self._weights, self._config, self._tp, self._operators)
+
+
+def _in_fp8(context: Context[torch.Tensor], fp8: Fp8) -> Context[Fp8Activation]:
+    return Context(fp8.operators, context.mask, context.rotary, context.recompute_inner)

@@ -13,7 +13,7 @@ import torch
 from megascale_common.job.config import JobConfig
 from megascale_kernels.overlap.collective_matmul import CollectiveMatmuls
 from megascale_kernels.overlap.peer_memory import open_peer_memory, why_unreachable
-from megascale_kernels.overlap.row_transfers import region_bytes
+from megascale_kernels.overlap.row_transfers import RowTransfers, region_bytes
 from megascale_trainer.parallel.groups import Group
 from megascale_trainer.parallel.tensor.sharding import TensorParallel, plain_tensor_parallel
 
@@ -38,7 +38,8 @@ def tensor_parallel(
     reason = "it has one rank" if group.handle is None else why_unreachable(group.handle, device)
     if group.handle is None or reason:
         print(
-            f"the tensor-parallel group is not overlapped (parallelism.overlap.tp): {reason}",
+            "the tensor-parallel group is not overlapped (trainer.parallelism.overlap.tp): "
+            f"{reason}",
             flush=True,
         )
         return plain_tensor_parallel(group)
@@ -73,6 +74,11 @@ class OverlappedMatmuls:
 
     def __init__(self, group: Group, kernel: CollectiveMatmuls) -> None:
         self._group, self._kernel = group, kernel
+
+    @property
+    def transfers(self) -> RowTransfers:
+        """Those of the kernel, for FP8 GEMMs of the same group."""
+        return self._kernel.transfers
 
     def all_gather_matmul(
         self, part: torch.Tensor, factor: torch.Tensor

@@ -1,0 +1,90 @@
+"""How the command line ends: wrong usage reported like all errors, and readers that leave."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+import typer.core
+
+from megascale_cli.exits import OK, UsageError, fail, print_error
+from megascale_cli.options import JSON_OPTION
+from megascale_client import FieldProblem, InvalidRequest, MegascaleError
+
+
+class Commands(typer.core.TyperGroup):
+    """The root of the commands: every error of usage below it is reported here."""
+
+    _as_json = False
+
+    def make_context(self, info_name: str | None, args: list[str], *more: Any, **extra: Any) -> Any:
+        """Parse the root's own options."""
+        self._as_json = JSON_OPTION in args
+        with _ends(self._as_json):
+            return super().make_context(info_name, args, *more, **extra)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Parse and run a command."""
+        with _ends(self._as_json):
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
+
+
+@contextmanager
+def _ends(as_json: bool) -> Iterator[None]:
+    try:
+        yield
+    except UsageError as error:
+        # Without a command typer prints the help, which is its message.
+        if type(error).__name__ == "NoArgsIsHelpError":
+            raise
+        raise typer.Exit(_report(error, as_json)) from None
+    except MegascaleError as error:
+        raise fail(error, as_json) from None
+    except BrokenPipeError:
+        if not reader_is_gone():
+            raise
+        silence()
+        raise typer.Exit(OK) from None
+
+
+def _report(error: Any, as_json: bool) -> int:
+    """Print an error of usage with the command to read about it; returns the exit status."""
+    context = error.ctx
+    program = context.command_path if context is not None else "megascale"
+    remedy = f"see `{program} --help`"
+    sentence = error.format_message().rstrip(".")
+    parameter = getattr(error, "param", None)
+    field = (
+        getattr(error, "option_name", None)
+        or getattr(error, "param_hint", None)
+        or (parameter.opts[0] if parameter is not None and parameter.opts else "")
+    )
+    usage = InvalidRequest(
+        f"{sentence}; {remedy}",
+        problems=[FieldProblem(str(field), sentence, remedy)],
+        reason="USAGE",
+    )
+    print_error(usage, as_json)
+    return int(error.exit_code)
+
+
+def reader_is_gone() -> bool:
+    """Whether stdout is a pipe whose reader (head, less) has ended."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), select.POLLOUT)
+        return any(state & select.POLLERR for _, state in poll.poll(0))
+    except (OSError, ValueError):  # no file behind it
+        return False
+
+
+def silence() -> None:
+    """Discard what is still to be written, or the flush at the interpreter's end would fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,100 @@
+"""What a job keeps of its progress across a change of leader: steps, last record, goodput.
+
+These fields change with every tick in which a step was completed, and are no decisions. They are
+stored whenever the job's head is written for another reason, and by themselves at the first step of
+an attempt, every ``policy.mark_interval_s`` seconds, and when a record arrives after the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megascale_driver.analysis.progress import add_step_time
+from megascale_driver.core import goodput
+from megascale_driver.core.goodput import Activity, Ledger
+from megascale_driver.core.policy import Policy
+from megascale_driver.core.state import Fault, FaultKind, Job, JobPhase, Node
+
+# STARTING too: the first records may overtake the report that all workers run.
+_TRAINS = frozenset({JobPhase.STARTING, JobPhase.RUNNING})
+
+
+def step_changes(
+    job: Job,
+    step: int,
+    record: Mapping[str, float],
+    checkpointing_s: float,
+    now_s: float,
+    policy: Policy,
+) -> dict[str, Any]:
+    """Fields of the job that change with a new newest step; ``record`` is empty if unknown."""
+    interval_s = (now_s - job.last_step_at_s) / (step - job.step) if job.last_step_at_s else 0.0
+    changes: dict[str, Any] = {
+        "step": step,
+        "best_step": max(step, job.best_step),
+        "last_step_at_s": now_s,
+        "step_interval_s": interval_s,
+        "step_times": add_step_time(job.step_times, round(interval_s, 6)),
+        "last_record": record or job.last_record,
+        "goodput": _stepped(job, step, checkpointing_s, now_s),
+    }
+    passed_s = now_s - job.marked_at_s
+    if job.terminal or not job.step or not 0 <= passed_s < policy.mark_interval_s:
+        changes["marked_at_s"] = now_s
+    return changes
+
+
+def phase_entered(job: Job, nodes: Mapping[str, Node], now_s: float) -> Ledger:
+    """The job's ledger when it has just entered its phase."""
+    ledger = job.goodput
+    if not ledger.since_us:
+        return ledger  # stored by a build that kept none, and not adopted yet
+    if job.terminal:
+        return goodput.entered(ledger, Activity.ENDED, now_s)
+    if job.phase is JobPhase.QUEUED:
+        return goodput.entered(ledger, Activity.WAITING, now_s)
+    if job.phase is JobPhase.PREPARING:
+        return goodput.placed(ledger, now_s)
+    if job.phase is JobPhase.STARTING:
+        ledger = goodput.at(ledger, now_s)
+        return goodput.restored(ledger, job.restore.step if job.restore is not None else 0)
+    if job.phase is JobPhase.RUNNING:
+        return goodput.at(ledger, now_s)
+    if job.phase is JobPhase.STOPPING and job.after_stop is JobPhase.QUEUED:
+        happened_s = min((_happened_s(fault, nodes) for fault in job.faults), default=now_s)
+        return goodput.broke(ledger, happened_s, now_s)
+    if job.phase is JobPhase.STOPPING:
+        return goodput.entered(ledger, Activity.ENDING, now_s)
+    return ledger
+
+
+def adopted(job: Job, now_s: float) -> Ledger:
+    """The ledger under a new leader; a job of a build that kept none gets one from now on."""
+    if job.terminal or job.goodput.since_us:
+        return job.goodput
+    ledger = goodput.submitted(now_s)
+    if job.phase is JobPhase.QUEUED:
+        return ledger
+    ledger = goodput.placed(ledger, now_s)
+    if job.phase is JobPhase.STOPPING:
+        return goodput.entered(ledger, Activity.ENDING, now_s)
+    return goodput.restored(ledger, job.restore.step if job.restore is not None else 0)
+
+
+def _stepped(job: Job, step: int, checkpointing_s: float, now_s: float) -> Ledger:
+    if not job.goodput.since_us:
+        return job.goodput
+    if job.phase in _TRAINS:
+        return goodput.stepped(job.goodput, step, now_s, checkpointing_s)
+    return goodput.learned(job.goodput, step)
+
+
+def _happened_s(fault: Fault, nodes: Mapping[str, Node]) -> float:
+    """When a fault happened, as far as the driver can tell; 0: when the job last advanced."""
+    if fault.kind is FaultKind.HANG:
+        return 0.0
+    node = nodes.get(fault.node)
+    if fault.kind is FaultKind.NODE_DEAD and node is not None:
+        return node.reset_at_s or node.last_seen_s
+    return fault.at_s

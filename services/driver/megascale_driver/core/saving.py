@@ -1,0 +1,180 @@
+"""Whether a job has kept what it computed: the checkpoint of its last step, and what went wrong.
+
+A job with checkpoints succeeds only when the checkpoint of its last step is complete. Troubles on
+the way there become lines of the job's log, as many as people can read: one for each step that was
+not saved, and one for each power of ten of skipped snapshots.
+"""
+
+from __future__ import annotations
+
+from megascale_common.job.restore import RestorePlan, RestoreSource
+from megascale_driver.core.conditions import Condition, ConditionType
+from megascale_driver.core.draft import Draft
+from megascale_driver.core.events import Evidence
+from megascale_driver.core.state import (
+    Job,
+    JobPhase,
+    Node,
+    Progress,
+    Report,
+)
+
+MAX_CAUSE = 500  # characters of an error that a reason repeats
+# Failed steps in a row that have a line each; from then on one for each power of ten.
+FIRST_FAILURES = 10
+
+
+def ending(draft: Draft, job: Job) -> tuple[JobPhase, str] | None:
+    """How the job ends, all of whose nodes have finished; None while that is not known yet."""
+    steps = job.config.training.steps
+    done = f"all {steps} steps are done"
+    if not job.config.checkpoint.uri or _saved(job):
+        return JobPhase.SUCCEEDED, done
+    if not job.finished_at_s:
+        job = draft.job(job.name, finished_at_s=draft.now_s)
+    reports = [draft.nodes[slot.node].report for slot in job.slots if slot.node in draft.nodes]
+    if any(report is not None and not report.failure for report in reports):
+        # A worker saw the commit, and its node's progress shows it with the next heartbeat. A
+        # daemon that was restarted since then no longer has a record of it.
+        if draft.now_s - job.finished_at_s < draft.policy.commit_report_s:
+            return None
+        draft.job(job.name, committed_step=steps, committed_by_attempt=job.attempt)
+        return JobPhase.SUCCEEDED, done
+    why = f"the checkpoint of step {steps} was not saved: {_cause(job, reports)}"
+    if job.config.checkpoint.require_final:
+        return JobPhase.FAILED, f"{done}, but {why}"
+    condition = Condition(ConditionType.NOT_SAVED, "FINAL_CHECKPOINT_FAILED", why, draft.now_s)
+    draft.job(job.name, conditions=(*job.conditions, condition))
+    return JobPhase.SUCCEEDED, f"{done}, but {why}"
+
+
+def ending_of_restored(draft: Draft, job: Job, restore: RestorePlan) -> tuple[JobPhase, str] | None:
+    """How a job ends that restores its last step or a later one; None where it has steps to do."""
+    steps = job.config.training.steps
+    if restore.source is RestoreSource.NONE or restore.step < steps:
+        return None
+    if restore.step > steps or not restore.written_by_attempt:
+        text = (
+            f"restored step {restore.step} is not below trainer.training.steps {steps}: "
+            "give more steps, or start from an earlier checkpoint"
+        )
+        return JobPhase.FAILED, text
+    if restore.source is RestoreSource.MEMORY:
+        return None  # its workers still have to commit it
+    draft.job(
+        job.name,
+        committed_step=restore.step,
+        committed_by_attempt=restore.written_by_attempt,
+        manifest_uri=restore.manifest_uri,
+    )
+    text = f"all {steps} steps are done: attempt {restore.written_by_attempt} has saved the last"
+    return JobPhase.SUCCEEDED, text
+
+
+def report(draft: Draft, node: Node, after: Report) -> None:
+    """Log what a heartbeat of ``node`` shows about checkpoints that its last report did not."""
+    before = node.report
+    for progress in after.progress:
+        job = draft.jobs.get(progress.job)
+        if job is None or job.terminal:
+            continue
+        _failed(draft, node.name, job, progress)
+        if before is not None:
+            old = next((item for item in before.progress if item.job == job.name), None)
+            _skipped(draft, node.name, draft.jobs[job.name], old, progress)
+    if before is not None and after.daemon_restarts > before.daemon_restarts:
+        _daemon_restarted(draft, node.name, after)
+
+
+def _saved(job: Job) -> bool:
+    steps = job.config.training.steps
+    return job.committed_step >= steps and job.committed_step not in job.refused_steps
+
+
+def _cause(job: Job, reports: list[Report | None]) -> str:
+    """What a daemon reports about the last step, else what a worker does."""
+    found = [report for report in reports if report is not None]
+    last = (job.attempt, job.config.training.steps)
+    failures = (
+        progress.failure
+        for report in found
+        for progress in report.progress
+        if progress.job == job.name and progress.failure is not None
+    )
+    errors = [failure.error for failure in failures if (failure.attempt, failure.step) == last]
+    errors += [report.failure for report in found if report.failure]
+    return errors[0][:MAX_CAUSE] if errors else "no node reports it"
+
+
+def _failed(draft: Draft, node: str, job: Job, progress: Progress) -> None:
+    failure = progress.failure
+    if failure is None or failure.attempt != job.attempt:
+        return
+    if (failure.attempt, failure.step) <= job.failed_checkpoint:
+        return  # another rank of the same step, or a repetition
+    in_a_row = job.failed_checkpoints + 1 if job.failed_since_step == job.committed_step else 1
+    draft.job(
+        job.name,
+        failed_checkpoint=(failure.attempt, failure.step),
+        failed_checkpoints=in_a_row,
+        failed_since_step=job.committed_step,
+    )
+    if in_a_row > FIRST_FAILURES and not _power_of_ten(in_a_row - 1, in_a_row):
+        return
+    last = failure.step >= job.config.training.steps
+    draft.log(
+        "CHECKPOINT_FAILED",
+        f"the checkpoint of step {failure.step} was not saved by rank {failure.rank} on {node}: "
+        f"{failure.error[:MAX_CAUSE]} ({in_a_row} in a row)",
+        subject=f"jobs/{job.name}", job=job.name, actor=f"nodes/{node}", attempt=job.attempt,
+        evidence=(Evidence("persist-error", f"nodes/{node}", failure.error[:MAX_CAUSE]),),
+        outcome=_what_follows(job, last),
+    )  # fmt: skip
+
+
+def _what_follows(job: Job, last: bool) -> str:
+    if last:
+        wait_s = job.config.checkpoint.final_timeout_s
+        return f"the last step: it is tried again for {wait_s:g} s"
+    return f"training continues; the newest complete checkpoint is that of {job.committed_step}"
+
+
+def _skipped(draft: Draft, node: str, job: Job, old: Progress | None, new: Progress) -> None:
+    key = (new.skipped_by_attempt, new.skipped_step)
+    # All ranks skip a step together, so the first node to report it counts it. The last step is
+    # waited for, and not skipped.
+    if new.skipped_by_attempt != job.attempt or key <= job.skipped_snapshot:
+        return
+    if new.skipped_step >= job.config.training.steps:
+        return
+    since = old.skipped_snapshots if old is not None else 0
+    count = max(1, new.skipped_snapshots - since)
+    same_attempt = job.skipped_snapshot[0] == job.attempt
+    before = job.skipped_snapshots if same_attempt else 0
+    draft.job(job.name, skipped_snapshot=key, skipped_snapshots=before + count)
+    if _power_of_ten(before, before + count):
+        draft.log(
+            "CHECKPOINT_SKIPPED",
+            f"{before + count} snapshots of attempt {job.attempt} were skipped, the newest after "
+            f"step {new.skipped_step}: no slot was free on {node}, because the snapshots before "
+            "are still being written",
+            subject=f"jobs/{job.name}", job=job.name, actor=f"nodes/{node}", attempt=job.attempt,
+            outcome="training continues; the next line comes at ten times as many",
+        )  # fmt: skip
+
+
+def _power_of_ten(before: int, after: int) -> bool:
+    """Whether a count that rises from ``before`` to ``after`` reaches 1, 10, 100, ..."""
+    return after > 0 and (before == 0 or len(str(after)) > len(str(before)))
+
+
+def _daemon_restarted(draft: Draft, node: str, after: Report) -> None:
+    job = draft.holder_of(node)
+    draft.log(
+        "CHECKPOINT_DAEMON_RESTARTED",
+        f"the checkpoint daemon of node {node} ended with status {after.daemon_exit_status} and "
+        "was restarted; the snapshots in its memory are lost",
+        subject=f"nodes/{node}", job=job.name if job is not None else "", actor=f"nodes/{node}",
+        attempt=job.attempt if job is not None else 0,
+        outcome="training continues; the next snapshot is taken as usual" if job else "",
+    )  # fmt: skip

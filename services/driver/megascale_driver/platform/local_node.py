@@ -1,0 +1,117 @@
+"""One node of a local cluster: its configuration on disk, its process, and whether it is ready.
+
+`megascale up` starts a node in the same way as `megascale node start`, which finds the
+configuration of a node that has ended in its folder.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from megascale.v1 import driver_pb2, types_pb2
+from megascale_common.node.files import replace_file
+from megascale_common.service.errors import ClusterError
+from megascale_driver.platform.child import Child
+from megascale_driver.platform.devices import DeviceKind
+
+START_TIMEOUT_S = 90.0
+STOP_NODE_TIMEOUT_S = 10.0
+MAX_PAGE = 1000
+_AGENT = "megascale_executor.agent"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalNode:
+    """A node's name, the devices that it owns (indices on this machine), and its switch."""
+
+    name: str
+    device: DeviceKind
+    devices: tuple[int, ...]
+    switch: str
+
+
+def node_folder(run_folder: Path, name: str) -> Path:
+    """Where a node keeps its logs and addresses."""
+    return run_folder / "nodes" / name
+
+
+def stored_node(run_folder: Path, name: str) -> LocalNode | None:
+    """The node as it was last started in this run folder; None if it never was."""
+    try:
+        values = json.loads((node_folder(run_folder, name) / "node.json").read_text())
+        return LocalNode(
+            name=name,
+            device=values["device"],
+            devices=tuple(values["devices"]),
+            switch=values["switch"],
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def running_nodes(run_folder: Path) -> dict[str, int]:
+    """The nodes of this run folder whose agents run, with the agents' process ids."""
+    found = {}
+    for lock in sorted((run_folder / "nodes").glob("*/agent.lock")):
+        name = lock.parent.name
+        # The agent writes its id when it takes the lock, and the file stays when it ends: another
+        # process may have the id now.
+        pid = lock.read_text().strip()
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if pid and _AGENT in command and name in command:
+            found[name] = int(pid)
+    return found
+
+
+def start_node(run_folder: Path, cluster: str, node: LocalNode) -> Child:
+    """Start the node's agent as a child process, and store what starts it again."""
+    folder = node_folder(run_folder, node.name)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    replace_file(folder / "node.json", json.dumps(asdict(node)) + "\n")
+    (folder / "executor.address").unlink(missing_ok=True)
+    command = [
+        *(sys.executable, "-m", _AGENT, "--cluster", cluster, "--node", node.name),
+        *("--driver-file", str(run_folder / "driver.address")),
+        *("--token-file", str(run_folder / "token")),
+        *("--device", node.device, "--devices", ",".join(map(str, node.devices))),
+        *("--run-folder", str(run_folder), "--topology", f"switch={node.switch}"),
+        *("--address-file", str(folder / "executor.address"), "--metrics-bind", "127.0.0.1:0"),
+    ]
+    return Child(node.name, command, folder / "agent.log")
+
+
+async def nodes_of(stub: Any) -> list[driver_pb2.Node]:
+    """The nodes that the driver lists; none while it starts or does not lead yet.
+
+    Raises:
+        ClusterError: the driver refuses to list them.
+    """
+    try:
+        answer = await stub.ListNodes(driver_pb2.ListNodesRequest(page_size=MAX_PAGE), timeout=5.0)
+    except grpc.aio.AioRpcError as error:
+        if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            return []
+        raise ClusterError(f"the driver refuses to list its nodes: {error.details()}") from None
+    return list(answer.nodes)
+
+
+def is_ready(run_folder: Path, node: driver_pb2.Node) -> bool:
+    """Whether the agent that serves now is alive for the driver, and can save and restore."""
+    if node.liveness != types_pb2.NODE_LIVENESS_ALIVE or not node.checkpoint_endpoint:
+        # An agent whose daemon is slow to start links without it.
+        return False
+    try:
+        address = (node_folder(run_folder, node.name) / "executor.address").read_text().strip()
+    except OSError:
+        return False
+    return node.executor_endpoint == address  # and not the agent before it

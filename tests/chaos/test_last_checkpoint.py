@@ -1,0 +1,169 @@
+"""A job succeeds only with the checkpoint of its last step, and short intervals commit, too."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.harness.chaos_cluster import ChaosCluster, shared_cluster
+from tests.harness.local_cluster import megascale
+
+from megascale.v1 import driver_pb2, job_pb2, types_pb2
+
+STEPS, HALF = 20, 10
+FINAL_WAIT_S = 1.0
+SUCCEEDED, FAILED = types_pb2.JOB_PHASE_SUCCEEDED, types_pb2.JOB_PHASE_FAILED
+
+
+@pytest.fixture(scope="module")
+def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], ChaosCluster]]:
+    with shared_cluster(lambda: tmp_path_factory.mktemp("saved"), "--nodes", "2") as ready:
+        yield ready
+
+
+async def run(cluster: ChaosCluster, spec: job_pb2.JobSpec) -> tuple[driver_pb2.Job, list[str]]:
+    """The job as it ended, and the reasons of its events."""
+    async with cluster.client() as client, cluster.follow(client, spec) as followed:
+        await followed.until_ended()
+        job = await client.get(spec.name)
+        events = [event.reason async for event in client.events(f"jobs/{spec.name}")]
+        return job, events
+
+
+def succeeds(*command: str | Path) -> bool:
+    return subprocess.run(command, check=False, capture_output=True).returncode == 0
+
+
+async def shown(cluster: ChaosCluster, *command: str) -> subprocess.CompletedProcess[str]:
+    """What a command of the CLI prints."""
+    return await asyncio.to_thread(megascale, *command, "--cluster", str(cluster.up.folder))
+
+
+def block(folder: Path) -> None:
+    """A file where the first attempt's folder would be: the log can be written, no checkpoint."""
+    (folder / "attempts").mkdir(parents=True)
+    (folder / "attempts" / "attempt-000001").write_text("in the way")
+
+
+async def test_a_checkpoint_that_cannot_be_written_fails_the_job(
+    clusters: Callable[[], ChaosCluster],
+) -> None:
+    cluster = clusters()
+    spec = cluster.job("unsaved", steps=STEPS, interval_steps=HALF)
+    spec.checkpoint.final_timeout_s = FINAL_WAIT_S
+    block(cluster.checkpoints("unsaved"))
+    job, events = await run(cluster, spec)
+    assert job.phase == FAILED, job.phase_reason
+    assert f"the checkpoint of step {STEPS} was not saved" in job.phase_reason
+    assert "a file is where a folder is needed" in job.phase_reason, "the cause is named"
+    assert (job.attempt, job.committed_step, len(job.conditions)) == (1, 0, 0)
+    assert events.count("CHECKPOINT_FAILED") == 2, "one line for each step, not for each rank"
+    assert "JOB_SUCCEEDED" not in events
+    explained = await shown(cluster, "explain", "unsaved")
+    assert "CHECKPOINT_FAILED" in explained.stdout
+
+
+async def test_a_full_disk_fails_the_job(clusters: Callable[[], ChaosCluster]) -> None:
+    cluster = clusters()
+    folder = cluster.checkpoints("full")
+    folder.mkdir(parents=True)
+    if not await asyncio.to_thread(
+        succeeds, "mount", "-t", "tmpfs", "-o", "size=128k", "none", folder
+    ):
+        pytest.skip("a small file system can be mounted by root only")
+    try:
+        spec = cluster.job("full", steps=STEPS, interval_steps=HALF)
+        spec.checkpoint.final_timeout_s = FINAL_WAIT_S
+        job, _ = await run(cluster, spec)
+    finally:
+        assert await asyncio.to_thread(succeeds, "umount", "--lazy", folder)
+    assert job.phase == FAILED, job.phase_reason
+    assert "No space left on device" in job.phase_reason
+
+
+async def test_a_checkpoint_that_can_be_written_again_in_time_saves_the_job(
+    clusters: Callable[[], ChaosCluster],
+) -> None:
+    cluster = clusters()
+    spec = cluster.job("in-time", steps=STEPS, interval_steps=HALF)
+    block(cluster.checkpoints("in-time"))
+    async with cluster.client() as client, cluster.follow(client, spec) as followed:
+
+        def last_failed() -> bool:
+            failures = [e for e in followed.events if e.reason == "CHECKPOINT_FAILED"]
+            return any(f"of step {STEPS} " in event.message for event in failures)
+
+        await followed.until(last_failed, "the last checkpoint has failed")
+        (cluster.checkpoints("in-time") / "attempts" / "attempt-000001").unlink()
+        job = await followed.until_ended()
+    assert (job.phase, job.committed_step) == (SUCCEEDED, STEPS), job.phase_reason
+    assert (job.attempt, len(job.conditions)) == (1, 0)
+
+
+async def test_a_daemon_that_is_killed_has_an_event_and_costs_no_model(
+    clusters: Callable[[], ChaosCluster],
+) -> None:
+    cluster = clusters()
+    spec = cluster.job("undaemoned", steps=40, interval_steps=10)
+    async with cluster.client() as client, cluster.follow(client, spec) as followed:
+        await followed.until_event("CHECKPOINT_COMMITTED")
+        node = followed.job.nodes[1]
+        os.kill(cluster.up.node_pids(node)["checkpoint"], signal.SIGKILL)
+        event = await followed.until_event("CHECKPOINT_DAEMON_RESTARTED", f"nodes/{node}")
+        job = await followed.until_ended()
+    assert "status -9" in event.message
+    assert (job.phase, job.committed_step, job.attempt) == (SUCCEEDED, 40, 1), job.phase_reason
+
+
+async def test_a_job_that_may_end_without_it_succeeds_with_a_condition(
+    clusters: Callable[[], ChaosCluster],
+) -> None:
+    cluster = clusters()
+    spec = cluster.job("allowed", steps=STEPS, interval_steps=HALF)
+    spec.checkpoint.final_timeout_s = FINAL_WAIT_S
+    spec.checkpoint.require_final = False
+    block(cluster.checkpoints("allowed"))
+    job, _ = await run(cluster, spec)
+    assert job.phase == SUCCEEDED, job.phase_reason
+    (condition,) = job.conditions
+    assert condition.type == types_pb2.JOB_CONDITION_TYPE_NOT_SAVED
+    assert f"the checkpoint of step {STEPS} was not saved" in condition.message
+    watched = await shown(cluster, "watch", "allowed")
+    assert watched.returncode == 1
+    assert "not saved" in watched.stdout
+
+
+@pytest.mark.parametrize("interval", [1, pytest.param(2, marks=pytest.mark.slow)])
+async def test_short_intervals_commit_throughout_the_run(
+    clusters: Callable[[], ChaosCluster], interval: int
+) -> None:
+    cluster = clusters()
+    steps = 80
+    name = f"every-{interval}"
+    job, events = await run(cluster, cluster.job(name, steps=steps, interval_steps=interval))
+    assert (job.phase, job.committed_step) == (SUCCEEDED, steps), job.phase_reason
+    committed = [record.step for record in cluster.commit_log(name).commits()]
+    early = [step for step in committed if step <= steps // 2]
+    assert len(early) >= 3 and len(committed) >= 6, f"committed: {committed}"
+    assert events.count("CHECKPOINT_SKIPPED") <= 3, "a line for each power of ten"
+
+
+async def test_a_warm_start_beyond_the_last_step_is_refused(
+    clusters: Callable[[], ChaosCluster],
+) -> None:
+    cluster = clusters()
+    job, _ = await run(cluster, cluster.job("base", steps=6, interval_steps=2))
+    assert (job.phase, job.committed_step) == (SUCCEEDED, 6), job.phase_reason
+    for steps in (6, 4):
+        spec = cluster.job(f"beyond-{steps}", steps=steps, interval_steps=2)
+        spec.checkpoint.load_uri = str(cluster.checkpoints("base"))
+        job, events = await run(cluster, spec)
+        assert job.phase == FAILED, job.phase_reason
+        assert f"restored step 6 is not below trainer.training.steps {steps}" in job.phase_reason
+        assert (job.attempt, job.restarts) == (1, 0)
+        assert "ATTEMPT_STARTED" not in events

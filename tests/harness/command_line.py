@@ -1,0 +1,64 @@
+"""The command line in this process: a call costs milliseconds, and a child process a second."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from megascale_cli.__main__ import main
+
+TRACEBACK = "Traceback (most recent call last)"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a command printed, and its exit status."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+    @property
+    def text(self) -> str:
+        """Both streams."""
+        return self.stdout + self.stderr
+
+    @property
+    def objects(self) -> list[dict[str, Any]]:
+        """The JSON objects on stdout."""
+        return [json.loads(line) for line in self.stdout.splitlines()]
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The JSON object on stderr, which a failed command with --json ends with."""
+        found: dict[str, Any] = json.loads(self.stderr.splitlines()[-1])
+        return found
+
+
+def command(*arguments: str | Path) -> Answer:
+    """Run `megascale` with these arguments, as its entry point does.
+
+    An exception that escapes is a defect of the command: it fails the test.
+    """
+    stdout, stderr = io.StringIO(), io.StringIO()
+    status: object = 0
+    with (
+        mock.patch.object(sys, "argv", ["megascale", *map(str, arguments)]),
+        mock.patch.dict("os.environ", {"COLUMNS": "200", "TERM": "dumb"}),
+        contextlib.redirect_stdout(stdout),
+        contextlib.redirect_stderr(stderr),
+    ):
+        try:
+            main()
+        except SystemExit as end:
+            status = 0 if end.code is None else end.code
+    assert isinstance(status, int), status
+    answer = Answer(status, stdout.getvalue(), stderr.getvalue())
+    assert TRACEBACK not in answer.text
+    return answer

@@ -1,0 +1,282 @@
+"""The first hour: the commands of the pages, as they are pasted, in a fresh folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.harness.local_cluster import settle
+from tests.harness.snippets import (
+    AFTERWARDS,
+    BACKUP,
+    COMPLETION,
+    MEANWHILE,
+    REPOSITORY,
+    RESTORE,
+    TERMINAL,
+    TRAIN,
+    block,
+    commands_in_prose,
+)
+from tests.harness.waiting import log_bytes, until
+
+JOB = "example"  # that of docs/examples/job.yaml
+COPIED = ("README.md", "docs", "clients/grpcurl")
+FULL_STEPS = "steps: 100"  # of the example; on two cores 20 s
+SHORTER, FEW = "steps: 80", "steps: 10"  # what is ordered meanwhile takes half of 80
+STEPS_BEFORE_ORDERS = 3  # a profile needs the times of some steps
+# What stands for a name, a number or a path in the pages.
+VALUES = {
+    "JOB": JOB,
+    "NODE": "n2",
+    "R": "0",
+    "N": "1",
+    "FOLDER": "docs/examples/checkpoints",
+    "job.yaml": "docs/examples/job.yaml",
+}
+NOT_RUN = {
+    "megascale up": "the cluster of this test",
+    "megascale COMMAND --help": "stands for any command",
+    "megascale submit docs/examples/job.yaml": "README's block has one",
+    "megascale submit docs/examples/job.yaml --watch": "a job after the restored backup runs so",
+    "megascale profile example --steps 2 --ranks 0,3": "the job has ended; README's block has one",
+    "megascale profile example --cancel": "the job has ended; test_cli.py cancels one",
+}
+# In this order; those that start a node stay in the foreground until Ctrl-C.
+OF_NODES = ("megascale node stop n2", "megascale node start n2", "megascale up --add-node")
+
+
+def runbook() -> list[str]:
+    """The commands in the runbook's prose with values for its names, each once."""
+    texts = [text for page, text in commands_in_prose() if page == "docs/operations.md"]
+    filled = (" ".join(VALUES.get(word, word) for word in text.split(" ")) for text in texts)
+    return list(dict.fromkeys(filled))
+
+
+class Hour:
+    """A folder as after a clone, a home of its own, and the cluster of the README in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.output = folder / "megascale", folder / "up.log"
+        for name in COPIED:
+            source, copy = REPOSITORY / name, self.folder / name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            if source.is_dir():
+                shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, copy)
+        (folder / "home").mkdir()
+        (folder / "bin").mkdir()
+        program = folder / "bin" / "megascale"
+        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m megascale_cli "$@"\n')
+        program.chmod(0o755)
+        beside = Path(sys.executable).parent  # etcdctl, grpcurl
+        self.environment = {
+            **{key: value for key, value in os.environ.items() if key != "MEGASCALE_RUN_FOLDER"},
+            "HOME": str(folder / "home"),
+            "PATH": f"{folder / 'bin'}:{beside}:{os.environ['PATH']}",
+            "COLUMNS": "200",
+        }
+
+    def shell(self, code: str) -> subprocess.CompletedProcess[str]:
+        """Paste ``code`` into a shell; every line must succeed."""
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", code],
+            cwd=self.folder,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    def foreground(self, command: str, words: str) -> None:
+        """Paste a command that stays in the foreground; Ctrl-C once it prints ``words``."""
+        output = self.folder / "foreground.log"
+        with output.open("wb") as log:
+            process = subprocess.Popen(
+                ["bash", "-c", f"exec {command}"],
+                cwd=self.folder,
+                env={**self.environment, "MEGASCALE_PARENT_PID": str(os.getpid())},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        runs = self.folder / "runs"
+        try:
+            until(
+                lambda: words in output.read_text() or process.poll() is not None,
+                command,
+                lambda: (output.stat().st_size, log_bytes(runs)),
+            )
+            assert words in output.read_text(), output.read_text()
+            process.send_signal(signal.SIGINT)
+            until(lambda: process.poll() is not None, f"the end of {command}", output.read_text)
+            assert process.returncode == 0, output.read_text()
+        finally:
+            process.kill()
+            process.wait()
+
+    def example(self, steps: str, name: str = JOB) -> str:
+        """Write the example's job file with ``steps``; returns its path.
+
+        A job of another name gets a file and a checkpoint folder of its own.
+        """
+        text = (REPOSITORY / "docs/examples/job.yaml").read_text()
+        assert text.count(FULL_STEPS) == 1
+        text = text.replace(FULL_STEPS, steps)
+        file = "job" if name == JOB else name
+        if name != JOB:
+            text = text.replace(f"name: {JOB}", f"name: {name}")
+            text = text.replace("uri: checkpoints", f"uri: checkpoints-{name}")
+        path = f"docs/examples/{file}.yaml"
+        (self.folder / path).write_text(text)
+        return path
+
+    def start(self) -> None:
+        """The first terminal: the README's line, until it prints that the cluster is ready."""
+        with self.output.open("wb") as output:
+            self.up = subprocess.Popen(
+                ["bash", "-c", f"exec {block(*TERMINAL).code}"],
+                cwd=self.folder,
+                env={**self.environment, "MEGASCALE_PARENT_PID": str(os.getpid())},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        runs = self.folder / "runs"
+
+        def progress() -> tuple[int, int]:
+            return self.output.stat().st_size, log_bytes(runs)
+
+        until(self._is_ready, "the cluster is ready", progress)
+
+    def _is_ready(self) -> bool:
+        shown = self.output.read_text()
+        assert self.up.poll() is None, shown
+        return "ready: 3 nodes" in shown
+
+    def stop(self) -> None:
+        """Ctrl-C in the first terminal."""
+        self.up.send_signal(signal.SIGINT)
+        until(
+            lambda: self.up.poll() is not None, "the end of `megascale up`", self.output.read_text
+        )
+
+    def job(self, name: str) -> dict[str, object]:
+        """A job as `megascale job NAME --json` shows it."""
+        shown: dict[str, object] = json.loads(self.shell(f"megascale job {name} --json").stdout)
+        return shown
+
+
+@pytest.fixture(scope="module")
+def hour(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hour]:
+    here = Hour(tmp_path_factory.mktemp("hour"))
+    here.start()
+    try:
+        yield here
+    finally:
+        if here.up.poll() is None:
+            here.up.kill()  # its children end with it
+            here.up.wait()
+
+
+@pytest.fixture(scope="module")
+def trained(hour: Hour) -> Hour:
+    """After the README's blocks up to the end of the job."""
+    hour.example(SHORTER)
+    hour.shell(block(*TRAIN).code)
+
+    def steps() -> int:
+        return int(str(hour.job(JOB)["step"]))
+
+    until(lambda: steps() >= STEPS_BEFORE_ORDERS, "the first steps", steps)
+    shown = hour.shell(block(*MEANWHILE).code).stdout
+    for words in (JOB, "perfetto", "quarantined", "schedulable", "JOB_SUCCEEDED", "attempt 2"):
+        assert words in shown, shown
+    return hour
+
+
+def test_a_job_trains_while_a_node_is_evicted(trained: Hour) -> None:
+    assert trained.job(JOB)["phase"] == "JOB_PHASE_SUCCEEDED"
+    trained.shell(block(*AFTERWARDS).code)
+    assert json.loads((trained.folder / "copy" / "manifest.json").read_text())["step"] > 0
+
+
+def test_a_program_in_python_trains_too(trained: Hour) -> None:
+    trained.example(FEW)
+    code = block("README.md", "from megascale_client import Client").code
+    script = trained.folder / "second.py"
+    script.write_text(code)
+    shown = trained.shell(f"{sys.executable} second.py").stdout
+    assert "JOB_SUCCEEDED" in shown
+    watching = block("docs/client.md", "async with AsyncClient").code
+    script.write_text(
+        "import asyncio\nfrom megascale_client import AsyncClient\nasync def main():\n"
+        f"{textwrap.indent(watching, '    ')}\nasyncio.run(main())\n"
+    )
+    trained.shell(f"{sys.executable} second.py")
+    script.write_text(block("docs/client.md", "import Client, JobPhase").code)
+    assert "SUCCEEDED: " in trained.shell(f"{sys.executable} second.py").stdout
+
+
+def test_what_is_not_run_is_on_the_page() -> None:
+    assert {*NOT_RUN, *OF_NODES} <= set(runbook())
+
+
+@pytest.mark.parametrize("text", [each for each in runbook() if each not in {*NOT_RUN, *OF_NODES}])
+def test_a_command_of_the_runbook_works(text: str, trained: Hour) -> None:
+    assert trained.shell(text).stdout
+    if "evict" in text:
+        trained.shell('megascale uncordon n2 --reason "the test is over"')
+
+
+def test_completion_is_written_for_bash(hour: Hour) -> None:
+    folder = Path(hour.environment["HOME"], ".local/share/bash-completion/completions")
+    hour.shell(block(*COMPLETION).code)
+    assert "complete" in (folder / "megascale").read_text()
+
+
+def test_a_backup_of_etcd_brings_jobs_and_dispositions_back(trained: Hour) -> None:
+    trained.shell('megascale cordon n3 --reason "before the backup"')
+    before = trained.job(JOB)
+    assert "HASH" in trained.shell(block(*BACKUP).code).stdout
+    trained.shell('megascale cordon n1 --reason "after the backup"')
+    trained.stop()
+    trained.shell(block(*RESTORE).code)
+    trained.start()
+    after = trained.job(JOB)
+    assert (after["spec"], after["phase"]) == (before["spec"], before["phase"])
+    nodes = trained.shell("megascale nodes --json").stdout.splitlines()
+    shown = {node["name"]: node["disposition"] for node in map(json.loads, nodes)}
+    schedulable, cordoned = "NODE_DISPOSITION_SCHEDULABLE", "NODE_DISPOSITION_CORDONED"
+    assert shown == {"n1": schedulable, "n2": schedulable, "n3": cordoned}
+    trained.shell('megascale uncordon n3 --reason "the test is over"')
+    path = trained.example(FEW, "restored")
+    assert "JOB_SUCCEEDED" in trained.shell(f"megascale submit {path} --watch").stdout
+    settle(trained.folder / "runs" / "current")
+
+
+def test_nodes_of_the_runbook_end_come_back_and_are_added(trained: Hour) -> None:
+    stop, start, add = OF_NODES
+    assert "n2 is stopped" in trained.shell(stop).stderr
+    trained.foreground(start, "node n2 is alive")
+    trained.foreground(add, "node n4 is alive")
+
+
+@pytest.mark.slow
+def test_the_example_trains_with_all_its_steps(hour: Hour) -> None:
+    hour.shell("megascale data tokenize README.md --output docs/examples/corpus")
+    path = hour.example(FULL_STEPS, "whole")
+    assert "JOB_SUCCEEDED" in hour.shell(f"megascale submit {path} --watch").stdout

@@ -1,0 +1,206 @@
+"""Job files that cannot run: each is refused by file, field and remedy, without a cluster."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tests.harness.bad_jobs import BadJob, changed, each_bad_job, good_job
+from tests.harness.command_line import TRACEBACK, Answer, command
+
+from megascale_cli.exits import USAGE
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MEGASCALE_RUN_FOLDER", raising=False)
+    return tmp_path
+
+
+def problems(answer: Answer) -> dict[str, dict[str, str]]:
+    """The refused fields of `plan --json`, whoever refused them, by path."""
+    found = answer.objects[-1]["refused"] if answer.stdout else answer.error["problems"]
+    return {problem["field"]: problem for problem in found}
+
+
+@each_bad_job
+def test_a_bad_job_is_refused_by_field_and_remedy(bad: BadJob, folder: Path) -> None:
+    (folder / "job.yaml").write_text(yaml.safe_dump(changed(good_job("good"), bad.changes)))
+    answer = command("plan", "job.yaml", "--json")
+    assert answer.status == USAGE, answer.text
+    found = problems(answer)
+    assert bad.field in found, found
+    assert bad.problem in found[bad.field]["problem"], found
+    assert bad.remedy in found[bad.field]["remedy"], found
+    assert all(problem["remedy"] for problem in found.values()), found
+    for_people = command("plan", "job.yaml")
+    assert for_people.status == USAGE
+    for text in (f"{bad.field}: ", bad.problem, bad.remedy):
+        assert text in for_people.text
+
+
+def test_the_job_that_the_cases_change_is_good(folder: Path) -> None:
+    (folder / "job.yaml").write_text(yaml.safe_dump(good_job("good")))
+    answer = command("plan", "job.yaml")
+    assert answer.status == 0, answer.text
+
+
+def test_all_problems_are_reported_at_once(folder: Path) -> None:
+    job = changed(good_job("Bad Name"), {"trainer.optimizer.beta1": 2, "recovery.spare_nodes": -1})
+    (folder / "job.yaml").write_text(yaml.safe_dump(job))
+    assert set(problems(command("plan", "job.yaml", "--json"))) == {
+        "name",
+        "trainer.optimizer.beta1",
+        "recovery.spare_nodes",
+    }
+
+
+def test_all_missing_fields_are_reported_at_once(folder: Path) -> None:
+    (folder / "job.yaml").write_text("trainer: {}\n")
+    assert set(problems(command("plan", "job.yaml", "--json"))) >= {
+        "name",
+        "trainer.model.layers",
+        "trainer.model.hidden_size",
+        "trainer.model.heads",
+        "trainer.model.vocab_size",
+        "trainer.model.sequence_length",
+        "trainer.training.steps",
+        "trainer.training.global_batch_size",
+    }
+
+
+MEMORY_BYTES = 3 << 30
+# Aliases of aliases: 33 million words in 26 lines.
+BOMB = "a: &a [x, x]\n" + "".join(
+    f"{chr(ord('b') + n)}: &{chr(ord('b') + n)} [*{chr(ord('a') + n)}, *{chr(ord('a') + n)}]\n"
+    for n in range(24)
+)
+FILES: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "is empty"),
+    "only comments": (b"# nothing\n", "is empty"),
+    "binary": (b"\xff\xfe\x00\x01", "not text"),
+    "an image": (b"\x89PNG\r\n\x1a\n" + bytes(range(256)), "not text"),
+    "a null byte": (b"name: a\x00b\n", "not valid YAML"),
+    "a list": (b"- a\n- b\n", "expected a mapping"),
+    "a word": (b"hello\n", "expected a mapping"),
+    "a number": (b"7\n", "expected a mapping"),
+    "an open bracket": (b"name: [a\n", "not valid YAML"),
+    "a tab": (b"trainer:\n\tmodel: 1\n", "not valid YAML"),
+    "several documents": (b"name: a\n---\nname: b\n", "not valid YAML"),
+    "a tag": (b"name: !!python/object/apply:os.system [date]\n", "not valid YAML"),
+    "an unknown tag": (b"name: !secret a\n", "not valid YAML"),
+    "an unknown anchor": (b"name: *nobody\n", "not valid YAML"),
+    "a duplicate key": (b"name: a\nname: b\n", "given twice"),
+    "a nested duplicate key": (
+        b"trainer:\n  model:\n    layers: 1\n    layers: 2\n",
+        "given twice",
+    ),
+    "a list as a key": (b"? [a]\n: b\n", "not valid YAML"),
+    "a number as a key": (b"1: b\n", "unknown field"),
+    "a date that is none": (b"name: 2024-99-99\n", "not valid YAML"),
+    "a number of 5000 digits": (b"trainer: {model: {layers: " + b"9" * 5000 + b"}}\n", "not valid"),
+    "ten thousand brackets": (b"[" * 10_000, "nests"),
+    "a structure in itself": (b"name: &a [*a]\n", "expected text"),
+    "JSON with a comma": (b'{"name": "a",, }', "not valid YAML"),
+    "more than a mebibyte": (b"#" * (1 << 20) + b"\n", "larger than"),
+}
+
+
+@pytest.mark.parametrize("case", FILES, ids=lambda case: case.replace(" ", "-"))
+def test_a_file_that_is_no_job_is_refused_by_name(case: str, folder: Path) -> None:
+    content, problem = FILES[case]
+    (folder / "odd.yaml").write_bytes(content)
+    for verb in ("plan", "submit"):
+        answer = command(verb, "odd.yaml")
+        assert answer.status == USAGE, answer.text
+        assert "odd.yaml" in answer.stderr
+        assert problem in answer.stderr
+        assert "<unicode string>" not in answer.stderr
+        assert len(answer.stderr) < 10_000
+    as_json = command("plan", "odd.yaml", "--json").error
+    assert as_json["kind"] == "InvalidJob" and as_json["problems"]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (f"{BOMB}name: *y\n", "expected text"),
+        (f"{BOMB}labels: {{a: *y}}\n", "expected text"),
+        (f"{BOMB}trainer: {{data: {{sources: *y}}}}\n", "expected a mapping"),
+        ("/dev/zero", "larger than"),
+    ],
+    ids=["name", "labels", "sources", "endless"],
+)
+def test_a_file_that_would_take_all_memory_is_refused(
+    text: str, problem: str, folder: Path
+) -> None:
+    if text == "/dev/zero":
+        (folder / "odd.yaml").symlink_to(text)
+    else:
+        (folder / "odd.yaml").write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-m", "megascale_cli", "plan", "odd.yaml"],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, problem in done.stderr) == (USAGE, True), done.stderr
+    assert TRACEBACK not in done.stderr
+
+
+@pytest.mark.parametrize("text", ["name: a\nname: b\n", "name: [a\n", "a: b\n---\nc: d\n"])
+def test_an_error_of_yaml_names_its_line(text: str, folder: Path) -> None:
+    (folder / "odd.yaml").write_text(text)
+    assert "line 2" in command("plan", "odd.yaml").stderr
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("absent.yaml", "No such file"),
+        (".", "Is a directory"),
+        ("odd.yaml/job.yaml", "Not a directory"),
+        ("loop.yaml", "symbolic links"),
+        ("x" * 300, "File name too long"),
+    ],
+)
+def test_a_path_that_leads_to_no_file_is_refused(path: str, problem: str, folder: Path) -> None:
+    (folder / "odd.yaml").write_text("name: a\n")
+    (folder / "loop.yaml").symlink_to("loop.yaml")
+    for verb in ("plan", "submit"):
+        answer = command(verb, path)
+        assert answer.status == USAGE, answer.text
+        assert problem in answer.stderr and path in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (["--devices-per-node", "0"], "--devices-per-node"),
+        (["--devices-per-node", "many"], "--devices-per-node"),
+        (["--device-memory-gib", "-1"], "--device-memory-gib"),
+        (["--device-memory-gib", "0.0001"], "trainer.parallelism: "),
+    ],
+    ids=["no-devices", "many-devices", "negative-memory", "little-memory"],
+)
+def test_a_plan_for_an_impossible_node_is_refused(
+    options: list[str], word: str, folder: Path
+) -> None:
+    (folder / "job.yaml").write_text(yaml.safe_dump(good_job("good")))
+    answer = command("plan", "job.yaml", *options)
+    assert (answer.status, word in answer.text) == (USAGE, True), answer.text
+
+
+def test_a_group_that_fits_on_no_node_is_refused(folder: Path) -> None:
+    job: dict[str, Any] = changed(good_job("good"), {"trainer.parallelism.tp": 2})
+    (folder / "job.yaml").write_text(yaml.safe_dump(job))
+    answer = command("plan", "job.yaml", "--devices-per-node", "1", "--json")
+    assert answer.status == USAGE
+    assert "at most 1" in problems(answer)["trainer.parallelism.tp"]["remedy"]

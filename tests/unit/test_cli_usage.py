@@ -1,0 +1,119 @@
+"""Wrong usage in the form of all other errors, the version, and readers that leave early."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megascale_cli.app import build_app
+from megascale_cli.exits import USAGE
+
+# More than a pipe holds, so that the writer is still writing when its reader ends.
+FIELDS = 20_000
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, with no cluster to be found."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MEGASCALE_RUN_FOLDER", raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "problem", "remedy"),
+    [
+        ("no-such-command --json", "", "No such command", "see `megascale --help`"),
+        ("--json jobs", "--json", "No such option", "see `megascale --help`"),
+        ("jobs --wrong --json", "--wrong", "No such option", "see `megascale jobs --help`"),
+        ("--json logs a --rank five", "--json", "No such option", "see `megascale --help`"),
+        ("logs --json a --rank five", "--rank", "Invalid value", "see `megascale logs --help`"),
+        ("logs a --grep ( --json", "--grep", "not a pattern", "see `megascale logs --help`"),
+        ("evict --json n1", "--reason", "Missing option", "see `megascale evict --help`"),
+        ("profile x --ranks 0;1 --json", "--ranks", "give ranks", "see `megascale profile --help`"),
+        ("up --nodes 0 --json", "--nodes", "Invalid value", "see `megascale up --help`"),
+        ("pipeline draw --zz --json", "--zz", "No such", "see `megascale pipeline draw --help`"),
+        ("checkpoint fetch a --json", "--to", "Missing", "see `megascale checkpoint fetch --help`"),
+        ("checkpoint wrong --json", "", "No such command", "see `megascale checkpoint --help`"),
+    ],
+)
+def test_wrong_usage_is_an_object_with_json(
+    arguments: str, field: str, problem: str, remedy: str
+) -> None:
+    result = CliRunner().invoke(build_app(), arguments.split())
+    assert result.exit_code == USAGE, result.output
+    (line,) = result.stderr.splitlines()
+    found = json.loads(line)
+    assert (found["kind"], found["reason"]) == ("InvalidRequest", "USAGE")
+    (shown,) = found["problems"]
+    assert problem in shown["problem"] and shown["remedy"] == remedy
+    assert field in shown["field"]
+    assert result.stdout == ""
+
+
+def test_wrong_usage_is_one_line_for_people() -> None:
+    result = CliRunner().invoke(build_app(), ["logs", "a", "--rank", "five"])
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ") and line.endswith("see `megascale logs --help`")
+
+
+def test_the_version_is_an_option_too() -> None:
+    option, command = (CliRunner().invoke(build_app(), [way]) for way in ("--version", "version"))
+    assert (option.exit_code, option.output) == (0, command.output)
+
+
+def until_first_line(*arguments: str) -> tuple[int, bytes, bytes]:
+    """Run a command, read one line of its output and close the pipe, as `head -1` does."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "megascale_cli", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        line = os.read(process.stdout.fileno(), 1)
+        process.stdout.close()
+        errors = process.stderr.read()
+    return process.returncode, line, errors
+
+
+def test_a_reader_that_leaves_ends_a_command_quietly(folder: Path) -> None:
+    layers = "\n".join(f"    l{number}: {number}" for number in range(FIELDS))
+    (folder / "job.yaml").write_text(f"name: a\nlabels:\n{layers}\n")
+    status, first, errors = until_first_line("config", "show", "job.yaml")
+    assert (status, first, errors) == (0, b"n", b"")
+
+
+def test_a_reader_that_has_left_before_is_no_failure(folder: Path) -> None:
+    for command in ("version", "init --output -"):
+        done = subprocess.run(
+            ["bash", "-c", f"set -o pipefail; {sys.executable} -m megascale_cli {command} | true"],
+            capture_output=True,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, b""), command
+
+
+@pytest.mark.parametrize("command", ["up", "data", "checkpoint verify"])
+def test_a_command_that_cannot_be_loaded_is_an_object_with_json(command: str) -> None:
+    program = (
+        "import sys\n"
+        "for name in ('numpy', 'megascale_driver', 'megascale_checkpoint'):\n"
+        "    sys.modules[name] = None\n"
+        "from megascale_cli.app import build_app\n"
+        f"build_app()({[*command.split(), 'x', '--json']}, prog_name='megascale')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == USAGE
+    found = json.loads(done.stderr)
+    assert (found["reason"], "pip install" in found["problems"][0]["remedy"]) == (
+        "NOT_INSTALLED",
+        True,
+    )

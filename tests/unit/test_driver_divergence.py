@@ -1,0 +1,161 @@
+"""Divergence: what the step records show, and what the core makes of it."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from tests.harness.desk import Desk
+from tests.harness.simulated_cluster import demo_job
+
+from megascale_common.job.config import JobConfig
+from megascale_driver.analysis.divergence import (
+    Divergence,
+    DivergenceKind,
+    DivergenceTrack,
+    StepSample,
+    found,
+    observe,
+)
+from megascale_driver.core.events import JobSubmitted, LossDiverged
+from megascale_driver.core.state import AttemptPhase, JobPhase
+
+NAN = float("nan")
+
+
+def config(*, warmup_steps: int = 0, **recovery: object) -> JobConfig:
+    """A job without checkpoints; ten steps are a divergence unless ``recovery`` has another."""
+    job = demo_job("a", spares=0)
+    return replace(
+        job,
+        schedule=replace(job.schedule, warmup_steps=warmup_steps),
+        recovery=replace(job.recovery, **recovery),  # type: ignore[arg-type]
+        checkpoint=replace(job.checkpoint, uri="", interval_steps=0),
+    )
+
+
+def watch(
+    job: JobConfig, *losses: float, norm: float = 1.0, attempt: int = 1
+) -> list[tuple[int, Divergence]]:
+    """The divergences that these losses of steps 1, 2, ... show, each with its step."""
+    track, seen = DivergenceTrack(), []
+    for step, loss in enumerate(losses, 1):
+        track = observe(track, StepSample(attempt, step, loss, norm), job)
+        if (diverged := found(track, job)) is not None:
+            seen.append((step, diverged))
+    return seen
+
+
+@pytest.mark.parametrize(("loss", "norm"), [(NAN, 1.0), (math.inf, 1.0), (3.0, NAN)])
+def test_what_stays_not_finite_is_a_divergence_after_so_many_steps(
+    loss: float, norm: float
+) -> None:
+    job = config(divergence_steps=4)
+    ((step, first),) = watch(job, *[loss] * 7, norm=norm)
+    assert (step, first.kind, first.first_step, first.count) == (
+        4,
+        DivergenceKind.NON_FINITE,
+        1,
+        4,
+    )
+    assert watch(job, *[NAN, NAN, NAN, 3.0] * 5) == []
+    assert watch(config(divergence_steps=0), *[NAN] * 50) == []
+
+
+def test_a_loss_far_above_its_start_is_a_divergence_but_noise_is_none() -> None:
+    job, choice = config(), random.Random(3)
+    noise = [choice.lognormvariate(math.log(5.0), 0.6) for _ in range(5000)]
+    assert sum(loss > 15.0 for loss in noise) > 50, "the noise reaches beyond the factor"
+    assert watch(job, *noise) == []
+    start = [11.0] * 10
+    ((step, rise),) = watch(job, *start, *[34.0] * 15)
+    assert (step, rise.kind, rise.first_step, rise.start_loss) == (
+        20,
+        DivergenceKind.LOSS_RISE,
+        11,
+        11.0,
+    )
+    assert watch(job, *start, *[32.0] * 50) == [], "below three times the start"
+    assert watch(config(loss_rise_factor=0.0), *start, *[1e9] * 50) == []
+    assert [step for step, _ in watch(config(warmup_steps=30), *start, *[34.0] * 35)] == [40]
+
+
+def test_an_episode_does_not_span_attempts_and_the_start_is_that_of_the_job() -> None:
+    job, track = config(divergence_steps=4), DivergenceTrack()
+    for step in range(1, 11):
+        track = observe(track, StepSample(1, step, 10.0, 1.0), job)
+    for attempt, step in [(1, 11), (1, 12), (1, 13), (2, 11), (2, 12), (2, 13)]:
+        track = observe(track, StepSample(attempt, step, 31.0, 1.0), job)
+        assert found(track, job) is None
+    assert track.start_loss == 10.0
+    assert found(observe(track, StepSample(2, 14, 31.0, 1.0), job), job) is not None
+
+
+def running(job: JobConfig) -> Desk:
+    """Two nodes that run ``job``, named a."""
+    desk = Desk("n1", "n2")
+    desk.feed(JobSubmitted(desk.now_s, job, "me"))
+    desk.run()
+    return desk
+
+
+def diverge(desk: Desk, kind: DivergenceKind, first_step: int = 91, attempt: int = 1) -> None:
+    loss = NAN if kind is DivergenceKind.NON_FINITE else 40.0
+    sample = StepSample(attempt, first_step + 9, loss, NAN, skipped_updates=9)
+    desk.feed(LossDiverged(desk.now_s, "a", Divergence(kind, first_step, 10, sample, 11.0)))
+
+
+def test_a_run_that_is_not_finite_ends_and_names_its_last_good_checkpoint() -> None:
+    desk = running(config())
+    desk.state = replace(
+        desk.state, jobs={"a": replace(desk.job(), committed_step=80, committed_by_attempt=1)}
+    )
+    diverge(desk, DivergenceKind.NON_FINITE)
+    assert desk.job().phase is JobPhase.STOPPING
+    diverge(desk, DivergenceKind.NON_FINITE)
+    desk.stop()
+    job = desk.job()
+    assert (job.phase, job.attempt, job.restarts) == (JobPhase.FAILED, 1, 0)
+    for part in ("91 to 100", "loss nan", "that of step 80", "trainer.optimizer.learning_rate"):
+        assert part in job.reason, job.reason
+    (line,) = [line for line in desk.audit if line.reason == "LOSS_DIVERGED"]
+    assert (line.mode, line.policy) == ("ENFORCE", "recovery.on_non_finite")
+    assert "9 updates skipped" in line.evidence[0].digest
+    assert job.committed_step == 80, "its checkpoints stay"
+
+
+def test_a_checkpoint_from_within_the_divergence_is_not_called_good() -> None:
+    desk = running(config())
+    desk.state = replace(desk.state, jobs={"a": replace(desk.job(), committed_step=95)})
+    diverge(desk, DivergenceKind.NON_FINITE)
+    assert "step 95, is not older than the divergence" in desk.job().stop_reason
+
+
+def test_a_risen_loss_is_only_observed_unless_the_job_asks_for_more() -> None:
+    desk = running(config())
+    for _ in range(3):
+        diverge(desk, DivergenceKind.LOSS_RISE)
+    assert desk.job().phase is JobPhase.RUNNING
+    diverge(desk, DivergenceKind.LOSS_RISE, first_step=500)
+    lines = [line for line in desk.audit if line.reason == "LOSS_DIVERGED"]
+    assert [(line.mode, line.outcome) for line in lines] == [("OBSERVE", "the job goes on")] * 2
+    assert "above 3 times its start of 11" in lines[0].message
+
+    strict = running(config(on_loss_rise="stop"))
+    diverge(strict, DivergenceKind.LOSS_RISE)
+    assert strict.job().phase is JobPhase.STOPPING
+    lenient = running(config(on_non_finite="continue"))
+    diverge(lenient, DivergenceKind.NON_FINITE)
+    assert lenient.job().phase is JobPhase.RUNNING
+
+
+def test_records_of_an_attempt_that_is_over_change_nothing() -> None:
+    desk = running(config())
+    diverge(desk, DivergenceKind.NON_FINITE, attempt=7)
+    assert desk.job().phase is JobPhase.RUNNING
+    for name in ("n1", "n2"):
+        desk.report(name, AttemptPhase.FINISHED)
+    diverge(desk, DivergenceKind.NON_FINITE)
+    assert desk.job().phase is JobPhase.SUCCEEDED

@@ -1,0 +1,154 @@
+"""Failures that the job itself causes: it ends at once, or is retried, and the reason names why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tests.harness.desk import Desk, exited
+from tests.harness.simulated_cluster import demo_job
+
+from megascale_driver.core.events import JobSubmitted, OpenAttempt, OpenFailed, Tick
+from megascale_driver.core.state import AttemptPhase, JobPhase
+
+NO_CORPUS = (
+    "trainer.data.sources[0].prefix: /data/corpus.idx: cannot be read: No such file or directory; "
+    "make it with `megascale data tokenize`"
+)
+KILLED = "killed by the kernel's out-of-memory killer (cgroup limit 2.0 GiB)"
+
+
+@pytest.fixture
+def desk() -> Desk:
+    """Two nodes that run job ``a``, attempt 1, and a third that is free."""
+    desk = Desk("n1", "n2", "n3")
+    desk.submit()
+    desk.run()
+    return desk
+
+
+def advance(desk: Desk, step: int) -> None:
+    """A step record of the current attempt arrives."""
+    desk.now_s += 1.0
+    desk.feed(Tick(desk.now_s, (("a", desk.job().attempt, step),)))
+
+
+def fail_everywhere(desk: Desk, kind: str, error: str, status: int = 1) -> None:
+    """Rank 0 fails with ``kind``, the ranks of the other node are victims, and all stop."""
+    first, second = (slot.node for slot in desk.job().slots)
+    desk.fail(first, exited(0, desk.now_s + 0.1, status, kind, error))
+    desk.fail(second, exited(4, desk.now_s + 0.2, 1, "COLLECTIVE", "peer closed"))
+    desk.stop()
+
+
+def test_a_job_that_cannot_run_ends_at_its_first_attempt(desk: Desk) -> None:
+    fail_everywhere(desk, "BAD_JOB", NO_CORPUS)
+    job = desk.job()
+    assert (job.phase, job.attempt, job.restarts) == (JobPhase.FAILED, 1, 0)
+    assert job.reason.endswith(NO_CORPUS) and "on node n1" in job.reason
+    assert "budget" not in job.reason and "is spent" not in job.reason
+    assert (job.evicted, dict(job.node_failures)) == ((), {})
+    outcomes = [line.outcome for line in desk.audit if line.reason == "WORKER_EXITED"]
+    assert outcomes[0] == "the job ends: another attempt would fail the same way"
+
+
+def test_a_job_that_ran_before_is_retried_within_its_budget(desk: Desk) -> None:
+    advance(desk, 7)
+    for restarts in (1, 2, 3):
+        fail_everywhere(desk, "BAD_JOB", NO_CORPUS)
+        assert (desk.job().phase, desk.job().restarts) == (JobPhase.PREPARING, restarts)
+        desk.run()
+        advance(desk, 7 + restarts)
+    assert desk.job().restarts_without_progress == 0
+
+
+def test_a_job_that_ran_before_ends_when_its_budget_is_spent() -> None:
+    desk = Desk("n1", "n2", "n3")
+    desk.submit(max_restarts_without_progress=1)
+    desk.run()
+    advance(desk, 7)
+    fail_everywhere(desk, "BAD_JOB", NO_CORPUS)
+    desk.run()
+    fail_everywhere(desk, "BAD_JOB", NO_CORPUS)
+    desk.run()
+    fail_everywhere(desk, "BAD_JOB", NO_CORPUS)
+    assert desk.job().phase is JobPhase.FAILED
+    assert "max_restarts_without_progress = 1 is spent" in desk.job().reason
+    assert desk.job().reason.endswith(NO_CORPUS)
+
+
+def opening() -> Desk:
+    """Job ``a`` with checkpoints, whose committer has been called."""
+    desk = Desk("n1", "n2", "n3")
+    desk.feed(JobSubmitted(desk.now_s, demo_job("a", spares=0), "me"))
+    for slot in desk.job().slots:
+        desk.report(slot.node, AttemptPhase.PREPARED)
+    assert isinstance(desk.effects[-1], OpenAttempt)
+    return desk
+
+
+def test_a_committer_that_refuses_ends_the_job_at_its_first_attempt() -> None:
+    desk = opening()
+    why = "checkpoint.uri: the folder belongs to job b: give a a checkpoint.uri of its own"
+    desk.feed(OpenFailed(desk.now_s, "a", 1, why, refused=True))
+    desk.stop()
+    job = desk.job()
+    assert (job.phase, job.attempt, job.restarts) == (JobPhase.FAILED, 1, 0)
+    assert why in job.reason
+
+
+def test_a_committer_that_does_not_answer_is_called_again() -> None:
+    desk = opening()
+    desk.feed(OpenFailed(desk.now_s, "a", 1, "DEADLINE_EXCEEDED"))
+    assert desk.job().phase is JobPhase.PREPARING
+    desk.wait(2.0)
+    assert [type(effect) for effect in desk.effects].count(OpenAttempt) == 2
+
+
+def test_one_out_of_memory_kill_is_named_and_retried(desk: Desk) -> None:
+    fail_everywhere(desk, "OUT_OF_MEMORY", KILLED, -9)
+    job = desk.job()
+    assert (job.phase, job.restarts, dict(job.node_failures)) == (JobPhase.PREPARING, 1, {})
+    line = next(line for line in desk.audit if line.reason == "WORKER_OUT_OF_MEMORY")
+    assert line.message.startswith(f"rank 0 on node n1 ran out of memory: {KILLED}; ")
+    assert "trainer.parallelism.recompute" in line.message
+    stopped = next(line for line in desk.audit if line.reason == "ATTEMPT_STOPPED")
+    assert KILLED in stopped.message
+
+
+def test_out_of_memory_twice_before_the_first_step_ends_the_job(desk: Desk) -> None:
+    fail_everywhere(desk, "OUT_OF_MEMORY", KILLED, -9)
+    desk.run()
+    fail_everywhere(desk, "OUT_OF_MEMORY", KILLED, -9)
+    job = desk.job()
+    assert (job.phase, job.attempt) == (JobPhase.FAILED, 2)
+    assert "2 attempts in a row ran out of memory" in job.reason and KILLED in job.reason
+
+
+def test_a_job_that_ran_before_leaves_the_node_that_ran_out_of_memory_twice(desk: Desk) -> None:
+    advance(desk, 7)
+    fail_everywhere(desk, "OUT_OF_MEMORY", KILLED, -9)
+    desk.run()
+    fail_everywhere(desk, "OUT_OF_MEMORY", KILLED, -9)
+    job = desk.job()
+    assert (job.phase, job.evicted) == (JobPhase.PREPARING, ("n1",))
+    assert sorted(slot.node for slot in job.slots) == ["n2", "n3"]
+    assert desk.disposition("n1") == "SCHEDULABLE"
+
+
+def test_another_failure_in_between_starts_the_count_again(desk: Desk) -> None:
+    for kind in ("OUT_OF_MEMORY", "OTHER", "OUT_OF_MEMORY"):
+        fail_everywhere(desk, kind, "CUDA out of memory")
+        assert desk.job().phase is JobPhase.PREPARING
+        desk.run()
+
+
+def test_the_count_survives_a_change_of_leader(desk: Desk) -> None:
+    from megascale_driver.core.state import Job
+    from megascale_driver.journal import codec
+
+    fail_everywhere(desk, "OUT_OF_MEMORY", KILLED, -9)
+    job = desk.job()
+    stored = codec.load(Job, codec.dump(job), config=job.config, attempts=job.attempts)
+    assert stored.out_of_memory == 1
+    assert replace(job, out_of_memory=0) != job

@@ -1,0 +1,235 @@
+"""The core: a job succeeds only with its last checkpoint, and troubles on the way have events."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.harness.desk import POLICY, Desk
+from tests.harness.simulated_cluster import demo_job
+
+from megascale_common.job.restore import RestorePlan, RestoreSource
+from megascale_driver.core.conditions import CheckpointFailure, ConditionType
+from megascale_driver.core.events import AttemptOpened, JobSubmitted, LeaderStarted
+from megascale_driver.core.state import (
+    AttemptPhase,
+    Job,
+    JobPhase,
+    Progress,
+)
+from megascale_driver.journal import codec
+
+STEPS = 400
+NODES = ("n1", "n2")
+FULL = "[Errno 28] No space left on device"
+
+
+def desk_with_job(**checkpoint: Any) -> Desk:
+    """Two nodes that run a job with checkpoints: its first attempt."""
+    desk = prepared(**checkpoint)
+    opened(desk, RestorePlan())
+    for node in NODES:
+        desk.report(node, AttemptPhase.RUNNING)
+    assert desk.job().phase is JobPhase.RUNNING
+    return desk
+
+
+def prepared(**checkpoint: Any) -> Desk:
+    desk = Desk(*NODES)
+    config = demo_job("a", steps=STEPS, spares=0)
+    config = replace(config, checkpoint=replace(config.checkpoint, **checkpoint))
+    desk.feed(JobSubmitted(desk.now_s, config, "me"))
+    for node in NODES:
+        desk.report(node, AttemptPhase.PREPARED)
+    return desk
+
+
+def opened(desk: Desk, plan: RestorePlan) -> None:
+    desk.feed(AttemptOpened(desk.now_s, "a", 1, plan, "n1:2"))
+
+
+def failure(step: int, *, attempt: int = 1, rank: int = 3) -> Progress:
+    return Progress("a", failure=CheckpointFailure(attempt, step, rank, FULL))
+
+
+def committed(step: int, **more: Any) -> Progress:
+    return Progress(
+        "a", committed_step=step, committed_by_attempt=1, manifest_uri=f"/m/{step}", **more
+    )
+
+
+def finish(desk: Desk, *progress: Progress, why: str = "") -> None:
+    for node in NODES:
+        desk.report(node, AttemptPhase.FINISHED, progress=progress, failure=why)
+
+
+def lines(desk: Desk, reason: str) -> list[str]:
+    return [line.message for line in desk.audit if line.reason == reason]
+
+
+def test_a_job_succeeds_with_the_checkpoint_of_its_last_step() -> None:
+    desk = desk_with_job()
+    finish(desk, committed(STEPS))
+    assert (desk.job().phase, desk.job().conditions) == (JobPhase.SUCCEEDED, ())
+
+
+def test_a_job_whose_last_step_is_not_saved_fails_with_the_cause() -> None:
+    desk = desk_with_job()
+    finish(desk, failure(STEPS), why="other ranks are missing")
+    job = desk.job()
+    assert job.phase is JobPhase.FAILED and job.restarts == 0
+    assert job.reason == (
+        f"all {STEPS} steps are done, but the checkpoint of step {STEPS} was not saved: {FULL}"
+    )
+    assert lines(desk, "JOB_FAILED") == [job.reason]
+
+
+def test_the_worker_gives_the_cause_where_no_daemon_does() -> None:
+    desk = desk_with_job()
+    finish(desk, failure(STEPS - 5), why="the checkpoint daemon is gone")
+    assert desk.job().reason.endswith("was not saved: the checkpoint daemon is gone")
+
+
+def test_a_job_that_may_end_without_it_has_a_condition_that_is_stored() -> None:
+    desk = desk_with_job(require_final=False)
+    finish(desk, failure(STEPS), why="given up")
+    job = desk.job()
+    assert job.phase is JobPhase.SUCCEEDED
+    (condition,) = job.conditions
+    assert condition.type is ConditionType.NOT_SAVED and FULL in condition.message
+    stored = codec.load(Job, codec.dump(job), config=job.config, attempts=job.attempts)
+    assert stored.conditions == job.conditions
+
+
+def test_the_commit_may_be_reported_after_the_end() -> None:
+    desk = desk_with_job()
+    finish(desk, committed(STEPS - 5))
+    desk.wait(POLICY.commit_report_s / 2)
+    assert desk.job().phase is JobPhase.RUNNING, "a worker saw the commit: wait for its report"
+    desk.report("n1", AttemptPhase.FINISHED, progress=(committed(STEPS),))
+    desk.wait(0.25)
+    assert (desk.job().phase, desk.job().manifest_uri) == (JobPhase.SUCCEEDED, f"/m/{STEPS}")
+
+
+def test_a_commit_that_a_worker_saw_counts_when_its_daemon_is_gone() -> None:
+    desk = desk_with_job()
+    desk.report("n1", AttemptPhase.FINISHED, failure="the checkpoint daemon is gone")
+    desk.report("n2", AttemptPhase.FINISHED)
+    assert desk.job().phase is JobPhase.RUNNING
+    desk.wait(POLICY.commit_report_s)
+    assert (desk.job().phase, desk.job().committed_step) == (JobPhase.SUCCEEDED, STEPS)
+
+
+def test_a_refused_checkpoint_of_the_last_step_does_not_count() -> None:
+    desk = desk_with_job()
+    desk.report("n1", AttemptPhase.RUNNING, progress=(committed(STEPS),))
+    job = replace(desk.job(), refused_steps=(STEPS,))
+    desk.state = replace(desk.state, jobs={"a": job})
+    finish(desk, why="given up")
+    assert desk.job().phase is JobPhase.FAILED
+
+
+def test_a_job_without_checkpoints_succeeds_as_before() -> None:
+    desk = Desk(*NODES)
+    desk.submit()
+    desk.run()
+    finish(desk)
+    assert desk.job().phase is JobPhase.SUCCEEDED
+
+
+@pytest.mark.parametrize(
+    ("step", "written_by", "phase", "words"),
+    [
+        (STEPS, 1, JobPhase.SUCCEEDED, "has saved the last"),
+        (STEPS, 0, JobPhase.FAILED, f"restored step {STEPS} is not below"),
+        (STEPS + 100, 0, JobPhase.FAILED, f"restored step {STEPS + 100} is not below"),
+        (STEPS + 100, 1, JobPhase.FAILED, f"trainer.training.steps {STEPS}"),
+    ],
+)
+def test_nothing_is_started_from_a_stored_step_at_or_beyond_the_last(
+    step: int, written_by: int, phase: JobPhase, words: str
+) -> None:
+    desk = prepared()
+    opened(desk, RestorePlan(RestoreSource.STORAGE, step, written_by, "/m"))
+    desk.stop()
+    job = desk.job()
+    assert job.phase is phase and words in job.reason
+    assert (job.attempt, job.restarts) == (1, 0)
+    assert "ATTEMPT_STARTED" not in desk.reasons()
+    assert job.committed_step == (STEPS if phase is JobPhase.SUCCEEDED else 0)
+
+
+def test_a_last_step_in_memory_is_still_committed_by_workers() -> None:
+    desk = prepared()
+    opened(desk, RestorePlan(RestoreSource.MEMORY, STEPS, 1))
+    assert desk.job().phase is JobPhase.STARTING
+
+
+def test_the_verdict_is_the_same_under_the_next_driver() -> None:
+    desk = desk_with_job()
+    desk.report("n1", AttemptPhase.FINISHED, progress=(committed(STEPS),))
+    job = desk.job()
+    stored = codec.load(Job, codec.dump(job), config=job.config, attempts=job.attempts)
+    desk.state = replace(desk.state, jobs={"a": stored})
+    desk.feed(LeaderStarted(desk.now_s, "next"))
+    for node in NODES:
+        desk.hello(node)
+    finish(desk)
+    assert desk.job().phase is JobPhase.SUCCEEDED
+
+
+def test_each_failed_step_has_one_event_and_a_long_row_has_few() -> None:
+    desk = desk_with_job()
+    for step in range(1, 151):
+        for node in NODES:
+            for _ in range(2):  # a heartbeat repeats the newest failure
+                desk.report(node, AttemptPhase.RUNNING, progress=(failure(step),))
+    found = lines(desk, "CHECKPOINT_FAILED")
+    assert len(found) == 11 and "of step 100 " in found[-1] and FULL in found[-1]
+    assert "(100 in a row)" in found[-1]
+    desk.report("n1", AttemptPhase.RUNNING, progress=(committed(151),))
+    desk.report("n1", AttemptPhase.RUNNING, progress=(failure(152),))
+    assert "(1 in a row)" in lines(desk, "CHECKPOINT_FAILED")[-1]
+
+
+def test_the_events_of_failures_are_not_repeated_by_the_next_driver() -> None:
+    desk = desk_with_job()
+    desk.report("n1", AttemptPhase.RUNNING, progress=(failure(20),))
+    job = desk.job()
+    stored = codec.load(Job, codec.dump(job), config=job.config, attempts=job.attempts)
+    desk.state = replace(desk.state, jobs={"a": stored})
+    desk.feed(LeaderStarted(desk.now_s, "next"))
+    desk.hello("n1")
+    desk.report("n1", AttemptPhase.RUNNING, progress=(failure(20),))
+    assert len(lines(desk, "CHECKPOINT_FAILED")) == 1
+
+
+def skipped(count: int, step: int) -> Progress:
+    return Progress("a", skipped_snapshots=count, skipped_step=step, skipped_by_attempt=1)
+
+
+def test_skipped_snapshots_have_a_line_for_each_power_of_ten() -> None:
+    desk = desk_with_job()
+    for count in range(1, 121):
+        for node in NODES:  # all ranks skip a step together
+            progress = (skipped(count, 2 * count),)
+            desk.report(node, AttemptPhase.RUNNING, progress=progress)
+    found = lines(desk, "CHECKPOINT_SKIPPED")
+    assert [line.split()[0] for line in found] == ["1", "10", "100"]
+    assert "after step 20:" in found[1]
+
+
+def test_the_last_step_waits_for_a_slot_and_is_not_skipped() -> None:
+    desk = desk_with_job()
+    desk.report("n1", AttemptPhase.RUNNING, progress=(skipped(1, STEPS),))
+    assert lines(desk, "CHECKPOINT_SKIPPED") == []
+
+
+def test_a_restarted_daemon_has_an_event_in_the_log_of_its_job() -> None:
+    desk = desk_with_job()
+    for _ in range(2):
+        desk.report("n2", AttemptPhase.RUNNING, daemon_restarts=1, daemon_exit_status=-9)
+    (found,) = [line for line in desk.audit if line.reason == "CHECKPOINT_DAEMON_RESTARTED"]
+    assert (found.log, found.subject) == ("a", "nodes/n2")
+    assert "status -9" in found.message
