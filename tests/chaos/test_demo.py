@@ -89,7 +89,12 @@ def test_the_demo_shows_a_lost_node_and_a_run_that_resumes(tmp_path: Path) -> No
     ("sabotage", "options", "reason"),
     [
         pytest.param("no-kill", (), "no node was killed", marks=pytest.mark.slow),
-        ("no-spare", ("--recovery-timeout-s", "6"), "is waiting: it needs 2 nodes"),
+        pytest.param(
+            "no-spare",
+            ("--recovery-timeout-s", "6"),
+            "is waiting: it needs 2 nodes",
+            marks=pytest.mark.slow,
+        ),
         ("loss", (), "every step's loss equals the twin's bit for bit"),
     ],
 )
