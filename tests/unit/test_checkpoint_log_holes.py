@@ -48,8 +48,8 @@ def prepared(root: Path, step: int) -> checkpoint_pb2.ReportPreparedRequest:
 async def test_a_stalled_storage_never_has_two_appends_of_one_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stalls, go_on = threading.Event(), threading.Event()
-    create = FileStorage.create
+    stalls, go_on, read_on = threading.Event(), threading.Event(), threading.Event()
+    create, read = FileStorage.create, FileStorage.read
 
     def stalling(storage: FileStorage, path: str, data: bytes) -> bool:
         won = create(storage, path, data)
@@ -58,7 +58,14 @@ async def test_a_stalled_storage_never_has_two_appends_of_one_log(
             go_on.wait()
         return won
 
+    def reading(storage: FileStorage, path: str) -> bytes:
+        data = read(storage, path)
+        if path == STALLED and stalls.is_set():
+            read_on.wait()
+        return data
+
     monkeypatch.setattr(FileStorage, "create", stalling)
+    monkeypatch.setattr(FileStorage, "read", reading)
     committer = Committer(lambda _: None)
     await opened(committer, tmp_path, 1)
     first, second, third = (prepared(tmp_path, step) for step in (10, 20, 30))
@@ -70,6 +77,8 @@ async def test_a_stalled_storage_never_has_two_appends_of_one_log(
     later = asyncio.create_task(committer.report(second))
     await asyncio.wait([later], timeout=0.5)
     go_on.set()
+    await asyncio.wait([later], timeout=0.5)
+    read_on.set()
     assert await later
     assert await committer.report(third)
     committer.close()
