@@ -47,7 +47,9 @@ def main(arguments: list[str] | None = None) -> int:
                 shown_s = time.monotonic()
                 print(f"{done} of {options.cases} cases, {len(failed)} failed", file=sys.stderr)
     took_s = time.monotonic() - began_s
-    print(f"{done} cases in {took_s:.1f} s; faults of {len(struck)} kinds struck", file=sys.stderr)
+    print(f"{done} cases in {took_s:.1f} s", file=sys.stderr)
+    faults = sorted({f"{kind} at {call}" if call else kind for kind, call, _ in struck})
+    print(f"struck at {len(struck)} places: {', '.join(faults)}", file=sys.stderr)
     if failed:
         _show(min(failed, key=lambda case: len(case.machine.history)))
     result = {"cases": done, "lost": lost, "silent": silent, "newest_complete_found": found}

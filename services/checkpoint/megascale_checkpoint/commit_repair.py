@@ -69,16 +69,17 @@ def plan(storage: Storage) -> list[Repair]:
         )
     snapshots = _from_snapshots(storage)
     state, found = LogState(), []
-    data = _read(storage, 1)
+    data, behind = _read(storage, 1), _read(storage, 2)
     for seq in range(1, highest + 1):
-        behind = _read(storage, seq + 1)
-        repair = _judge(storage, state, seq, data, _values(behind), snapshots.get(seq))
+        further = _read(storage, seq + 2)
+        next_is_wrong = _previous(further) not in ("", checksum(behind or b""))
+        repair = _judge(state, seq, data, _values(behind), next_is_wrong, snapshots.get(seq))
         if repair is not None:
             found.append(repair)
         now = repair.data if repair is not None else data
         assert now is not None
         state.apply(records.decode(now, seq, state.previous), now)
-        data = behind
+        data, behind = behind, further
     return found
 
 
@@ -103,14 +104,19 @@ def carry_out(storage: Storage, repairs: list[Repair]) -> None:
 
 
 def _judge(
-    storage: Storage,
     state: LogState,
     seq: int,
     data: bytes | None,
     behind: dict[str, Any] | None,
+    next_is_wrong: bool,
     in_snapshot: dict[str, Any] | None,
 ) -> Repair | None:
-    """What to do about record ``seq``; None when it is whole. ``behind`` is the one after it."""
+    """What to do about record ``seq``; None when it is whole.
+
+    Args:
+        behind: the record after it, where its own checksum is right.
+        next_is_wrong: whether the one after that does not follow it.
+    """
     wanted = behind.get("previous", "") if behind is not None else ""
     problem = "is missing"
     if data is not None:
@@ -124,7 +130,7 @@ def _judge(
         for candidate in _candidates(data, in_snapshot):
             if _is_record(candidate, seq, state.previous, wanted):
                 return Repair(seq, problem, data, candidate, restored=True, fence=False)
-        if record is not None:  # rather the next one is wrong
+        if record is not None and next_is_wrong:
             return None
     elif in_snapshot is not None:
         candidate = dump_record(in_snapshot)
@@ -181,6 +187,11 @@ def _from_snapshots(storage: Storage) -> dict[int, dict[str, Any]]:
         for record in [*state.opens.values(), *state.live.values()]:
             held[record.seq] = record.values
     return held
+
+
+def _previous(data: bytes | None) -> str:
+    """The hash of the record before, as a record has it; "" where that is not known."""
+    return str((_values(data) or {}).get("previous", ""))
 
 
 def _values(data: bytes | None) -> dict[str, Any] | None:
