@@ -11,12 +11,19 @@ from typing import Any
 
 import pytest
 
-from megascale_checkpoint import commit_log, commit_record, commit_writer, restore_decision
+from megascale_checkpoint import (
+    commit_log,
+    commit_record,
+    commit_writer,
+    restore_decision,
+    shard_file,
+)
 from megascale_checkpoint import manifest as manifests
 from megascale_checkpoint.commit_log import CommitLog
 from megascale_checkpoint.commit_record import LogState, Record
 from megascale_checkpoint.concurrency import Lane
 from megascale_checkpoint.restore_decision import RestoreDecision
+from megascale_checkpoint.shard_file import StoredPiece
 from megascale_checkpoint.storage import FileStorage
 from megascale_checkpoint.storage.disk import Disk
 from megascale_common.service.errors import DamagedError
@@ -150,7 +157,7 @@ def manifest_hash_ignored(patch: Patch) -> None:
 def size_only(patch: Patch) -> None:
     """A file is believed that has the right size."""
 
-    class Any_(str):
+    class Believed(str):
         __slots__ = ()
         __hash__ = str.__hash__
 
@@ -160,7 +167,13 @@ def size_only(patch: Patch) -> None:
         def __ne__(self, other: object) -> bool:
             return False
 
-    patch.setattr("megascale_checkpoint.restore.checksum", lambda data: Any_())
+    piece: Callable[..., StoredPiece] = shard_file._piece
+
+    def believed(*arguments: Any) -> StoredPiece:
+        stored = piece(*arguments)
+        return replace(stored, checksum=Believed(stored.checksum))
+
+    patch.setattr(shard_file, "_piece", believed)
 
 
 def gap_accepted(patch: Patch) -> None:

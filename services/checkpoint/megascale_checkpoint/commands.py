@@ -12,6 +12,7 @@ from rich.table import Table
 
 from megascale_checkpoint import commit_repair
 from megascale_checkpoint.commit_log import CommitLog, Record
+from megascale_checkpoint.commit_record import FOLDER
 from megascale_checkpoint.storage import join, open_storage
 from megascale_checkpoint.verify import verify_commit
 from megascale_common.service.errors import RequestError, ServiceError
@@ -100,6 +101,8 @@ def repair(
     Example: megascale checkpoint repair /data/checkpoints/example
     """
     try:
+        if not open_storage(uri).names(FOLDER):
+            raise RequestError("it holds no commit log: give the folder that checkpoint.uri names")
         repairs = commit_repair.plan(open_storage(uri))
         for planned in repairs:
             typer.echo(f"record {planned.seq}: {planned.problem}: {_remedy(planned)}")
