@@ -111,6 +111,11 @@ class CommitLog:
             self._take(seq, data)
             self._unconfirmed = (records.path_of(seq), data)
 
+    @property
+    def settled(self) -> bool:
+        """Whether no append of unknown outcome is left to find out about."""
+        return self._unsettled is None
+
     def settle(self) -> bool:
         """Find out what became of an append whose outcome is unknown, and take it up.
 
