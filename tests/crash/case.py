@@ -62,17 +62,27 @@ LOSE_REQUEST, LOSE_REPLY, TWICE = "lose request", "lose reply", "twice"
 Collect = Callable[["Case"], Awaitable[None]]
 
 
+KINDS = sorted({*CALL_FAULTS, *DISK_FAULTS} - {""})
+
+
 class Case:
-    """One case; everything in it follows from ``seed``."""
+    """One case; everything in it follows from ``seed``.
+
+    Args:
+        only: no other faults than these and losses of power; empty for all kinds.
+    """
 
     collect: Collect | None = None
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, only: tuple[str, ...] = ()) -> None:
+        self.call_faults = [k for k in CALL_FAULTS if not only or k in (*only, POWER)]
+        self.disk_faults = [k for k in DISK_FAULTS if not only or k in only] or [""]
         self.rng = random.Random(seed)
         self.world = self.rng.randint(1, 3)
         points = sorted(self.rng.randrange(1, 700) for _ in range(self.rng.randint(1, 4)))
         faults = [
-            Fault(point, self.rng.choice(CALL_FAULTS), self.rng.random() < 0.5) for point in points
+            Fault(point, self.rng.choice(self.call_faults), self.rng.random() < 0.5)
+            for point in points
         ]
         self.machine = Machine(self.rng, faults)
         self.oracle = Oracle()
@@ -337,7 +347,7 @@ class Case:
             self.machine.power_off()
             self.process = Process(self.machine)
         if strike:
-            strike_disk(self, self.rng.choice(DISK_FAULTS))
+            strike_disk(self, self.rng.choice(self.disk_faults))
 
 
 async def _first(task: asyncio.Future[object], machine: Machine) -> bool:
