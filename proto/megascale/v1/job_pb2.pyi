@@ -1020,7 +1020,9 @@ class CheckpointSpec(google.protobuf.message.Message):
     REQUIRE_FINAL_FIELD_NUMBER: builtins.int
     FINAL_TIMEOUT_S_FIELD_NUMBER: builtins.int
     uri: builtins.str
-    """Folder (file path) that holds the job's checkpoints; empty: none."""
+    """Where the job's checkpoints are: an absolute path, file:///path, s3://bucket/prefix,
+    hdfs://host:port/path, or a scheme that a package on the nodes adds; empty: none.
+    """
     interval_steps: builtins.int
     """Take a snapshot after every so many steps, and after the last one; 0: only after the last one."""
     slots: builtins.int

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import posixpath
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:  # config imports this module
 _MAX_LABELS = 64
 _MAX_TEXT = 1024
 _MAX_PATH = 4096  # the kernel's own limit
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]{0,31}")
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/|$)")  # S3's own rule
 _MAX_SOURCES = 1024
 _MAX_OPTIONS, _MAX_OPTION_NAME = 64, 63
 _MAX_COLLECTIVE_TIMEOUT_S = 86_400
@@ -276,13 +279,20 @@ def _storage(field: str, uri: str) -> Iterator[JobProblem]:
     if len(uri) > _MAX_PATH:
         yield JobProblem(field, "too long", f"use at most {_MAX_PATH} characters")
         return
-    scheme = uri.split("://", 1)[0] if "://" in uri else ""
-    if scheme and scheme != "file":
+    scheme, _, rest = uri.partition("://") if "://" in uri else ("", "", "")
+    if scheme in ("http", "https", "ftp") or (scheme and not _SCHEME.fullmatch(scheme)):
         yield JobProblem(
-            field, f"storage {scheme}:// is not built yet", "use an absolute path or file://"
+            field,
+            f"{scheme}:// is no storage of checkpoints",
+            "use an absolute path, file:///path, s3://bucket/prefix or hdfs://host:port/path",
         )
-    elif uri and not uri.removeprefix("file://").startswith("/"):
+    elif scheme == "s3" and not _BUCKET.match(rest):
+        yield JobProblem(field, f"{uri!r} names no bucket", "use s3://bucket/prefix")
+    elif scheme == "hdfs" and not re.match(r"[^/?#]+(/|$)", rest):
+        yield JobProblem(field, f"{uri!r} names no host", "use hdfs://host:port/path")
+    elif uri and scheme in ("", "file") and not uri.removeprefix("file://").startswith("/"):
         yield JobProblem(field, f"{uri!r} is relative", "give an absolute path that all nodes see")
+    # Any other scheme may be one that a package on the nodes adds: they find out.
 
 
 def _folder(uri: str) -> str:
