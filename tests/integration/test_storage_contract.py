@@ -123,6 +123,7 @@ def test_files_are_read_as_they_were_written(storage: Storage) -> None:
     assert [storage.size(path) for path in ("a/one", "a/empty", "a/none")] == [11, 0, None]
     assert storage.names("") == ["a", "three"]
     assert storage.names("a") == ["b", "empty", "one"]
+    assert storage.names("a", after="b") == ["empty", "one"] and storage.names("a", "one") == []
     with pytest.raises(FileNotFoundError):
         storage.read("a/none")
 

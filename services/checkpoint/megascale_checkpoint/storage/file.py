@@ -127,13 +127,13 @@ class FileStorage:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def names(self, folder: str) -> list[str]:
+    def names(self, folder: str, after: str = "") -> list[str]:
         """See :meth:`Storage.names`."""
         try:
             found = self._disk.listdir(self._at(folder) if folder else self._root)
         except FileNotFoundError:
             return []
-        return sorted(name for name in found if not name.startswith(UNFINISHED))
+        return sorted(n for n in found if n > after and not n.startswith(UNFINISHED))
 
     def delete(self, path: str) -> bool:
         """See :meth:`Storage.delete`."""

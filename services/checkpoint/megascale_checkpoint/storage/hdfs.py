@@ -126,10 +126,10 @@ class HdfsStorage:
         found = self._status(self._at(path))
         return None if found is None else int(found.length)
 
-    def names(self, folder: str) -> list[str]:
+    def names(self, folder: str, after: str = "") -> list[str]:
         """See :meth:`Storage.names`."""
         found = self._list(self._at(folder) if folder else self._root)
-        return sorted(name for name in found if not name.startswith(UNFINISHED))
+        return sorted(n for n in found if n > after and not n.startswith(UNFINISHED))
 
     def delete(self, path: str) -> bool:
         """See :meth:`Storage.delete`."""

@@ -66,10 +66,11 @@ class Storage(Protocol):
     def size(self, path: str) -> int | None:
         """Size in bytes, None when there is no such file."""
 
-    def names(self, folder: str) -> list[str]:
+    def names(self, folder: str, after: str = "") -> list[str]:
         """Names of the complete files and of the folders in ``folder``, sorted.
 
-        Empty when it does not exist. The folder "" is the root.
+        Only those greater than ``after``. Empty when the folder does not exist; the folder "" is
+        the root.
         """
 
     def delete(self, path: str) -> bool:

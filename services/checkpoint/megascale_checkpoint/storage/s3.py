@@ -130,19 +130,19 @@ class S3Storage:
         head = self._head(key)
         return None if head is None else int(head["ContentLength"])
 
-    def names(self, folder: str) -> list[str]:
+    def names(self, folder: str, after: str = "") -> list[str]:
         """See :meth:`Storage.names`."""
         prefix = f"{self._key(folder)}/" if folder else (self._prefix and f"{self._prefix}/")
         found = set()
         with mapped(self._name(prefix)):
             pages = self._client.get_paginator("list_objects_v2").paginate(
-                Bucket=self._bucket, Prefix=prefix, Delimiter="/"
+                Bucket=self._bucket, Prefix=prefix, Delimiter="/", StartAfter=f"{prefix}{after}"
             )
             for page in pages:
                 found |= {each["Key"] for each in page.get("Contents", ())}
                 found |= {each["Prefix"] for each in page.get("CommonPrefixes", ())}
         names = {key[len(prefix) :].rstrip("/") for key in found}
-        return sorted(name for name in names if name and not name.startswith(UNFINISHED))
+        return sorted(n for n in names if n > after and not n.startswith(UNFINISHED))
 
     def delete(self, path: str) -> bool:
         """See :meth:`Storage.delete`. Folders are the keys' common beginnings: none is empty."""
