@@ -1,4 +1,4 @@
-"""``megascale checkpoint list`` and ``verify``: checkpoints on storage, without a cluster."""
+"""``megascale checkpoint list``, ``verify``, ``export`` and ``import``, without a cluster."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megascale_checkpoint.commit_log import CommitLog, Record
+from megascale_checkpoint.export.commands import export_checkpoint, import_checkpoint
 from megascale_checkpoint.storage import join, open_storage
 from megascale_checkpoint.verify import verify_commit
 from megascale_common.service.errors import RequestError, ServiceError
@@ -25,6 +26,9 @@ def _absolute(uri: str) -> str:
     # directory; this command runs on one machine.
     return uri if "://" in uri else str(Path(uri).expanduser().absolute())
 
+
+app.command("export")(export_checkpoint)
+app.command("import")(import_checkpoint)
 
 Uri = Annotated[
     str,

@@ -1,0 +1,201 @@
+"""``megascale checkpoint export`` and ``import``: models to and from other software."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from megascale_checkpoint.export.progress import bar
+from megascale_checkpoint.export.stored import model_of, open_checkpoint
+from megascale_common.job.config import ModelConfig
+from megascale_common.service.errors import ServiceError, invalid
+
+
+class ExportFormat(StrEnum):
+    """What an export can be written for."""
+
+    HF = "hf"
+    DCP = "dcp"
+    MEGATRON = "megatron"
+
+
+class ImportFormat(StrEnum):
+    """What can be imported."""
+
+    HF = "hf"
+
+
+class Dtype(StrEnum):
+    """Of exported weights."""
+
+    BF16 = "bf16"
+    FP32 = "fp32"
+
+
+def _absolute(uri: str) -> str:
+    # Storage refuses relative paths, because each node would resolve them in its own working
+    # directory; this command runs on one machine.
+    return uri if "://" in uri else str(Path(uri).expanduser().absolute())
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object; no progress bar.")]
+
+
+def export_checkpoint(
+    uri: Annotated[
+        str,
+        typer.Argument(
+            metavar="URI_OR_FOLDER",
+            callback=_absolute,
+            help="A job's checkpoint.uri, or a folder that `megascale checkpoint fetch` wrote.",
+        ),
+    ],
+    to: Annotated[Path, typer.Option(metavar="FOLDER", help="New folder for the export.")],
+    form: Annotated[
+        ExportFormat,
+        typer.Option(
+            "--format",
+            help="hf: Hugging Face transformers, weights alone; dcp: torch.distributed.checkpoint, "
+            "with optimizer states; megatron is not built.",
+        ),
+    ],
+    step: Annotated[
+        int | None, typer.Option(min=0, help="Its step; default: the newest complete one.")
+    ] = None,
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(help="Of hf's weights, by default bf16; dcp is always in fp32."),
+    ] = None,
+    job: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The job's file, for hf of a checkpoint that an earlier version wrote.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a complete checkpoint in the form of other software, without a cluster.
+
+    hf gives a folder for AutoModelForCausalLM.from_pretrained: as Llama or Mistral (serial block,
+    RMSNorm, SwiGLU), Cohere (parallel block, SwiGLU), Phi (parallel block, GELU) and others; a
+    model that none of them computes is refused by field. dcp gives a folder for
+    torch.distributed.checkpoint.load on any layout: "model", "optimizer" and "step".
+
+    Every byte read is compared with its checksum, one parameter at a time is in memory, and FOLDER
+    appears when it is complete.
+
+    Example: megascale checkpoint export /data/checkpoints/example --to example-hf --format hf
+    """
+    if form is ExportFormat.MEGATRON:
+        raise invalid(
+            "--format",
+            "megatron is not built: Megatron's files differ with its version and with the layout "
+            "that is to read them",
+            "export with --format hf and convert that with Megatron's own loader for Hugging Face "
+            "models (tools/checkpoint/convert.py), or use --format dcp",
+        )
+    if form is ExportFormat.DCP and dtype is Dtype.BF16:
+        raise invalid(
+            "--dtype",
+            "dcp holds the float32 parameters that the optimizer updates",
+            "leave the option out, or use --format hf",
+        )
+    stored = open_checkpoint(uri, step)
+    facts: dict[str, Any] = {
+        "format": form.value,
+        "folder": str(to.absolute()),
+        "job": stored.manifest.job,
+        "step": stored.manifest.step,
+        "attempt": stored.manifest.attempt,
+    }
+    with bar(f"step {stored.manifest.step} of {stored.manifest.job}", quiet=as_json) as progress:
+        if form is ExportFormat.HF:
+            from megascale_checkpoint.export.hugging_face import export_hugging_face
+
+            chosen = dtype or Dtype.BF16
+            done = export_hugging_face(stored, model_of(stored, job), to, chosen.value, progress)
+            facts |= {"architecture": done.architecture.name, "dtype": chosen.value}
+            facts |= {"size_bytes": done.size_bytes}
+        else:
+            size = _dcp()(stored, to, progress)
+            facts |= {"states": list(stored.states), "dtype": "fp32", "size_bytes": size}
+    if as_json:
+        typer.echo(json.dumps(facts))
+        return
+    what = facts.get("architecture") or f"torch.distributed.checkpoint ({', '.join(stored.states)})"
+    typer.echo(
+        f"step {facts['step']} of job {facts['job']} is in {to}: {what}, {facts['dtype']}, "
+        f"{facts['size_bytes'] / 2**20:.1f} MiB"
+    )
+
+
+def import_checkpoint(
+    folder: Annotated[Path, typer.Argument(help="A Hugging Face model: config.json, safetensors.")],
+    to: Annotated[
+        str,
+        typer.Option(
+            metavar="URI", callback=_absolute, help="New folder of checkpoints, for load_uri."
+        ),
+    ],
+    form: Annotated[ImportFormat, typer.Option("--format", help="hf: Hugging Face transformers.")],
+    as_json: AsJson = False,
+) -> None:
+    """Write a Hugging Face model as the checkpoint of step 0, from which a job starts.
+
+    Llama, Mistral, Ministral, Cohere, StableLM, Phi and Starcoder2 models in safetensors are read;
+    what a job cannot compute is refused by the field of config.json, and pickled weights are never
+    loaded. Print the trainer.model section of the job, which also needs checkpoint.load_uri: the
+    URI given here, and a checkpoint.uri of its own.
+
+    Example: megascale checkpoint import --format hf llama/ --to /data/checkpoints/llama
+    """
+    from megascale_checkpoint.export.hugging_face_import import import_hugging_face
+
+    with bar(f"import of {folder}", quiet=as_json) as progress:
+        done = import_hugging_face(folder, to, progress)
+    model = _plain(done.foreign.model)
+    if as_json:
+        facts = {
+            "uri": to,
+            "step": 0,
+            "manifest_uri": done.manifest_uri,
+            "architecture": done.foreign.architecture.name,
+            "parameters": done.parameters,
+            "head_is_copy_of_embedding": done.foreign.tied,
+            "model": model,
+        }
+        typer.echo(json.dumps(facts))
+        return
+    typer.echo(
+        f"# {done.foreign.architecture.name} with {done.parameters:,} parameters is the checkpoint "
+        f"of step 0 in {to}"
+    )
+    if done.foreign.tied:
+        typer.echo("# Its head was tied to the embedding; a job trains a copy of its own.")
+    typer.echo("# Put this into the job file:")
+    section = {"trainer": {"model": model}, "checkpoint": {"load_uri": to}}
+    typer.echo(yaml.safe_dump(section, sort_keys=False).rstrip())
+
+
+def _plain(model: ModelConfig) -> dict[str, Any]:
+    values = asdict(model)
+    values["layer_windows"] = list(model.layer_windows)
+    return values
+
+
+def _dcp() -> Any:
+    try:
+        from megascale_checkpoint.export.dcp import export_dcp
+    except ImportError as error:
+        raise ServiceError(
+            f"--format dcp needs torch ({error}): pip install 'megascale[executor]'",
+            reason="NOT_INSTALLED",
+        ) from error
+    return export_dcp
