@@ -8,9 +8,15 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from tests.harness.checkpoint_files import image_of, write_images
 from tests.harness.training import start, tiny_job
+from torch._C._distributed_c10d import FileStore
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, zeros
 
 from megascale_checkpoint import restore
 from megascale_common.job.config import JobConfig, from_accepted
@@ -130,3 +136,31 @@ def _logits(trainer: Trainer, config: JobConfig, tokens: torch.Tensor) -> torch.
         _, normed = normalise(hidden, None, weights, "final_norm", config.model, operators)
         logits = tp.column_parallel(normed, weights["head.weight"])
     return logits[..., : config.model.vocab_size].transpose(0, 1)
+
+
+def load_dcp_shards(
+    rank: int, world_size: int, folder: Path, *, export: str, names: list[str]
+) -> dict[str, bool]:
+    """Program of one rank: load parts of an export with torch's loader, by rows and by columns.
+
+    Returns by name whether rows and columns hold what a rank that loads all of it has.
+    """
+    store = FileStore(str(folder / "dcp"), world_size)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store)
+    try:
+        mesh = init_device_mesh("cpu", (world_size,))
+        found = {}
+        for name in names:
+            shape = FileSystemReader(export).read_metadata().state_dict_metadata[f"model.{name}"]
+            parts = []
+            for placement in (Replicate(), Shard(0), Shard(1)):
+                tensor = zeros(*shape.size, device_mesh=mesh, placements=[placement])
+                load({"model": {name: tensor}}, checkpoint_id=export)
+                parts.append(tensor)
+            whole = parts[0].to_local()
+            assert parts[1].to_local().shape[0] < whole.shape[0]
+            found[name] = all(torch.equal(part.full_tensor(), whole) for part in parts[1:])
+            found[name] &= bool(whole.any())
+        return found
+    finally:
+        dist.destroy_process_group()

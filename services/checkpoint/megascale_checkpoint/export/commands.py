@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -160,7 +160,6 @@ def import_checkpoint(
 
     with bar(f"import of {folder}", quiet=as_json) as progress:
         done = import_hugging_face(folder, to, progress)
-    model = _plain(done.foreign.model)
     if as_json:
         facts = {
             "uri": to,
@@ -169,7 +168,7 @@ def import_checkpoint(
             "architecture": done.foreign.architecture.name,
             "parameters": done.parameters,
             "head_is_copy_of_embedding": done.foreign.tied,
-            "model": model,
+            "model": asdict(done.foreign.model),
         }
         typer.echo(json.dumps(facts))
         return
@@ -180,14 +179,19 @@ def import_checkpoint(
     if done.foreign.tied:
         typer.echo("# Its head was tied to the embedding; a job trains a copy of its own.")
     typer.echo("# Put this into the job file:")
-    section = {"trainer": {"model": model}, "checkpoint": {"load_uri": to}}
+    section = {"trainer": {"model": _fields(done.foreign.model)}, "checkpoint": {"load_uri": to}}
     typer.echo(yaml.safe_dump(section, sort_keys=False).rstrip())
 
 
-def _plain(model: ModelConfig) -> dict[str, Any]:
-    values = asdict(model)
-    values["layer_windows"] = list(model.layer_windows)
-    return values
+def _fields(model: ModelConfig) -> dict[str, Any]:
+    """The fields of trainer.model that are not at their default."""
+    chosen = {each.name: getattr(model, each.name) for each in fields(model)}
+    defaults = {each.name: each.default for each in fields(model)}
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in chosen.items()
+        if value != defaults[name]
+    }
 
 
 def _dcp() -> Any:

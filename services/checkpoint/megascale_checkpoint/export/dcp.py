@@ -10,6 +10,7 @@ This is the one module of the checkpoint service that imports torch.
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megascale_checkpoint.export.new_folder import new_folder
@@ -63,7 +64,7 @@ def export_dcp(stored: StoredCheckpoint, to: Path, progress: Report) -> int:
         writer = FileSystemWriter(folder, thread_count=1, sync_files=True)
         planner = _OneByOne(stored, progress)
         try:
-            metadata = save(_shapes(stored), storage_writer=writer, planner=planner, no_dist=True)
+            metadata = _save(_shapes(stored), writer, planner)
         except CheckpointException as error:
             raise next(iter(error.failures.values()))[0] from error
         written = set(metadata.storage_data or ())
@@ -75,6 +76,13 @@ def export_dcp(stored: StoredCheckpoint, to: Path, progress: Report) -> int:
         if missing:
             raise DataLossError(f"{to}: torch has not written {missing[0]}")
     return stored.size_bytes(stored.states)
+
+
+def _save(shapes: dict[str, Any], writer: FileSystemWriter, planner: _OneByOne) -> Metadata:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        metadata: Metadata = save(shapes, storage_writer=writer, planner=planner, no_dist=True)
+        return metadata
 
 
 def _shapes(stored: StoredCheckpoint) -> dict[str, Any]:

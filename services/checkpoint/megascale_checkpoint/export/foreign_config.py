@@ -115,7 +115,7 @@ def read_config(values: Mapping[str, Any], *, head_stored: bool) -> ForeignModel
         ffn_size=_whole(values, "intermediate_size"),
         kv_heads=values.get("num_key_value_heads") or heads,
         bias=_bias(found, values),
-        norm_bias=found.norm_bias,
+        norm_bias=found.norm_bias or found.needs["norm"] == "rmsnorm",  # the default: of no effect
         rope_theta=_rope_theta(values),
         window=window,
         layer_windows=layer_windows,

@@ -15,7 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from megascale_checkpoint.export.first_checkpoint import Parameter, write_first_checkpoint
+from megascale_checkpoint.export.first_checkpoint import (
+    FILE_BYTES,
+    Parameter,
+    write_first_checkpoint,
+)
 from megascale_checkpoint.export.foreign_config import ForeignModel, read_config
 from megascale_checkpoint.export.progress import Report
 from megascale_checkpoint.export.safetensors_files import (
@@ -42,7 +46,9 @@ class Imported:
     manifest_uri: str
 
 
-def import_hugging_face(folder: Path, uri: str, progress: Report) -> Imported:
+def import_hugging_face(
+    folder: Path, uri: str, progress: Report, file_bytes: int = FILE_BYTES
+) -> Imported:
     """Write the model in ``folder`` as the checkpoint of step 0 below ``uri``.
 
     Memory holds one parameter at a time.
@@ -65,7 +71,7 @@ def import_hugging_face(folder: Path, uri: str, progress: Report) -> Imported:
         for each in wanted
         if each.logical
     ]
-    manifest_uri = write_first_checkpoint(uri, foreign.model, parameters, progress)
+    manifest_uri = write_first_checkpoint(uri, foreign.model, parameters, progress, file_bytes)
     return Imported(foreign, sum(math.prod(each.shape) for each in parameters), manifest_uri)
 
 
