@@ -239,7 +239,7 @@ class RankSnapshots:
                 f"step {plan.step} of attempt {plan.written_by_attempt} is not sealed here in this "
                 "layout"
             )
-        return await self._restore_from_storage(plan.step, plan.manifest_uri, cancelled)
+        return await self._restore_from_storage(plan, cancelled)
 
     async def drain(self, step: int) -> str:
         """Wait until nothing more happens to ``step``; tries a write again that the storage failed.
@@ -353,7 +353,7 @@ class RankSnapshots:
         return Restoration(slot.index, RestoreSource.MEMORY, seal.small_state, 0)
 
     async def _restore_from_storage(
-        self, step: int, manifest_uri: str, cancelled: Cancellation
+        self, plan: RestorePlan, cancelled: Cancellation
     ) -> Restoration:
         index = self.table.take_for_restore()
         memory, given = self.memories[index], self.registration
@@ -362,12 +362,13 @@ class RankSnapshots:
             filled = await in_pool(
                 self._pools.storage,
                 restore.fill,
-                manifest_uri,
-                step,
+                plan.manifest_uri,
+                plan.step,
                 given.rank,
                 given.layout,
                 memory.view,
                 cancelled,
+                plan.manifest_xxh3,
             )
         except BaseException:
             self.table.release(index)

@@ -50,10 +50,12 @@ def fill(
     layout: ShardLayout,
     image: memoryview,
     cancelled: Cancellation | None = None,
+    manifest_xxh3: str = "",
 ) -> Filled:
     """Read a checkpoint into ``image``, a slot of ``layout``. Blocking.
 
-    Bytes between the pieces are set to 0.
+    Bytes between the pieces are set to 0. ``manifest_xxh3`` is the checksum of the manifest that
+    was committed; "" where the plan has none.
 
     Raises:
         DamagedError: a file is missing, cut short or changed.
@@ -63,7 +65,7 @@ def fill(
         OSError: the storage does not answer.
     """
     try:
-        storage, manifest = manifests.load(manifest_uri)
+        storage, manifest = manifests.load(manifest_uri, manifest_xxh3)
     except MissingFileError as error:
         # The committer has just read the manifest on its node, so this node's folder is at fault
         # and the checkpoint must not be marked as damaged.

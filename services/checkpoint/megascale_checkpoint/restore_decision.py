@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megascale_checkpoint import manifest as manifests
-from megascale_checkpoint.checksums import checksum
 from megascale_checkpoint.commit_log import CommitLog, Record
 from megascale_checkpoint.storage import join, open_storage
 from megascale_common.job.restore import RestorePlan, RestoreSource
@@ -43,6 +42,7 @@ class RestoreDecision:
             "step": plan.step,
             "attempt": plan.written_by_attempt,
             "manifest_uri": plan.manifest_uri,
+            "manifest_xxh3": plan.manifest_xxh3,
             "passed_over": list(self.passed_over),
         }
 
@@ -54,6 +54,7 @@ class RestoreDecision:
             values["step"],
             values["attempt"],
             values["manifest_uri"],
+            values.get("manifest_xxh3", ""),  # older builds wrote none
         )
         return cls(plan, tuple(values["passed_over"]))
 
@@ -137,7 +138,8 @@ def _newest_whole(
         except DamagedError as error:
             passed_over.append(str(error))
             continue
-        return RestorePlan(RestoreSource.STORAGE, record.step, record.attempt, manifest_uri)
+        xxh3 = record.values["manifest_xxh3"]
+        return RestorePlan(RestoreSource.STORAGE, record.step, record.attempt, manifest_uri, xxh3)
     return None
 
 
@@ -148,8 +150,6 @@ def check_commit(record: Record, manifest_uri: str) -> manifests.Manifest:
         DamagedError: the manifest is not the one committed, or a file is missing or has another
             size.
     """
-    storage, manifest = manifests.load(manifest_uri)
-    if checksum(storage.read(manifests.NAME)) != record.values["manifest_xxh3"]:
-        raise DamagedError(manifest_uri, "is not the manifest that was committed")
+    storage, manifest = manifests.load(manifest_uri, record.values["manifest_xxh3"])
     manifests.check_sizes(storage, manifest)
     return manifest

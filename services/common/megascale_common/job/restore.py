@@ -31,12 +31,15 @@ class RestorePlan:
     """``step`` as attempt ``written_by_attempt`` wrote it; attempt 0 if another job wrote it.
 
     ``manifest_uri`` is the manifest of a step on storage; a step in memory may have none.
+    ``manifest_xxh3`` is the xxh3-128 of its bytes as they were committed, hexadecimal; "" when an
+    older build made the plan.
     """
 
     source: RestoreSource = RestoreSource.NONE
     step: int = 0
     written_by_attempt: int = 0
     manifest_uri: str = ""
+    manifest_xxh3: str = ""
 
     def to_mapping(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -57,4 +60,5 @@ class RestorePlan:
             raise ValueError(f"restore plan {dict(values)!r}: {error}") from error
         if not (isinstance(step, int) and isinstance(attempt, int)):
             raise ValueError(f"restore plan {dict(values)!r}: step and attempt are whole numbers")
-        return cls(source, step, attempt, str(manifest_uri))
+        xxh3 = values.get("manifest_xxh3", "")
+        return cls(source, step, attempt, str(manifest_uri), str(xxh3))
