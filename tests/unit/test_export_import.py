@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from tests.harness.exporting import MODELS, job_of, random_values, write_model
 
 from megascale_checkpoint import restore
+from megascale_checkpoint.checksums import checksum
 from megascale_checkpoint.commit_log import CommitLog
 from megascale_checkpoint.export.hugging_face import export_hugging_face
 from megascale_checkpoint.export.hugging_face_import import import_hugging_face
@@ -88,7 +89,8 @@ def test_a_job_starts_from_it(llama: Path, tmp_path: Path) -> None:
     decision = decide(
         own, str(tmp_path / "own"), SealedStep(0, 0), frozenset(), str(tmp_path / "imported")
     )
-    assert decision.plan == RestorePlan(RestoreSource.STORAGE, 0, 0, done.manifest_uri)
+    xxh3 = checksum(Path(done.manifest_uri).read_bytes())
+    assert decision.plan == RestorePlan(RestoreSource.STORAGE, 0, 0, done.manifest_uri, xxh3)
 
 
 def test_an_interrupted_import_is_no_checkpoint_and_can_be_repeated(

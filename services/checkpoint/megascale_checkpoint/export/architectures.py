@@ -208,16 +208,15 @@ def choose(model: ModelConfig) -> Architecture:
     if not wrong:
         return nearest
     remedy = "export with --format dcp, which holds any model"
-    differences = [(f"trainer.model.{each.field}", each) for each in wrong]
-    raise RequestError(
-        "; ".join(
-            f"{path}: {each.value} fits no Hugging Face architecture; the nearest, "
-            f"{nearest.name}, needs {each.needed}"
-            for path, each in differences
+    fields = [
+        (
+            f"trainer.model.{each.field}",
+            f"{each.value}, where the nearest Hugging Face architecture, {nearest.name}, needs "
+            f"{each.needed}",
         )
-        + f"; {remedy}",
-        fields=[
-            (path, f"the nearest architecture, {nearest.name}, needs {each.needed}; {remedy}")
-            for path, each in differences
-        ],
+        for each in wrong
+    ]
+    raise RequestError(
+        "; ".join([*(f"{path}: {problem}" for path, problem in fields), remedy]),
+        fields=[(path, f"{problem}; {remedy}") for path, problem in fields],
     )

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from megascale_checkpoint.export.progress import bar
-from megascale_checkpoint.export.stored import model_of, open_checkpoint
+from megascale_checkpoint.export.progress import Report, bar
+from megascale_checkpoint.export.stored import StoredCheckpoint, model_of, open_checkpoint
 from megascale_common.job.config import ModelConfig
 from megascale_common.service.errors import ServiceError, invalid
 
@@ -45,87 +45,84 @@ def _absolute(uri: str) -> str:
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object; no progress bar.")]
+From = Annotated[
+    str,
+    typer.Argument(
+        metavar="URI_OR_FOLDER",
+        callback=_absolute,
+        help="A job's checkpoint.uri, or a folder that `megascale checkpoint fetch` wrote.",
+    ),
+]
+ToFolder = Annotated[Path, typer.Option(metavar="FOLDER", help="New folder for the export.")]
+FormatTo = Annotated[
+    ExportFormat,
+    typer.Option(
+        "--format",
+        help="hf: Hugging Face transformers, weights alone; dcp: torch.distributed.checkpoint, "
+        "with optimizer states; megatron is not built.",
+    ),
+]
+Step = Annotated[
+    int | None, typer.Option(min=0, help="Its step; default: the newest complete one.")
+]
+WeightDtype = Annotated[
+    Dtype | None, typer.Option(help="Of hf's weights, by default bf16; dcp is always in fp32.")
+]
+JobFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--job",
+        metavar="FILE",
+        help="The job's file, for hf of a checkpoint that an earlier version wrote.",
+    ),
+]
+Model = Annotated[
+    Path, typer.Argument(metavar="FOLDER", help="A Hugging Face model: config.json, safetensors.")
+]
+ToUri = Annotated[
+    str,
+    typer.Option(
+        metavar="URI", callback=_absolute, help="New folder of checkpoints, for load_uri."
+    ),
+]
+FormatFrom = Annotated[
+    ImportFormat, typer.Option("--format", help="hf: Hugging Face transformers.")
+]
 
 
 def export_checkpoint(
-    uri: Annotated[
-        str,
-        typer.Argument(
-            metavar="URI_OR_FOLDER",
-            callback=_absolute,
-            help="A job's checkpoint.uri, or a folder that `megascale checkpoint fetch` wrote.",
-        ),
-    ],
-    to: Annotated[Path, typer.Option(metavar="FOLDER", help="New folder for the export.")],
-    form: Annotated[
-        ExportFormat,
-        typer.Option(
-            "--format",
-            help="hf: Hugging Face transformers, weights alone; dcp: torch.distributed.checkpoint, "
-            "with optimizer states; megatron is not built.",
-        ),
-    ],
-    step: Annotated[
-        int | None, typer.Option(min=0, help="Its step; default: the newest complete one.")
-    ] = None,
-    dtype: Annotated[
-        Dtype | None,
-        typer.Option(help="Of hf's weights, by default bf16; dcp is always in fp32."),
-    ] = None,
-    job: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="The job's file, for hf of a checkpoint that an earlier version wrote.",
-        ),
-    ] = None,
+    uri: From,
+    to: ToFolder,
+    form: FormatTo,
+    step: Step = None,
+    dtype: WeightDtype = None,
+    job: JobFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a complete checkpoint in the form of other software, without a cluster.
 
-    hf gives a folder for AutoModelForCausalLM.from_pretrained: as Llama or Mistral (serial block,
-    RMSNorm, SwiGLU), Cohere (parallel block, SwiGLU), Phi (parallel block, GELU) and others; a
-    model that none of them computes is refused by field. dcp gives a folder for
-    torch.distributed.checkpoint.load on any layout: "model", "optimizer" and "step".
+    hf: a folder for from_pretrained of transformers: Llama or Mistral (serial
+    block, RMSNorm, SwiGLU), Cohere (parallel block, SwiGLU), Phi (parallel
+    block, GELU) and others. A model that none computes is refused by field.
 
-    Every byte read is compared with its checksum, one parameter at a time is in memory, and FOLDER
-    appears when it is complete.
+    dcp: a folder for torch.distributed.checkpoint.load on any layout, with the
+    keys "model", "optimizer" and "step".
 
-    Example: megascale checkpoint export /data/checkpoints/example --to example-hf --format hf
+    Every byte read is compared with its checksum, one parameter at a time is
+    in memory, and FOLDER appears when it is complete.
+
+    Example: megascale checkpoint export /data/example --to out --format hf
     """
-    if form is ExportFormat.MEGATRON:
-        raise invalid(
-            "--format",
-            "megatron is not built: Megatron's files differ with its version and with the layout "
-            "that is to read them",
-            "export with --format hf and convert that with Megatron's own loader for Hugging Face "
-            "models (tools/checkpoint/convert.py), or use --format dcp",
-        )
-    if form is ExportFormat.DCP and dtype is Dtype.BF16:
-        raise invalid(
-            "--dtype",
-            "dcp holds the float32 parameters that the optimizer updates",
-            "leave the option out, or use --format hf",
-        )
+    _refuse(form, dtype)
     stored = open_checkpoint(uri, step)
-    facts: dict[str, Any] = {
-        "format": form.value,
-        "folder": str(to.absolute()),
-        "job": stored.manifest.job,
-        "step": stored.manifest.step,
-        "attempt": stored.manifest.attempt,
-    }
-    with bar(f"step {stored.manifest.step} of {stored.manifest.job}", quiet=as_json) as progress:
+    manifest = stored.manifest
+    with bar(f"step {manifest.step} of {manifest.job}", quiet=as_json) as progress:
         if form is ExportFormat.HF:
-            from megascale_checkpoint.export.hugging_face import export_hugging_face
-
-            chosen = dtype or Dtype.BF16
-            done = export_hugging_face(stored, model_of(stored, job), to, chosen.value, progress)
-            facts |= {"architecture": done.architecture.name, "dtype": chosen.value}
-            facts |= {"size_bytes": done.size_bytes}
+            facts = _hugging_face(stored, model_of(stored, job), to, dtype or Dtype.BF16, progress)
         else:
-            size = _dcp()(stored, to, progress)
-            facts |= {"states": list(stored.states), "dtype": "fp32", "size_bytes": size}
+            facts = _dcp(stored, to, progress)
+    facts |= {"format": form.value, "folder": str(to.absolute())}
+    facts |= {"job": manifest.job, "step": manifest.step, "attempt": manifest.attempt}
     if as_json:
         typer.echo(json.dumps(facts))
         return
@@ -136,25 +133,17 @@ def export_checkpoint(
     )
 
 
-def import_checkpoint(
-    folder: Annotated[Path, typer.Argument(help="A Hugging Face model: config.json, safetensors.")],
-    to: Annotated[
-        str,
-        typer.Option(
-            metavar="URI", callback=_absolute, help="New folder of checkpoints, for load_uri."
-        ),
-    ],
-    form: Annotated[ImportFormat, typer.Option("--format", help="hf: Hugging Face transformers.")],
-    as_json: AsJson = False,
-) -> None:
+def import_checkpoint(folder: Model, to: ToUri, form: FormatFrom, as_json: AsJson = False) -> None:
     """Write a Hugging Face model as the checkpoint of step 0, from which a job starts.
 
-    Llama, Mistral, Ministral, Cohere, StableLM, Phi and Starcoder2 models in safetensors are read;
-    what a job cannot compute is refused by the field of config.json, and pickled weights are never
-    loaded. Print the trainer.model section of the job, which also needs checkpoint.load_uri: the
-    URI given here, and a checkpoint.uri of its own.
+    It reads Llama, Mistral, Ministral, Cohere, StableLM, Phi and Starcoder2 in
+    safetensors, and prints what belongs into the job file; the job's own
+    checkpoint.uri is another folder.
 
-    Example: megascale checkpoint import --format hf llama/ --to /data/checkpoints/llama
+    What a job cannot compute is refused by the field of config.json. Pickled
+    weights are never loaded.
+
+    Example: megascale checkpoint import llama/ --format hf --to /data/llama
     """
     from megascale_checkpoint.export.hugging_face_import import import_hugging_face
 
@@ -179,8 +168,54 @@ def import_checkpoint(
     if done.foreign.tied:
         typer.echo("# Its head was tied to the embedding; a job trains a copy of its own.")
     typer.echo("# Put this into the job file:")
-    section = {"trainer": {"model": _fields(done.foreign.model)}, "checkpoint": {"load_uri": to}}
+    section = {
+        "trainer": {"model": _fields(done.foreign.model)},
+        "checkpoint": {"load_uri": to},
+    }
     typer.echo(yaml.safe_dump(section, sort_keys=False).rstrip())
+
+
+def _refuse(form: ExportFormat, dtype: Dtype | None) -> None:
+    """Raise RequestError for what cannot be exported."""
+    if form is ExportFormat.MEGATRON:
+        raise invalid(
+            "--format",
+            "megatron is not built: Megatron's files differ with its version and with the layout "
+            "that is to read them",
+            "export with --format hf and convert that with Megatron's loader of Hugging Face "
+            "models (its tools/checkpoint/convert.py), or with --format dcp",
+        )
+    if form is ExportFormat.DCP and dtype is Dtype.BF16:
+        raise invalid(
+            "--dtype",
+            "dcp holds the float32 parameters that the optimizer updates",
+            "leave the option out, or use --format hf",
+        )
+
+
+def _hugging_face(
+    stored: StoredCheckpoint, model: ModelConfig, to: Path, dtype: Dtype, progress: Report
+) -> dict[str, Any]:
+    from megascale_checkpoint.export.hugging_face import export_hugging_face
+
+    done = export_hugging_face(stored, model, to, dtype.value, progress)
+    return {
+        "architecture": done.architecture.name,
+        "dtype": dtype.value,
+        "size_bytes": done.size_bytes,
+    }
+
+
+def _dcp(stored: StoredCheckpoint, to: Path, progress: Report) -> dict[str, Any]:
+    try:
+        from megascale_checkpoint.export.dcp import export_dcp
+    except ImportError as error:
+        raise ServiceError(
+            f"--format dcp needs torch ({error}): pip install 'megascale[executor]'",
+            reason="NOT_INSTALLED",
+        ) from error
+    size = export_dcp(stored, to, progress)
+    return {"states": list(stored.states), "dtype": "fp32", "size_bytes": size}
 
 
 def _fields(model: ModelConfig) -> dict[str, Any]:
@@ -192,14 +227,3 @@ def _fields(model: ModelConfig) -> dict[str, Any]:
         for name, value in chosen.items()
         if value != defaults[name]
     }
-
-
-def _dcp() -> Any:
-    try:
-        from megascale_checkpoint.export.dcp import export_dcp
-    except ImportError as error:
-        raise ServiceError(
-            f"--format dcp needs torch ({error}): pip install 'megascale[executor]'",
-            reason="NOT_INSTALLED",
-        ) from error
-    return export_dcp

@@ -66,6 +66,7 @@ def write_first_checkpoint(
         ExistsError: ``uri`` holds checkpoints, or belongs to a job.
         RequestError: the uri is not supported.
         ServiceError: the commit log is damaged.
+        SupersededError: another import has begun in the same folder.
         OSError: a file cannot be read or written.
     """
     storage = open_storage(uri)
@@ -94,9 +95,8 @@ def write_first_checkpoint(
         rank_small_states={},
         created_at=manifests.now(),
     )
-    path, data = f"{folder}/{manifests.NAME}", manifests.encode(manifest)
-    if not storage.create(path, data):
-        raise ExistsError(f"{uri}/{path} appeared meanwhile: another import runs; repeat this one")
+    path = f"{folder}/{manifests.NAME}"
+    data = manifests.write(storage, path, manifest)
     fields = {
         "job": JOB,
         "manifest": path,
@@ -112,11 +112,12 @@ def _opened(storage: Storage) -> tuple[CommitLog, int]:
     """The log with an attempt opened in it, and the attempt's number."""
     log = CommitLog(storage)
     log.refresh()
-    owner = next((each.values["job"] for each in log.records if each.values["job"] != JOB), None)
-    if owner is not None or log.commits() or log.damaged:
+    log.refuse_damaged()
+    owner = next((job for job in log.state.jobs if job != JOB), None)
+    if owner is not None or log.commits():
         held = f"belongs to job {owner}" if owner is not None else "holds a checkpoint"
         raise ExistsError(f"--to: {storage.uri} {held}: give a folder of its own")
-    attempt = max((each.attempt for each in log.records), default=0) + 1
+    attempt = log.state.attempt + 1
 
     def fields() -> dict[str, Any]:
         nothing = RestoreDecision(RestorePlan()).to_record()

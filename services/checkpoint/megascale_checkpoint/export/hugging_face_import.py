@@ -82,7 +82,11 @@ def _tensors(folder: Path) -> dict[str, TensorInFile]:
     if not (folder / INDEX).exists():
         if not (folder / SINGLE).exists():
             pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
-            reason = "holds pickled weights, which are never loaded" if pickled else "has none"
+            reason = (
+                "holds pickled weights, which are never loaded"
+                if pickled
+                else "holds no safetensors"
+            )
             raise invalid(
                 "FOLDER",
                 f"{folder} {reason}",

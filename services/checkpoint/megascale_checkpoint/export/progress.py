@@ -28,8 +28,8 @@ def bar(what: str, *, quiet: bool) -> Iterator[Report]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(
-        *columns, console=Console(stderr=True), disable=quiet, transient=True
-    ) as progress:
+    console = Console(stderr=True)
+    hidden = quiet or not console.is_terminal  # a bar would leave an empty line in a log
+    with Progress(*columns, console=console, disable=hidden, transient=True) as progress:
         task = progress.add_task(what, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -21,7 +21,6 @@ from megascale_checkpoint.checksums import checksum
 from megascale_checkpoint.commit_log import CommitLog
 from megascale_checkpoint.export.values import Floats
 from megascale_checkpoint.manifest import Manifest
-from megascale_checkpoint.restore_decision import check_commit
 from megascale_checkpoint.shard_file import Origin, StoredPiece, read_exactly, read_header
 from megascale_checkpoint.storage import Storage, join, open_storage
 from megascale_common.job.config import ModelConfig, from_accepted
@@ -134,8 +133,10 @@ def open_checkpoint(uri: str, step: int | None = None) -> StoredCheckpoint:
             )
         return StoredCheckpoint(storage, manifest)
     log = CommitLog(storage)
-    log.refresh()
+    log.refresh(whole=step is not None)  # a snapshot of the log leaves out the oldest
     commits = log.commits()
+    if step is None or step not in {each.step for each in commits}:
+        log.refuse_damaged()  # what was asked for may stand behind the damage
     if not commits:
         raise NotFoundError(
             f"{uri} holds no complete checkpoint: give a job's checkpoint.uri, or a folder that "
@@ -145,10 +146,12 @@ def open_checkpoint(uri: str, step: int | None = None) -> StoredCheckpoint:
     if record is None:
         steps = sorted({each.step for each in commits})
         shown = ", ".join(map(str, steps[-10:]))
-        raise NotFoundError(f"--step: {uri} has no complete checkpoint of step {step}; of {shown}")
+        raise NotFoundError(
+            f"--step: {uri} has no complete checkpoint of step {step}; give one of {shown}"
+        )
     manifest_uri = join(uri, record.values["manifest"])
-    check_commit(record, manifest_uri)
-    return StoredCheckpoint(*manifests.load(manifest_uri))
+    xxh3 = record.values["manifest_xxh3"]
+    return StoredCheckpoint(*manifests.load(manifest_uri, xxh3))
 
 
 def model_of(stored: StoredCheckpoint, job_file: Path | None) -> ModelConfig:
