@@ -203,10 +203,12 @@ def choose(model: ModelConfig) -> Architecture:
     Raises:
         RequestError: none does; names the fields in which the nearest one differs.
     """
-    by_distance = [(misfits(each, model), each) for each in ARCHITECTURES]
-    wrong, nearest = min(by_distance, key=lambda pair: len(pair[0]))
-    if not wrong:
-        return nearest
+    fitting = next((each for each in ARCHITECTURES if not misfits(each, model)), None)
+    if fitting is not None:
+        return fitting
+    # Of several as near the last one: the first ones hold less.
+    nearest = min(reversed(ARCHITECTURES), key=lambda each: _distance(each, model))
+    wrong = misfits(nearest, model)
     remedy = "export with --format dcp, which holds any model"
     fields = [
         (
@@ -220,3 +222,9 @@ def choose(model: ModelConfig) -> Architecture:
         "; ".join([*(f"{path}: {problem}" for path, problem in fields), remedy]),
         fields=[(path, f"{problem}; {remedy}") for path, problem in fields],
     )
+
+
+def _distance(architecture: Architecture, model: ModelConfig) -> tuple[bool, bool, int]:
+    """What a user would change last counts most: the block, then the FFN."""
+    wrong = [each.field for each in misfits(architecture, model)]
+    return "block" in wrong, "mlp" in wrong, len(wrong)
