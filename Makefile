@@ -29,11 +29,13 @@ ifeq ($(INSTALL),0)
 PY := $(PYTHON)
 READY :=
 KERNELS_READY :=
+EXPORT_READY :=
 SITE_READY :=
 else
 PY := $(CURDIR)/$(VENV)/bin/python
 READY := $(VENV)/.ready
 KERNELS_READY := $(VENV)/.triton
+EXPORT_READY := $(VENV)/.export
 SITE_READY := $(VENV)/.site
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 endif
@@ -43,7 +45,7 @@ TOOLS := $(CURDIR)/.tools/prometheus
 # the jars of an old Hadoop, in which the tests' HDFS runs
 HDFS_TOOLS := $(CURDIR)/.tools/hdfs
 
-.PHONY: help demo test test-slow test-gpu test-system test-s3 test-hdfs system-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
+.PHONY: help demo test test-slow test-export test-gpu test-system test-s3 test-hdfs system-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
 .DEFAULT_GOAL := help
 
 help: ## show these verbs
@@ -57,6 +59,9 @@ test: $(READY) $(KERNELS_READY) ## run the tests (about 10 minutes on 2 cores)
 
 test-slow: $(READY) $(KERNELS_READY) ## run the tests that `make test` leaves out: benchmarks, one sabotage, further kernels
 	$(PY) -m pytest -m slow $(PYTEST_ARGS)
+
+test-export: $(READY) $(EXPORT_READY) ## run the tests that load exported models in transformers
+	$(PY) -m pytest -m export tests/export $(PYTEST_ARGS)
 
 test-gpu: $(READY) ## run the tests that need CUDA devices
 	$(PY) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
@@ -134,6 +139,10 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 $(VENV)/.triton: $(VENV)/.ready
 	@$(PY) -c 'import triton' 2>/dev/null || { echo "installing $(TRITON) for the kernels' tests"; $(PIP) $(TRITON); }
+	@touch $@
+
+$(VENV)/.export: $(VENV)/.ready
+	$(PIP) --constraint constraints.txt --editable '.[export]'
 	@touch $@
 
 $(VENV)/.site: $(VENV)/.ready

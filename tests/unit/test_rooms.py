@@ -32,6 +32,22 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("megascale_driver.core", "megascale_driver.analysis", "megascale_driver.placement"),
         *PURE,
     ),
+    "megascale_checkpoint.export": (
+        *("megascale_checkpoint", "megascale_common.service.errors", *PURE),
+        *("numpy", "xxhash", "typer", "rich", "yaml"),
+    ),
+    "megascale_checkpoint.export.dcp": (
+        *("megascale_checkpoint", "megascale_common.service.errors", *PURE),
+        "torch",
+    ),
+    **dict.fromkeys(
+        (
+            "megascale_checkpoint.export.architectures",
+            "megascale_checkpoint.export.foreign_config",
+            "megascale_checkpoint.export.tensors",
+        ),
+        ("megascale_checkpoint.export", "megascale_common.service.errors", *PURE),
+    ),
     "megascale_trainer": ("megascale_trainer", "megascale_kernels", "torch", "numpy", *PURE),
     "megascale_trainer.data": (
         *("megascale_trainer", "megascale_kernels", "torch", "numpy", "tokenizers"),

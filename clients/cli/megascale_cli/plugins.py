@@ -8,7 +8,7 @@ the package to install. How to add one: docs/how-to/add-a-cli-command.md.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any, NoReturn, cast
 
@@ -54,11 +54,13 @@ KNOWN = {
         "Draw a pipeline schedule and its bubble.", "megascale_trainer.commands.pipeline:app"
     ),
 }
-CHECKPOINT = Plugin(
-    "Check every byte of checkpoints on storage, without a cluster.",
-    "megascale_checkpoint.commands:app",
-    "checkpoint",
-)
+CHECKPOINT = Plugin("", "megascale_checkpoint.commands:app", "checkpoint")
+# Commands of that one plug-in, by name.
+ON_STORAGE = {
+    "verify": "Check every byte of checkpoints on storage, without a cluster.",
+    "export": "Write a checkpoint for Hugging Face or torch.distributed.checkpoint.",
+    "import": "Make a Hugging Face model a checkpoint that a job starts from.",
+}
 # Functions behind the CLI's own commands init, plan and config, which need the services' formulas.
 FUNCTIONS = {
     "init": Plugin("", "megascale_driver.commands.init:job_template"),
@@ -71,13 +73,14 @@ _FORWARD = {"allow_extra_args": True, "ignore_unknown_options": True, "help_opti
 
 
 def add_plugins(app: typer.Typer, checkpoint: typer.Typer) -> None:
-    """Add the commands of other packages to ``app``, and verify to ``checkpoint``."""
+    """Add the commands of other packages to ``app``, and those on storage to ``checkpoint``."""
     found = {entry.name for entry in metadata.entry_points(group=GROUP)}
     for name, known in KNOWN.items():
         _add(app, name, known)
     for name in sorted(found - {*KNOWN, *FUNCTIONS, "checkpoint"}):
         _add(app, name, Plugin("Added by an installed package."))
-    _add(checkpoint, "verify", CHECKPOINT, plugin="checkpoint")
+    for name, summary in ON_STORAGE.items():
+        _add(checkpoint, name, replace(CHECKPOINT, summary=summary), plugin="checkpoint")
 
 
 def load_function(name: str) -> Callable[..., Any]:

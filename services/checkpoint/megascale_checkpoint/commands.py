@@ -12,6 +12,7 @@ from rich.table import Table
 
 from megascale_checkpoint import commit_repair
 from megascale_checkpoint.commit_log import CommitLog, Record
+from megascale_checkpoint.export.commands import export_checkpoint, import_checkpoint
 from megascale_checkpoint.storage import join, open_storage
 from megascale_checkpoint.verify import verify_commit
 from megascale_common.service.errors import RequestError, ServiceError
@@ -28,6 +29,9 @@ def _absolute(uri: str) -> str:
     # directory; this command runs on one machine.
     return uri if "://" in uri else str(Path(uri).expanduser().absolute())
 
+
+app.command("export")(export_checkpoint)
+app.command("import")(import_checkpoint)
 
 Uri = Annotated[
     str,

@@ -89,7 +89,8 @@ def decide(
     if load_uri:
         other = CommitLog(open_storage(load_uri))
         other.refresh()
-        loaded = _newest_whole(other, load_uri, 0, refused_steps, passed_over)
+        # An imported model is step 0 there.
+        loaded = _newest_whole(other, load_uri, -1, refused_steps, passed_over)
         if loaded is None:
             damaged = f": {'; '.join(passed_over[:MAX_NAMED])}" if passed_over else ""
             raise NotFoundError(

@@ -15,6 +15,7 @@ The last step has no step behind it to hide in: its vote is about itself, and it
 from __future__ import annotations
 
 import base64
+import dataclasses
 import math
 import time
 
@@ -162,6 +163,8 @@ class SnapshotSteps:
         small_state = {
             "skipped_updates": skipped_updates,
             "consumed_samples": step * self._config.training.global_batch_size,
+            # What an export cannot see in the parameters' shapes: heads, windows, angles.
+            "model": dataclasses.asdict(self._config.model),
             "cpu_rng": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
         }
         if self._snapshots.take(step, small_state, votes=votes):

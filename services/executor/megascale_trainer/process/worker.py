@@ -239,9 +239,9 @@ class _Worker:
             )
         trainer.finish_load(plan.step)
         self._skipped, self._consumed = int(small_state["skipped_updates"]), consumed
-        torch.set_rng_state(
-            torch.frombuffer(bytearray(base64.b64decode(small_state["cpu_rng"])), dtype=torch.uint8)
-        )
+        if "cpu_rng" in small_state:  # an imported model has none
+            state = bytearray(base64.b64decode(small_state["cpu_rng"]))
+            torch.set_rng_state(torch.frombuffer(state, dtype=torch.uint8))
         print(f"restored step {plan.step} from {plan.source}", flush=True)
         return plan.step
 
