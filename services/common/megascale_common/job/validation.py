@@ -17,7 +17,7 @@ from megascale_common.job.names import is_dns_label
 from megascale_common.job.problems import JobProblem
 
 if TYPE_CHECKING:  # config imports this module
-    from megascale_common.job.config import DataSource, JobConfig, OptimizerConfig
+    from megascale_common.job.config import CheckpointConfig, DataSource, JobConfig, OptimizerConfig
 
 _MAX_LABELS = 64
 _MAX_TEXT = 1024
@@ -28,6 +28,8 @@ _MAX_SOURCES = 1024
 _MAX_OPTIONS, _MAX_OPTION_NAME = 64, 63
 _MAX_COLLECTIVE_TIMEOUT_S = 86_400
 _MAX_FINAL_TIMEOUT_S = 3600
+_MIN_HOURS, _MAX_HOURS = 0.02, 24 * 366
+_MAX_MIB_PER_S = 2**20  # a TiB per second
 _SHA256_DIGITS = 64
 _MAX_LOSS_RISE = 10**6
 NO_SOURCES = JobProblem(
@@ -272,6 +274,34 @@ def _checkpoint(config: JobConfig) -> Iterator[JobProblem]:
             "checkpoint.final_timeout_s",
             f"{checkpoint.final_timeout_s:g} is out of range",
             f"give 1 to {_MAX_FINAL_TIMEOUT_S} seconds",
+        )
+    yield from _retention(checkpoint)
+
+
+def _retention(checkpoint: CheckpointConfig) -> Iterator[JobProblem]:
+    limits = {
+        "keep_latest": (0, 2**31 - 1),
+        "keep_every_steps": (0, 2**63 - 1),
+        "keep_every_hours": (0, _MAX_HOURS),
+        "max_write_mib_per_s": (0, _MAX_MIB_PER_S),
+    }
+    for name, (least, most) in limits.items():
+        value = getattr(checkpoint, name)
+        if not least <= value <= most:
+            yield JobProblem(
+                f"checkpoint.{name}", f"{value} is out of range", f"give {least} to {most}"
+            )
+    if 0 < checkpoint.keep_every_hours < _MIN_HOURS:
+        yield JobProblem(
+            "checkpoint.keep_every_hours",
+            f"{checkpoint.keep_every_hours:g} is less than a minute",
+            f"give at least {_MIN_HOURS}, or 0 for no rule",
+        )
+    if 0 < checkpoint.max_write_mib_per_s < 1:
+        yield JobProblem(
+            "checkpoint.max_write_mib_per_s",
+            f"{checkpoint.max_write_mib_per_s:g} is less than 1",
+            "give at least 1, or 0 for no limit",
         )
 
 
