@@ -26,7 +26,7 @@ from tests.harness.command_line import command
 from tests.harness.hdfs_server import HdfsServer
 from tests.harness.installed_package import install
 from tests.harness.s3_server import BUCKET, S3Server
-from tests.harness.waiting import CALL_TIMEOUT_S
+from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
 from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc, types_pb2
 from megascale_checkpoint.storage import Storage, join, open_storage, registry, settle
@@ -260,8 +260,38 @@ async def test_a_job_commits_and_another_node_restores(uri: str, tmp_path: Path)
     assert "step 20 of attempt 1: whole" in done.stdout
 
 
+async def test_a_job_keeps_what_its_rules_say(uri: str, tmp_path: Path) -> None:
+    storage = open_storage(uri)
+    storage.create("attempts/attempt-000001/step-000000005/rank-00001.safetensors", b"given up")
+    with ExitStack() as stack:
+        daemon = stack.enter_context(DaemonProcess(tmp_path, "n0"))
+        await open_attempt(daemon, uri, 1, keep_latest=2)
+        worker = stack.enter_context(WorkerClient(daemon))
+        worker.register(uri=uri, committer=daemon.address)
+        for step in (10, 20, 30, 40):
+            assert worker.write(step)["kind"] == "sealed"
+            assert worker.drain(step)["committed_step"] == step
+            if step == 10:
+                done = command("checkpoint", "pin", uri, "--step", "10", "--reason", "the first")
+                assert done.status == 0, done.text
+        kept = [f"step-{step:09d}" for step in (10, 30, 40)]
+        folder = "attempts/attempt-000001"
+        await eventually(lambda: storage.names(folder) == kept, f"the rest of {kept} to go")
+    listed = command("checkpoint", "list", uri, "--json").objects
+    assert [(each["step"], each["pin"]) for each in listed] == [
+        (40, ""),
+        (30, ""),
+        (10, "the first"),
+    ]
+    assert command("checkpoint", "verify", uri).status == 0
+    shown = command("checkpoint", "gc", uri, "--keep-latest", "1")
+    assert "step 30 of attempt 1" in shown.stdout and "step 10" not in shown.stdout, shown.text
+    assert command("checkpoint", "gc", uri, "--keep-latest", "1", "--yes").status == 0
+    assert storage.names(folder) == [f"step-{step:09d}" for step in (10, 40)]
+
+
 async def open_attempt(
-    daemon: DaemonProcess, uri: str, attempt: int
+    daemon: DaemonProcess, uri: str, attempt: int, keep_latest: int = 0
 ) -> checkpoint_pb2.OpenAttemptResponse:
     request = checkpoint_pb2.OpenAttemptRequest(
         job="job",
@@ -269,6 +299,7 @@ async def open_attempt(
         attempt=attempt,
         world_size=1,
         epoch=types_pb2.Epoch(create_revision=1),
+        keep_latest=keep_latest,
     )
     async with open_channel(daemon.address, TOKEN) as channel:
         stub = checkpoint_pb2_grpc.CheckpointServiceStub(channel)

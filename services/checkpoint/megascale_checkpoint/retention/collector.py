@@ -90,6 +90,8 @@ class Collector:
                 return  # who has asked for nothing to be removed keeps leftovers, too
             storage = open_storage(run.uri)
             for record in records:
+                what = {"attempt": record.attempt, "step": record.step}
+                _log.info("checkpoint retired", uri=run.uri, rules=str(rules), **what)
                 collect(storage, split(record.values["manifest"])[0])
             if self._clean.get(run.uri) != attempt:
                 log = CommitLog(storage)

@@ -17,10 +17,8 @@ from megascale_checkpoint.commit_record import Checkpoint, LogState
 from megascale_checkpoint.restore_decision import check_commit
 from megascale_checkpoint.retention.policy import Commit, Retention, expendable
 from megascale_checkpoint.storage import join
-from megascale_common.service import logs
 from megascale_common.service.errors import DamagedError, NotFoundError, StateError
 
-_log = logs.get("retention")
 MAX_REASON = 200  # characters of a pin's reason
 
 
@@ -52,8 +50,7 @@ def newest_whole(log: CommitLog, uri: str) -> Checkpoint | None:
     for record in log.commits():
         try:
             check_commit(record, join(uri, record.values["manifest"]))
-        except DamagedError as error:
-            _log.warning("a damaged checkpoint is passed over", error=str(error))
+        except DamagedError:
             continue
         return record.checkpoint
     return None
@@ -103,7 +100,6 @@ def retire(
         except _StaysError:
             continue
         done.append(commit)
-        _log.info("checkpoint retired", uri=log.uri, attempt=each.attempt, step=each.step)
     return done
 
 
