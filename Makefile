@@ -14,6 +14,9 @@ PYTEST_ARGS ?=
 # Many tests wait for a timeout of the services, so three processes keep two cores busy: one for
 # each lane (tests/conftest.py).
 TEST_PROCESSES ?= 3
+# Of `make crash`: how many cases, and from which number they follow.
+CASES ?= 200
+SEED ?= 0
 
 ROOTS := proto services/common services/driver services/executor services/checkpoint kernels clients/python clients/cli
 # Every generator of a part of a page or module, such as docs.generate_api.
@@ -45,7 +48,7 @@ TOOLS := $(CURDIR)/.tools/prometheus
 # the jars of an old Hadoop, in which the tests' HDFS runs
 HDFS_TOOLS := $(CURDIR)/.tools/hdfs
 
-.PHONY: help demo test test-slow test-export test-gpu test-system test-s3 test-hdfs system-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
+.PHONY: help demo test crash test-slow test-export test-gpu test-system test-s3 test-hdfs system-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
 .DEFAULT_GOAL := help
 
 help: ## show these verbs
@@ -56,6 +59,9 @@ demo: $(READY) ## run the main job: train, lose a node, recover, compare with th
 
 test: $(READY) $(KERNELS_READY) ## run the tests (about 10 minutes on 2 cores)
 	$(PY) -m pytest -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
+
+crash: $(READY) ## crash the checkpoint daemon at every write, sync, message (CASES=200 SEED=0): nothing lost, nothing silent
+	@$(PY) -m tests.crash --cases $(CASES) --seed $(SEED)
 
 test-slow: $(READY) $(KERNELS_READY) ## run the tests that `make test` leaves out: benchmarks, one sabotage, further kernels
 	$(PY) -m pytest -m slow $(PYTEST_ARGS)

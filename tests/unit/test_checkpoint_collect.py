@@ -21,9 +21,9 @@ from megascale_checkpoint.storage.disk import SystemDisk
 from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.service.errors import (
     NotFoundError,
+    NotReadyError,
     StateError,
     SupersededError,
-    UnavailableError,
 )
 
 VALUES = {"matrix": np.ones((8, 96), np.float32), "bias": np.zeros(96, np.float32)}
@@ -216,5 +216,5 @@ def test_what_another_job_loads_is_pinned_until_that_has_committed(tmp_path: Pat
     record = CommitLog(own).append_open(1, lambda: {"job": "other", "load_uri": storage.uri})
     loads.release(record)
     assert run(storage, Retention(keep_latest=1)) == [10]
-    with pytest.raises(UnavailableError, match="removed while it was chosen"):
+    with pytest.raises(NotReadyError, match="removed while it was chosen"):
         loads.hold("other", storage.uri, plan)

@@ -8,6 +8,7 @@ import typer
 
 from megascale_checkpoint import commit_repair
 from megascale_checkpoint.command_target import AsJson, Cluster, Target, print_json, root_of
+from megascale_checkpoint.commit_record import FOLDER
 from megascale_checkpoint.export.commands import export_checkpoint, import_checkpoint
 from megascale_checkpoint.listing_commands import list_checkpoints, show, verify
 from megascale_checkpoint.retention.commands import gc, pin_checkpoint, unpin_checkpoint
@@ -50,6 +51,8 @@ def repair(
     """
     uri = root_of(context, target, cluster)
     try:
+        if not open_storage(uri).names(FOLDER):
+            raise RequestError("it holds no commit log: give the folder that checkpoint.uri names")
         repairs = commit_repair.plan(open_storage(uri))
         for planned in repairs:
             if as_json:

@@ -12,7 +12,7 @@ from megascale_checkpoint.retention.retire import pin, unpin
 from megascale_checkpoint.storage import join, open_storage
 from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.service import logs
-from megascale_common.service.errors import NotFoundError, ServiceError, UnavailableError
+from megascale_common.service.errors import NotFoundError, NotReadyError, ServiceError
 
 _log = logs.get("retention")
 
@@ -21,7 +21,7 @@ def hold(job: str, load_uri: str, plan: RestorePlan) -> None:
     """Pin what ``plan`` restores from ``load_uri``; nothing where it restores something else.
 
     Raises:
-        UnavailableError: it was removed meanwhile; decide again.
+        NotReadyError: it was removed meanwhile; decide again.
     """
     if not load_uri or plan.source is not RestoreSource.STORAGE or plan.written_by_attempt:
         return
@@ -38,7 +38,7 @@ def hold(job: str, load_uri: str, plan: RestorePlan) -> None:
         if found[0] not in log.state.pins:
             pin(log, found[0], _reason(job))
     except NotFoundError as error:
-        raise UnavailableError(
+        raise NotReadyError(
             f"checkpoint.load_uri: {plan.manifest_uri} was removed while it was chosen: try again"
         ) from error
     except (ServiceError, OSError) as error:

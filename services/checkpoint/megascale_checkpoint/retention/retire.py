@@ -70,6 +70,7 @@ def retire(
     retention: Retention,
     whole: Checkpoint | None,
     attempt: int | None = None,
+    most: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Record]:
     """Append RETIRE for every checkpoint that no rule keeps; returns their COMMIT records.
@@ -77,6 +78,7 @@ def retire(
     Args:
         whole: the newest checkpoint that is known to be whole; without one nothing is retired.
         attempt: that of the committer; None for an administrator.
+        most: retire at most so many, the oldest first.
 
     Raises:
         SupersededError: a later attempt has been opened.
@@ -85,7 +87,7 @@ def retire(
     """
     log.refresh()
     done = []
-    wanted = to_retire(log, retention, whole)
+    wanted = to_retire(log, retention, whole)[:most]
     for number, each in enumerate(wanted):
         progress(number, len(wanted))
 
