@@ -35,6 +35,7 @@ INNER = (
     "__main__.py",
     "/executor/",
     "/reshard",
+    "/export/",
 )
 ANSWERS = ("/agent/service.py", "/agent/diagnosis.py")
 MODULES = {
