@@ -35,7 +35,7 @@ INNER = (
     "__main__.py",
     "/executor/",
     "/reshard",
-    "/export/",
+    "/megascale_checkpoint/export/",
 )
 ANSWERS = ("/agent/service.py", "/agent/diagnosis.py")
 MODULES = {

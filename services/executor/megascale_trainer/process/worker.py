@@ -40,6 +40,7 @@ from megascale_trainer.data.errors import CorpusError, DataError
 from megascale_trainer.parallel.groups import Groups
 from megascale_trainer.process import title
 from megascale_trainer.process.bootstrap import create_groups
+from megascale_trainer.process.loaded_model import differences
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
 from megascale_trainer.process.step_loop import StepLoop
 from megascale_trainer.process.step_records import StepRecords
@@ -227,6 +228,11 @@ class _Worker:
             )
         self._status.update(phase=Phase.RESTORE)
         small_state = self._snapshots.restore(plan)
+        refused, changed = differences(small_state.get("model"), self._config.model)
+        if refused:
+            raise JobRefused(f"{'; '.join(refused)}; set them as in the job that wrote it")
+        for difference in changed:
+            print(f"{difference}: this job goes on with its own", flush=True)
         consumed, expected = (
             small_state["consumed_samples"],
             plan.step * self._config.training.global_batch_size,
