@@ -30,9 +30,9 @@ class RestoreSource(enum.StrEnum):
 class RestorePlan:
     """``step`` as attempt ``written_by_attempt`` wrote it; attempt 0 if another job wrote it.
 
-    ``manifest_uri`` is the manifest of a step on storage; a step in memory may have none.
-    ``manifest_xxh3`` is the xxh3-128 of its bytes as they were committed, hexadecimal; "" when an
-    older build made the plan.
+    ``manifest_uri`` is the manifest of a step on storage; a step in memory may have none. With one,
+    ranks whose memory does not hold the step read storage. ``manifest_xxh3`` is the hash that the
+    COMMIT record has of it, "" where that is not known (a plan of an earlier version).
     """
 
     source: RestoreSource = RestoreSource.NONE
@@ -60,5 +60,5 @@ class RestorePlan:
             raise ValueError(f"restore plan {dict(values)!r}: {error}") from error
         if not (isinstance(step, int) and isinstance(attempt, int)):
             raise ValueError(f"restore plan {dict(values)!r}: step and attempt are whole numbers")
-        xxh3 = values.get("manifest_xxh3", "")
-        return cls(source, step, attempt, str(manifest_uri), str(xxh3))
+        manifest_xxh3 = str(values.get("manifest_xxh3", ""))
+        return cls(source, step, attempt, str(manifest_uri), manifest_xxh3)
