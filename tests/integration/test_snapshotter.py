@@ -20,9 +20,11 @@ from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.node.status_page import StatusPageWriter
 from megascale_common.service.channel import open_channel
 from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
+from megascale_trainer.daemon_link import RankRegistration
 from megascale_trainer.parallel.groups import single_process_groups
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
-from megascale_trainer.snapshot import RankRegistration, Snapshotter
+from megascale_trainer.restore import restore
+from megascale_trainer.snapshot import Snapshotter
 
 PIECE = ShardPiece("vector", "master", "float32", (256,), (0,), (256,), 0, 256, 0, primary=True)
 
@@ -109,9 +111,8 @@ async def test_a_state_that_was_in_memory_alone_is_taken_again(
     first.close()
     await open_attempt(daemon, uri, 2, sealed_step=20)
     again, restored = snapshotter(daemon, state, attempt=2, uri=uri), State()
-    again._state = restored
     plan = RestorePlan(RestoreSource.MEMORY, 20, written_by_attempt=1)
-    small_state = await asyncio.to_thread(again.restore, plan)
+    small_state = await asyncio.to_thread(restore, again.link, plan, restored, torch.device("cpu"))
     assert small_state == {"skipped_updates": 1} and set(restored.values.tolist()) == {20.0}
     assert await asyncio.to_thread(again.reserve_or_wait, 20, CALL_TIMEOUT_S) == 0
     assert again.take(20, small_state, votes=0)

@@ -162,7 +162,7 @@ class _WorkerConnection:
         if plan.source is RestoreSource.NONE:
             raise RequestError("restore.plan.source is none; it must be memory or storage")
         try:
-            restored = await self._current().restore(plan)
+            restored = await self._current().restores.restore(plan)
         except DamagedError as error:
             return _refused("CHECKPOINT_CORRUPT", error, error.file)
         except RequestError as error:  # of another model, say: no attempt could restore it

@@ -13,21 +13,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megascale_checkpoint import persist, restore
-from megascale_checkpoint.checksums import piece_checksums, verify_image
+from megascale_checkpoint import persist
+from megascale_checkpoint.checksums import piece_checksums
 from megascale_checkpoint.committer_client import CommitterClient
-from megascale_checkpoint.concurrency import Cancellation, Pools, Signal, in_pool
+from megascale_checkpoint.concurrency import Cancellation, Pools, in_pool
+from megascale_checkpoint.rank_restore import RankRestores, RestoreListener
 from megascale_checkpoint.registration import RegisteredRank
 from megascale_checkpoint.slots import Slot, SlotPhase, SlotSeal, SlotTable
 from megascale_checkpoint.staging import SlotMemory, StagingFolder
-from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.service import logs
 from megascale_common.service.errors import (
-    DamagedError,
-    RequestError,
     ServiceError,
     SupersededError,
 )
@@ -37,10 +34,8 @@ KEPT_FAILURES = 16  # steps whose failure is kept for a later Drain
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 10.0  # pauses of a Drain between two writes of a step
 
 
-class ProgressListener(Protocol):
+class ProgressListener(RestoreListener, Protocol):
     """What a rank's snapshots report to their job."""
-
-    changed: Signal
 
     def note_commit(self, step: int, attempt: int, manifest_uri: str) -> None:
         """A checkpoint is complete."""
@@ -51,25 +46,12 @@ class ProgressListener(Protocol):
     def note_persisted(self, duration_s: float, size_bytes: int) -> None:
         """A step's file is durable."""
 
-    def note_restored(self, source: str, duration_s: float, size_bytes: int) -> None:
-        """A state was restored into a slot."""
-
 
 class Owner(Protocol):
     """The connection of the worker that owns a rank's snapshots."""
 
     def end(self) -> set[int]:
         """Close it; the caller releases the slots that are returned."""
-
-
-@dataclass(frozen=True, slots=True)
-class Restoration:
-    """A restored state: the worker reads ``slot``, then releases it."""
-
-    slot: int
-    source: RestoreSource
-    small_state: dict[str, Any]
-    bytes_read: int
 
 
 class RankSnapshots:
@@ -91,10 +73,10 @@ class RankSnapshots:
         self._wake = asyncio.Event()
         self._cancelled = Cancellation()
         self._seals: set[asyncio.Task[None]] = set()
-        self._restores: dict[asyncio.Task[Restoration], Cancellation] = {}
         self._reports: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._failures: dict[tuple[int, int], str] = {}
         self._storage_failed: set[tuple[int, int]] = set()  # these may succeed when tried again
+        self.restores = RankRestores(self, listener, pools)
         self._worker = asyncio.create_task(
             self._persist_all(), name=f"persist {registration.job}/{registration.rank}"
         )
@@ -156,7 +138,7 @@ class RankSnapshots:
         in_progress = (
             self._reports
             or self._seals
-            or self._restores
+            or self.restores.in_progress
             or any(slot.in_use for slot in self.table.slots)
         )
         return self.owner is None and not in_progress
@@ -191,55 +173,6 @@ class RankSnapshots:
         """See :meth:`SlotTable.release`."""
         self.table.release(index)
         self._listener.changed.notify()
-
-    async def restore(self, plan: RestorePlan) -> Restoration:
-        """Restore a state: from the own sealed slot if it holds exactly that state, else storage.
-
-        When the caller is cancelled, the slot is released once the thread that uses it has ended.
-
-        Raises:
-            DamagedError: a file, or with source memory the slot, is not what was written.
-            RequestError: the source is memory, but no slot holds the state; or the uri is not
-                supported.
-            OSError: the storage does not answer.
-        """
-        # A task of its own: cancelling it would leave the thread running, and release a slot that
-        # the thread still fills. The caller's cancellation only asks the thread to stop.
-        began_s, cancelled = time.monotonic(), Cancellation()
-        task = asyncio.create_task(self._restore(plan, cancelled))
-        self._restores[task] = cancelled
-        task.add_done_callback(self._restores.pop)
-        try:
-            found = await asyncio.shield(task)
-        except asyncio.CancelledError:
-            cancelled.cancel()
-            task.add_done_callback(self._give_back)
-            raise
-        self._listener.note_restored(found.source, time.monotonic() - began_s, found.bytes_read)
-        return found
-
-    def _give_back(self, task: asyncio.Task[Restoration]) -> None:
-        """Release the slot of a restore whose caller is gone."""
-        if not task.cancelled() and task.exception() is None:
-            self.release(task.result().slot)
-
-    async def _restore(self, plan: RestorePlan, cancelled: Cancellation) -> Restoration:
-        slot = self.table.find(plan.written_by_attempt, plan.step, self.registration.digest)
-        if slot is not None and slot.seal is not None:
-            try:
-                return await self._restore_from_memory(slot, slot.seal)
-            except DamagedError as error:
-                self.table.discard(slot.index)
-                self._listener.changed.notify()
-                if plan.source is RestoreSource.MEMORY:
-                    raise
-                log.warning("sealed slot is damaged; reading storage instead", error=str(error))
-        if plan.source is RestoreSource.MEMORY:
-            raise RequestError(
-                f"step {plan.step} of attempt {plan.written_by_attempt} is not sealed here in this "
-                "layout"
-            )
-        return await self._restore_from_storage(plan.step, plan.manifest_uri, cancelled)
 
     async def drain(self, step: int) -> str:
         """Wait until nothing more happens to ``step``; tries a write again that the storage failed.
@@ -287,9 +220,7 @@ class RankSnapshots:
         tasks = [self._worker, *self._reports.values()]
         for task in tasks:
             task.cancel()
-        for cancelled in self._restores.values():
-            cancelled.cancel()
-        await asyncio.gather(*tasks, *self._seals, *self._restores, return_exceptions=True)
+        await asyncio.gather(*tasks, *self._seals, *self.restores.cancel(), return_exceptions=True)
 
     async def _seal(
         self, registration: RegisteredRank, index: int, step: int, small_state: dict[str, Any]
@@ -333,46 +264,6 @@ class RankSnapshots:
     def _fail(self, key: tuple[int, int], why: str) -> None:
         self._remember(key, why)
         self._listener.note_failure(self.registration.rank, *key, why)
-
-    async def _restore_from_memory(self, slot: Slot, seal: SlotSeal) -> Restoration:
-        self.table.lend(slot.index)
-        memory = self.memories[slot.index]
-        layout = self.registration.layout
-        try:
-            await in_pool(
-                self._pools.memory,
-                verify_image,
-                layout,
-                memory.view,
-                seal.checksums,
-                str(memory.path),
-            )
-        except BaseException:
-            self.table.release(slot.index)
-            raise
-        return Restoration(slot.index, RestoreSource.MEMORY, seal.small_state, 0)
-
-    async def _restore_from_storage(
-        self, step: int, manifest_uri: str, cancelled: Cancellation
-    ) -> Restoration:
-        index = self.table.take_for_restore()
-        memory, given = self.memories[index], self.registration
-        self._listener.changed.notify()
-        try:
-            filled = await in_pool(
-                self._pools.storage,
-                restore.fill,
-                manifest_uri,
-                step,
-                given.rank,
-                given.layout,
-                memory.view,
-                cancelled,
-            )
-        except BaseException:
-            self.table.release(index)
-            raise
-        return Restoration(index, RestoreSource.STORAGE, filled.small_state, filled.bytes_read)
 
     async def _persist_all(self) -> None:
         while True:

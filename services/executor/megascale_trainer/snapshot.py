@@ -11,20 +11,14 @@ next optimizer update waits for it on the device (:attr:`Snapshotter.copied`), t
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-import os
-import socket
-import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
 
-from megascale_common.job.restore import RestorePlan
 from megascale_common.node import framing
 from megascale_common.node.messages import (
     Acquire,
@@ -32,31 +26,13 @@ from megascale_common.node.messages import (
     Busy,
     DaemonRequest,
     Drain,
-    ErrorKind,
-    Refused,
-    Register,
     Release,
-    Restore,
-    Restored,
     Seal,
 )
 from megascale_common.sizes.checkpoint_layout import ShardLayout
+from megascale_trainer.daemon_link import START_TIMEOUT_S, DaemonLink, RankRegistration
 
-# At the start: the first registration clears memory, a restore reads storage, and no peer waits.
-START_TIMEOUT_S = 600.0
-# Later the peers wait in their collectives for the answer, which takes milliseconds, or the time of
-# a slot's checksums.
-LONGEST_ANSWER_S, SHARE_OF_COLLECTIVE_TIMEOUT = 30.0, 4
 ACQUIRE_RETRY_S = 0.2
-
-
-class RestoreRefused(Exception):
-    """The daemon cannot give the planned state: ``kind`` is why, ``file`` which file is damaged."""
-
-    def __init__(self, kind: ErrorKind, problem: str, file: str) -> None:
-        super().__init__(problem)
-        self.kind = kind
-        self.file = file
 
 
 class TrainingState(Protocol):
@@ -67,23 +43,6 @@ class TrainingState(Protocol):
 
     def state_copy_to(self, slot: torch.Tensor) -> None:
         """Copy the state into ``slot`` (uint8, host), on the current stream."""
-
-    def load_from(self, slot: torch.Tensor) -> None:
-        """Take the state from ``slot`` (uint8, host)."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankRegistration:
-    """What a rank registers with. ``sizes`` are those of the parallel axes, for the manifest."""
-
-    job: str
-    attempt: int
-    rank: int
-    world_size: int
-    uri: str
-    committer_endpoint: str
-    slots: int
-    sizes: Mapping[str, int]
 
 
 @dataclass(slots=True)
@@ -124,47 +83,30 @@ class Snapshotter:
         *,
         collective_timeout_s: float,
     ) -> None:
-        self._path, self._registration, self._state = socket_path, registration, state
-        self._device = device
+        self._state, self._device = state, device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._socket: socket.socket | None = None
-        self._slots: list[torch.Tensor] = []
-        self._pinned: list[torch.Tensor] = []
         # By step: the next slot is reserved before the snapshot of this step is taken.
         self._reserved: dict[int, int] = {}
         self._pending: deque[_Pending] = deque()
-        self._seal_unanswered = False
-        self._answer_timeout_s = min(
-            LONGEST_ANSWER_S, collective_timeout_s / SHARE_OF_COLLECTIVE_TIMEOUT
-        )
         self.skipped = 0
-        self._connect(START_TIMEOUT_S)
-
-    def restore(self, plan: RestorePlan) -> dict[str, Any]:
-        """Load the planned state into the trainer; returns the small state that was sealed with it.
-
-        Raises:
-            RestoreRefused: the daemon cannot give it (damaged or missing file, lost memory).
-        """
-        request = Restore(kind="restore", plan=plan.to_mapping())
-        answer = cast(Restored | Refused, self._request(request, START_TIMEOUT_S))
-        if answer["kind"] == "refused":
-            raise RestoreRefused(answer["error_kind"], answer["error"], answer["file"])
-        self._state.load_from(self._slots[answer["slot"]])
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # the copy must end before the slot is released
-        self._request(Release(kind="release", slot=answer["slot"]))
-        return answer["small_state"]
+        self.link = DaemonLink(
+            socket_path,
+            registration,
+            state.shard_layout(),
+            device,
+            collective_timeout_s=collective_timeout_s,
+        )
+        self.link.connect(START_TIMEOUT_S)
 
     def reserve(self, step: int) -> int:
         """Reserve a slot for the snapshot after ``step``; the vote: 0 ready, 1 must skip."""
         self.seal_if_copied()
         try:
-            if self._socket is None:
-                self._connect(self._answer_timeout_s)
+            if not self.link.connected:
+                self.link.connect(self.link.answer_timeout_s)
             if self._pending:
                 return 1  # the previous snapshot is still being copied or settled
-            answer = cast(Acquired | Busy, self._request(Acquire(kind="acquire", step=step)))
+            answer = cast(Acquired | Busy, self.link.ask(Acquire(kind="acquire", step=step)))
         except OSError as error:
             self._lost(error)
             return 1
@@ -209,7 +151,7 @@ class Snapshotter:
                 flush=True,
             )
             return False
-        self._pending.append(_Pending(slot, step, small_state, self._copy(self._slots[slot])))
+        self._pending.append(_Pending(slot, step, small_state, self._copy(self.link.slot(slot))))
         return True
 
     def settle(self, step: int, small_state: Mapping[str, Any], *, finite: bool) -> None:
@@ -251,30 +193,26 @@ class Snapshotter:
             finite=copied.finite,
         )
         try:
-            self._take_seal_answer()
-            framing.send(self._connected(), message)
-            self._seal_unanswered = True
+            self.link.post(message)
         except OSError as error:
             self._lost(error)
 
     @property
     def connected(self) -> bool:
         """Whether the daemon was there at the last request."""
-        return self._socket is not None
+        return self.link.connected
 
     def drain(self, step: int, timeout_s: float) -> Drainage:
         """Wait until ``step`` is committed, but at most ``timeout_s``."""
         message = Drain(kind="drain", step=step, timeout_s=timeout_s)
-        answer = self._try(message, timeout_s + self._answer_timeout_s)
+        answer = self._try(message, timeout_s + self.link.answer_timeout_s)
         if answer is None:
             return Drainage("the checkpoint daemon is gone", waiting=False)
         return Drainage(str(answer.get("error", "")), waiting=bool(answer.get("waiting")))
 
     def close(self) -> None:
         """Close the connection; sealed snapshots stay with the daemon."""
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        self.link.close()
 
     def _copy(self, slot: torch.Tensor) -> torch.cuda.Event | None:
         if self._stream is None:
@@ -289,109 +227,19 @@ class Snapshotter:
             done.record(self._stream)
         return done
 
-    def _connect(self, timeout_s: float) -> None:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.settimeout(self._answer_timeout_s)
-        connection.connect(self._path)
-        self._socket = connection
-        who, layout = self._registration, self._state.shard_layout()
-        message = Register(
-            kind="register",
-            version=framing.PROTOCOL_VERSION,
-            job=who.job,
-            attempt=who.attempt,
-            rank=who.rank,
-            world_size=who.world_size,
-            uri=who.uri,
-            committer_endpoint=who.committer_endpoint,
-            slots=who.slots,
-            layout=layout.to_dict(),
-            layout_info=dict(who.sizes),
-        )
-        answer, descriptors = self._exchange(message, timeout_s)
-        self._slots = [_map_slot(descriptor, answer["slot_bytes"]) for descriptor in descriptors]
-        if self._stream is not None:
-            self._pinned = [slot for slot in self._slots if _pin(slot, self._device)]
-
-    def _request(self, message: DaemonRequest, timeout_s: float | None = None) -> framing.Message:
-        return self._exchange(message, timeout_s or self._answer_timeout_s)[0]
-
-    def _exchange(
-        self, message: DaemonRequest, timeout_s: float
-    ) -> tuple[framing.Message, Sequence[int]]:
-        connection = self._connected()
-        connection.settimeout(timeout_s)
-        try:
-            self._take_seal_answer()
-            framing.send(connection, message)
-            return self._answer(message["kind"])
-        finally:
-            connection.settimeout(self._answer_timeout_s)
-
-    def _take_seal_answer(self) -> None:
-        # Answers arrive in order: that of a seal, which has not been read, comes before the next.
-        if self._seal_unanswered:
-            self._seal_unanswered = False
-            self._answer("seal")
-
-    def _answer(self, request: str) -> tuple[framing.Message, Sequence[int]]:
-        answer = framing.receive(self._connected())
-        if answer is None:
-            raise ConnectionError("the checkpoint daemon closed the connection")
-        if answer[0]["kind"] == "error":
-            raise ConnectionError(f"the checkpoint daemon refused {request}: {answer[0]['error']}")
-        return answer
-
-    def _connected(self) -> socket.socket:
-        if self._socket is None:
-            raise ConnectionError("not connected to the checkpoint daemon")
-        return self._socket
-
     def _try(
         self, message: DaemonRequest, timeout_s: float | None = None
     ) -> framing.Message | None:
         """Send a message whose loss only costs a snapshot."""
         try:
-            return self._request(message, timeout_s)
+            return self.link.ask(message, timeout_s)
         except OSError as error:
             self._lost(error)
             return None
 
     def _lost(self, error: OSError) -> None:
-        print(f"snapshots pause: {error}; training goes on", file=sys.stderr, flush=True)
-        self.close()
         self._reserved.clear()
         self._pending.clear()
-        self._seal_unanswered = False
-        self._unmap()
-
-    def _unmap(self) -> None:
-        """Unmap the slots: the daemon's memory is freed only when no process maps it any more."""
         if self._stream is not None:
             self._stream.synchronize()  # a copy may still write into a slot
-        for slot in self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(slot.data_ptr())  # type: ignore[no-untyped-call]
-        self._pinned, self._slots = [], []
-
-
-def _map_slot(descriptor: int, size_bytes: int) -> torch.Tensor:
-    memory = mmap.mmap(descriptor, size_bytes)
-    os.close(descriptor)
-    return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def _pin(slot: torch.Tensor, device: torch.device) -> bool:
-    """Pin a slot, so that the copy engine writes into it directly; returns whether that worked."""
-    status = torch.cuda.cudart().cudaHostRegister(slot.data_ptr(), slot.numel(), 0)  # type: ignore[no-untyped-call]
-    if int(status) == 0:
-        return True
-    print(
-        f"slot is not pinned (cudaHostRegister status {int(status)}): "
-        "training waits for each snapshot",
-        flush=True,
-    )
-    # CUDA keeps the failure and would report it at the next launch of a kernel: launch one here
-    # that takes it.
-    with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device=device)
-    return False
+        self.link.lost(error)

@@ -34,6 +34,7 @@ from megascale_common.node.messages import (
     Running,
 )
 from megascale_common.node.status_page import Phase, StatusPageWriter
+from megascale_trainer.daemon_link import RankRegistration
 from megascale_trainer.data.client import LoaderClient, RingRequest
 from megascale_trainer.data.device_batches import StepBatches, step_batches
 from megascale_trainer.data.errors import CorpusError, DataError
@@ -43,7 +44,8 @@ from megascale_trainer.process.bootstrap import create_groups
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
 from megascale_trainer.process.step_loop import StepLoop
 from megascale_trainer.process.step_records import StepRecords
-from megascale_trainer.snapshot import RankRegistration, RestoreRefused, Snapshotter
+from megascale_trainer.restore import RestoreRefused, restore
+from megascale_trainer.snapshot import Snapshotter
 from megascale_trainer.telemetry.profiling import StepProfiler
 from megascale_trainer.trainer import Trainer
 
@@ -226,7 +228,7 @@ class _Worker:
                 "OTHER", "the plan restores a step, but the job has no checkpoint uri", ""
             )
         self._status.update(phase=Phase.RESTORE)
-        small_state = self._snapshots.restore(plan)
+        small_state = restore(self._snapshots.link, plan, trainer, self._device)
         consumed, expected = (
             small_state["consumed_samples"],
             plan.step * self._config.training.global_batch_size,
