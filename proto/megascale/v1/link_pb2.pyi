@@ -484,6 +484,7 @@ class RestorePlan(google.protobuf.message.Message):
     STEP_FIELD_NUMBER: builtins.int
     WRITTEN_BY_ATTEMPT_FIELD_NUMBER: builtins.int
     MANIFEST_URI_FIELD_NUMBER: builtins.int
+    MANIFEST_XXH3_FIELD_NUMBER: builtins.int
     source: megascale.v1.types_pb2.RestoreSource.ValueType
     """Where the state is."""
     step: builtins.int
@@ -491,7 +492,9 @@ class RestorePlan(google.protobuf.message.Message):
     written_by_attempt: builtins.int
     """Attempt of this job that wrote the state; 0 where another job did (load_uri)."""
     manifest_uri: builtins.str
-    """Address of the manifest. With source STORAGE."""
+    """Address of the manifest. With source STORAGE; with MEMORY where the step is committed as well."""
+    manifest_xxh3: builtins.str
+    """xxh3-128 of the manifest as its COMMIT record has it, hexadecimal; empty: not known."""
     def __init__(
         self,
         *,
@@ -499,8 +502,9 @@ class RestorePlan(google.protobuf.message.Message):
         step: builtins.int = ...,
         written_by_attempt: builtins.int = ...,
         manifest_uri: builtins.str = ...,
+        manifest_xxh3: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["manifest_uri", b"manifest_uri", "source", b"source", "step", b"step", "written_by_attempt", b"written_by_attempt"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["manifest_uri", b"manifest_uri", "manifest_xxh3", b"manifest_xxh3", "source", b"source", "step", b"step", "written_by_attempt", b"written_by_attempt"]) -> None: ...
 
 Global___RestorePlan: typing_extensions.TypeAlias = RestorePlan
 
