@@ -83,14 +83,14 @@ class RestoreRequests:
                 slot=found.slot,
                 small_state=found.small_state,
                 problem="",
-                damaged=False,
+                file="",
             )
         return MemoryState(
             kind="memory_state",
             slot=-1,
             small_state={},
             problem=found.text,
-            damaged=found.damage is not None,
+            file=found.damage.file if found.damage is not None else "",
         )
 
     async def _open(self, message: Message) -> StoredState | Refused:
