@@ -62,8 +62,8 @@ async def _serve(options: argparse.Namespace, token: str, staging: StagingFolder
         loop.add_signal_handler(number, stopping.set)
     pools, committers = Pools(), CommitterClient(token)
     jobs = Jobs(staging, pools, committers)
-    server = RpcServer(token)
-    service = CheckpointService(jobs, Committer(pools, jobs.registration))
+    server, committer = RpcServer(token), Committer(jobs.registration)
+    service = CheckpointService(jobs, committer)
     checkpoint_pb2_grpc.add_CheckpointServiceServicer_to_server(service, server.server)
     try:
         local = LocalServer(options.socket, jobs)
@@ -93,6 +93,7 @@ async def _serve(options: argparse.Namespace, token: str, staging: StagingFolder
         await server.stop()
         await metrics.stop()
         await committers.close()
+        committer.close()
         pools.close()
 
 

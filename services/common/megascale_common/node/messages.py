@@ -22,6 +22,7 @@ Agent and worker, over the socket passed with Fork:
     several only); the forked process answers SelfChecked and exits.
 Worker and checkpoint daemon, over the daemon's unix socket; answers come in the requests' order:
     Register, Pieces... -> Registered (-> fds: one per slot), Restore -> Restored | Refused,
+    those of :mod:`megascale_common.node.restore_messages`,
     Acquire -> Acquired | Busy, Seal -> Sealed, Release -> Released, Drain -> Drained.
     Any request that breaks the contract -> RequestFailed, after which the daemon closes the
     connection. Closing it releases what is neither sealed nor being persisted.
@@ -31,6 +32,8 @@ from __future__ import annotations
 
 import signal
 from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
+
+from megascale_common.node.restore_messages import RestoreAnswer, RestoreRequest
 
 STACKS_SIGNAL = signal.SIGUSR1
 # BAD_JOB: the job itself cannot run here, and another attempt would find the same.
@@ -365,7 +368,18 @@ class RequestFailed(TypedDict):
 
 TemplateMessage: TypeAlias = TemplateHello | Forked | Exited
 WorkerMessage: TypeAlias = Running | StepDone | Profiled | Failed | Finished
-DaemonRequest: TypeAlias = Register | Pieces | Restore | Acquire | Seal | Release | Drain
+DaemonRequest: TypeAlias = (
+    Register | Pieces | Restore | Acquire | Seal | Release | Drain | RestoreRequest
+)
 DaemonAnswer: TypeAlias = (
-    Registered | Restored | Refused | Acquired | Busy | Sealed | Released | Drained | RequestFailed
+    Registered
+    | Restored
+    | Refused
+    | Acquired
+    | Busy
+    | Sealed
+    | Released
+    | Drained
+    | RequestFailed
+    | RestoreAnswer
 )
