@@ -202,6 +202,7 @@ async def test_a_daemon_that_is_lost_at_the_end_gets_the_last_step_again(
         assert steps.vote(20) == 0
         steps.settle(20, 0, 0, finite=True)
         steps.after(20, 0)
+        snapshots.seal_if_copied(wait=True)
         return steps
 
     # Rank 1's file is written, and its daemon ends before the other rank is as far.
