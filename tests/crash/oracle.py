@@ -71,9 +71,7 @@ class Oracle:
             if saved.images != images or saved.small_states != states:
                 self.silent = self.silent or f"{key} was restored with other values than saved"
                 return
-        self.found = newest is None or (
-            key is not None and order.index(key) >= order.index(newest)
-        )
+        self.found = newest is None or (key is not None and order.index(key) >= order.index(newest))
         if not self.found and not self.noticed:
             kind = "silent" if self.log_damaged else "lost"
             text = f"{key} was restored although {newest} was committed"
