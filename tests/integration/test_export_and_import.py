@@ -94,6 +94,13 @@ async def test_a_job_trains_on_from_a_model_that_was_exported_and_imported(tmp_p
             load_uri=back,
             model=section["trainer"]["model"],
         )
+        # The same shapes, and another model: 8 heads of 4 columns.
+        heads = section["trainer"]["model"] | {"heads": 8, "kv_heads": 4}
+        other, records = await run(
+            cluster, tmp_path, "other", 2, STANDING_STILL, load_uri=back, model=heads
+        )
+    assert (other.phase, records) == (types_pb2.JOB_PHASE_FAILED, [])
+    assert "trainer.model.heads: 8 here and 4 in the checkpoint" in other.phase_reason
     assert job.phase == types_pb2.JOB_PHASE_SUCCEEDED, job.phase_reason
     assert (job.restored_step, job.restore_source) == (0, types_pb2.RESTORE_SOURCE_STORAGE)
     assert [record.step for record in second] == [1, 2]

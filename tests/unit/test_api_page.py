@@ -38,6 +38,7 @@ INNER = (
     "__main__.py",
     "/executor/",
     "/reshard",
+    "/megascale_checkpoint/export/",
 )
 ANSWERS = ("/agent/service.py", "/agent/diagnosis.py")
 MODULES = {

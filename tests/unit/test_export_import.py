@@ -16,6 +16,8 @@ from tests.harness.exporting import MODELS, job_of, random_values, write_model
 from megascale_checkpoint import restore
 from megascale_checkpoint.checksums import checksum
 from megascale_checkpoint.commit_log import CommitLog
+from megascale_checkpoint.export.architectures import choose
+from megascale_checkpoint.export.foreign_config import config_values, read_config
 from megascale_checkpoint.export.hugging_face import export_hugging_face
 from megascale_checkpoint.export.hugging_face_import import import_hugging_face
 from megascale_checkpoint.export.stored import model_of, open_checkpoint
@@ -129,6 +131,10 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "bias": ({"mlp_bias": True}, "attention_bias, mlp_bias: .* a job has all biases or none"),
     "window": ({"model_type": "mistral", "sliding_window": "x"}, "sliding_window: 'x' where"),
     "kinds": ({"model_type": "ministral", "layer_types": ["a"]}, "layer_types: .* 3 entries"),
+    "no heads": (
+        {"model_type": "mistral", "num_key_value_heads": 0},
+        "num_key_value_heads: 0 is not a whole number above 0",
+    ),
     "missing": ({"rms_norm_eps": None}, "config.json: rms_norm_eps: missing; set it to a number"),
     "text": ({"num_hidden_layers": "3"}, "num_hidden_layers: '3' is not a whole number above 0"),
     "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config: .*unquantized"),
@@ -201,6 +207,28 @@ def test_types_of_two_bytes_are_widened_exactly(llama: Path, tmp_path: Path) -> 
     got = open_checkpoint(str(tmp_path / "imported")).read("head.weight")
     values = random_values(job_of(MODELS["llama"][1]))["head.weight"]
     assert np.array_equal(got, values.astype(np.float16).astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "left_out", "found"),
+    [
+        ("llama", ["num_key_value_heads"], {"kv_heads": 4}),
+        ("llama", ["rope_theta", "rope_parameters"], {"rope_theta": 10_000.0}),
+        ("llama", ["attention_bias", "mlp_bias", "hidden_act", "head_dim"], {"bias": False}),
+        ("mistral", ["sliding_window"], {"window": 4096}),
+        ("ministral", ["sliding_window", "layer_types"], {"window": 4096}),
+        ("starcoder2", ["use_bias", "sliding_window"], {"bias": True, "window": 0}),
+    ],
+)
+def test_what_a_config_leaves_out_is_what_transformers_takes(
+    model_type: str, left_out: list[str], found: dict[str, Any]
+) -> None:
+    model = job_of(MODELS[model_type][1]).model
+    values = config_values(choose(model), model, "fp32")
+    for name in left_out:
+        values.pop(name, None)
+    read = read_config(values, head_stored=True).model
+    assert {name: getattr(read, name) for name in found} == found
 
 
 def test_the_model_of_a_job_is_in_its_values() -> None:

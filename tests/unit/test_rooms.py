@@ -18,6 +18,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "megascale_common.job.wire": (*PURE, "megascale.v1", "google.protobuf"),
     "megascale_common.sizes": PURE,
     "megascale_common.node": PURE,
+    **{
+        f"megascale_common.sizes.{name}": ("numpy", *PURE)
+        for name in ("piece_runs", "read_plan", "read_rounds")
+    },
     "megascale_kernels": ("megascale_kernels", "torch", "triton"),
     "megascale_client": (
         *("megascale_client", "megascale.v1", "grpc", "grpc_status", "google", "yaml", "xxhash"),

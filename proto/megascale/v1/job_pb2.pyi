@@ -1023,14 +1023,17 @@ class CheckpointSpec(google.protobuf.message.Message):
     KEEP_EVERY_STEPS_FIELD_NUMBER: builtins.int
     KEEP_EVERY_HOURS_FIELD_NUMBER: builtins.int
     MAX_WRITE_MIB_PER_S_FIELD_NUMBER: builtins.int
+    SNAPSHOT_INTERVAL_STEPS_FIELD_NUMBER: builtins.int
     uri: builtins.str
     """Where the job's checkpoints are: an absolute path, file:///path, s3://bucket/prefix,
     hdfs://host:port/path, or a scheme that a package on the nodes adds; empty: none.
     """
     interval_steps: builtins.int
-    """Take a snapshot after every so many steps, and after the last one; 0: only after the last one."""
+    """Persist a snapshot after every so many steps, and the one of the last step; 0: only the last."""
     slots: builtins.int
-    """Staging slots per rank; default: three where memory allows, else two."""
+    """Staging slots per rank, 2 to 6; default: where memory allows three, with snapshots at every
+    second step four and at every step five, else fewer. With fewer, more snapshots are skipped.
+    """
     load_uri: builtins.str
     """Folder of another job's checkpoints. The job starts from the newest complete one, in any
     layout, as long as it has no checkpoint of its own.
@@ -1057,6 +1060,10 @@ class CheckpointSpec(google.protobuf.message.Message):
     """Most MiB per second that the job writes to storage from one node, all its ranks together; 0: no
     limit.
     """
+    snapshot_interval_steps: builtins.int
+    """Take a snapshot into the memory of the node after every so many steps; a divisor of
+    `interval_steps`. A worker that fails costs the steps since the newest. 0: as `interval_steps`.
+    """
     def __init__(
         self,
         *,
@@ -1070,9 +1077,10 @@ class CheckpointSpec(google.protobuf.message.Message):
         keep_every_steps: builtins.int = ...,
         keep_every_hours: builtins.float = ...,
         max_write_mib_per_s: builtins.float = ...,
+        snapshot_interval_steps: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_final_timeout_s", b"_final_timeout_s", "_require_final", b"_require_final", "_slots", b"_slots", "final_timeout_s", b"final_timeout_s", "require_final", b"require_final", "slots", b"slots"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_final_timeout_s", b"_final_timeout_s", "_require_final", b"_require_final", "_slots", b"_slots", "final_timeout_s", b"final_timeout_s", "interval_steps", b"interval_steps", "keep_every_hours", b"keep_every_hours", "keep_every_steps", b"keep_every_steps", "keep_latest", b"keep_latest", "load_uri", b"load_uri", "max_write_mib_per_s", b"max_write_mib_per_s", "require_final", b"require_final", "slots", b"slots", "uri", b"uri"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_final_timeout_s", b"_final_timeout_s", "_require_final", b"_require_final", "_slots", b"_slots", "final_timeout_s", b"final_timeout_s", "interval_steps", b"interval_steps", "keep_every_hours", b"keep_every_hours", "keep_every_steps", b"keep_every_steps", "keep_latest", b"keep_latest", "load_uri", b"load_uri", "max_write_mib_per_s", b"max_write_mib_per_s", "require_final", b"require_final", "slots", b"slots", "snapshot_interval_steps", b"snapshot_interval_steps", "uri", b"uri"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_final_timeout_s", b"_final_timeout_s"]) -> typing.Literal["final_timeout_s"] | None: ...
     @typing.overload

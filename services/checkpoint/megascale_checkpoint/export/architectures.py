@@ -45,7 +45,7 @@ class Architecture:
         rotation: which columns of a head rotary embedding turns together: ``halves`` as in a job,
             (i, i + d/2), or ``pairs``, (2 i, 2 i + 1).
         fixed: further fields of config.json, each with the only value that fits.
-        absent: the values of those of them that a config.json may leave out.
+        absent: what fields of a config.json stand for that are left out.
     """
 
     name: str
@@ -65,6 +65,7 @@ class Architecture:
     absent: Mapping[str, Any] = field(default_factory=dict)
 
 
+_HEADS_ALIKE = {"num_key_value_heads": None}  # as many as query heads
 _LLAMA_LIKE = {"block": "serial", "mlp": "swiglu", "norm": "rmsnorm"}
 _GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")  # three names of the tanh form
 
@@ -78,6 +79,7 @@ ARCHITECTURES = (
         epsilon="rms_norm_eps",
         bias="set",
         bias_fields={"attention_bias": False, "mlp_bias": False},
+        absent={**_HEADS_ALIKE, "rope_theta": 10_000.0},
     ),
     Architecture(
         name="MistralForCausalLM",
@@ -86,6 +88,7 @@ ARCHITECTURES = (
         layer_names={**_GATED, **_TWO_NORMS},
         epsilon="rms_norm_eps",
         windows="uniform",
+        absent={"sliding_window": 4096},
     ),
     Architecture(
         name="MinistralForCausalLM",
@@ -94,6 +97,7 @@ ARCHITECTURES = (
         layer_names={**_GATED, **_TWO_NORMS},
         epsilon="rms_norm_eps",
         windows="mixed",
+        absent={"sliding_window": 4096},
     ),
     Architecture(
         name="CohereForCausalLM",
@@ -103,7 +107,7 @@ ARCHITECTURES = (
         epsilon="layer_norm_eps",
         rotation="pairs",
         fixed={"use_qk_norm": False, "attention_bias": False},
-        absent={"use_qk_norm": False, "attention_bias": False},
+        absent={**_HEADS_ALIKE, "use_qk_norm": False, "attention_bias": False},
     ),
     Architecture(
         name="StableLmForCausalLM",
@@ -143,7 +147,7 @@ ARCHITECTURES = (
         norm_bias=True,
         head_bias=True,
         fixed={"qk_layernorm": False, "partial_rotary_factor": 1.0},
-        absent={"qk_layernorm": False, "partial_rotary_factor": 0.5},
+        absent={**_HEADS_ALIKE, "qk_layernorm": False, "partial_rotary_factor": 0.5},
     ),
     Architecture(
         name="Starcoder2ForCausalLM",

@@ -12,7 +12,7 @@ import typer
 import yaml
 
 from megascale_checkpoint.export.progress import Report, bar
-from megascale_checkpoint.export.stored import StoredCheckpoint, model_of, open_checkpoint
+from megascale_checkpoint.export.stored import ParameterReader, model_of, open_checkpoint
 from megascale_common.job.config import ModelConfig
 from megascale_common.service.errors import ServiceError, invalid
 
@@ -194,7 +194,7 @@ def _refuse(form: ExportFormat, dtype: Dtype | None) -> None:
 
 
 def _hugging_face(
-    stored: StoredCheckpoint, model: ModelConfig, to: Path, dtype: Dtype, progress: Report
+    stored: ParameterReader, model: ModelConfig, to: Path, dtype: Dtype, progress: Report
 ) -> dict[str, Any]:
     from megascale_checkpoint.export.hugging_face import export_hugging_face
 
@@ -206,7 +206,7 @@ def _hugging_face(
     }
 
 
-def _dcp(stored: StoredCheckpoint, to: Path, progress: Report) -> dict[str, Any]:
+def _dcp(stored: ParameterReader, to: Path, progress: Report) -> dict[str, Any]:
     try:
         from megascale_checkpoint.export.dcp import export_dcp
     except ImportError as error:

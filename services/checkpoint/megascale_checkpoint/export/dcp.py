@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from megascale_checkpoint.export.new_folder import new_folder
 from megascale_checkpoint.export.progress import Report
-from megascale_checkpoint.export.stored import StoredCheckpoint
+from megascale_checkpoint.export.stored import ParameterReader
 from megascale_common.service.errors import DataLossError
 from megascale_common.sizes.checkpoint_layout import MASTER
 
@@ -33,7 +33,7 @@ MODEL, OPTIMIZER, STEP = "model", "optimizer", "step"
 class _OneByOne(DefaultSavePlanner):
     """Plans with tensors that have a shape and no values; reads each when it is written."""
 
-    def __init__(self, stored: StoredCheckpoint, progress: Report) -> None:
+    def __init__(self, stored: ParameterReader, progress: Report) -> None:
         super().__init__()
         self._stored, self._progress = stored, progress
         self._done, self._total = 0, stored.size_bytes(stored.states)
@@ -50,7 +50,7 @@ class _OneByOne(DefaultSavePlanner):
         return values
 
 
-def export_dcp(stored: StoredCheckpoint, to: Path, progress: Report) -> int:
+def export_dcp(stored: ParameterReader, to: Path, progress: Report) -> int:
     """Write parameters and optimizer states, float32, into folder ``to``; returns their bytes.
 
     Raises:
@@ -85,7 +85,7 @@ def _save(shapes: dict[str, Any], writer: FileSystemWriter, planner: _OneByOne) 
         return metadata
 
 
-def _shapes(stored: StoredCheckpoint) -> dict[str, Any]:
+def _shapes(stored: ParameterReader) -> dict[str, Any]:
     def empty() -> dict[str, torch.Tensor]:
         return {
             name: torch.empty(shape, dtype=torch.float32, device="meta")

@@ -98,6 +98,8 @@ def read_config(values: Mapping[str, Any], *, head_stored: bool) -> ForeignModel
             f"{model_type!r} cannot be imported",
             f"give a model of one of these: {known}",
         )
+    # Version 5 of transformers has some fields in rope_parameters, earlier ones at the root.
+    values = {**found.absent, **values, **(values.get(_ROPE) or {})}
     _check_fixed(found, values)
     heads, hidden = _whole(values, "num_attention_heads"), _whole(values, "hidden_size")
     head_dim = values.get("head_dim") or hidden // heads
@@ -113,7 +115,7 @@ def read_config(values: Mapping[str, Any], *, head_stored: bool) -> ForeignModel
         vocab_size=_whole(values, "vocab_size"),
         sequence_length=_whole(values, "max_position_embeddings"),
         ffn_size=_whole(values, "intermediate_size"),
-        kv_heads=values.get("num_key_value_heads") or heads,
+        kv_heads=_key_value_heads(values, heads),
         bias=_bias(found, values),
         norm_bias=found.norm_bias or found.needs["norm"] == "rmsnorm",  # the default: of no effect
         rope_theta=_rope_theta(values),
@@ -130,9 +132,8 @@ def read_config(values: Mapping[str, Any], *, head_stored: bool) -> ForeignModel
 
 
 def _check_fixed(architecture: Architecture, values: Mapping[str, Any]) -> None:
-    rope = values.get(_ROPE) or {}
     for name, needed in architecture.fixed.items():
-        value = values.get(name, rope.get(name, architecture.absent.get(name)))
+        value = values.get(name)
         _need(name, value, value == needed, repr(needed))
     activation = values.get("hidden_act", architecture.activations[0])
     choices = " or ".join(dict.fromkeys(architecture.activations))
@@ -142,11 +143,16 @@ def _check_fixed(architecture: Architecture, values: Mapping[str, Any]) -> None:
 
 
 def _rope_theta(values: Mapping[str, Any]) -> float:
-    rope = values.get(_ROPE) or {}
     scaling = values.get("rope_scaling") or {}
-    kind = rope.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"
+    kind = values.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"
     _need("rope_type", kind, kind == "default", "'default': a job's positions are not scaled")
-    return _number({**values, **rope}, "rope_theta")
+    return _number(values, "rope_theta")
+
+
+def _key_value_heads(values: Mapping[str, Any], heads: int) -> int:
+    if values.get("num_key_value_heads", 0) is None:
+        return heads
+    return _whole(values, "num_key_value_heads")
 
 
 def _bias(architecture: Architecture, values: Mapping[str, Any]) -> bool:

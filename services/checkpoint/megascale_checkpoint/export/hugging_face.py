@@ -14,7 +14,7 @@ from megascale_checkpoint.export.foreign_config import config_values
 from megascale_checkpoint.export.new_folder import new_folder
 from megascale_checkpoint.export.progress import Report
 from megascale_checkpoint.export.safetensors_files import TensorToWrite, write_files
-from megascale_checkpoint.export.stored import StoredCheckpoint
+from megascale_checkpoint.export.stored import ParameterReader
 from megascale_checkpoint.export.tensors import Transfer, parameter_shapes, transfers
 from megascale_checkpoint.export.values import narrow, to_foreign
 from megascale_common.job.config import ModelConfig
@@ -34,7 +34,7 @@ class Exported:
 
 
 def export_hugging_face(
-    stored: StoredCheckpoint,
+    stored: ParameterReader,
     model: ModelConfig,
     to: Path,
     dtype: str,
@@ -75,7 +75,7 @@ def export_hugging_face(
     return Exported(architecture, len(tensors), size)
 
 
-def check_model(stored: StoredCheckpoint, model: ModelConfig) -> None:
+def check_model(stored: ParameterReader, model: ModelConfig) -> None:
     """Raise RequestError where the checkpoint's parameters are not those of ``model``."""
     wanted = parameter_shapes(model)
     for name in sorted({*wanted, *stored.shapes}):

@@ -37,7 +37,7 @@ from megascale_common.sizes.checkpoint_layout import DTYPE_BYTES, MASTER
 MODEL = "model"  # of the small state: the fields of trainer.model
 
 
-class StoredCheckpoint:
+class ParameterReader:
     """A checkpoint whose manifest was read.
 
     Attributes:
@@ -112,7 +112,7 @@ class StoredCheckpoint:
         return DamagedError(f"{self._storage.uri}/{error.file}", error.problem)
 
 
-def open_checkpoint(uri: str, step: int | None = None) -> StoredCheckpoint:
+def open_checkpoint(uri: str, step: int | None = None) -> ParameterReader:
     """The newest complete checkpoint below ``uri``, or that of ``step``.
 
     ``uri`` is a job's checkpoint.uri, or a folder that holds one checkpoint with its manifest, as
@@ -131,7 +131,7 @@ def open_checkpoint(uri: str, step: int | None = None) -> StoredCheckpoint:
             raise NotFoundError(
                 f"--step: {uri} holds step {manifest.step} alone; leave the option out"
             )
-        return StoredCheckpoint(storage, manifest)
+        return ParameterReader(storage, manifest)
     log = CommitLog(storage)
     log.refresh(whole=step is not None)  # a snapshot of the log leaves out the oldest
     commits = log.commits()
@@ -151,10 +151,10 @@ def open_checkpoint(uri: str, step: int | None = None) -> StoredCheckpoint:
         )
     manifest_uri = join(uri, record.values["manifest"])
     xxh3 = record.values["manifest_xxh3"]
-    return StoredCheckpoint(*manifests.load(manifest_uri, xxh3))
+    return ParameterReader(*manifests.load(manifest_uri, xxh3))
 
 
-def model_of(stored: StoredCheckpoint, job_file: Path | None) -> ModelConfig:
+def model_of(stored: ParameterReader, job_file: Path | None) -> ModelConfig:
     """The model of a checkpoint, from the job file where one is given.
 
     Raises:
