@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -314,20 +314,25 @@ class Case:
             other = asyncio.ensure_future(call())
             await asyncio.wait([other], timeout=0.01)
             self.machine.release()
-            return await other
+            await self._through_stalls([other])
+            return other.result()
         return task.result()
 
     async def _collect(self, committer: Committer) -> None:
         """Wait until what follows a commit, the collection of retired checkpoints, has ended."""
         running = list(committer._collector._tasks.values())
-        while any(not task.done() for task in running):
-            await asyncio.wait(running, timeout=0.002)
-            if self.machine.stalled.is_set():
-                self.machine.note("the storage stalls while checkpoints are collected")
-                self.machine.release()
+        await self._through_stalls(running)
         for task in running:
             task.result()
         self._note_retired()
+
+    async def _through_stalls(self, tasks: Sequence[asyncio.Future[Any]]) -> None:
+        """Wait until the tasks have ended, and end every stall on the way."""
+        while any(not task.done() for task in tasks):
+            await asyncio.wait(tasks, timeout=0.002)
+            if self.machine.stalled.is_set():
+                self.machine.note("the storage stalls, and goes on")
+                self.machine.release()
 
     def _note_retired(self) -> None:
         """Inform the oracle of what the log says is no more."""
