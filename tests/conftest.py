@@ -29,6 +29,7 @@ LANES = {
         "chaos/test_nothing_left.py",
         "chaos/test_recovery.py",
         "chaos/test_waits.py",
+        "integration/test_export_and_import.py",
         "integration/test_first_hour.py",
         "integration/test_grpcurl.py",
         "integration/test_jobs_that_cannot_run.py",

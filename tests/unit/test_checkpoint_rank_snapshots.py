@@ -60,7 +60,7 @@ async def cancel(task: asyncio.Task[object]) -> None:
 
 async def until_idle(snapshots: RankSnapshots) -> None:
     async with asyncio.timeout(CALL_TIMEOUT_S):
-        await asyncio.gather(*snapshots._restores, return_exceptions=True)
+        await asyncio.gather(*snapshots.restores._running, return_exceptions=True)
     assert snapshots.idle()
 
 
@@ -70,7 +70,7 @@ async def test_a_cancelled_restore_keeps_its_slot_until_its_thread_has_ended(
     uri = write_checkpoint(tmp_path / "checkpoints", [LAYOUT], VALUES)
     blocked = Blocked(snapshots, "storage")
     first = asyncio.create_task(
-        snapshots.restore(RestorePlan(RestoreSource("storage"), 10, 1, uri))
+        snapshots.restores.restore(RestorePlan(RestoreSource("storage"), 10, 1, uri))
     )
     await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -78,7 +78,7 @@ async def test_a_cancelled_restore_keeps_its_slot_until_its_thread_has_ended(
     assert [slot.phase for slot in snapshots.table.slots].count(SlotPhase.RESTORING) == 1
     assert not snapshots.idle(), "its memory must not be freed"
     second = asyncio.create_task(
-        snapshots.restore(RestorePlan(RestoreSource("storage"), 10, 1, uri))
+        snapshots.restores.restore(RestorePlan(RestoreSource("storage"), 10, 1, uri))
     )
     await asyncio.sleep(0.01)
     blocked.event.set()
@@ -95,9 +95,12 @@ async def test_a_cancelled_restore_from_memory_gives_its_slot_back(
 ) -> None:
     index = snapshots.acquire(5)
     assert index is not None
-    await snapshots.seal(index, 5, {}, finite=True)
+    snapshots.seal(index, 5, {}, finite=True)
+    await snapshots.sealed()
     blocked = Blocked(snapshots, "memory")
-    reader = asyncio.create_task(snapshots.restore(RestorePlan(RestoreSource("memory"), 5, 1, "")))
+    reader = asyncio.create_task(
+        snapshots.restores.restore(RestorePlan(RestoreSource("memory"), 5, 1, ""))
+    )
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     await cancel(reader)

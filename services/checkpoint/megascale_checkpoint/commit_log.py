@@ -82,6 +82,11 @@ class CommitLog:
         self.records: list[Record] = []
         self.damaged: list[DamagedError] = []
 
+    @property
+    def uri(self) -> str:
+        """Where the log is: the job's uri."""
+        return self._storage.uri
+
     def refresh(self, *, whole: bool = False) -> None:
         """Read the records that were appended since the last call.
 

@@ -171,8 +171,11 @@ class LogState:
                     self.closed = max(self.closed, record.attempt)
 
     def newest_step(self, attempt: int) -> int:
-        """The newest step that ``attempt`` has committed, retired or not; 0 when none."""
-        return self.last[1] if self.last[0] == attempt else 0
+        """The newest step that ``attempt`` has committed, retired or not; -1 when none.
+
+        An imported model is step 0.
+        """
+        return self.last[1] if self.last[0] == attempt else -1
 
 
 def encode_state(state: LogState) -> bytes:

@@ -23,6 +23,9 @@ from megascale_checkpoint.concurrency import Signal
 from megascale_checkpoint.manifest import File, Manifest
 from megascale_checkpoint.registration import RegisteredRank
 from megascale_checkpoint.restore_decision import RestoreDecision, SealedStep, decide
+from megascale_checkpoint.retention import loads
+from megascale_checkpoint.retention.collector import Collector, Run
+from megascale_checkpoint.retention.policy import Retention
 from megascale_checkpoint.storage import Storage, join, open_storage
 from megascale_common.service import logs
 from megascale_common.service.errors import (
@@ -74,6 +77,7 @@ class Committer:
         self._registration = registration
         self._attempts: dict[str, _Attempt] = {}
         self._writers, self._readers = LogWriters(), LogWriters()
+        self._collector = Collector(self._writers)
 
     async def open_attempt(
         self,
@@ -85,6 +89,7 @@ class Committer:
         refused: frozenset[int],
         epoch: Epoch,
         load_uri: str = "",
+        retention: Retention = Retention(),
     ) -> tuple[Record, RestoreDecision]:
         """Append OPEN(attempt), which fences all earlier attempts, and decide what to restore.
 
@@ -106,12 +111,15 @@ class Committer:
                 _refuse_stale(commit_log, epoch)
                 # Stored in the record: ranks of one attempt must all restore the same step, even if
                 # the driver repeats the call after the storage has changed.
-                decision = decide(commit_log, uri, sealed, refused, load_uri).to_record()
+                decision = decide(commit_log, uri, sealed, refused, load_uri)
+                loads.hold(job, load_uri, decision.plan)
                 return {
                     "job": job,
                     "world_size": world_size,
                     "epoch": list(epoch),
-                    "restored_from": decision,
+                    "restored_from": decision.to_record(),
+                    "load_uri": load_uri,
+                    "retention": retention.to_record(),
                 }
 
             commit_log.refresh()
@@ -178,28 +186,32 @@ class Committer:
                 reason="STORAGE_UNAVAILABLE",
             ) from error
 
-    async def commits(self, uri: str) -> list[tuple[Record, str]]:
-        """COMMIT records of a log, newest first, each with its manifest's address.
+    async def commits(self, uri: str) -> list[tuple[Record, str, str]]:
+        """COMMIT records of a log, newest first, each with its manifest's address and its pin.
 
         Raises:
             DamagedError: the log is damaged, so there may be more.
             UnavailableError, OSError: the storage does not answer.
         """
 
-        def read(commit_log: CommitLog) -> list[Record]:
+        def read(commit_log: CommitLog) -> list[tuple[Record, str, str]]:
             commit_log.refresh()
             commit_log.refuse_damaged()
-            return commit_log.commits()
+            pins = commit_log.pins()
+            return [
+                (record, join(uri, record.values["manifest"]), pins.get(record.checkpoint, ""))
+                for record in commit_log.commits()
+            ]
 
         # Not the writer's lane: reading neither waits for an append nor holds it up.
-        found = await self._readers.of(uri).call(read, LIST_S, anew=True)
-        return [(record, join(uri, record.values["manifest"])) for record in found]
+        return await self._readers.of(uri).call(read, LIST_S, anew=True)
 
     def close(self) -> None:
         """Begin no more commits."""
         for attempt in self._attempts.values():
             for commit in attempt.committing.values():
                 commit.cancel()
+        self._collector.close()
 
     def committed_uri(self, job: str, attempt: int, step: int) -> str:
         """Address of a manifest that this committer committed, "" if it has not."""
@@ -216,6 +228,7 @@ class Committer:
         finally:
             del attempt.committing[report.step]
         attempt.committed[report.step] = manifest_uri
+        self._collector.begin(Run(attempt.uri, (attempt.number, report.step)))
         # append_commit refuses steps older than the newest commit: drop what waits for them.
         for step in [step for step in attempt.reports if step <= report.step]:
             del attempt.reports[step]

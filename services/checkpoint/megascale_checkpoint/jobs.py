@@ -16,13 +16,14 @@ from megascale_checkpoint.committer_client import CommitterClient
 from megascale_checkpoint.concurrency import Pools, Signal, in_pool
 from megascale_checkpoint.rank_snapshots import Owner, RankSnapshots
 from megascale_checkpoint.registration import RegisteredRank
-from megascale_checkpoint.staging import LEAST_SLOTS, StagingFolder
+from megascale_checkpoint.staging import KEPT_SLOTS, StagingFolder
 from megascale_common.service import logs
 from megascale_common.service.errors import LimitError, RequestError
 
 log = logs.get("jobs")
 KEPT_JOBS = 32  # jobs without slots; a heartbeat has room for the progress of this many
 MAX_ERROR_CHARS = 500
+KEPT_DAMAGED = 16
 KEPT_BUSY_STEPS = 16  # recent steps that a rank may still ask a slot for
 
 
@@ -60,6 +61,7 @@ class JobCheckpoints:
         busy_ranks: the ranks that got no slot, by (attempt, step).
         failure: the newest since the newest commit.
         failures: persists and commits that failed.
+        damaged: sealed slots that were found damaged, the newest KEPT_DAMAGED.
     """
 
     name: str
@@ -73,6 +75,7 @@ class JobCheckpoints:
     failures: int = 0
     persists: WorkTotal = field(default_factory=WorkTotal)
     restores: dict[str, WorkTotal] = field(default_factory=dict)
+    damaged: list[link_pb2.DamagedSnapshot] = field(default_factory=list)
 
     def note_commit(self, step: int, attempt: int, manifest_uri: str) -> None:
         """A checkpoint is complete."""
@@ -99,6 +102,16 @@ class JobCheckpoints:
         """A rank's state was restored into a slot."""
         self.restores.setdefault(source, WorkTotal()).add(duration_s, size_bytes)
 
+    def note_damaged(self, rank: int, attempt: int, step: int, problem: str) -> None:
+        """A sealed slot is not what was sealed: no restart may use it."""
+        error = problem[:MAX_ERROR_CHARS]
+        self.damaged.append(
+            link_pb2.DamagedSnapshot(rank=rank, attempt=attempt, step=step, error=error)
+        )
+        del self.damaged[:-KEPT_DAMAGED]
+        log.warning("snapshot damaged", job=self.name, step=step, rank=rank, error=problem)
+        self.changed.notify()
+
     def note_busy(self, attempt: int, step: int, rank: int, busy: bool) -> None:
         """Count a step as skipped while any of its ranks has no slot.
 
@@ -124,6 +137,7 @@ class JobCheckpoints:
             skipped_snapshots=self.skipped_before + sum(map(bool, self.busy_ranks.values())),
             failure=self.failure,
             failures=self.failures,
+            damaged=self.damaged,
         )
         if self.failure is not None:
             error = self.failure.error
@@ -259,10 +273,10 @@ class Jobs:
     @staticmethod
     def _log_loss_bound(registration: RegisteredRank, slots: int) -> None:
         bound = "none: a snapshot is taken while the one before is persisted"
-        if slots == LEAST_SLOTS:
+        if slots < registration.in_flight + KEPT_SLOTS:
             bound = (
-                "a snapshot is skipped when persisting takes longer than the interval "
-                "between snapshots"
+                "snapshots are skipped while one is persisted, or while more than "
+                f"{max(1, slots - KEPT_SLOTS + 1)} are copied and not sealed"
             )
         size_bytes = registration.layout.slot_bytes
         who = {"job": registration.job, "rank": registration.rank}

@@ -83,13 +83,14 @@ def decide(
     if committed is not None:
         return RestoreDecision(committed, tuple(passed_over[:MAX_NAMED]))
     if in_memory:
-        plan = RestorePlan(RestoreSource.MEMORY, sealed.step, sealed.attempt)
+        plan = _with_stored_copy(log, uri, sealed)
         return RestoreDecision(plan, tuple(passed_over[:MAX_NAMED]))
     _refuse_to_start_over(log, uri, refused_steps, passed_over)
     if load_uri:
         other = CommitLog(open_storage(load_uri))
         other.refresh()
-        loaded = _newest_whole(other, load_uri, 0, refused_steps, passed_over)
+        # An imported model is step 0 there.
+        loaded = _newest_whole(other, load_uri, -1, refused_steps, passed_over)
         if loaded is None:
             damaged = f": {'; '.join(passed_over[:MAX_NAMED])}" if passed_over else ""
             raise NotFoundError(
@@ -100,6 +101,24 @@ def decide(
         plan = replace(loaded, written_by_attempt=0)
         return RestoreDecision(plan, tuple(passed_over[:MAX_NAMED]))
     return RestoreDecision(RestorePlan(), tuple(passed_over[:MAX_NAMED]))
+
+
+def _with_stored_copy(log: CommitLog, uri: str, sealed: SealedStep) -> RestorePlan:
+    """The plan from memory; with the manifest of the same state, where it is committed and whole.
+
+    A rank whose memory turns out to be damaged or lost then reads storage in the same attempt.
+    """
+    record = log.find_commit(sealed.attempt, sealed.step)
+    if record is not None:
+        manifest_uri = join(uri, record.values["manifest"])
+        try:
+            check_commit(record, manifest_uri)
+        except DamagedError:
+            record = None  # memory may still be whole, and is read first
+    if record is None:
+        return RestorePlan(RestoreSource.MEMORY, sealed.step, sealed.attempt)
+    digest = record.values["manifest_xxh3"]
+    return RestorePlan(RestoreSource.MEMORY, sealed.step, sealed.attempt, manifest_uri, digest)
 
 
 def _refuse_to_start_over(
