@@ -20,6 +20,7 @@ from megascale_checkpoint.registration import RegisteredRank
 from megascale_checkpoint.shard_file import Origin, encode_header, file_chunks, primary
 from megascale_checkpoint.slots import SlotSeal
 from megascale_checkpoint.storage import Storage, open_storage
+from megascale_checkpoint.write_limit import LIMITS
 from megascale_common.service import logs
 from megascale_common.service.errors import DataLossError
 
@@ -91,7 +92,9 @@ def write_rank_file(
 
     # The file's checksum is computed from the bytes as they are written, in one pass over the slot.
     def chunks() -> Iterator[memoryview]:
-        for chunk in file_chunks(encode_header(origin, pieces), pieces, image):
+        written = file_chunks(encode_header(origin, pieces), pieces, image)
+        limit = registration.max_write_mib_per_s
+        for chunk in LIMITS.paced(registration.job, limit, written, cancelled):
             cancelled.check()
             hasher.update(chunk)
             yield chunk

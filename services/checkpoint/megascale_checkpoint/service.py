@@ -122,6 +122,15 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
             response.checkpoints.append(checkpoint)
         return response
 
+    @answers
+    async def CheckStorage(
+        self, request: checkpoint_pb2.CheckStorageRequest, context: Context
+    ) -> checkpoint_pb2.CheckStorageResponse:
+        """See proto/megascale/v1/checkpoint.proto."""
+        with _storage_errors(), _place_errors():
+            await self._committer.check(request.uri)
+        return checkpoint_pb2.CheckStorageResponse()
+
     async def _await_commit(self, request: checkpoint_pb2.ReportPreparedRequest) -> str:
         try:
             async with asyncio.timeout(HOLD_S):
