@@ -10,22 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.crash.case import FLIP, REMOVE_RECORD, SWAP_FILE, SWAP_MANIFEST, SWAP_RECORD
+from tests.crash.machine import FAILED_SYNC, LOST_REPLY, STALL, Process
 
 from megascale_checkpoint import (
     commit_log,
     commit_record,
     commit_writer,
     restore_decision,
-    shard_file,
 )
 from megascale_checkpoint import manifest as manifests
 from megascale_checkpoint.commit_log import CommitLog
 from megascale_checkpoint.commit_record import LogState, Record
 from megascale_checkpoint.concurrency import Lane
 from megascale_checkpoint.restore_decision import RestoreDecision
-from megascale_checkpoint.shard_file import StoredPiece
 from megascale_checkpoint.storage import FileStorage
 from megascale_checkpoint.storage.disk import Disk
+from megascale_checkpoint.stored_checkpoint import StoredCheckpoint
 from megascale_common.service.errors import DamagedError
 
 Patch = pytest.MonkeyPatch
@@ -33,13 +34,11 @@ Patch = pytest.MonkeyPatch
 
 def file_not_synced(patch: Patch) -> None:
     """A file gets its name without its bytes being synced."""
-    patch.setattr("tests.crash.machine.Process.fsync", lambda self, descriptor: None)
+    patch.setattr(Process, "fsync", lambda self, descriptor: None)
 
 
 def fsync_repeated(patch: Patch) -> None:
     """A failed fsync is called again on the same file, and its success believed."""
-    from tests.crash.machine import Process
-
     fsync = Process.fsync
 
     def again(self: Process, descriptor: int) -> None:
@@ -157,23 +156,16 @@ def manifest_hash_ignored(patch: Patch) -> None:
 def size_only(patch: Patch) -> None:
     """A file is believed that has the right size."""
 
-    class Believed(str):
-        __slots__ = ()
-        __hash__ = str.__hash__
+    read = StoredCheckpoint.read
 
-        def __eq__(self, other: object) -> bool:
-            return True
+    def believing(self: StoredCheckpoint, wanted: Any, target: memoryview) -> None:
+        try:
+            read(self, wanted, target)
+        except DamagedError as error:
+            if "fails its checksum" not in error.problem:
+                raise
 
-        def __ne__(self, other: object) -> bool:
-            return False
-
-    piece: Callable[..., StoredPiece] = shard_file._piece
-
-    def believed(*arguments: Any) -> StoredPiece:
-        stored = piece(*arguments)
-        return replace(stored, checksum=Believed(stored.checksum))
-
-    patch.setattr(shard_file, "_piece", believed)
+    patch.setattr(StoredCheckpoint, "read", believing)
 
 
 def gap_accepted(patch: Patch) -> None:
@@ -215,6 +207,46 @@ def tail_ignored(patch: Patch) -> None:
     patch.setattr(CommitLog, "refresh", without)
 
 
+def end_not_confirmed(patch: Patch) -> None:
+    """A record stands on one of another writer that may not be durable."""
+    patch.setattr(CommitLog, "_confirm_end", lambda self: None)
+
+
+def outcome_forgotten(patch: Patch) -> None:
+    """An append whose reply is lost counts as not done, and its record as durable when read."""
+    settle: Callable[[Any], bool] = CommitLog.settle
+
+    def forgetful(self: Any) -> bool:
+        try:
+            return settle(self)
+        except OSError:
+            self._unsettled = None
+            raise
+
+    def create_alone(storage: FileStorage, path: str, data: bytes) -> bool:
+        return storage.create(path, data)
+
+    patch.setattr(CommitLog, "settle", forgetful)
+    patch.setattr(commit_log, "settle", create_alone)
+    patch.setattr(CommitLog, "_confirm_end", lambda self: None)
+
+
+def manifest_not_confirmed(patch: Patch) -> None:
+    """A manifest that stands there counts as durable."""
+
+    def write(storage: FileStorage, path: str, manifest: manifests.Manifest) -> bytes:
+        data = manifests.encode(manifest)
+        try:
+            if storage.create(path, data):
+                return data
+        except OSError:
+            if storage.size(path) is None:
+                raise
+        return storage.read(path)
+
+    patch.setattr(manifests, "write", write)
+
+
 def snapshot_unchecked(patch: Patch) -> None:
     """A snapshot forgets the commits that it should hold."""
     encode_state = commit_record.encode_state
@@ -244,22 +276,26 @@ def commit_before_files(patch: Patch) -> None:
     patch.setattr(FileStorage, "write", write)
 
 
-SABOTAGES: tuple[Callable[[Patch], None], ...] = (
-    file_not_synced,
-    fsync_repeated,
-    folder_not_synced,
-    new_folder_not_synced,
-    name_synced_again,
-    create_overwrites,
-    fence_ignored,
-    damage_skipped,
-    record_checksum_ignored,
-    chain_ignored,
-    manifest_hash_ignored,
-    size_only,
-    gap_accepted,
-    two_writers,
-    tail_ignored,
-    snapshot_unchecked,
-    commit_before_files,
-)
+# Each with the faults that try its guard; all kinds where none are named.
+SABOTAGES: dict[Callable[[Patch], None], tuple[str, ...]] = {
+    file_not_synced: (),
+    fsync_repeated: (FAILED_SYNC,),
+    folder_not_synced: (),
+    new_folder_not_synced: (),
+    name_synced_again: (FAILED_SYNC,),
+    create_overwrites: (LOST_REPLY, FAILED_SYNC),
+    fence_ignored: (),
+    damage_skipped: (),
+    record_checksum_ignored: (FLIP,),
+    chain_ignored: (SWAP_RECORD,),
+    manifest_hash_ignored: (SWAP_MANIFEST,),
+    size_only: (SWAP_FILE,),
+    gap_accepted: (REMOVE_RECORD,),
+    two_writers: (STALL,),
+    tail_ignored: (),
+    end_not_confirmed: (FAILED_SYNC,),
+    outcome_forgotten: (FAILED_SYNC,),
+    manifest_not_confirmed: (FAILED_SYNC,),
+    snapshot_unchecked: (),
+    commit_before_files: (),
+}
