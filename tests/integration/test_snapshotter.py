@@ -44,6 +44,9 @@ class State:
     def shard_layout(self) -> ShardLayout:
         return self.layout
 
+    def state_image(self) -> torch.Tensor:
+        return self.values.view(torch.uint8)
+
     def state_copy_to(self, slot: torch.Tensor) -> None:
         slot[: self.layout.slot_bytes].copy_(self.values.view(torch.uint8))
 
