@@ -9,6 +9,7 @@ next life begins. A process that was cut off may go on beside its successor.
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -32,7 +33,7 @@ from tests.harness.checkpoint_files import registration_of
 
 from megascale.v1 import checkpoint_pb2
 from megascale_checkpoint import commit_repair, manifest, restore, storage
-from megascale_checkpoint.checksums import checksum, dump_record, load_record, piece_checksums
+from megascale_checkpoint.checksums import dump_record, load_record, piece_checksums
 from megascale_checkpoint.commit_log import CommitLog
 from megascale_checkpoint.committer import Committer
 from megascale_checkpoint.concurrency import Cancellation
@@ -61,17 +62,27 @@ LOSE_REQUEST, LOSE_REPLY, TWICE = "lose request", "lose reply", "twice"
 Collect = Callable[["Case"], Awaitable[None]]
 
 
+KINDS = sorted({*CALL_FAULTS, *DISK_FAULTS} - {""})
+
+
 class Case:
-    """One case; everything in it follows from ``seed``."""
+    """One case; everything in it follows from ``seed``.
+
+    Args:
+        only: no other faults than these and losses of power; empty for all kinds.
+    """
 
     collect: Collect | None = None
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, only: tuple[str, ...] = ()) -> None:
+        self.call_faults = [k for k in CALL_FAULTS if not only or k in (*only, POWER)]
+        self.disk_faults = [k for k in DISK_FAULTS if not only or k in only] or [""]
         self.rng = random.Random(seed)
         self.world = self.rng.randint(1, 3)
         points = sorted(self.rng.randrange(1, 700) for _ in range(self.rng.randint(1, 4)))
         faults = [
-            Fault(point, self.rng.choice(CALL_FAULTS), self.rng.random() < 0.5) for point in points
+            Fault(point, self.rng.choice(self.call_faults), self.rng.random() < 0.5)
+            for point in points
         ]
         self.machine = Machine(self.rng, faults)
         self.oracle = Oracle()
@@ -87,11 +98,13 @@ class Case:
 
     async def run(self) -> None:
         """All lives, the last of them without faults."""
-        for life in range(self.rng.randint(2, 4)):
+        lives = self.rng.randint(2, 4)
+        struck = self.rng.randrange(lives)  # the life after which the disk damages something
+        for life in range(lives):
             await self._life(last=False)
             if self.oracle.failed or self.machine.violation:
                 break
-            self._strike_disk(life)
+            self._between_lives(strike=life == struck)
         self.machine.faults.clear()
         self.machine.note("no faults from here on")
         if not self.oracle.failed:
@@ -192,8 +205,6 @@ class Case:
             plan = commit_repair.plan(self.open(URI))
             commit_repair.carry_out(self.open(URI), plan)
             self.machine.note(f"repaired: {[(r.seq, r.restored) for r in plan]}")
-            if plan and all(repair.restored for repair in plan):
-                self.oracle.noticed = False  # nothing is lost, so nothing is to be excused
         return True
 
     def _restore(self, decision: RestoreDecision) -> None:
@@ -329,15 +340,14 @@ class Case:
             image[start : start + piece.size_bytes] = self.rng.randbytes(piece.size_bytes)
         return bytes(image)
 
-    def _strike_disk(self, life: int) -> None:
-        """Between two lives: the power may fail, and the disk may damage what was durable."""
+    def _between_lives(self, *, strike: bool) -> None:
+        """The power may fail, and the disk may damage what was durable."""
         if self.zombie is None and self.rng.random() < 0.5:
             self.machine.note("power fails between two processes")
             self.machine.power_off()
             self.process = Process(self.machine)
-        if life == 0 or self.oracle.log_damaged:
-            kind = self.rng.choice(DISK_FAULTS) if not self.oracle.log_damaged else ""
-            strike_disk(self, kind)
+        if strike:
+            strike_disk(self, self.rng.choice(self.disk_faults))
 
 
 async def _first(task: asyncio.Future[object], machine: Machine) -> bool:
@@ -351,49 +361,69 @@ async def _first(task: asyncio.Future[object], machine: Machine) -> bool:
 
 def strike_disk(case: Case, kind: str) -> None:
     """Damage one durable file; the oracle is informed of what cannot be restored any more."""
-    machine, rng, oracle = case.machine, case.rng, case.oracle
+    machine, rng = case.machine, case.rng
     records = machine.files("/job/commits")
-    manifests = [path for path in machine.files("/job/attempts") if path.endswith(manifest.NAME)]
-    ranks = [path for path in machine.files("/job/attempts") if path.endswith(".safetensors")]
-    if kind == FLIP:
-        files = rng.choice([records[-2:], manifests[-1:], ranks[-case.world :], records])
-        if not files:
-            return
-        path = rng.choice(files)
-        data = bytearray(machine.file(Path(path)).data)
-        bit = rng.randrange(8 * len(data))
-        data[bit // 8] ^= 1 << bit % 8
-        machine.replace(path, bytes(data))
-        machine.note(f"bit {bit} of {path} flips")
-    elif kind == SWAP_RECORD and len(records) > 2:
-        path = rng.choice(records[1:-1])
-        values = load_record(bytes(machine.file(Path(path)).data), path)
-        machine.replace(path, dump_record({**values, "time": "another", "kind": "PIN", "step": 0}))
-        machine.note(f"{path} is replaced by a record of another log")
-    elif kind == SWAP_MANIFEST and manifests:
-        path = manifests[-1]
-        values = load_record(bytes(machine.file(Path(path)).data), path)
-        values["small_state"] = {"position": -1}
-        values["rank_small_states"] = {}
-        machine.replace(path, dump_record(values))
-        machine.note(f"{path} is replaced by another manifest")
-    elif kind == REMOVE_RECORD and len(records) > 2:
-        path = rng.choice(records[1:-1])
+    files = machine.files("/job/attempts")
+    found = [path for path in files if path.endswith(manifest.NAME)]
+    ranks = [path for path in files if path.endswith(".safetensors")]
+    # Records behind which there is another: what stands there in their place can be told by it.
+    followed = [path for path in records[:-1] if b'"COMMIT"' in machine.file(Path(path)).data]
+    path = ""
+    if kind == FLIP and records:
+        kinds = records[-1:], records, found[-1:], ranks[-case.world :]
+        path = rng.choice(rng.choice(kinds) or records)
+        machine.replace(path, _flipped(rng, bytes(machine.file(Path(path)).data)))
+    elif kind == SWAP_RECORD and followed:
+        path = followed[-1]
+        _lose(case, path)
+        machine.replace(path, _changed(machine, path, {"kind": "PIN", "name": "another"}))
+    elif kind == SWAP_MANIFEST and found:
+        path = found[-1]
+        small = {"small_state": {"position": -1}, "rank_small_states": {}}
+        machine.replace(path, _changed(machine, path, small))
+    elif kind == REMOVE_RECORD and followed:
+        path = rng.choice(followed)
+        _lose(case, path)
         machine.remove(path)
-        machine.note(f"{path} is gone")
     elif kind == SWAP_FILE and ranks:
         path = ranks[-1]
-        data = bytearray(machine.file(Path(path)).data)
-        data[-64:] = rng.randbytes(64)
-        machine.replace(path, bytes(data))
-        machine.note(f"the end of {path} holds other bytes")
-    else:
+        data = bytes(machine.file(Path(path)).data)
+        machine.replace(path, data[:-64] + rng.randbytes(len(data[-64:])))
+    if not path:
         return
+    machine.note(f"the disk: {kind}: {path}")
     machine.struck.add((kind, "", path.split("/")[2]))
-    if "/commits/" in path:
-        oracle.log_damaged = True
-    for (attempt, step), saved in oracle.saved.items():
+    case.oracle.log_damaged |= "/commits/" in path
+    for (attempt, step), saved in case.oracle.saved.items():
         saved.damaged |= f"/{manifest.step_folder(attempt, step)}/" in path
+
+
+def _lose(case: Case, path: str) -> None:
+    """A COMMIT record is lost for good, and with it the checkpoint."""
+    values = json.loads(bytes(case.machine.file(Path(path)).data))
+    saved = case.oracle.saved.get((values["attempt"], values["step"]))
+    if saved is not None:
+        saved.damaged = True
+
+
+def _flipped(rng: random.Random, data: bytes) -> bytes:
+    """``data`` with one bit flipped; often in the number of a step, which stays a number."""
+    step = data.find(b'"step": ') + len(b'"step": ')
+    bit = rng.randrange(8 * len(data))
+    if step >= len(b'"step": ') and rng.random() < 0.5:
+        bit = 8 * step + rng.choice((0, 1))
+    changed = bytearray(data)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+def _changed(machine: Machine, path: str, values: dict[str, object]) -> bytes:
+    """A JSON file with other values and the right checksum, as another writer would have it."""
+    data = bytes(machine.file(Path(path)).data)
+    try:
+        return dump_record({**load_record(data, path), **values})
+    except DamagedError:  # a sabotage has left it so
+        return data[:-1]
 
 
 def _layout(rank: int, world: int) -> ShardLayout:
@@ -403,6 +433,3 @@ def _layout(rank: int, world: int) -> ShardLayout:
         ShardPiece("matrix", "exp_avg", *box, 256, primary=True),
     )
     return ShardLayout(pieces, 4096)
-
-
-__all__ = ["URI", "Case", "checksum", "strike_disk"]

@@ -21,7 +21,9 @@ from typing import TypeVar
 from megascale_checkpoint.storage.disk import Status
 
 T = TypeVar("T")
-BLOCK_NAMES = 8  # a folder of up to so many names is one block, written as a whole
+# A folder of up to so many names is one block, written as a whole. A log is long, and its names lie
+# in many blocks; here, where logs are short, each has a block of its own.
+BLOCK_NAMES, LOG = 8, "commits"
 POWER, KILL, FAILED_SYNC, NO_SPACE, LOST_REPLY, STALL = (
     *("power", "kill", "failed sync", "no space", "lost reply", "stall"),
 )
@@ -78,6 +80,7 @@ class Folder:
     durable: dict[str, int] = field(default_factory=dict)
     dirty: set[str] = field(default_factory=set)
     lost: set[str] = field(default_factory=set)
+    block_names: int = BLOCK_NAMES
 
     def change(self, name: str, node: int | None) -> None:
         """Set or remove a name."""
@@ -87,7 +90,7 @@ class Folder:
             self.names[name] = node
         self.dirty.add(name)
         self.lost.discard(name)
-        if len(self.names) <= BLOCK_NAMES:
+        if len(self.names) <= self.block_names:
             self.dirty |= self.lost
             self.lost.clear()
 
@@ -130,6 +133,9 @@ class Machine:
             if call not in STRIKES.get(fault.kind, (call,)):
                 continue
             self.faults.remove(fault)
+            if fault.kind == FAILED_SYNC and self.rng.random() < 0.3:
+                # Before it can do anything about it, the process is gone.
+                self.faults.insert(0, Fault(self.points + 1, KILL))
             name = Path(path).name.lstrip(".").split(".")[0].rstrip("0123456789-")
             self.struck.add((fault.kind, call, f"{Path(path).parent.name[:4]}/{name}"))
             when = "after" if fault.after else "before"
@@ -328,7 +334,8 @@ class Process:
             if path.name in folder.names:
                 raise FileExistsError(errno.EEXIST, "exists", str(path))
             number = self._new_node()
-            self._machine.nodes[number] = Folder()
+            folder_of_log = path.name == LOG
+            self._machine.nodes[number] = Folder(block_names=1 if folder_of_log else BLOCK_NAMES)
             folder.change(path.name, number)
 
         self._call("mkdir", str(path), effect)

@@ -22,7 +22,7 @@ class Saved:
     Attributes:
         images: slot images by rank.
         reported: whether the committer has answered that it is complete.
-        damaged: whether a fault has changed one of its files.
+        damaged: whether a fault has changed one of its files, or its record for good.
     """
 
     images: list[bytes]
@@ -37,8 +37,8 @@ class Oracle:
 
     Attributes:
         opened: attempts whose OPEN was answered, in order.
-        log_damaged: whether a fault has changed, removed or replaced a record for good; what is
-            lost by that is lost, but not without an error.
+        log_damaged: whether a fault has changed, removed or replaced a record, which must not go
+            without an error.
         noticed: whether that error was raised.
     """
 
@@ -72,14 +72,14 @@ class Oracle:
                 self.silent = self.silent or f"{key} was restored with other values than saved"
                 return
         self.found = newest is None or (key is not None and order.index(key) >= order.index(newest))
-        if not self.found and not self.noticed:
-            kind = "silent" if self.log_damaged else "lost"
+        if not self.found:
+            kind = "silent" if self.log_damaged and not self.noticed else "lost"
             text = f"{key} was restored although {newest} was committed"
             setattr(self, kind, getattr(self, kind) or text)
 
     def refused(self, error: Exception) -> None:
         """An attempt could not be opened, or nothing be restored."""
-        if self.newest() is not None and not self.log_damaged:
+        if self.newest() is not None:
             self.lost = self.lost or f"{self.newest()} cannot be restored: {error}"
 
     def check_log(self, log: CommitLog) -> None:
@@ -99,7 +99,7 @@ class Oracle:
                         f"attempt {record.attempt} committed step {record.step} "
                         f"after attempt {highest} was opened"
                     )
-        if self.noticed or self.log_damaged:
+        if self.noticed:
             return
         for key, saved in self.saved.items():
             if saved.reported and key not in committed:

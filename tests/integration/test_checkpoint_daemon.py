@@ -466,7 +466,7 @@ async def test_bad_requests_are_answered_and_end_the_connection(
     answer = framing.receive(garbage)
     assert answer is not None and "limit" in answer[0]["error"]
     async with connected(daemon) as stub:
-        for job, address, problem in (("No", "", "DNS-1123"), ("job", "s3://x", "absolute path")):
+        for job, address, problem in (("No", "", "DNS-1123"), ("job", "gs://x", "absolute path")):
             with pytest.raises(grpc.aio.AioRpcError, match=problem) as caught:
                 await stub.OpenAttempt(
                     checkpoint_pb2.OpenAttemptRequest(attempt=1, world_size=1, job=job, uri=address)

@@ -39,6 +39,7 @@ VALUES = {
     "NODE": "n2",
     "R": "0",
     "N": "1",
+    "S": "80",  # the last step of SHORTER
     "FOLDER": "docs/examples/checkpoints",
     "job.yaml": "docs/examples/job.yaml",
 }

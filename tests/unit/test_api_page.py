@@ -30,6 +30,9 @@ CALLS = [(service, call) for service in SERVICES for call in service.calls]
 INNER = (
     "/platform/",
     "/commands",
+    "/command_target",
+    "/export/",
+    "/retention/retire",
     "/codec.py",
     "/store.py",
     "__main__.py",

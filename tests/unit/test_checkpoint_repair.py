@@ -123,18 +123,30 @@ def test_two_lost_records_and_a_swapped_one(tmp_path: Path) -> None:
     assert steps(tmp_path) == [30]
 
 
-def test_an_interrupted_repair_is_carried_out_the_next_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("seq", "bit", "left"), [(4, False, [30, 10]), (5, False, [20, 10]), (5, True, [30, 20, 10])]
+)
+def test_an_interrupted_repair_is_carried_out_the_next_time(
+    tmp_path: Path, seq: int, bit: bool, left: list[int]
+) -> None:
     written(tmp_path)
-    garble(record_file(tmp_path, 4))
+    path = record_file(tmp_path, seq)
+    if bit:
+        path.write_bytes(path.read_bytes().replace(b"COMMIT", b"COMMIU"))
+    else:
+        garble(path)
     storage = FileStorage(tmp_path)
     (repair,) = commit_repair.plan(storage)
     assert repair.damaged is not None
     storage.create(repair.kept, repair.damaged)
-    storage.delete("commits/000000000004.json")
+    storage.delete(f"commits/{seq:012d}.json")
     with pytest.raises(DataLossError, match="has changed meanwhile"):
         commit_repair.carry_out(storage, [repair])
+    # The last record is gone now, and with it perhaps a fence.
+    with pytest.raises(DamagedError, match="is missing"):
+        CommitLog(FileStorage(tmp_path)).append_open(3, dict)
     repaired(tmp_path)
-    assert steps(tmp_path) == [30, 10]
+    assert steps(tmp_path) == left
 
 
 def test_the_command_shows_first_and_repairs_when_told(tmp_path: Path) -> None:

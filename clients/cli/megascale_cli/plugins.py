@@ -7,16 +7,18 @@ the package to install. How to add one: docs/how-to/add-a-cli-command.md.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import metadata
+from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import typer
 
-from megascale_cli.exits import UsageError, report
+from megascale_cli.exits import RETRY_FOR_S, UsageError, report
 from megascale_cli.options import FIRST_STEPS, HELP_OPTIONS, JSON_OPTION
-from megascale_client import FieldProblem, InvalidRequest
+from megascale_client import AsyncClient, FieldProblem, InvalidRequest, NotPossible
 
 GROUP = "megascale.commands"
 
@@ -57,7 +59,12 @@ KNOWN = {
 CHECKPOINT = Plugin("", "megascale_checkpoint.commands:app", "checkpoint")
 # Commands of that one plug-in, by name.
 ON_STORAGE = {
-    "verify": "Check every byte of checkpoints on storage, without a cluster.",
+    "show": "Show one checkpoint: its layout, its files, and whether it stays.",
+    "verify": "Check every byte of checkpoints on storage.",
+    "gc": "Remove checkpoints that no rule keeps, and files that belong to none.",
+    "pin": "Keep a checkpoint whatever the job's rules are.",
+    "unpin": "Let the job's rules hold for a pinned checkpoint again.",
+    "repair": "Repair a commit log of which a record is damaged or missing.",
     "export": "Write a checkpoint for Hugging Face or torch.distributed.checkpoint.",
     "import": "Make a Hugging Face model a checkpoint that a job starts from.",
 }
@@ -120,7 +127,8 @@ def run_plugin(name: str, known: Plugin, arguments: list[str], program: str) -> 
     try:
         if isinstance(app, typer.Typer):
             # So an error of usage reaches the root of the commands, as one of our own does.
-            with command.make_context(program, arguments) as context:
+            found = {"checkpoint_uri": checkpoint_uri}
+            with command.make_context(program, arguments, obj=found) as context:
                 command.invoke(context)
         else:
             command(args=arguments, prog_name=program)
@@ -132,6 +140,23 @@ def run_plugin(name: str, known: Plugin, arguments: list[str], program: str) -> 
             raise
         raise SystemExit(status) from None
     raise SystemExit(0)
+
+
+def checkpoint_uri(name: str, cluster: Path | None) -> str:
+    """Where a job's checkpoints are, for commands on storage that are given a job's name.
+
+    Raises:
+        MegascaleError: no cluster, no such job, or it has none.
+    """
+
+    async def ask() -> str:
+        async with AsyncClient.from_run_folder(cluster, retry_for_s=RETRY_FOR_S) as client:
+            return (await client.get(name)).spec.checkpoint.uri
+
+    uri = asyncio.run(ask())
+    if not uri:
+        raise NotPossible(f"job {name} has no checkpoints: its checkpoint.uri is empty")
+    return uri
 
 
 def _load(name: str, known: Plugin) -> Any:

@@ -36,10 +36,13 @@ class OpenAttemptRequest(google.protobuf.message.Message):
     REFUSED_STEPS_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     LOAD_URI_FIELD_NUMBER: builtins.int
+    KEEP_LATEST_FIELD_NUMBER: builtins.int
+    KEEP_EVERY_STEPS_FIELD_NUMBER: builtins.int
+    KEEP_EVERY_HOURS_FIELD_NUMBER: builtins.int
     job: builtins.str
     """Name of the job."""
     uri: builtins.str
-    """Folder of the job's checkpoints: an absolute path or file:///path."""
+    """Where the job's checkpoints are: the checkpoint.uri of its spec."""
     attempt: builtins.int
     """Number of the attempt; counts from 1."""
     world_size: builtins.int
@@ -50,6 +53,14 @@ class OpenAttemptRequest(google.protobuf.message.Message):
     """Attempt that sealed sealed_step."""
     load_uri: builtins.str
     """Folder of another job to start from while this job has no checkpoint of its own; empty: none."""
+    keep_latest: builtins.int
+    """What is kept of the job's checkpoints: keep_latest, keep_every_steps and keep_every_hours of its
+    CheckpointSpec.
+    """
+    keep_every_steps: builtins.int
+    """See keep_latest."""
+    keep_every_hours: builtins.float
+    """See keep_latest."""
     @property
     def refused_steps(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Steps that were found damaged before; they are passed over."""
@@ -70,9 +81,12 @@ class OpenAttemptRequest(google.protobuf.message.Message):
         refused_steps: collections.abc.Iterable[builtins.int] | None = ...,
         epoch: megascale.v1.types_pb2.Epoch | None = ...,
         load_uri: builtins.str = ...,
+        keep_latest: builtins.int = ...,
+        keep_every_steps: builtins.int = ...,
+        keep_every_hours: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["epoch", b"epoch"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "epoch", b"epoch", "job", b"job", "load_uri", b"load_uri", "refused_steps", b"refused_steps", "sealed_by_attempt", b"sealed_by_attempt", "sealed_step", b"sealed_step", "uri", b"uri", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "epoch", b"epoch", "job", b"job", "keep_every_hours", b"keep_every_hours", "keep_every_steps", b"keep_every_steps", "keep_latest", b"keep_latest", "load_uri", b"load_uri", "refused_steps", b"refused_steps", "sealed_by_attempt", b"sealed_by_attempt", "sealed_step", b"sealed_step", "uri", b"uri", "world_size", b"world_size"]) -> None: ...
 
 Global___OpenAttemptRequest: typing_extensions.TypeAlias = OpenAttemptRequest
 

@@ -155,6 +155,7 @@ class CheckpointServiceStub(typing.Generic[_CheckpointServiceOpenAttemptType, _C
     - FAILED_PRECONDITION (UNUSABLE): the job has checkpoints and none of them can be restored.
     - PERMISSION_DENIED (FORBIDDEN): the daemon may not read or write the folder.
     - UNAVAILABLE (STORAGE_UNAVAILABLE): storage does not answer; try again.
+    - UNAVAILABLE (NOT_READY): the checkpoint of load_uri was removed while it was chosen; try again.
     - DATA_LOSS (DAMAGED): a record of the commit log is damaged or missing. It may have been a fence,
       so nothing is appended until `megascale checkpoint repair` has put a record in its place.
     - DATA_LOSS (DATA_LOSS): a newer build has written to the commit log, or it was repaired where a
@@ -246,6 +247,7 @@ class CheckpointServiceServicer(metaclass=abc.ABCMeta):
         - FAILED_PRECONDITION (UNUSABLE): the job has checkpoints and none of them can be restored.
         - PERMISSION_DENIED (FORBIDDEN): the daemon may not read or write the folder.
         - UNAVAILABLE (STORAGE_UNAVAILABLE): storage does not answer; try again.
+        - UNAVAILABLE (NOT_READY): the checkpoint of load_uri was removed while it was chosen; try again.
         - DATA_LOSS (DAMAGED): a record of the commit log is damaged or missing. It may have been a fence,
           so nothing is appended until `megascale checkpoint repair` has put a record in its place.
         - DATA_LOSS (DATA_LOSS): a newer build has written to the commit log, or it was repaired where a

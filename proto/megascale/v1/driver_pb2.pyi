@@ -454,6 +454,7 @@ class Checkpoint(google.protobuf.message.Message):
     SIZE_BYTES_FIELD_NUMBER: builtins.int
     COMMITTED_AT_FIELD_NUMBER: builtins.int
     WORLD_SIZE_FIELD_NUMBER: builtins.int
+    PIN_FIELD_NUMBER: builtins.int
     job: builtins.str
     """Job that wrote it."""
     step: builtins.int
@@ -466,6 +467,8 @@ class Checkpoint(google.protobuf.message.Message):
     """Bytes of all its files."""
     world_size: builtins.int
     """Number of ranks that wrote it."""
+    pin: builtins.str
+    """Why it is pinned, which keeps it from being removed; empty: it is not."""
     @property
     def committed_at(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When it became complete."""
@@ -480,9 +483,10 @@ class Checkpoint(google.protobuf.message.Message):
         size_bytes: builtins.int = ...,
         committed_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         world_size: builtins.int = ...,
+        pin: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["committed_at", b"committed_at"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "committed_at", b"committed_at", "job", b"job", "manifest_uri", b"manifest_uri", "size_bytes", b"size_bytes", "step", b"step", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "committed_at", b"committed_at", "job", b"job", "manifest_uri", b"manifest_uri", "pin", b"pin", "size_bytes", b"size_bytes", "step", b"step", "world_size", b"world_size"]) -> None: ...
 
 Global___Checkpoint: typing_extensions.TypeAlias = Checkpoint
 

@@ -1019,9 +1019,15 @@ class CheckpointSpec(google.protobuf.message.Message):
     LOAD_URI_FIELD_NUMBER: builtins.int
     REQUIRE_FINAL_FIELD_NUMBER: builtins.int
     FINAL_TIMEOUT_S_FIELD_NUMBER: builtins.int
+    KEEP_LATEST_FIELD_NUMBER: builtins.int
+    KEEP_EVERY_STEPS_FIELD_NUMBER: builtins.int
+    KEEP_EVERY_HOURS_FIELD_NUMBER: builtins.int
+    MAX_WRITE_MIB_PER_S_FIELD_NUMBER: builtins.int
     SNAPSHOT_INTERVAL_STEPS_FIELD_NUMBER: builtins.int
     uri: builtins.str
-    """Folder (file path) that holds the job's checkpoints; empty: none."""
+    """Where the job's checkpoints are: an absolute path, file:///path, s3://bucket/prefix,
+    hdfs://host:port/path, or a scheme that a package on the nodes adds; empty: none.
+    """
     interval_steps: builtins.int
     """Persist a snapshot after every so many steps, and the one of the last step; 0: only the last."""
     slots: builtins.int
@@ -1040,6 +1046,20 @@ class CheckpointSpec(google.protobuf.message.Message):
     """Seconds after the last step in which its checkpoint must be complete; default 300. A write that
     fails is tried again until then, and the job keeps its devices.
     """
+    keep_latest: builtins.int
+    """What is kept of the checkpoints; without any of these three all are. A checkpoint is kept that
+    one of them keeps, that is pinned (`megascale checkpoint pin`), that is the newest complete one
+    or that a job is starting from. The others are removed after a commit.
+    Keep the newest so many; 0: no rule. 1 leaves nothing else when the newest is damaged.
+    """
+    keep_every_steps: builtins.int
+    """Keep the first one at or after every multiple of so many steps; 0: no rule."""
+    keep_every_hours: builtins.float
+    """Keep the first one of every so many hours (of UTC); 0: no rule."""
+    max_write_mib_per_s: builtins.float
+    """Most MiB per second that the job writes to storage from one node, all its ranks together; 0: no
+    limit.
+    """
     snapshot_interval_steps: builtins.int
     """Take a snapshot into the memory of the node after every so many steps; a divisor of
     `interval_steps`. A worker that fails costs the steps since the newest. 0: as `interval_steps`.
@@ -1053,10 +1073,14 @@ class CheckpointSpec(google.protobuf.message.Message):
         load_uri: builtins.str = ...,
         require_final: builtins.bool | None = ...,
         final_timeout_s: builtins.float | None = ...,
+        keep_latest: builtins.int = ...,
+        keep_every_steps: builtins.int = ...,
+        keep_every_hours: builtins.float = ...,
+        max_write_mib_per_s: builtins.float = ...,
         snapshot_interval_steps: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_final_timeout_s", b"_final_timeout_s", "_require_final", b"_require_final", "_slots", b"_slots", "final_timeout_s", b"final_timeout_s", "require_final", b"require_final", "slots", b"slots"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_final_timeout_s", b"_final_timeout_s", "_require_final", b"_require_final", "_slots", b"_slots", "final_timeout_s", b"final_timeout_s", "interval_steps", b"interval_steps", "load_uri", b"load_uri", "require_final", b"require_final", "slots", b"slots", "snapshot_interval_steps", b"snapshot_interval_steps", "uri", b"uri"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_final_timeout_s", b"_final_timeout_s", "_require_final", b"_require_final", "_slots", b"_slots", "final_timeout_s", b"final_timeout_s", "interval_steps", b"interval_steps", "keep_every_hours", b"keep_every_hours", "keep_every_steps", b"keep_every_steps", "keep_latest", b"keep_latest", "load_uri", b"load_uri", "max_write_mib_per_s", b"max_write_mib_per_s", "require_final", b"require_final", "slots", b"slots", "snapshot_interval_steps", b"snapshot_interval_steps", "uri", b"uri"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_final_timeout_s", b"_final_timeout_s"]) -> typing.Literal["final_timeout_s"] | None: ...
     @typing.overload

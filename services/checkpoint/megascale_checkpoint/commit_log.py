@@ -36,6 +36,7 @@ from megascale_common.service.errors import (
 __all__ = ["CommitLog", "Record"]
 
 SNAPSHOTS = "snapshots"
+DAMAGED = "damaged"  # what a repair keeps: {seq:012d}-{hash}.json
 SNAPSHOT_EVERY = 256
 KEPT_SNAPSHOTS = 2  # the one before serves when the newest is damaged
 MAX_LOST_RACES = 100  # another writer appended each time; more than this is a defect
@@ -50,6 +51,13 @@ class _Unsettled:
 
     seq: int
     data: bytes
+
+
+def kept_damaged(storage: Storage) -> dict[int, str]:
+    """Files with the bytes of records that were, or were about to be, repaired, by number."""
+    names = storage.names(DAMAGED)
+    numbers = [records.seq_of(f"{name[:12]}.json") for name in names]
+    return {seq: f"{DAMAGED}/{name}" for seq, name in zip(numbers, names, strict=True) if seq}
 
 
 class CommitLog:
@@ -73,6 +81,11 @@ class CommitLog:
         self.state = LogState()
         self.records: list[Record] = []
         self.damaged: list[DamagedError] = []
+
+    @property
+    def uri(self) -> str:
+        """Where the log is: the job's uri."""
+        return self._storage.uri
 
     def refresh(self, *, whole: bool = False) -> None:
         """Read the records that were appended since the last call.
@@ -102,6 +115,11 @@ class CommitLog:
                 return
             self._take(seq, data)
             self._unconfirmed = (records.path_of(seq), data)
+
+    @property
+    def settled(self) -> bool:
+        """Whether no append of unknown outcome is left to find out about."""
+        return self._unsettled is None
 
     def settle(self) -> bool:
         """Find out what became of an append whose outcome is unknown, and take it up.
@@ -277,11 +295,11 @@ class CommitLog:
         if not whole:
             self._begin_with_snapshot(sorted(snapshots, reverse=True))
         # Reading by number stops at the first missing file, so a gap would hide every later record,
-        # a fence among them. A record that is listed or has a snapshot was there before its number
-        # was read.
+        # a fence among them. A record that is listed, has a snapshot or was about to be repaired
+        # was there before its number was read.
         listed = self._storage.names(records.FOLDER, after=records.name_of(self.state.seq))
         numbers = [seq for seq in map(records.seq_of, listed) if seq]
-        self._highest = max([*snapshots, *numbers], default=0)
+        self._highest = max([*snapshots, *numbers, *kept_damaged(self._storage)], default=0)
         self._begun = True
 
     def _begin_with_snapshot(self, snapshots: list[int]) -> None:

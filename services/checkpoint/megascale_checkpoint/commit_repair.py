@@ -15,12 +15,11 @@ from typing import Any
 from megascale_checkpoint import commit_record as records
 from megascale_checkpoint import manifest as manifests
 from megascale_checkpoint.checksums import checksum, dump_record, load_record
-from megascale_checkpoint.commit_log import SNAPSHOTS
+from megascale_checkpoint.commit_log import DAMAGED, SNAPSHOTS, kept_damaged
 from megascale_checkpoint.commit_record import LogState
 from megascale_checkpoint.storage import Storage, settle
 from megascale_common.service.errors import DamagedError, DataLossError
 
-KEPT = "damaged"
 MOST_REPAIRS = 1000  # more than this is no damaged log but another folder
 LONGEST_RECORD_BYTES = 1 << 14  # of a record whose bits are tried
 
@@ -49,7 +48,7 @@ class Repair:
         """Where the damaged bytes are kept; "" when there are none."""
         if self.damaged is None:
             return ""
-        return f"{KEPT}/{self.seq:012d}-{checksum(self.damaged)[:16]}.json"
+        return f"{DAMAGED}/{self.seq:012d}-{checksum(self.damaged)[:16]}.json"
 
 
 def plan(storage: Storage) -> list[Repair]:
@@ -61,7 +60,8 @@ def plan(storage: Storage) -> list[Repair]:
         OSError: the storage does not answer.
     """
     numbers = [seq for seq in map(records.seq_of, storage.names(records.FOLDER)) if seq]
-    highest = max(numbers, default=0)
+    kept = kept_damaged(storage)  # also of a repair that was interrupted
+    highest = max([*numbers, *kept], default=0)
     if highest - len(numbers) > MOST_REPAIRS:
         raise DataLossError(
             f"{storage.uri}: of {highest} records only {len(numbers)} are there: "
@@ -69,16 +69,22 @@ def plan(storage: Storage) -> list[Repair]:
         )
     snapshots = _from_snapshots(storage)
     state, found = LogState(), []
-    data = _read(storage, 1)
+    data, behind = _read(storage, 1), _read(storage, 2)
     for seq in range(1, highest + 1):
-        behind = _read(storage, seq + 1)
-        repair = _judge(storage, state, seq, data, _values(behind), snapshots.get(seq))
+        further = _read(storage, seq + 2)
+        next_is_wrong = _previous(further) not in ("", checksum(behind or b""))
+        bytes_before = data
+        if data is None and seq in kept:
+            bytes_before = storage.read(kept[seq])
+        repair = _judge(
+            state, seq, data, bytes_before, _values(behind), next_is_wrong, snapshots.get(seq)
+        )
         if repair is not None:
             found.append(repair)
         now = repair.data if repair is not None else data
         assert now is not None
         state.apply(records.decode(now, seq, state.previous), now)
-        data = behind
+        data, behind = behind, further
     return found
 
 
@@ -103,16 +109,23 @@ def carry_out(storage: Storage, repairs: list[Repair]) -> None:
 
 
 def _judge(
-    storage: Storage,
     state: LogState,
     seq: int,
     data: bytes | None,
+    known: bytes | None,
     behind: dict[str, Any] | None,
+    next_is_wrong: bool,
     in_snapshot: dict[str, Any] | None,
 ) -> Repair | None:
-    """What to do about record ``seq``; None when it is whole. ``behind`` is the one after it."""
+    """What to do about record ``seq``; None when it is whole.
+
+    Args:
+        known: its bytes, also where only an interrupted repair has kept them.
+        behind: the record after it, where its own checksum is right.
+        next_is_wrong: whether the one after that does not follow it.
+    """
     wanted = behind.get("previous", "") if behind is not None else ""
-    problem = "is missing"
+    problem, record = "is missing", None
     if data is not None:
         try:
             record = records.decode(data, seq, state.previous)
@@ -120,16 +133,12 @@ def _judge(
                 return None
             problem = "is not the record that the next one follows"
         except DamagedError as error:
-            problem, record = error.problem, None
-        for candidate in _candidates(data, in_snapshot):
-            if _is_record(candidate, seq, state.previous, wanted):
-                return Repair(seq, problem, data, candidate, restored=True, fence=False)
-        if record is not None:  # rather the next one is wrong
-            return None
-    elif in_snapshot is not None:
-        candidate = dump_record(in_snapshot)
+            problem = error.problem
+    for candidate in _candidates(known, in_snapshot):
         if _is_record(candidate, seq, state.previous, wanted):
-            return Repair(seq, problem, None, candidate, restored=True, fence=False)
+            return Repair(seq, problem, data, candidate, restored=True, fence=False)
+    if record is not None and next_is_wrong:
+        return None
     # Attempts never decrease in a log: a record of the same attempt behind it proves that it opened
     # no later one.
     fence = behind is None or behind.get("attempt") != state.attempt
@@ -145,10 +154,12 @@ def _judge(
     return Repair(seq, problem, data, repaired, restored=False, fence=fence)
 
 
-def _candidates(data: bytes, in_snapshot: dict[str, Any] | None) -> Iterator[bytes]:
-    """What the record may have been: as a snapshot has it, written again, or with one bit more."""
+def _candidates(data: bytes | None, in_snapshot: dict[str, Any] | None) -> Iterator[bytes]:
+    """What the record may have been: as a snapshot has it, written again, or a flipped bit back."""
     if in_snapshot is not None:
         yield dump_record(in_snapshot)
+    if data is None:
+        return
     values = _values(data)
     if values is not None:
         yield dump_record(values)
@@ -181,6 +192,11 @@ def _from_snapshots(storage: Storage) -> dict[int, dict[str, Any]]:
         for record in [*state.opens.values(), *state.live.values()]:
             held[record.seq] = record.values
     return held
+
+
+def _previous(data: bytes | None) -> str:
+    """The hash of the record before, as a record has it; "" where that is not known."""
+    return str((_values(data) or {}).get("previous", ""))
 
 
 def _values(data: bytes | None) -> dict[str, Any] | None:

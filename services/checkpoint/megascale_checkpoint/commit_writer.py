@@ -28,9 +28,9 @@ class LogWriter:
         self._log: CommitLog | None = None
 
     @property
-    def busy(self) -> bool:
-        """Whether work is under way or waits."""
-        return self._lane.waiting > 0
+    def idle(self) -> bool:
+        """Whether nothing is under way, waits, or has to be found out about."""
+        return self._lane.waiting == 0 and (self._log is None or self._log.settled)
 
     async def call(
         self,
@@ -50,10 +50,6 @@ class LogWriter:
         """
         return await self._lane.run(lambda: work(self._open(anew)), timeout_s)
 
-    def close(self) -> None:
-        """End the lane after the work that was given to it."""
-        self._lane.close()
-
     def _open(self, anew: bool) -> CommitLog:
         if self._log is not None and (anew or self._log.damaged):
             self._log.settle()  # an append of unknown outcome belongs to the log that made it
@@ -70,7 +66,7 @@ class LogWriters:
         self._writers: dict[str, LogWriter] = {}
 
     def of(self, uri: str) -> LogWriter:
-        """The writer of the log at ``uri``, made on first use.
+        """The writer of the log at ``uri``, made on first use. Call for each use: do not keep it.
 
         Raises:
             RequestError: the uri is not supported.
@@ -78,12 +74,7 @@ class LogWriters:
         open_storage(uri)
         writer = self._writers.pop(uri, None) or LogWriter(uri)
         self._writers[uri] = writer
-        idle = [key for key, other in self._writers.items() if not other.busy and key != uri]
+        idle = [key for key, other in self._writers.items() if other.idle and key != uri]
         for key in idle[: max(0, len(self._writers) - KEPT_WRITERS)]:
-            self._writers.pop(key).close()
+            del self._writers[key]
         return writer
-
-    def close(self) -> None:
-        """End all lanes."""
-        for writer in self._writers.values():
-            writer.close()

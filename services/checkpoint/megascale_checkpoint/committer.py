@@ -18,11 +18,14 @@ from megascale.v1 import checkpoint_pb2
 from megascale_checkpoint import manifest as manifests
 from megascale_checkpoint.checksums import checksum
 from megascale_checkpoint.commit_log import CommitLog, Record
-from megascale_checkpoint.commit_writer import LogWriter, LogWriters
+from megascale_checkpoint.commit_writer import LogWriters
 from megascale_checkpoint.concurrency import Signal
 from megascale_checkpoint.manifest import File, Manifest
 from megascale_checkpoint.registration import RegisteredRank
 from megascale_checkpoint.restore_decision import RestoreDecision, SealedStep, decide
+from megascale_checkpoint.retention import loads
+from megascale_checkpoint.retention.collector import Collector, Run
+from megascale_checkpoint.retention.policy import Retention
 from megascale_checkpoint.storage import Storage, join, open_storage
 from megascale_common.service import logs
 from megascale_common.service.errors import (
@@ -36,8 +39,8 @@ from megascale_common.service.errors import (
 log = logs.get("committer")
 # Steps of an attempt that may wait for reports at once; the number of slots keeps it far lower.
 MAX_OPEN_STEPS = 16
-# How long a call waits for the storage: less than its caller waits for the call (22 s for an open
-# attempt, committer_client.CALL_TIMEOUT_S, 10 s for a list), so that the caller learns the reason.
+# How long a call waits for the storage: less than its caller waits for the call (the driver 20 s
+# for an OpenAttempt and 10 s for a list, a daemon CALL_TIMEOUT_S), so that it learns the reason.
 OPEN_S, COMMIT_S, LIST_S = 18.0, 10.0, 8.0
 Report = checkpoint_pb2.ReportPreparedRequest
 Epoch = tuple[int, int]
@@ -56,7 +59,6 @@ class _Attempt:
     number: int
     uri: str
     world_size: int
-    writer: LogWriter
     layout: dict[str, int] = field(default_factory=dict)
     reports: dict[int, dict[int, Report]] = field(default_factory=dict)
     committing: dict[int, asyncio.Task[str]] = field(default_factory=dict)
@@ -75,6 +77,7 @@ class Committer:
         self._registration = registration
         self._attempts: dict[str, _Attempt] = {}
         self._writers, self._readers = LogWriters(), LogWriters()
+        self._collector = Collector(self._writers)
 
     async def open_attempt(
         self,
@@ -86,6 +89,7 @@ class Committer:
         refused: frozenset[int],
         epoch: Epoch,
         load_uri: str = "",
+        retention: Retention = Retention(),
     ) -> tuple[Record, RestoreDecision]:
         """Append OPEN(attempt), which fences all earlier attempts, and decide what to restore.
 
@@ -100,7 +104,6 @@ class Committer:
             DataLossError: the log is damaged.
             OSError: the storage does not answer.
         """
-        writer = self._writers.of(uri)
 
         def append(commit_log: CommitLog) -> Record:
             def make() -> dict[str, Any]:
@@ -108,12 +111,15 @@ class Committer:
                 _refuse_stale(commit_log, epoch)
                 # Stored in the record: ranks of one attempt must all restore the same step, even if
                 # the driver repeats the call after the storage has changed.
-                decision = decide(commit_log, uri, sealed, refused, load_uri).to_record()
+                decision = decide(commit_log, uri, sealed, refused, load_uri)
+                loads.hold(job, load_uri, decision.plan)
                 return {
                     "job": job,
                     "world_size": world_size,
                     "epoch": list(epoch),
-                    "restored_from": decision,
+                    "restored_from": decision.to_record(),
+                    "load_uri": load_uri,
+                    "retention": retention.to_record(),
                 }
 
             commit_log.refresh()
@@ -126,10 +132,10 @@ class Committer:
             return record
 
         # Anew: what this daemon has read before may have been damaged or repaired since.
-        record = await writer.call(append, OPEN_S, anew=True)
+        record = await self._writers.of(uri).call(append, OPEN_S, anew=True)
         known = self._attempts.get(job)
-        if known is None or (known.number, known.uri) < (attempt, uri) or known.uri != uri:
-            self._attempts[job] = _Attempt(attempt, uri, world_size, writer)
+        if known is None or known.uri != uri or known.number < attempt:
+            self._attempts[job] = _Attempt(attempt, uri, world_size)
         decision = RestoreDecision.from_record(record.values["restored_from"])
         log.info(
             "attempt opened",
@@ -180,30 +186,32 @@ class Committer:
                 reason="STORAGE_UNAVAILABLE",
             ) from error
 
-    async def commits(self, uri: str) -> list[tuple[Record, str]]:
-        """COMMIT records of a log, newest first, each with its manifest's address.
+    async def commits(self, uri: str) -> list[tuple[Record, str, str]]:
+        """COMMIT records of a log, newest first, each with its manifest's address and its pin.
 
         Raises:
             DamagedError: the log is damaged, so there may be more.
             UnavailableError, OSError: the storage does not answer.
         """
 
-        def read(commit_log: CommitLog) -> list[Record]:
+        def read(commit_log: CommitLog) -> list[tuple[Record, str, str]]:
             commit_log.refresh()
             commit_log.refuse_damaged()
-            return commit_log.commits()
+            pins = commit_log.pins()
+            return [
+                (record, join(uri, record.values["manifest"]), pins.get(record.checkpoint, ""))
+                for record in commit_log.commits()
+            ]
 
         # Not the writer's lane: reading neither waits for an append nor holds it up.
-        found = await self._readers.of(uri).call(read, LIST_S, anew=True)
-        return [(record, join(uri, record.values["manifest"])) for record in found]
+        return await self._readers.of(uri).call(read, LIST_S, anew=True)
 
     def close(self) -> None:
         """Begin no more commits."""
         for attempt in self._attempts.values():
             for commit in attempt.committing.values():
                 commit.cancel()
-        self._writers.close()
-        self._readers.close()
+        self._collector.close()
 
     def committed_uri(self, job: str, attempt: int, step: int) -> str:
         """Address of a manifest that this committer committed, "" if it has not."""
@@ -214,12 +222,13 @@ class Committer:
         self, attempt: _Attempt, report: Report, reports: dict[int, Report]
     ) -> str:
         try:
-            manifest_uri = await attempt.writer.call(
+            manifest_uri = await self._writers.of(attempt.uri).call(
                 lambda commit_log: _commit(commit_log, attempt, report, reports)
             )
         finally:
             del attempt.committing[report.step]
         attempt.committed[report.step] = manifest_uri
+        self._collector.begin(Run(attempt.uri, (attempt.number, report.step)))
         # append_commit refuses steps older than the newest commit: drop what waits for them.
         for step in [step for step in attempt.reports if step <= report.step]:
             del attempt.reports[step]
@@ -236,9 +245,7 @@ class Committer:
         ):
             # This daemon was restarted within the attempt. A commit still requires OPEN(attempt)
             # in the log, so resuming on a worker's word cannot commit anything that is fenced.
-            known = _Attempt(
-                local.attempt, local.uri, local.world_size, self._writers.of(local.uri)
-            )
+            known = _Attempt(local.attempt, local.uri, local.world_size)
             self._attempts[report.job] = known
         if known is None or known.number < report.attempt:
             raise NotReadyError(

@@ -16,6 +16,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MOST_WAITING = 64  # pieces of work in a lane; more means that its storage is stuck
+IDLE_S = 30.0  # after which the thread of a lane ends
 MOST_THREADS = 8  # per pool; fewer already saturate a node's memory with copies and checksums
 
 
@@ -70,12 +71,13 @@ class Lane:
     """One thread that does one piece of work after the other, in the order given.
 
     A caller may stop waiting; what has begun is finished before the next piece begins. The thread
-    starts with the first piece, and a stuck one does not keep the process from ending.
+    starts with the first piece and ends after IDLE_S without one; a stuck one does not keep the
+    process from ending.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._waiting = 0
         self._lock = threading.Lock()
@@ -104,10 +106,6 @@ class Lane:
                 f"{self._name}: the storage has not answered for {timeout_s:.0f} s",
                 reason="STORAGE_UNAVAILABLE",
             ) from error
-
-    def close(self) -> None:
-        """End the thread after the work that has been given to it."""
-        self._queue.put(None)
 
     def _submit(self, call: Callable[[], T]) -> Future[T]:
         with self._lock:
@@ -139,8 +137,16 @@ class Lane:
         return future
 
     def _work(self) -> None:
-        while (work := self._queue.get()) is not None:
-            work()
+        while True:
+            try:
+                work = self._queue.get(timeout=IDLE_S)
+            except queue.Empty:
+                with self._lock:
+                    if self._waiting == 0:
+                        self._thread = None
+                        return
+            else:
+                work()
 
 
 class Pools:

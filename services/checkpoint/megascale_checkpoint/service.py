@@ -17,6 +17,7 @@ from megascale_checkpoint.committer import Committer
 from megascale_checkpoint.committer_client import HOLD_S
 from megascale_checkpoint.jobs import Jobs
 from megascale_checkpoint.restore_decision import SealedStep
+from megascale_checkpoint.retention.policy import Retention
 from megascale_common.job.names import is_dns_label
 from megascale_common.job.restore import RestoreSource
 from megascale_common.job.wire import restore
@@ -55,6 +56,7 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
                 frozenset(request.refused_steps),
                 (request.epoch.cluster_generation, request.epoch.create_revision),
                 request.load_uri,
+                Retention(request.keep_latest, request.keep_every_steps, request.keep_every_hours),
             )
         plan = decision.plan
         # Attempt 0: another job wrote it, so it is no commit of this one.
@@ -104,7 +106,7 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
         with _storage_errors():
             found = await self._committer.commits(request.uri)
         response = checkpoint_pb2.ListCommitsResponse()
-        for record, manifest_uri in found:
+        for record, manifest_uri, pin in found:
             if request.job and record.values["job"] != request.job:
                 continue
             checkpoint = driver_pb2.Checkpoint(
@@ -114,6 +116,7 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
                 manifest_uri=manifest_uri,
                 size_bytes=record.values["size_bytes"],
                 world_size=record.values["world_size"],
+                pin=pin,
             )
             checkpoint.committed_at.FromDatetime(datetime.fromisoformat(record.values["time"]))
             response.checkpoints.append(checkpoint)

@@ -63,6 +63,9 @@ class NodeCalls:
             sealed_step=wanted.sealed_step,
             sealed_by_attempt=wanted.sealed_by_attempt,
             refused_steps=wanted.refused_steps,
+            keep_latest=wanted.keep_latest,
+            keep_every_steps=wanted.keep_every_steps,
+            keep_every_hours=wanted.keep_every_hours,
             epoch=epoch,
         )
         channel = open_channel(endpoint, self._token)

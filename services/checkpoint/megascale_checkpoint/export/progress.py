@@ -19,13 +19,21 @@ Report = Callable[[int, int], None]  # bytes done, bytes in all
 
 
 @contextmanager
-def bar(what: str, *, quiet: bool) -> Iterator[Report]:
-    """Yield what reports progress to a bar, which is removed in the end."""
+def bar(what: str, *, quiet: bool, unit: str = "") -> Iterator[Report]:
+    """Yield what reports progress to a bar, which is removed in the end.
+
+    Args:
+        unit: of what is counted, where that is not bytes.
+    """
+    counted = (
+        (TextColumn(f"{{task.completed}}/{{task.total}} {unit}"),)
+        if unit
+        else (DownloadColumn(), TransferSpeedColumn())
+    )
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
+        *counted,
         TimeRemainingColumn(),
     )
     console = Console(stderr=True)

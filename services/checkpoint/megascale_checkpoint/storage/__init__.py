@@ -1,6 +1,7 @@
 """Storage of checkpoints: the verbs that the commit protocol needs, and who implements them.
 
-``protocol`` defines the verbs, ``file`` implements them on a file system through ``disk``.
+``protocol`` defines the verbs, ``file`` implements them on a file system through ``disk``, and
+``s3`` and ``hdfs`` on servers; ``registry`` finds those two and what installed packages add.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from megascale_checkpoint.storage import registry
 from megascale_checkpoint.storage.file import FileStorage
 from megascale_checkpoint.storage.protocol import Storage, join, settle, split
 from megascale_common.service.errors import RequestError
@@ -17,17 +19,14 @@ __all__ = ["SCHEMES", "FileStorage", "Storage", "join", "open_storage", "settle"
 
 
 def open_storage(uri: str) -> Storage:
-    """Storage at ``uri``: an absolute path, or a URI of a scheme in ``SCHEMES``. No I/O.
+    """Storage at ``uri``: an absolute path, or a URI of a scheme that the registry finds. No I/O.
 
     Raises:
-        RequestError: another scheme, or one that refuses the URI (a remote host, a relative path).
+        RequestError: an unknown scheme, one whose package is not installed, or one that refuses the
+            URI (a remote host, a relative path, no bucket).
     """
-    opener = SCHEMES.get(urlsplit(uri).scheme)
-    if opener is None:
-        raise RequestError(
-            f"checkpoint uri {uri!r} is not supported: give an absolute path or file:///path"
-        )
-    return opener(uri)
+    scheme = urlsplit(uri).scheme
+    return (SCHEMES.get(scheme) or registry.find(scheme))(uri)
 
 
 def _open_file(uri: str) -> Storage:
@@ -45,5 +44,5 @@ def _open_file(uri: str) -> Storage:
     return FileStorage(path)
 
 
-# By scheme, what opens a URI; "" is a path.
+# By scheme, what opens a URI without a further package; "" is a path.
 SCHEMES: dict[str, Callable[[str], Storage]] = {"": _open_file, "file": _open_file}

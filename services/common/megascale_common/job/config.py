@@ -250,6 +250,8 @@ class CheckpointConfig:
     ``slots`` is the number of staging slots; at 0 the daemon chooses it. ``load_uri`` is the folder
     of another job's checkpoints, from which this job starts while it has none of its own. A job
     whose last step is not saved within ``final_timeout_s`` fails, unless ``require_final`` is off.
+    The three ``keep_...`` are rules of which checkpoints are kept; without any, all are.
+    ``max_write_mib_per_s`` bounds what the ranks of one node write to storage; 0 is no bound.
     """
 
     uri: str = ""
@@ -259,6 +261,10 @@ class CheckpointConfig:
     require_final: bool = True
     final_timeout_s: float = 300.0
     snapshot_interval_steps: int = 0
+    keep_latest: int = 0
+    keep_every_steps: int = 0
+    keep_every_hours: float = 0.0
+    max_write_mib_per_s: float = 0.0
 
     @property
     def memory_interval_steps(self) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import posixpath
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -16,15 +17,19 @@ from megascale_common.job.names import is_dns_label
 from megascale_common.job.problems import JobProblem
 
 if TYPE_CHECKING:  # config imports this module
-    from megascale_common.job.config import DataSource, JobConfig, OptimizerConfig
+    from megascale_common.job.config import CheckpointConfig, DataSource, JobConfig, OptimizerConfig
 
 _MAX_LABELS = 64
 _MAX_TEXT = 1024
 _MAX_PATH = 4096  # the kernel's own limit
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]{0,31}")
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/|$)")  # S3's own rule
 _MAX_SOURCES = 1024
 _MAX_OPTIONS, _MAX_OPTION_NAME = 64, 63
 _MAX_COLLECTIVE_TIMEOUT_S = 86_400
 _MAX_FINAL_TIMEOUT_S = 3600
+_MIN_HOURS, _MAX_HOURS = 0.02, 24 * 366
+_MAX_MIB_PER_S = 2**20  # a TiB per second
 _SHA256_DIGITS = 64
 _MAX_LOSS_RISE = 10**6
 NO_SOURCES = JobProblem(
@@ -289,19 +294,54 @@ def _checkpoint(config: JobConfig) -> Iterator[JobProblem]:
             f"{checkpoint.final_timeout_s:g} is out of range",
             f"give 1 to {_MAX_FINAL_TIMEOUT_S} seconds",
         )
+    yield from _retention(checkpoint)
+
+
+def _retention(checkpoint: CheckpointConfig) -> Iterator[JobProblem]:
+    limits = {
+        "keep_latest": (0, 2**31 - 1),
+        "keep_every_steps": (0, 2**63 - 1),
+        "keep_every_hours": (0, _MAX_HOURS),
+        "max_write_mib_per_s": (0, _MAX_MIB_PER_S),
+    }
+    for name, (least, most) in limits.items():
+        value = getattr(checkpoint, name)
+        if not least <= value <= most:
+            yield JobProblem(
+                f"checkpoint.{name}", f"{value} is out of range", f"give {least} to {most}"
+            )
+    if 0 < checkpoint.keep_every_hours < _MIN_HOURS:
+        yield JobProblem(
+            "checkpoint.keep_every_hours",
+            f"{checkpoint.keep_every_hours:g} is less than a minute",
+            f"give at least {_MIN_HOURS}, or 0 for no rule",
+        )
+    if 0 < checkpoint.max_write_mib_per_s < 1:
+        yield JobProblem(
+            "checkpoint.max_write_mib_per_s",
+            f"{checkpoint.max_write_mib_per_s:g} is less than 1",
+            "give at least 1, or 0 for no limit",
+        )
 
 
 def _storage(field: str, uri: str) -> Iterator[JobProblem]:
     if len(uri) > _MAX_PATH:
         yield JobProblem(field, "too long", f"use at most {_MAX_PATH} characters")
         return
-    scheme = uri.split("://", 1)[0] if "://" in uri else ""
-    if scheme and scheme != "file":
+    scheme, _, rest = uri.partition("://") if "://" in uri else ("", "", "")
+    if scheme in ("http", "https", "ftp") or (scheme and not _SCHEME.fullmatch(scheme)):
         yield JobProblem(
-            field, f"storage {scheme}:// is not built yet", "use an absolute path or file://"
+            field,
+            f"{scheme}:// is no storage of checkpoints",
+            "use an absolute path, file:///path, s3://bucket/prefix or hdfs://host:port/path",
         )
-    elif uri and not uri.removeprefix("file://").startswith("/"):
+    elif scheme == "s3" and not _BUCKET.match(rest):
+        yield JobProblem(field, f"{uri!r} names no bucket", "use s3://bucket/prefix")
+    elif scheme == "hdfs" and not re.match(r"[^/?#]+(/|$)", rest):
+        yield JobProblem(field, f"{uri!r} names no host", "use hdfs://host:port/path")
+    elif uri and scheme in ("", "file") and not uri.removeprefix("file://").startswith("/"):
         yield JobProblem(field, f"{uri!r} is relative", "give an absolute path that all nodes see")
+    # Any other scheme may be one that a package on the nodes adds: they find out.
 
 
 def _folder(uri: str) -> str:

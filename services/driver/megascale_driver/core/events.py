@@ -314,6 +314,9 @@ class OpenAttempt:
     sealed_by_attempt: int
     refused_steps: tuple[int, ...]
     load_uri: str = ""
+    keep_latest: int = 0
+    keep_every_steps: int = 0
+    keep_every_hours: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
