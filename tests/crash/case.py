@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from tests.crash.machine import (
@@ -39,6 +40,7 @@ from megascale_checkpoint.committer import Committer
 from megascale_checkpoint.concurrency import Cancellation
 from megascale_checkpoint.persist import persist
 from megascale_checkpoint.restore_decision import RestoreDecision, SealedStep
+from megascale_checkpoint.retention.policy import Retention
 from megascale_checkpoint.slots import SlotSeal
 from megascale_common.job.restore import RestoreSource
 from megascale_common.service.errors import (
@@ -58,8 +60,6 @@ FLIP, SWAP_RECORD, SWAP_MANIFEST, REMOVE_RECORD, SWAP_FILE = (
 CALL_FAULTS = (POWER, POWER, KILL, KILL, FAILED_SYNC, NO_SPACE, LOST_REPLY, STALL)
 DISK_FAULTS = ("", "", "", FLIP, FLIP, SWAP_RECORD, SWAP_MANIFEST, REMOVE_RECORD, SWAP_FILE)
 LOSE_REQUEST, LOSE_REPLY, TWICE = "lose request", "lose reply", "twice"
-# What a later version of the daemon does between two saves, such as collecting garbage.
-Collect = Callable[["Case"], Awaitable[None]]
 
 
 KINDS = sorted({*CALL_FAULTS, *DISK_FAULTS} - {""})
@@ -72,13 +72,12 @@ class Case:
         only: no other faults than these and losses of power; empty for all kinds.
     """
 
-    collect: Collect | None = None
-
     def __init__(self, seed: int, only: tuple[str, ...] = ()) -> None:
         self.call_faults = [k for k in CALL_FAULTS if not only or k in (*only, POWER)]
         self.disk_faults = [k for k in DISK_FAULTS if not only or k in only] or [""]
         self.rng = random.Random(seed)
         self.world = self.rng.randint(1, 3)
+        self.retention = Retention(keep_latest=self.rng.choice((0, 1, 1, 2)))
         points = sorted(self.rng.randrange(1, 700) for _ in range(self.rng.randint(1, 4)))
         faults = [
             Fault(point, self.rng.choice(self.call_faults), self.rng.random() < 0.5)
@@ -98,6 +97,7 @@ class Case:
 
     async def run(self) -> None:
         """All lives, the last of them without faults."""
+        asyncio.get_running_loop().set_exception_handler(_unless_crash)
         lives = self.rng.randint(2, 4)
         struck = self.rng.randrange(lives)  # the life after which the disk damages something
         for life in range(lives):
@@ -130,7 +130,8 @@ class Case:
         except Crash as crash:
             self.machine.note(f"process {self.process.number} ends: {crash}")
         finally:
-            self.machine.go_on.set()
+            self.machine.release()
+            self._note_retired()
             if cut_off:
                 self.zombie = self.process, committer, self.attempt
             else:
@@ -145,8 +146,7 @@ class Case:
         for _ in range(1 if last else self.rng.randint(1, 4)):
             with suppress(SupersededError):
                 await self._save(committer)
-            if self.collect is not None:
-                await self.collect(self)
+            await self._collect(committer)
 
     async def _open_and_restore(self, committer: Committer) -> bool:
         """Open attempts until one restores; False when a fault of the storage prevents it."""
@@ -185,10 +185,19 @@ class Case:
         return False
 
     async def _open_attempt(self, committer: Committer, refused: frozenset[int]) -> RestoreDecision:
+        self._note_retired()
         self.process.message(f"OpenAttempt {self.attempt}")
         _, decision = await self._call(
             lambda: committer.open_attempt(
-                "job", URI, self.attempt, self.world, SealedStep(0, 0), refused, (1, self.attempt)
+                "job",
+                URI,
+                self.attempt,
+                self.world,
+                SealedStep(0, 0),
+                refused,
+                (1, self.attempt),
+                "",
+                self.retention,
             )
         )
         self.process.message(f"OpenAttempt {self.attempt} answered")
@@ -304,10 +313,42 @@ class Case:
             # Another call comes in meanwhile, as from another rank.
             other = asyncio.ensure_future(call())
             await asyncio.wait([other], timeout=0.01)
-            self.machine.stalled.clear()
-            self.machine.go_on.set()
-            return await other
+            self.machine.release()
+            await self._through_stalls([other])
+            return other.result()
         return task.result()
+
+    async def _collect(self, committer: Committer) -> None:
+        """Wait until what follows a commit, the collection of retired checkpoints, has ended."""
+        running = list(committer._collector._tasks.values())
+        await self._through_stalls(running)
+        for task in running:
+            task.result()
+        self._note_retired()
+
+    async def _through_stalls(self, tasks: Sequence[asyncio.Future[Any]]) -> None:
+        """Wait until the tasks have ended, and end every stall on the way."""
+        while any(not task.done() for task in tasks):
+            await asyncio.wait(tasks, timeout=0.002)
+            if self.machine.stalled.is_set():
+                self.machine.note("the storage stalls, and goes on")
+                self.machine.release()
+
+    def _note_retired(self) -> None:
+        """Inform the oracle of what the log says is no more."""
+        committed: list[tuple[int, int]] = []
+        for path in self.machine.files("/job/commits"):
+            try:
+                values = load_record(bytes(self.machine.file(Path(path)).data), path)
+            except DamagedError:
+                continue
+            if values.get("kind") == "COMMIT":
+                committed.append((values["attempt"], values["step"]))
+            if values.get("kind") == "RETIRE":
+                key = values["of_attempt"], values["step"]
+                later = committed[committed.index(key) + 1 :] if key in committed else committed
+                if self.oracle.retires(key, [o for o in later if o in self.oracle.saved]):
+                    self.machine.note(f"step {key[1]} of attempt {key[0]} is retired")
 
     async def _wake_zombie(self) -> None:
         """The process that was cut off saves a step: it must be refused."""
@@ -348,6 +389,12 @@ class Case:
             self.process = Process(self.machine)
         if strike:
             strike_disk(self, self.rng.choice(self.disk_faults))
+
+
+def _unless_crash(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Say nothing of a task that has ended with its process."""
+    if not isinstance(context.get("exception"), Crash):
+        loop.default_exception_handler(context)
 
 
 async def _first(task: asyncio.Future[object], machine: Machine) -> bool:

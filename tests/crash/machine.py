@@ -143,6 +143,11 @@ class Machine:
             return fault
         return None
 
+    def release(self) -> None:
+        """End a stall."""
+        self.stalled.clear()
+        self.go_on.set()
+
     def power_off(self) -> None:
         """Every process ends; the disk keeps what it has, and some of what was under way."""
         for process in self.processes:
@@ -432,6 +437,7 @@ class Process:
             raise Crash(fault.kind)
 
     def _stall(self) -> None:
+        self._machine.go_on.clear()
         self._machine.stalled.set()
         self._machine.go_on.wait()
         self._check_alive()

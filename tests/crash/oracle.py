@@ -22,6 +22,7 @@ class Saved:
     Attributes:
         images: slot images by rank.
         reported: whether the committer has answered that it is complete.
+        retired: whether the log says that it exists no more.
         damaged: whether a fault has changed one of its files, or its record for good.
     """
 
@@ -29,6 +30,7 @@ class Saved:
     small_states: list[dict[str, Any]]
     reported: bool = False
     damaged: bool = False
+    retired: bool = False
 
 
 @dataclass(slots=True)
@@ -57,8 +59,27 @@ class Oracle:
 
     def newest(self) -> Key | None:
         """The newest checkpoint that was reported and is whole."""
-        keys = [key for key, saved in self.saved.items() if saved.reported and not saved.damaged]
+        keys = [
+            key
+            for key, saved in self.saved.items()
+            if saved.reported and not saved.damaged and not saved.retired
+        ]
         return keys[-1] if keys else None
+
+    def retires(self, key: Key, later: list[Key]) -> bool:
+        """The log has retired a checkpoint; ``later`` are those committed after it.
+
+        Returns:
+            Whether that is new.
+        """
+        saved = self.saved.get(key)
+        if saved is None or saved.retired:
+            return False
+        whole = [other for other in later if not self.saved[other].damaged]
+        if not saved.damaged and not whole:
+            self.lost = self.lost or f"{key} was retired, and it was the newest complete one"
+        saved.retired = True
+        return True
 
     def restored(self, key: Key | None, images: list[bytes], states: list[dict[str, Any]]) -> None:
         """An attempt has restored ``key``; None is a start from initial values."""

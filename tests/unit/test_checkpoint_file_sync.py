@@ -86,8 +86,12 @@ def test_a_folder_that_another_process_made_is_synced_before_it_counts(tmp_path:
     (tmp_path / "attempts" / "one").mkdir(parents=True)
     disk = FailingDisk()
     storage = FileStorage(tmp_path, disk)
+    changed = (tmp_path / "attempts").stat().st_mtime_ns
     storage.write("attempts/one/rank", [b"data"])
     assert disk.synced[-3:] == [tmp_path, tmp_path / "attempts", tmp_path / "attempts/one"]
+    assert (tmp_path / "attempts").stat().st_mtime_ns > changed, (
+        "a process that was killed may have seen its sync fail"
+    )
     count = len(disk.synced)
     storage.write("attempts/one/other", [b"data"])
     assert len(disk.synced) == count + 1, "a folder known to be durable is not synced again"

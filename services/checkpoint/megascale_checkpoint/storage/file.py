@@ -198,7 +198,7 @@ class FileStorage:
         """Create ``folder`` durably, parents first: each name is synced in its parent folder.
 
         Also a folder that stands there is synced once by each process: who made it may have been
-        killed before its own sync, or still be on the way to it.
+        killed before its own sync, or after one that failed, or still be on the way to it.
         """
         inode = self._inode(folder)
         if inode is not None and self._disk.durable.get(folder) == inode:
@@ -206,6 +206,9 @@ class FileStorage:
         if folder.parent == folder:
             return
         self._make_folder(folder.parent)
+        inside = folder == self._root or self._root in folder.parents
+        if inode is not None and inside:
+            self._disk.failed.add(folder.parent)  # for all that this process knows
         if inode is None:
             with suppress(FileExistsError):  # another rank may create it at the same time
                 self._disk.mkdir(folder)
@@ -214,7 +217,7 @@ class FileStorage:
             try:
                 self._sync_folder(folder.parent)
             except PermissionError:
-                if folder == self._root or self._root in folder.parents:
+                if inside:
                     raise  # above the root, a folder may be closed to reading
         if inode is not None:
             self._disk.durable[folder] = inode
