@@ -48,6 +48,7 @@ def ending(draft: Draft, job: Job) -> tuple[JobPhase, str] | None:
         return JobPhase.SUCCEEDED, done
     why = f"the checkpoint of step {steps} was not saved: {_cause(job, reports)}"
     if job.config.checkpoint.require_final:
+        draft.job(job.name, conditions=without_failing(job))  # the reason says it all
         return JobPhase.FAILED, f"{done}, but {why}"
     condition = Condition(ConditionType.NOT_SAVED, "FINAL_CHECKPOINT_FAILED", why, draft.now_s)
     draft.job(job.name, conditions=(*without_failing(job), condition))
