@@ -15,6 +15,7 @@ import torch
 from tests.harness.checkpoint_node import TOKEN, DaemonProcess
 from tests.harness.training import tiny_job
 from tests.harness.waiting import CALL_TIMEOUT_S, eventually
+from tests.integration.test_checkpoint_daemon import progress
 
 from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc
 from megascale_common.job.config import from_accepted
@@ -70,13 +71,19 @@ def snapshotter(
     world_size: int = 1,
     committer: DaemonProcess | None = None,
     slots: int = 2,
+    verified_share: float = 0.0,
 ) -> Snapshotter:
     sizes = {"tp": 1, "cp": 1, "dp": 1, "pp": 1}
     address = (committer or daemon).address if uri else ""
     registration = RankRegistration("job", attempt, rank, world_size, uri, address, slots, sizes)
     longest_s = 4 * CALL_TIMEOUT_S
     return Snapshotter(
-        str(daemon.socket), registration, state, torch.device("cpu"), collective_timeout_s=longest_s
+        str(daemon.socket),
+        registration,
+        state,
+        torch.device("cpu"),
+        collective_timeout_s=longest_s,
+        verified_share=verified_share,
     )
 
 
@@ -210,6 +217,30 @@ def test_a_hung_daemon_holds_a_step_for_a_moment_and_snapshots_go_on_when_it_ans
     assert snapshots.reserve_or_wait(41, CALL_TIMEOUT_S) == 0
     assert not snapshots.take(41, {}, votes=1)
     take(snapshots, state, 42)
+    snapshots.close()
+
+
+class WrongCopies(State):
+    """A state whose copy to the host loses what lies behind the first half, from step 20 on."""
+
+    def state_copy_to(self, slot: torch.Tensor) -> None:
+        super().state_copy_to(slot)
+        if self.values[0] >= 20:
+            slot[512:1024] = 0
+
+
+@pytest.mark.parametrize(("share", "kept"), [(0.0, 2), (1.0, 1)])
+async def test_a_copy_that_is_not_what_was_on_the_device_is_not_kept(
+    tmp_path: Path, stack: ExitStack, share: float, kept: int
+) -> None:
+    daemon, state = stack.enter_context(DaemonProcess(tmp_path, "n0")), WrongCopies()
+    snapshots = snapshotter(daemon, state, verified_share=share, slots=3)
+    for step in (10, 20):
+        await asyncio.to_thread(take, snapshots, state, step)
+    assert await asyncio.to_thread(snapshots.reserve_or_wait, 30, CALL_TIMEOUT_S) == 0
+    seen = await progress(daemon, lambda job: len(job.sealed) == kept)
+    assert [sealed.step for sealed in seen.sealed] == [10, 20][:kept]
+    assert share == 0 or "not what was on the device" in seen.persist_error
     snapshots.close()
 
 
