@@ -218,6 +218,7 @@ class _Worker:
             trainer,
             self._device,
             collective_timeout_s=timeout_s,
+            verified_share=self._config.checkpoint.verify_d2h,
         )
 
     def _restore(self, trainer: Trainer) -> int:
