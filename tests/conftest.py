@@ -32,6 +32,7 @@ LANES = {
         "integration/test_export_and_import.py",
         "integration/test_first_hour.py",
         "integration/test_grpcurl.py",
+        "integration/test_job_on_s3.py",
         "integration/test_jobs_that_cannot_run.py",
         "integration/test_load_from_another_job.py",
         "integration/test_up.py",

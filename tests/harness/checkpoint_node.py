@@ -184,6 +184,7 @@ class WorkerClient:
         committer: str = "",
         slots: int = 0,
         layout: ShardLayout | None = None,
+        **fields: Any,
     ) -> dict[str, Any]:
         """Register and map the slots; returns the answer, which may be an error."""
         self.rank, self.world_size = rank, world_size
@@ -200,6 +201,7 @@ class WorkerClient:
             "slots": slots,
             "layout": layout.to_dict(),
             "layout_info": {"tp": world_size, "cp": 1, "dp": 1, "pp": 1},
+            **fields,
         }
         framing.send(self.sock, message)
         received = framing.receive(self.sock)

@@ -18,7 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Event
+from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 from tests.harness import hdfs_server
 from tests.harness.checkpoint_node import TOKEN, DaemonProcess, WorkerClient
@@ -32,6 +35,7 @@ from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc, types_pb2
 from megascale_checkpoint.storage import Storage, join, open_storage, registry, settle
 from megascale_common.service.channel import open_channel
 from megascale_common.service.errors import RequestError
+from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "add-a-storage-backend.md"
 MIB = 2**20
@@ -373,8 +377,73 @@ def test_an_absent_package_names_the_extra(scheme: str) -> None:
     assert "checkpoint.uri" in done.stdout
 
 
+async def test_a_job_writes_no_faster_than_its_limit(tmp_path: Path) -> None:
+    values = 512 * 1024  # of 4 bytes
+    piece = ShardPiece(
+        "large", "master", "float32", (values,), (0,), (values,), 0, values, 0, primary=True
+    )
+    uri, layout = str(tmp_path / "checkpoints"), ShardLayout((piece,), values * 4)
+    with ExitStack() as stack:
+        daemon = stack.enter_context(DaemonProcess(tmp_path, "n0"))
+        await open_attempt(daemon, uri, 1)
+        worker = stack.enter_context(WorkerClient(daemon))
+        limit: dict[str, Any] = {"uri": uri, "committer": daemon.address, "layout": layout}
+        refused = worker.register(**limit, max_write_mib_per_s=-1.0)
+        assert "register.max_write_mib_per_s is -1.0" in refused["error"]
+        worker = stack.enter_context(WorkerClient(daemon))
+        worker.register(**limit, max_write_mib_per_s=4.0)
+        begun_s = time.monotonic()
+        worker.write(1)
+        assert worker.drain(1)["committed_step"] == 1
+        # 2 MiB at 4 MiB/s, less what may come at once; a busy machine takes longer.
+        assert time.monotonic() - begun_s >= 0.25
+
+
+async def asked(daemon: DaemonProcess, uri: str) -> str:
+    """Reason and text of what CheckStorage answers; "" where the storage can be used."""
+    async with open_channel(daemon.address, TOKEN) as channel:
+        stub = checkpoint_pb2_grpc.CheckpointServiceStub(channel)
+        try:
+            request = checkpoint_pb2.CheckStorageRequest(uri=uri)
+            await stub.CheckStorage(request, timeout=CALL_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            return f"{error.code().name} {error.details()}"
+    return ""
+
+
 @pytest.mark.s3
 class TestS3:
+    async def test_a_storage_is_tried_before_a_job_trains(
+        self, s3_settings: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """By a node's daemon, for the driver; when an attempt opens; and in `megascale plan`."""
+        job = tmp_path / "job.yaml"
+        text = (
+            "name: a\ntrainer:\n  model: {layers: 2, hidden_size: 64, heads: 4, vocab_size: 259}\n"
+        )
+
+        def plan(uri: str, *options: str) -> str:
+            job.write_text(f"{text}checkpoint: {{uri: '{uri}'}}\n")
+            return command("plan", job, *options).stdout
+
+        absent = "checkpoint.uri: there is no bucket other-bucket"
+        assert f"refused {absent}" in plan("s3://other-bucket/x")
+        assert absent not in plan("s3://other-bucket/x", "--offline")
+        assert "checkpoint.uri" not in plan(f"s3://{BUCKET}/x")
+        assert "--offline" in plan("hdfs://127.0.0.1:1/x")
+        with DaemonProcess(tmp_path, "n0") as daemon:
+            assert await asked(daemon, f"s3://{BUCKET}/x") == ""
+            assert (await asked(daemon, "s3://other-bucket/x")).startswith(
+                f"INVALID_ARGUMENT {absent}"
+            )
+            assert (await asked(daemon, "gs://x/y")).startswith("INVALID_ARGUMENT checkpoint.uri")
+            with pytest.raises(grpc.aio.AioRpcError, match=absent):
+                await open_attempt(daemon, "s3://other-bucket/x", 1)
+        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+        with DaemonProcess(tmp_path, "n1") as daemon:
+            answer = await asked(daemon, f"s3://{BUCKET}/x")
+            assert answer.startswith("PERMISSION_DENIED") and "AWS_ACCESS_KEY_ID" in answer
+
     def test_a_server_that_is_down_is_a_matter_of_time(
         self, s3_settings: None, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -31,7 +31,6 @@ INNER = (
     "/platform/",
     "/commands",
     "/command_target",
-    "/export/",
     "/retention/retire",
     "/codec.py",
     "/store.py",

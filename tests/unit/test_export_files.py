@@ -211,11 +211,13 @@ def test_an_export_that_is_ended_leaves_no_folder_of_the_name(
     assert bool(list(tmp_path.glob(".out.partial-*"))) == (how is signal.SIGKILL)
 
 
-def test_a_flipped_bit_is_named_and_nothing_is_exported(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["header", "values"])
+def test_a_flipped_bit_is_named_and_nothing_is_exported(part: str, tmp_path: Path) -> None:
     write_model(tmp_path / "written", job_of(MODELS["llama"][1], {"dp": 2}))
     (file,) = (tmp_path / "written").glob("attempts/*/*/rank-00001.safetensors")
     data = bytearray(file.read_bytes())
-    data[5000] ^= 1
+    header = int.from_bytes(data[:8], "little")  # behind it stand the parameters
+    data[8 + (header // 2 if part == "header" else header + 100)] ^= 1
     file.write_bytes(data)
     shown = invoke(
         "export", str(tmp_path / "written"), "--to", str(tmp_path / "out"), "--format", "hf"

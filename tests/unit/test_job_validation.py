@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from typing import Any
 
@@ -193,6 +194,12 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("checkpoint.interval_steps", {"checkpoint__interval_steps": -1}, "0"),
     ("checkpoint.load_uri", {"checkpoint__load_uri": "file:///checkpoints/demo/"}, "another job"),
     ("checkpoint.load_uri", {"checkpoint__load_uri": "https://bucket/a"}, "file://"),
+    ("checkpoint.keep_latest", {"checkpoint__keep_latest": -1}, "0 to"),
+    ("checkpoint.keep_every_steps", {"checkpoint__keep_every_steps": -5}, "0 to"),
+    ("checkpoint.keep_every_hours", {"checkpoint__keep_every_hours": 0.001}, "no rule"),
+    ("checkpoint.keep_every_hours", {"checkpoint__keep_every_hours": math.nan}, "0 to"),
+    ("checkpoint.max_write_mib_per_s", {"checkpoint__max_write_mib_per_s": 0.5}, "no limit"),
+    ("checkpoint.max_write_mib_per_s", {"checkpoint__max_write_mib_per_s": math.inf}, "0 to"),
     ("checkpoint.uri", {"checkpoint": {"load_uri": "/checkpoints/other"}}, "own"),
     ("trainer.evaluation.sources", {"evaluation__interval_steps": 5}, "held-out"),
     (
@@ -203,6 +210,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("trainer.evaluation.interval_steps", {"evaluation__interval_steps": -1}, "0"),
     ("trainer.evaluation.batches", {"evaluation__batches": 0}, "at least 1"),
     ("checkpoint.slots", {"checkpoint__slots": 9}, "2 to 6"),
+    ("checkpoint.verify_d2h", {"checkpoint__verify_d2h": 1.5}, "0 to 1"),
     (
         "checkpoint.snapshot_interval_steps",
         {"checkpoint__uri": "/c", "checkpoint__snapshot_interval_steps": -1},

@@ -73,6 +73,9 @@ FUNCTIONS = {
     "init": Plugin("", "megascale_driver.commands.init:job_template"),
     "plan": Plugin("", "megascale_driver.commands.plan:plan_job"),
     "effective": Plugin("", "megascale_driver.commands.effective:effective_job"),
+    "storage_problem": Plugin(
+        "", "megascale_checkpoint.storage.reach:storage_problem", "checkpoint"
+    ),
 }
 
 # The added command gets the rest of the command line unparsed, --help included.

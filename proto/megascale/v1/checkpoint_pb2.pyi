@@ -236,6 +236,34 @@ class WatchProgressResponse(google.protobuf.message.Message):
 Global___WatchProgressResponse: typing_extensions.TypeAlias = WatchProgressResponse
 
 @typing.final
+class CheckStorageRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    URI_FIELD_NUMBER: builtins.int
+    uri: builtins.str
+    """A checkpoint.uri."""
+    def __init__(
+        self,
+        *,
+        uri: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["uri", b"uri"]) -> None: ...
+
+Global___CheckStorageRequest: typing_extensions.TypeAlias = CheckStorageRequest
+
+@typing.final
+class CheckStorageResponse(google.protobuf.message.Message):
+    """The storage can be used."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___CheckStorageResponse: typing_extensions.TypeAlias = CheckStorageResponse
+
+@typing.final
 class ListCommitsRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -91,7 +91,23 @@ _CheckpointServiceListCommitsType = typing_extensions.TypeVar(
     ],
 )
 
-class CheckpointServiceStub(typing.Generic[_CheckpointServiceOpenAttemptType, _CheckpointServiceReportPreparedType, _CheckpointServiceWatchProgressType, _CheckpointServiceListCommitsType]):
+_CheckpointServiceCheckStorageType = typing_extensions.TypeVar(
+    '_CheckpointServiceCheckStorageType',
+    grpc.UnaryUnaryMultiCallable[
+        megascale.v1.checkpoint_pb2.CheckStorageRequest,
+        megascale.v1.checkpoint_pb2.CheckStorageResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.checkpoint_pb2.CheckStorageRequest,
+        megascale.v1.checkpoint_pb2.CheckStorageResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        megascale.v1.checkpoint_pb2.CheckStorageRequest,
+        megascale.v1.checkpoint_pb2.CheckStorageResponse,
+    ],
+)
+
+class CheckpointServiceStub(typing.Generic[_CheckpointServiceOpenAttemptType, _CheckpointServiceReportPreparedType, _CheckpointServiceWatchProgressType, _CheckpointServiceListCommitsType, _CheckpointServiceCheckStorageType]):
     """Two-stage asynchronous persistence (MegaScale section 4.4), served by the checkpoint daemon of
     every node. The daemon of the first node of an attempt is its committer.
 
@@ -117,6 +133,10 @@ class CheckpointServiceStub(typing.Generic[_CheckpointServiceOpenAttemptType, _C
             megascale.v1.checkpoint_pb2.ListCommitsRequest,
             megascale.v1.checkpoint_pb2.ListCommitsResponse,
         ],
+        grpc.UnaryUnaryMultiCallable[
+            megascale.v1.checkpoint_pb2.CheckStorageRequest,
+            megascale.v1.checkpoint_pb2.CheckStorageResponse,
+        ],
     ], channel: grpc.Channel) -> None: ...
 
     @typing.overload
@@ -136,6 +156,10 @@ class CheckpointServiceStub(typing.Generic[_CheckpointServiceOpenAttemptType, _C
         grpc.aio.UnaryUnaryMultiCallable[
             megascale.v1.checkpoint_pb2.ListCommitsRequest,
             megascale.v1.checkpoint_pb2.ListCommitsResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            megascale.v1.checkpoint_pb2.CheckStorageRequest,
+            megascale.v1.checkpoint_pb2.CheckStorageResponse,
         ],
     ], channel: grpc.aio.Channel) -> None: ...
 
@@ -199,6 +223,19 @@ class CheckpointServiceStub(typing.Generic[_CheckpointServiceOpenAttemptType, _C
     - DATA_LOSS (DATA_LOSS): a newer build has written to the commit log.
     """
 
+    CheckStorage: _CheckpointServiceCheckStorageType
+    """Finds out whether this node can reach and write a storage: writes a small file and removes it.
+    On a file system it makes the folder.
+
+    Callers: driver, operator
+    Errors:
+    - INVALID_ARGUMENT (BAD_REQUEST): the uri is not supported, its package is not installed on this
+      node, or there is no such bucket.
+    - INVALID_ARGUMENT (NO_FOLDER): no folder can be created at the uri.
+    - PERMISSION_DENIED (FORBIDDEN): the node may not write there.
+    - UNAVAILABLE (STORAGE_UNAVAILABLE): storage does not answer; try again.
+    """
+
 CheckpointServiceAsyncStub: typing_extensions.TypeAlias = CheckpointServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         megascale.v1.checkpoint_pb2.OpenAttemptRequest,
@@ -215,6 +252,10 @@ CheckpointServiceAsyncStub: typing_extensions.TypeAlias = CheckpointServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         megascale.v1.checkpoint_pb2.ListCommitsRequest,
         megascale.v1.checkpoint_pb2.ListCommitsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.checkpoint_pb2.CheckStorageRequest,
+        megascale.v1.checkpoint_pb2.CheckStorageResponse,
     ],
 ]
 
@@ -304,6 +345,24 @@ class CheckpointServiceServicer(metaclass=abc.ABCMeta):
         - UNAVAILABLE (STORAGE_UNAVAILABLE): storage does not answer; try again.
         - DATA_LOSS (DAMAGED): a record of the commit log is damaged or missing, so there may be more.
         - DATA_LOSS (DATA_LOSS): a newer build has written to the commit log.
+        """
+
+    @abc.abstractmethod
+    def CheckStorage(
+        self,
+        request: megascale.v1.checkpoint_pb2.CheckStorageRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[megascale.v1.checkpoint_pb2.CheckStorageResponse, collections.abc.Awaitable[megascale.v1.checkpoint_pb2.CheckStorageResponse]]:
+        """Finds out whether this node can reach and write a storage: writes a small file and removes it.
+        On a file system it makes the folder.
+
+        Callers: driver, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): the uri is not supported, its package is not installed on this
+          node, or there is no such bucket.
+        - INVALID_ARGUMENT (NO_FOLDER): no folder can be created at the uri.
+        - PERMISSION_DENIED (FORBIDDEN): the node may not write there.
+        - UNAVAILABLE (STORAGE_UNAVAILABLE): storage does not answer; try again.
         """
 
 def add_CheckpointServiceServicer_to_server(servicer: CheckpointServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -122,6 +122,8 @@ class Committer:
                     "retention": retention.to_record(),
                 }
 
+            # Before anything is trained: also what is only needed later, such as large files.
+            open_storage(uri).check()
             commit_log.refresh()
             _refuse_foreign(commit_log, job)
             record = commit_log.append_open(attempt, make)
@@ -205,6 +207,15 @@ class Committer:
 
         # Not the writer's lane: reading neither waits for an append nor holds it up.
         return await self._readers.of(uri).call(read, LIST_S, anew=True)
+
+    async def check(self, uri: str) -> None:
+        """Find out whether the storage at ``uri`` can be reached and written.
+
+        Raises:
+            RequestError: it cannot be right.
+            UnavailableError, OSError: it does not answer, or refuses.
+        """
+        await self._readers.of(uri).call(lambda _: open_storage(uri).check(), LIST_S)
 
     def close(self) -> None:
         """Begin no more commits."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -46,6 +47,7 @@ class RegisteredRank:
         layout: what the rank's slots hold.
         digest: the layout's digest.
         layout_info: the sizes of tp, cp, dp and pp, for the manifest.
+        max_write_mib_per_s: most that the job's ranks of this node write to storage; 0: no limit.
     """
 
     job: str
@@ -59,6 +61,7 @@ class RegisteredRank:
     digest: str
     layout_info: dict[str, int]
     in_flight: int = 1
+    max_write_mib_per_s: float = 0.0
 
 
 class RegistrationFrames:
@@ -126,6 +129,9 @@ def parse(message: Mapping[str, Any]) -> RegisteredRank:
         digest=layout.digest(),
         layout_info=field(message, "layout_info", dict),
         in_flight=field({"in_flight": 1, **message}, "in_flight", int),
+        max_write_mib_per_s=field(
+            {"max_write_mib_per_s": 0.0, **message}, "max_write_mib_per_s", float
+        ),
     )
     _check(registration)
     return registration
@@ -141,6 +147,10 @@ def _layout(values: dict[str, Any]) -> ShardLayout:
 def _check(given: RegisteredRank) -> None:
     if not is_dns_label(given.job):
         raise RequestError(f"register.job {given.job!r} is not a DNS-1123 label")
+    if not 0 <= given.max_write_mib_per_s < math.inf:
+        raise RequestError(
+            f"register.max_write_mib_per_s is {given.max_write_mib_per_s}; give 0 or more"
+        )
     if given.attempt < 1:
         raise RequestError(f"register.attempt is {given.attempt}; attempts count from 1")
     if not 0 <= given.rank < given.world_size:

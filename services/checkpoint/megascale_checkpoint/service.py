@@ -46,7 +46,7 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
     ) -> checkpoint_pb2.OpenAttemptResponse:
         """See proto/megascale/v1/checkpoint.proto."""
         _check_open(request)
-        with _storage_errors(), _place_errors():
+        with _storage_errors(), _place_errors(request.uri):
             record, decision = await self._committer.open_attempt(
                 request.job,
                 request.uri,
@@ -122,6 +122,15 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
             response.checkpoints.append(checkpoint)
         return response
 
+    @answers
+    async def CheckStorage(
+        self, request: checkpoint_pb2.CheckStorageRequest, context: Context
+    ) -> checkpoint_pb2.CheckStorageResponse:
+        """See proto/megascale/v1/checkpoint.proto."""
+        with _storage_errors(), _place_errors(request.uri):
+            await self._committer.check(request.uri)
+        return checkpoint_pb2.CheckStorageResponse()
+
     async def _await_commit(self, request: checkpoint_pb2.ReportPreparedRequest) -> str:
         try:
             async with asyncio.timeout(HOLD_S):
@@ -148,14 +157,14 @@ def _storage_errors() -> Iterator[None]:
 
 
 @contextmanager
-def _place_errors() -> Iterator[None]:
+def _place_errors(uri: str) -> Iterator[None]:
     """A path at which no folder can be is the request's fault, and not the storage's."""
     try:
         yield
     except OSError as error:
         if error.errno not in _NO_FOLDER:
             raise
-        text = f"{error}: give a folder that every node can create"
+        text = f"{uri}: {error}: give a folder that every node can create"
         raise RequestError(text, reason="NO_FOLDER") from error
 
 

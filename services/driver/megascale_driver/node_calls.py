@@ -103,6 +103,22 @@ class NodeCalls:
         finally:
             await channel.close()
 
+    async def check_storage(self, node: Node, uri: str) -> None:
+        """Have the node's daemon find out whether it can reach and write a checkpoint.uri.
+
+        Raises:
+            grpc.aio.AioRpcError: it cannot, or the daemon does not answer.
+        """
+        channel = open_channel(
+            await self._daemon_endpoint(node) or node.identity.checkpoint_endpoint, self._token
+        )
+        try:
+            stub = checkpoint_pb2_grpc.CheckpointServiceStub(channel)
+            request = checkpoint_pb2.CheckStorageRequest(uri=uri)
+            await stub.CheckStorage(request, timeout=LIST_TIMEOUT_S)
+        finally:
+            await channel.close()
+
     async def tail(
         self, node: Node, request: executor_pb2.TailWorkerLogsRequest
     ) -> AsyncIterator[str]:

@@ -65,6 +65,7 @@ class RankRegistration:
     slots: int
     sizes: Mapping[str, int]
     in_flight: int = 1
+    max_write_mib_per_s: float = 0.0
 
 
 class DaemonLink:
@@ -351,6 +352,7 @@ def registration_frames(who: RankRegistration, layout: ShardLayout) -> Iterator[
         committer_endpoint=who.committer_endpoint,
         slots=who.slots,
         in_flight=who.in_flight,
+        max_write_mib_per_s=float(who.max_write_mib_per_s),
         layout={"slot_bytes": layout.slot_bytes, "pieces": first},
         further_pieces=len(rest),
         layout_info=dict(who.sizes),

@@ -217,7 +217,8 @@ class Register(TypedDict):
     ``layout`` is the value of megascale_common.sizes.checkpoint_layout.ShardLayout.to_dict; of its
     pieces, ``further_pieces`` follow in Pieces messages, because a frame is bounded. ``slots`` 0
     leaves their number to the daemon, which then counts ``in_flight`` for snapshots that are
-    reserved, copied or unsettled at the same time (default 1).
+    reserved, copied or unsettled at the same time (default 1). ``max_write_mib_per_s`` bounds what
+    the daemon writes for the job (0, the default, is no bound).
     """
 
     kind: Literal["register"]
@@ -230,6 +231,7 @@ class Register(TypedDict):
     committer_endpoint: str
     slots: int
     in_flight: NotRequired[int]
+    max_write_mib_per_s: NotRequired[float]
     layout: dict[str, Any]
     further_pieces: NotRequired[int]
     layout_info: dict[str, int]

@@ -209,6 +209,7 @@ class _Worker:
                 "vpp": sizes.virtual_stages,
             },
             in_flight=in_flight(self._config.checkpoint.memory_interval_steps),
+            max_write_mib_per_s=self._config.checkpoint.max_write_mib_per_s,
         )
         timeout_s = self._config.recovery.collective_timeout_s
         return Snapshotter(
@@ -217,6 +218,7 @@ class _Worker:
             trainer,
             self._device,
             collective_timeout_s=timeout_s,
+            verified_share=self._config.checkpoint.verify_d2h,
         )
 
     def _restore(self, trainer: Trainer) -> int:
