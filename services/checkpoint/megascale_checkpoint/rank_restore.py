@@ -51,6 +51,9 @@ class RankSlots(Protocol):
     def release(self, index: int) -> None:
         """See :meth:`SlotTable.release`."""
 
+    async def sealed(self) -> None:
+        """Wait until no checksums are being computed any more."""
+
 
 @dataclass(frozen=True, slots=True)
 class Restoration:
@@ -229,6 +232,7 @@ class RankRestores:
         raise RequestError(found.text)
 
     async def _from_memory(self, plan: RestorePlan) -> Restoration | MemoryProblem:
+        await self._slots.sealed()
         given = self._slots.registration
         slot = self._slots.table.find(plan.written_by_attempt, plan.step, given.digest)
         if slot is None or slot.seal is None:

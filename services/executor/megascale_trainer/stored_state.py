@@ -138,7 +138,7 @@ class StoredStateReader:
         while current is not None:
             begin = number % 2 * rounds.window_bytes
             with self._timeline.part("read"):
-                self._collect(current)
+                self._collect()
             following, number = next(program, None), number + 1
             if following is not None:
                 self._post(following, number % 2 * rounds.window_bytes)
@@ -159,16 +159,19 @@ class StoredStateReader:
                 self._ask(request)
             elif self._problem is None:
                 try:
-                    self._link.post(request)
+                    self._link.post(request, self._took)
                 except OSError as error:
                     self._failed(error)
 
-    def _collect(self, part: Round) -> None:
-        if self._problem is None and any(read.file != IN_MEMORY for read in part.reads):
-            try:
-                self._checked(self._link.collect(START_TIMEOUT_S))
-            except OSError as error:
-                self._failed(error)
+    def _collect(self) -> None:
+        """Wait for the window that was posted, if one was."""
+        if self._problem is not None:
+            return
+        try:
+            if not self._link.read_answers(START_TIMEOUT_S):
+                self._failed(TimeoutError(f"no answer to a read in {START_TIMEOUT_S:g} s"))
+        except OSError as error:
+            self._failed(error)
 
     def _exchange(self, part: Round, begin: int, window_bytes: int) -> None:
         """Put what this rank needs of its window into its state, send the rest, and receive."""
@@ -214,6 +217,9 @@ class StoredStateReader:
         kind, file = refused["error_kind"], refused["file"]
         self._problem = RestoreRefused(kind, refused["error"], file)
         return None
+
+    def _took(self, answer: Message) -> None:
+        self._checked(answer)
 
     def _failed(self, error: OSError) -> None:
         self._problem = RestoreRefused("OTHER", f"the checkpoint daemon: {error}", "")
