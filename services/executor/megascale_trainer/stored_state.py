@@ -28,7 +28,7 @@ from megascale_common.node.restore_messages import (
 )
 from megascale_common.sizes.checkpoint_layout import ShardLayout
 from megascale_common.sizes.piece_runs import Runs, decode, encode, join, runs_of
-from megascale_common.sizes.read_plan import IN_MEMORY, DoesNotFit, ReadPlan, plan_reads
+from megascale_common.sizes.read_plan import IN_MEMORY, DoesNotFit, plan_reads
 from megascale_common.sizes.read_rounds import Read, Round, Rounds
 from megascale_trainer.daemon_link import START_TIMEOUT_S, DaemonLink
 from megascale_trainer.parallel.groups import Group
@@ -57,7 +57,7 @@ class StoredStateReader:
     """Reads one checkpoint; every rank makes one and calls :meth:`read` together.
 
     Attributes:
-        plan: of all ranks, once it is made.
+        read_bytes: what the daemon has read from storage for this rank, for itself and for others.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class StoredStateReader:
         self._rank = world.index
         self._problem: RestoreRefused | None = None
         self._slot = -1
-        self.plan: ReadPlan | None = None
+        self.read_bytes = 0
 
     def read(self, restored: RestorePlan, in_memory: Sequence[bool]) -> dict[str, Any]:
         """Fill the state of every rank that is not ``in_memory``; returns the small state.
@@ -113,11 +113,11 @@ class StoredStateReader:
             smallest = min(row[0] for row in self._votes.numbers(area))
         with self._timeline.part("plan"):
             try:
-                self.plan = plan_reads(stored, needs, in_memory)
+                reads = plan_reads(stored, needs, in_memory)
             except DoesNotFit as error:
                 uri = restored.manifest_uri.rpartition("/")[0]
                 raise RestoreRefused("BAD_JOB", error.refusal(uri), "") from error
-            return Rounds(self.plan, max(1, min(WINDOW_BYTES, smallest // 2)))
+            return Rounds(reads, max(1, min(WINDOW_BYTES, smallest // 2)))
 
     def _index(self, number: int) -> Runs:
         tables, following = [], 0
@@ -156,7 +156,7 @@ class StoredStateReader:
         for number, some in enumerate(asked):
             request = ReadStored(kind="restore_read", at=begin, reads=[_fields(r) for r in some])
             if number + 1 < len(asked):
-                self._ask(request)
+                self._took(self._ask(request))
             elif self._problem is None:
                 try:
                     self._link.post(request, self._took)
@@ -218,8 +218,10 @@ class StoredStateReader:
         self._problem = RestoreRefused(kind, refused["error"], file)
         return None
 
-    def _took(self, answer: Message) -> None:
-        self._checked(answer)
+    def _took(self, answer: Message | None) -> None:
+        """Take in that a window, or a part of it, was read."""
+        if answer is not None and self._checked(answer) is not None:
+            self.read_bytes += answer["bytes_read"]
 
     def _failed(self, error: OSError) -> None:
         self._problem = RestoreRefused("OTHER", f"the checkpoint daemon: {error}", "")
