@@ -54,6 +54,9 @@ class RankSlots(Protocol):
     async def sealed(self) -> None:
         """Wait until no checksums are being computed any more."""
 
+    def adopt(self, index: int) -> None:
+        """The attempt goes on from this state, which is in memory alone: persist it as its own."""
+
 
 @dataclass(frozen=True, slots=True)
 class Restoration:
@@ -241,7 +244,10 @@ class RankRestores:
                 "layout"
             )
         try:
-            return await self._restore_from_memory(slot, slot.seal)
+            found = await self._restore_from_memory(slot, slot.seal)
+            if not plan.manifest_uri:
+                self._slots.adopt(slot.index)
+            return found
         except DamagedError as error:
             self._slots.table.discard(slot.index)
             self._listener.note_damaged(given.rank, plan.written_by_attempt, plan.step, str(error))
