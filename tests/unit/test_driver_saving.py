@@ -253,3 +253,20 @@ def test_a_failing_checkpoint_is_in_status_and_explanation_until_the_next_commit
     # The other node has not learned of the commit yet.
     desk.report("n2", AttemptPhase.RUNNING, progress=(failure(25),))
     assert desk.job().conditions == ()
+
+
+def test_a_damaged_snapshot_has_one_line() -> None:
+    desk = desk_with_job()
+    found = CheckpointFailure(1, 30, 3, "/staging/slot-1: q (master) changed after it was sealed")
+    seen = Progress("a", damaged=(found,))
+    for _ in range(2):
+        desk.report("n1", AttemptPhase.RUNNING, progress=(seen,))
+    other = replace(found, rank=2)
+    desk.report("n1", AttemptPhase.RUNNING, progress=(replace(seen, damaged=(found, other)),))
+    found_lines = lines(desk, "SNAPSHOT_DAMAGED")
+    assert len(found_lines) == 2
+    assert "step 30 in the memory of n1 is damaged (rank 3): /staging/slot-1" in found_lines[0]
+    job = desk.job()
+    assert job.phase is JobPhase.RUNNING
+    stored = codec.load(Job, codec.dump(job), config=job.config, attempts=job.attempts)
+    assert stored.damaged_snapshots == ((1, 30, 3), (1, 30, 2))

@@ -235,6 +235,8 @@ class _Worker:
         self._status.update(phase=Phase.RESTORE)
         world = self._groups.world
         restored = restore(self._snapshots.link, plan, trainer, self._device, world)
+        if restored.damage:
+            print(f"memory is damaged, storage was read: {restored.damage}", flush=True)
         small_state = restored.small_state
         refused, changed = differences(small_state.get("model"), self._config.model)
         if refused:
