@@ -262,14 +262,11 @@ class CheckpointConfig:
     require_final: bool = True
     final_timeout_s: float = 300.0
     snapshot_interval_steps: int = 0
-<<<<<<< HEAD
     keep_latest: int = 0
     keep_every_steps: int = 0
     keep_every_hours: float = 0.0
     max_write_mib_per_s: float = 0.0
-=======
     verify_d2h: float = 0.01
->>>>>>> sched
 
     @property
     def memory_interval_steps(self) -> int:
