@@ -200,6 +200,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("trainer.evaluation.interval_steps", {"evaluation__interval_steps": -1}, "0"),
     ("trainer.evaluation.batches", {"evaluation__batches": 0}, "at least 1"),
     ("checkpoint.slots", {"checkpoint__slots": 9}, "2 to 6"),
+    ("checkpoint.verify_d2h", {"checkpoint__verify_d2h": 1.5}, "0 to 1"),
     (
         "checkpoint.snapshot_interval_steps",
         {"checkpoint__uri": "/c", "checkpoint__snapshot_interval_steps": -1},
