@@ -236,6 +236,23 @@ def test_a_restarted_daemon_has_an_event_in_the_log_of_its_job() -> None:
     assert "status -9" in found.message
 
 
+def test_a_damaged_snapshot_has_one_line() -> None:
+    desk = desk_with_job()
+    found = CheckpointFailure(1, 30, 3, "/staging/slot-1: q (master) changed after it was sealed")
+    seen = Progress("a", damaged=(found,))
+    for _ in range(2):
+        desk.report("n1", AttemptPhase.RUNNING, progress=(seen,))
+    other = replace(found, rank=2)
+    desk.report("n1", AttemptPhase.RUNNING, progress=(replace(seen, damaged=(found, other)),))
+    found_lines = lines(desk, "SNAPSHOT_DAMAGED")
+    assert len(found_lines) == 2
+    assert "step 30 in the memory of n1 is damaged (rank 3): /staging/slot-1" in found_lines[0]
+    job = desk.job()
+    assert job.phase is JobPhase.RUNNING
+    stored = codec.load(Job, codec.dump(job), config=job.config, attempts=job.attempts)
+    assert stored.damaged_snapshots == ((1, 30, 3), (1, 30, 2))
+
+
 def test_a_failing_checkpoint_is_in_status_and_explanation_until_the_next_commit() -> None:
     desk = desk_with_job()
     desk.report("n1", AttemptPhase.RUNNING, progress=(committed(10),))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +26,7 @@ from megascale_common.sizes.piece_runs import decode, encode, join, runs_of
 from megascale_common.sizes.read_plan import DoesNotFit, plan_reads
 from megascale_common.sizes.read_rounds import SHARE, Rounds
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 MODEL = {
     "layers": 8,
     "hidden_size": 32,
@@ -117,6 +122,17 @@ def test_ranks_of_a_lost_node_read_storage_and_take_replicas_from_peers() -> Non
     assert sum(nothing.read_bytes) == 0 and nothing.plan.copies.size == 0
 
 
+def test_one_rank_that_all_others_read_for_receives_no_more_than_its_share() -> None:
+    written = trainer_layouts(MODEL, {"dp": 16})
+    values = values_of(written)
+    files = [image_of(layout, values) for layout in written]
+    memories = {rank: image for rank, image in enumerate(files) if rank != 5}
+    done = restore_all(written, files, written, memories, window_bytes=256)
+    assert done.images == files
+    assert sum(size > 0 for size in done.read_bytes) > 2 * SHARE, "its pieces have many readers"
+    assert done.most_received <= SHARE * 256 and done.most_sent <= SHARE * 256
+
+
 def test_a_tables_bytes_are_the_table() -> None:
     table = stored_runs(trainer_layouts(MODEL, {"dp": 2}))
     again = decode(encode(table))
@@ -172,3 +188,21 @@ def test_a_column_of_a_matrix_is_one_run_per_row() -> None:
     whole_rows = piece(2, 8, start=(2, 0), stop=(4, 5))
     assert runs_of([whole_rows], 0).rows[:, 1:3].tolist() == [[48, 72]]
     assert slot_bytes([column]) == 4096
+
+
+def test_the_benchmark_prints_every_pair_on_one_line() -> None:
+    command = [sys.executable, str(REPOSITORY / "benchmarks" / "restore_bytes.py")]
+    done = subprocess.run(
+        [*command, "--preset", "tiny"], capture_output=True, text=True, check=True
+    )
+    found = json.loads(done.stdout)
+    assert len(found["pairs"]) == 45 and found["most_read_over_distinct"] <= 1.05
+    lost = subprocess.run(
+        [*command, "--preset", "tiny", "--write", "tp2,dp2", "--read", "tp2,dp2", "--lost", "1"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (pair,) = json.loads(lost.stdout)["pairs"]
+    whole = found["pairs"][0]["distinct_bytes"]
+    assert 0 < pair["distinct_bytes"] < whole / 3

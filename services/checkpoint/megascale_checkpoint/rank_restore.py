@@ -16,7 +16,7 @@ from megascale_checkpoint import restore
 from megascale_checkpoint.checksums import verify_image
 from megascale_checkpoint.concurrency import Cancellation, Pools, Signal, in_pool
 from megascale_checkpoint.registration import RegisteredRank
-from megascale_checkpoint.slots import Slot, SlotSeal, SlotTable
+from megascale_checkpoint.slots import Slot, SlotPhase, SlotSeal, SlotTable
 from megascale_checkpoint.staging import SlotMemory
 from megascale_checkpoint.stored_checkpoint import StoredCheckpoint
 from megascale_common.job.restore import RestorePlan, RestoreSource
@@ -235,9 +235,9 @@ class RankRestores:
         raise RequestError(found.text)
 
     async def _from_memory(self, plan: RestorePlan) -> Restoration | MemoryProblem:
-        given = self._slots.registration
         await self._slots.sealed()
-        slot = self._slots.table.find(plan.written_by_attempt, plan.step, given.digest)
+        given = self._slots.registration
+        slot = self._find(plan)
         if slot is None or slot.seal is None:
             return MemoryProblem(
                 f"step {plan.step} of attempt {plan.written_by_attempt} is not sealed here in this "
@@ -252,6 +252,19 @@ class RankRestores:
             self._slots.table.discard(slot.index)
             self._listener.note_damaged(given.rank, plan.written_by_attempt, plan.step, str(error))
             return MemoryProblem(str(error), error)
+
+    def _find(self, plan: RestorePlan) -> Slot | None:
+        """The slot with the planned state, as its attempt sealed it or a later one adopted it."""
+        table, digest = self._slots.table, self._slots.registration.digest
+        found = table.find(plan.written_by_attempt, plan.step, digest)
+        if found is not None:
+            return found
+        for slot in table.slots:
+            seal = slot.seal if slot.phase is SlotPhase.SEALED and slot.adopter else None
+            wanted = (plan.written_by_attempt, plan.step, digest)
+            if seal and (slot.adopter, seal.step, seal.layout_digest) == wanted:
+                return slot
+        return None
 
     async def _take_slot(self) -> int:
         """A slot to read into; waits while all are still read for the attempt before.

@@ -416,4 +416,8 @@ def _progress(item: link_pb2.CheckpointProgress) -> Progress:
         skipped_snapshots=item.skipped_snapshots,
         skipped_step=item.skipped_step,
         skipped_by_attempt=item.skipped_by_attempt,
+        damaged=tuple(
+            CheckpointFailure(found.attempt, found.step, found.rank, found.error[:MAX_TEXT])
+            for found in item.damaged
+        ),
     )

@@ -170,6 +170,7 @@ class Progress:
     skipped_snapshots: int = 0
     skipped_step: int = 0
     skipped_by_attempt: int = 0
+    damaged: tuple[CheckpointFailure, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,6 +386,8 @@ class Job:
     failed_checkpoint: tuple[int, int] = (0, 0)
     failed_checkpoints: int = 0
     failed_since_step: int = 0
+    # (attempt, step, rank) of damaged snapshots that have a line in the log.
+    damaged_snapshots: tuple[tuple[int, int, int], ...] = ()
     # The newest profile requested, of this attempt or an earlier one.
     profile: Profile | None = None
     # The newest (attempt, step) whose snapshot was skipped, and how many of the attempt were.
