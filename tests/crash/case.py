@@ -38,7 +38,7 @@ from megascale_checkpoint.checksums import dump_record, load_record, piece_check
 from megascale_checkpoint.commit_log import CommitLog
 from megascale_checkpoint.committer import Committer
 from megascale_checkpoint.concurrency import Cancellation
-from megascale_checkpoint.persist import persist
+from megascale_checkpoint.persist import Progress, persist
 from megascale_checkpoint.restore_decision import RestoreDecision, SealedStep
 from megascale_checkpoint.retention.policy import Retention
 from megascale_checkpoint.slots import SlotSeal
@@ -268,7 +268,7 @@ class Case:
             saved.small_states[rank],
         )
         self.process.message(f"persist step {self.step} of rank {rank}")
-        return persist(registration, seal, image, Cancellation()).request
+        return persist(registration, seal, image, Cancellation(), Progress()).request
 
     async def _report(
         self,

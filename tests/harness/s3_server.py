@@ -20,7 +20,11 @@ _SERVE = """
 import sys
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
-app = DomainDispatcherApplication(create_backend_app)
+moto = DomainDispatcherApplication(create_backend_app)
+def app(environ, start):
+    if sys.argv[1:] == ["unconditional"]:
+        environ.pop("HTTP_IF_NONE_MATCH", None)
+    return moto(environ, start)
 server = make_server("127.0.0.1", 0, app, threaded=False)
 print(server.server_port, flush=True)
 server.serve_forever()
@@ -32,15 +36,20 @@ class S3Server:
     """A server with one empty bucket.
 
     Args:
-        checks_rights: after the first two requests, refuse what no policy allows.
+        checks_rights: after the first request, refuse what no policy allows.
+        unconditional: ignore conditions, as older servers do.
     """
 
-    def __init__(self, folder: Path, *, checks_rights: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *, checks_rights: bool = False, unconditional: bool = False
+    ) -> None:
         self._log = folder / "s3.log"
         rights = {"INITIAL_NO_AUTH_ACTION_COUNT": "1"} if checks_rights else {}
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                armed_command([sys.executable, "-c", _SERVE]),
+                armed_command(
+                    [sys.executable, "-c", _SERVE, *(["unconditional"] if unconditional else [])]
+                ),
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=child_environment(rights),

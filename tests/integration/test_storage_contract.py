@@ -444,6 +444,23 @@ class TestS3:
             answer = await asked(daemon, f"s3://{BUCKET}/x")
             assert answer.startswith("PERMISSION_DENIED") and "AWS_ACCESS_KEY_ID" in answer
 
+    async def test_a_server_without_conditional_writes_is_refused_before_a_job_trains(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        server = S3Server(tmp_path, unconditional=True)
+        try:
+            for name, value in server.environment.items():
+                monkeypatch.setenv(name, value)
+            uri = f"s3://{BUCKET}/x"
+            error, _ = refusal(uri)
+            assert isinstance(error, RequestError) and "ignores If-None-Match" in str(error)
+            assert open_storage(uri).names("") == []
+            with DaemonProcess(tmp_path, "n0") as daemon:
+                with pytest.raises(grpc.aio.AioRpcError, match="ignores If-None-Match"):
+                    await open_attempt(daemon, uri, 1)
+        finally:
+            server.stop()
+
     def test_a_server_that_is_down_is_a_matter_of_time(
         self, s3_settings: None, monkeypatch: pytest.MonkeyPatch
     ) -> None:

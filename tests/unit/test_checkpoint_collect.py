@@ -198,9 +198,10 @@ def test_after_a_crash_at_any_change_nothing_is_half_there(tmp_path: Path) -> No
 def test_the_manifest_goes_before_the_files(tmp_path: Path) -> None:
     write(tmp_path, 10)
     folder = "attempts/attempt-000001/step-000000010"
+    FileStorage(tmp_path).create(f"{folder}/first-by-name", b"1")
     with pytest.raises(Crash):
         collect(FileStorage(tmp_path, CrashingDisk(1)), folder)
-    assert FileStorage(tmp_path).names(folder) == ["rank-00000.safetensors"]
+    assert FileStorage(tmp_path).names(folder) == ["first-by-name", "rank-00000.safetensors"]
 
 
 def test_what_another_job_loads_is_pinned_until_that_has_committed(tmp_path: Path) -> None:

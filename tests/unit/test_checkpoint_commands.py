@@ -114,3 +114,18 @@ def test_a_target_that_cannot_be_used_has_a_status_and_a_remedy(verb: str, tmp_p
     assert odd.status == USAGE and odd.error["problems"][0]["field"] == "checkpoint.uri"
     job = command("checkpoint", verb, "example", "--cluster", str(tmp_path))
     assert job.status == UNAVAILABLE and "megascale up" in job.stderr
+
+
+def test_a_long_log_is_listed_to_its_end(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the oldest checkpoints, which a snapshot of the log leaves out."""
+    monkeypatch.setattr("megascale_checkpoint.commit_log.SNAPSHOT_EVERY", 2)
+    monkeypatch.setattr("megascale_checkpoint.commit_record.KEPT_COMMITS", 2)
+    log = CommitLog(FileStorage(root))
+    for attempt in (2, 3, 4):
+        log.append_open(attempt, lambda: {"job": "job"})
+    again = CommitLog(FileStorage(root))
+    again.refresh()
+    assert again.state.older == 2
+    assert steps(root) == [40, 30, 20, 10]
+    checkpoint("gc", root, "--keep-latest", "1", "--yes")
+    assert steps(root) == [40]

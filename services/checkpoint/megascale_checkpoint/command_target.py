@@ -84,6 +84,9 @@ def read_log(uri: str, *, whole: bool = False) -> CommitLog:
         log = CommitLog(open_storage(uri))
         try:
             log.refresh(whole=whole)
+            if log.state.older:  # a snapshot of the log has left the oldest checkpoints out
+                log = CommitLog(open_storage(uri))
+                log.refresh(whole=True)
         except NotADirectoryError:
             pass  # a file, which is no folder of checkpoints
     for damage in log.damaged:

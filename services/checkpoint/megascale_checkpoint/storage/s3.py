@@ -71,11 +71,11 @@ class S3Storage:
             raise OSError(errno.EEXIST, "a name that no other writer chooses is taken", self._uri)
         try:
             if self.create(path, b"other") or self._completes_over(path):
-                text = (
-                    "this server ignores If-None-Match, which commits need: "
-                    "use one that has S3's conditional writes"
+                raise invalid(
+                    "checkpoint.uri",
+                    f"the server of {self._uri} ignores If-None-Match, which commits need",
+                    "use one that has S3's conditional writes",
                 )
-                raise OSError(errno.EOPNOTSUPP, text, self._uri)
         finally:
             self.delete(path)
 
