@@ -93,8 +93,8 @@ class CheckpointServiceServicer(object):
         - UNAVAILABLE (NOT_READY): the checkpoint of load_uri was removed while it was chosen; try again.
         - DATA_LOSS (DAMAGED): a record of the commit log is damaged or missing. It may have been a fence,
         so nothing is appended until `megascale checkpoint repair` has put a record in its place.
-        - DATA_LOSS (DATA_LOSS): a newer build has written to the commit log, or it was repaired where a
-        later attempt may have been opened.
+        - DATA_LOSS (NEWER_VERSION): a newer build has written to the commit log.
+        - DATA_LOSS (DATA_LOSS): the commit log was repaired where a later attempt may have been opened.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -140,7 +140,7 @@ class CheckpointServiceServicer(object):
         - PERMISSION_DENIED (FORBIDDEN): the daemon may not read the folder.
         - UNAVAILABLE (STORAGE_UNAVAILABLE): storage does not answer; try again.
         - DATA_LOSS (DAMAGED): a record of the commit log is damaged or missing, so there may be more.
-        - DATA_LOSS (DATA_LOSS): a newer build has written to the commit log.
+        - DATA_LOSS (NEWER_VERSION): a newer build has written to the commit log.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

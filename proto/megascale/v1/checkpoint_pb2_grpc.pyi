@@ -182,8 +182,8 @@ class CheckpointServiceStub(typing.Generic[_CheckpointServiceOpenAttemptType, _C
     - UNAVAILABLE (NOT_READY): the checkpoint of load_uri was removed while it was chosen; try again.
     - DATA_LOSS (DAMAGED): a record of the commit log is damaged or missing. It may have been a fence,
       so nothing is appended until `megascale checkpoint repair` has put a record in its place.
-    - DATA_LOSS (DATA_LOSS): a newer build has written to the commit log, or it was repaired where a
-      later attempt may have been opened.
+    - DATA_LOSS (NEWER_VERSION): a newer build has written to the commit log.
+    - DATA_LOSS (DATA_LOSS): the commit log was repaired where a later attempt may have been opened.
     """
 
     ReportPrepared: _CheckpointServiceReportPreparedType
@@ -220,7 +220,7 @@ class CheckpointServiceStub(typing.Generic[_CheckpointServiceOpenAttemptType, _C
     - PERMISSION_DENIED (FORBIDDEN): the daemon may not read the folder.
     - UNAVAILABLE (STORAGE_UNAVAILABLE): storage does not answer; try again.
     - DATA_LOSS (DAMAGED): a record of the commit log is damaged or missing, so there may be more.
-    - DATA_LOSS (DATA_LOSS): a newer build has written to the commit log.
+    - DATA_LOSS (NEWER_VERSION): a newer build has written to the commit log.
     """
 
     CheckStorage: _CheckpointServiceCheckStorageType
@@ -291,8 +291,8 @@ class CheckpointServiceServicer(metaclass=abc.ABCMeta):
         - UNAVAILABLE (NOT_READY): the checkpoint of load_uri was removed while it was chosen; try again.
         - DATA_LOSS (DAMAGED): a record of the commit log is damaged or missing. It may have been a fence,
           so nothing is appended until `megascale checkpoint repair` has put a record in its place.
-        - DATA_LOSS (DATA_LOSS): a newer build has written to the commit log, or it was repaired where a
-          later attempt may have been opened.
+        - DATA_LOSS (NEWER_VERSION): a newer build has written to the commit log.
+        - DATA_LOSS (DATA_LOSS): the commit log was repaired where a later attempt may have been opened.
         """
 
     @abc.abstractmethod
@@ -344,7 +344,7 @@ class CheckpointServiceServicer(metaclass=abc.ABCMeta):
         - PERMISSION_DENIED (FORBIDDEN): the daemon may not read the folder.
         - UNAVAILABLE (STORAGE_UNAVAILABLE): storage does not answer; try again.
         - DATA_LOSS (DAMAGED): a record of the commit log is damaged or missing, so there may be more.
-        - DATA_LOSS (DATA_LOSS): a newer build has written to the commit log.
+        - DATA_LOSS (NEWER_VERSION): a newer build has written to the commit log.
         """
 
     @abc.abstractmethod

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megascale_checkpoint.checksums import checksum, dump_record, load_record
-from megascale_common.service.errors import DamagedError, DataLossError
+from megascale_common.service.errors import DamagedError, NewerVersionError
 
 FOLDER = "commits"
 VERSION = 2
@@ -23,10 +23,6 @@ KEPT_OPENS = 16  # newest attempts whose OPEN a snapshot holds; older ones are f
 KEPT_COMMITS = 512  # newest commits that a snapshot holds, besides the pinned ones
 
 Checkpoint = tuple[int, int]  # attempt and step of a commit
-
-
-class NewerVersionError(DataLossError):
-    """A record was written by a newer build, so this one may not append."""
 
 
 @dataclass(frozen=True, slots=True)
