@@ -323,11 +323,14 @@ async def test_writing_to_a_sealed_slot_is_detected(
     for slot in worker.slots:
         slot[3] += 1
     plan = (await open_attempt(daemon, uri, 2)).restore
-    answer = worker.restore(source, 10, 1, plan.manifest_uri)
+    stored = plan.manifest_uri if source == "storage" else ""
+    answer = worker.restore(source, 10, 1, stored)
     if source == "memory":
         assert answer["error_kind"] == "CHECKPOINT_CORRUPT" and "/slot-" in answer["file"]
         seen = await progress(daemon, lambda job: not job.sealed)
         assert seen.committed_step == 10
+        assert [(found.rank, found.attempt, found.step) for found in seen.damaged] == [(0, 1, 10)]
+        assert "changed after it was sealed" in seen.damaged[0].error
     else:
         assert answer["source"] == "storage" and worker.holds(answer["slot"], 10)
 

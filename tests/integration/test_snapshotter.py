@@ -41,6 +41,9 @@ class State:
     def state_copy_to(self, slot: torch.Tensor) -> None:
         slot[:1024].copy_(self.values.view(torch.uint8))
 
+    def state_image(self) -> torch.Tensor:
+        return self.values.view(torch.uint8)
+
     def load_from(self, slot: torch.Tensor) -> None:
         self.values.view(torch.uint8).copy_(slot[:1024])
 
@@ -112,7 +115,8 @@ async def test_a_state_that_was_in_memory_alone_is_taken_again(
     await open_attempt(daemon, uri, 2, sealed_step=20)
     again, restored = snapshotter(daemon, state, attempt=2, uri=uri), State()
     plan = RestorePlan(RestoreSource.MEMORY, 20, written_by_attempt=1)
-    small_state = await asyncio.to_thread(restore, again.link, plan, restored, torch.device("cpu"))
+    found = await asyncio.to_thread(restore, again.link, plan, restored, torch.device("cpu"))
+    small_state = found.small_state
     assert small_state == {"skipped_updates": 1} and set(restored.values.tolist()) == {20.0}
     assert await asyncio.to_thread(again.reserve_or_wait, 20, CALL_TIMEOUT_S) == 0
     assert again.take(20, small_state, votes=0)

@@ -621,6 +621,7 @@ class CheckpointProgress(google.protobuf.message.Message):
     FAILURES_FIELD_NUMBER: builtins.int
     SKIPPED_STEP_FIELD_NUMBER: builtins.int
     SKIPPED_BY_ATTEMPT_FIELD_NUMBER: builtins.int
+    DAMAGED_FIELD_NUMBER: builtins.int
     job: builtins.str
     """Name of the job."""
     committed_step: builtins.int
@@ -647,6 +648,10 @@ class CheckpointProgress(google.protobuf.message.Message):
     def failure(self) -> Global___CheckpointFailure:
         """The newest failure since the newest commit."""
 
+    @property
+    def damaged(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DamagedSnapshot]:
+        """Sealed snapshots that were found damaged since the daemon started, the newest 16."""
+
     def __init__(
         self,
         *,
@@ -661,11 +666,44 @@ class CheckpointProgress(google.protobuf.message.Message):
         failures: builtins.int = ...,
         skipped_step: builtins.int = ...,
         skipped_by_attempt: builtins.int = ...,
+        damaged: collections.abc.Iterable[Global___DamagedSnapshot] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["failure", b"failure"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["committed_by_attempt", b"committed_by_attempt", "committed_step", b"committed_step", "failure", b"failure", "failures", b"failures", "job", b"job", "manifest_uri", b"manifest_uri", "persist_error", b"persist_error", "sealed", b"sealed", "skipped_by_attempt", b"skipped_by_attempt", "skipped_snapshots", b"skipped_snapshots", "skipped_step", b"skipped_step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["committed_by_attempt", b"committed_by_attempt", "committed_step", b"committed_step", "damaged", b"damaged", "failure", b"failure", "failures", b"failures", "job", b"job", "manifest_uri", b"manifest_uri", "persist_error", b"persist_error", "sealed", b"sealed", "skipped_by_attempt", b"skipped_by_attempt", "skipped_snapshots", b"skipped_snapshots", "skipped_step", b"skipped_step"]) -> None: ...
 
 Global___CheckpointProgress: typing_extensions.TypeAlias = CheckpointProgress
+
+@typing.final
+class DamagedSnapshot(google.protobuf.message.Message):
+    """A sealed slot in staging memory whose bytes are not those that were sealed. Nothing restores from
+    it.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    """Global rank."""
+    attempt: builtins.int
+    """Attempt that sealed it."""
+    step: builtins.int
+    """Step of the snapshot."""
+    error: builtins.str
+    """The slot and what in it is damaged."""
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        attempt: builtins.int = ...,
+        step: builtins.int = ...,
+        error: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "error", b"error", "rank", b"rank", "step", b"step"]) -> None: ...
+
+Global___DamagedSnapshot: typing_extensions.TypeAlias = DamagedSnapshot
 
 @typing.final
 class CheckpointFailure(google.protobuf.message.Message):

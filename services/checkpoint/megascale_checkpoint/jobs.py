@@ -23,6 +23,7 @@ from megascale_common.service.errors import LimitError, RequestError
 log = logs.get("jobs")
 KEPT_JOBS = 32  # jobs without slots; a heartbeat has room for the progress of this many
 MAX_ERROR_CHARS = 500
+KEPT_DAMAGED = 16
 KEPT_BUSY_STEPS = 16  # recent steps that a rank may still ask a slot for
 
 
@@ -60,6 +61,7 @@ class JobCheckpoints:
         busy_ranks: the ranks that got no slot, by (attempt, step).
         failure: the newest since the newest commit.
         failures: persists and commits that failed.
+        damaged: sealed slots that were found damaged, the newest KEPT_DAMAGED.
     """
 
     name: str
@@ -73,6 +75,7 @@ class JobCheckpoints:
     failures: int = 0
     persists: WorkTotal = field(default_factory=WorkTotal)
     restores: dict[str, WorkTotal] = field(default_factory=dict)
+    damaged: list[link_pb2.DamagedSnapshot] = field(default_factory=list)
 
     def note_commit(self, step: int, attempt: int, manifest_uri: str) -> None:
         """A checkpoint is complete."""
@@ -99,6 +102,16 @@ class JobCheckpoints:
         """A rank's state was restored into a slot."""
         self.restores.setdefault(source, WorkTotal()).add(duration_s, size_bytes)
 
+    def note_damaged(self, rank: int, attempt: int, step: int, problem: str) -> None:
+        """A sealed slot is not what was sealed: no restart may use it."""
+        error = problem[:MAX_ERROR_CHARS]
+        self.damaged.append(
+            link_pb2.DamagedSnapshot(rank=rank, attempt=attempt, step=step, error=error)
+        )
+        del self.damaged[:-KEPT_DAMAGED]
+        log.warning("snapshot damaged", job=self.name, step=step, rank=rank, error=problem)
+        self.changed.notify()
+
     def note_busy(self, attempt: int, step: int, rank: int, busy: bool) -> None:
         """Count a step as skipped while any of its ranks has no slot.
 
@@ -124,6 +137,7 @@ class JobCheckpoints:
             skipped_snapshots=self.skipped_before + sum(map(bool, self.busy_ranks.values())),
             failure=self.failure,
             failures=self.failures,
+            damaged=self.damaged,
         )
         if self.failure is not None:
             error = self.failure.error

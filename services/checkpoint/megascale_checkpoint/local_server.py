@@ -16,7 +16,7 @@ from typing import Any
 from megascale_checkpoint.jobs import Jobs
 from megascale_checkpoint.rank_snapshots import RankSnapshots
 from megascale_checkpoint.registration import RegisteredRank, field, parse
-from megascale_common.job.restore import RestorePlan, RestoreSource
+from megascale_checkpoint.restore_requests import RestoreRequests
 from megascale_common.node import framing
 from megascale_common.node.framing import Message
 from megascale_common.node.messages import (
@@ -24,17 +24,14 @@ from megascale_common.node.messages import (
     Busy,
     DaemonAnswer,
     Drained,
-    ErrorKind,
-    Refused,
     Registered,
     Released,
     RequestFailed,
-    Restored,
     Sealed,
 )
 from megascale_common.node.unix_socket import listen
 from megascale_common.service import logs
-from megascale_common.service.errors import DamagedError, RequestError, ServiceError
+from megascale_common.service.errors import RequestError, ServiceError
 
 log = logs.get("local_server")
 MAX_CONNECTIONS = 64  # workers of one node, and those of the previous attempt that are exiting
@@ -93,8 +90,11 @@ class _WorkerConnection:
         self._snapshots: RankSnapshots | None = None
         self._held: set[int] = set()
         self._task: asyncio.Task[Any] | None = None
+        self._restores = RestoreRequests(
+            lambda: self._current().restores, self._registered, lambda: self._held
+        )
         self._handlers: Mapping[str, Callable[[Message], Awaitable[DaemonAnswer]]] = {
-            "restore": self._restore,
+            **self._restores.handlers,
             "acquire": self._acquire,
             "seal": self._seal,
             "release": self._release,
@@ -154,30 +154,6 @@ class _WorkerConnection:
         answer = Registered(kind="registered", slots=len(descriptors), slot_bytes=size_bytes)
         await self._send(answer, descriptors)
 
-    async def _restore(self, message: Message) -> Restored | Refused:
-        try:
-            plan = RestorePlan.from_mapping(field(message, "plan", dict))
-        except ValueError as error:
-            raise RequestError(str(error)) from error
-        if plan.source is RestoreSource.NONE:
-            raise RequestError("restore.plan.source is none; it must be memory or storage")
-        try:
-            restored = await self._current().restores.restore(plan)
-        except DamagedError as error:
-            return _refused("CHECKPOINT_CORRUPT", error, error.file)
-        except RequestError as error:  # of another model, say: no attempt could restore it
-            return _refused("BAD_JOB", error, "")
-        except (ServiceError, OSError) as error:
-            return _refused("OTHER", error, "")
-        self._held.add(restored.slot)
-        return Restored(
-            kind="restored",
-            slot=restored.slot,
-            source=restored.source,
-            small_state=restored.small_state,
-            bytes_read=restored.bytes_read,
-        )
-
     async def _acquire(self, message: Message) -> Acquired | Busy:
         step = field(message, "step", int)
         if step < 1:
@@ -203,6 +179,7 @@ class _WorkerConnection:
     async def _release(self, message: Message) -> Released:
         index = field(message, "slot", int)
         self._give_up_hold(index)
+        self._restores.released(index)
         self._current().release(index)
         return Released(kind="released")
 
@@ -241,6 +218,10 @@ class _WorkerConnection:
             raise RequestError("this worker is superseded: a newer one has registered for its rank")
         return self._snapshots
 
+    def _registered(self) -> RegisteredRank:
+        assert self._registration is not None
+        return self._registration
+
     def _give_up_hold(self, index: int) -> None:
         if index not in self._held:
             raise RequestError(f"slot {index} is not held by this worker: acquire it first")
@@ -276,7 +257,3 @@ class _WorkerConnection:
         if given is None:
             return {}
         return {"job": given.job, "attempt": given.attempt, "rank": given.rank}
-
-
-def _refused(kind: ErrorKind, error: Exception, file: str) -> Refused:
-    return Refused(kind="refused", error_kind=kind, error=str(error), file=file)

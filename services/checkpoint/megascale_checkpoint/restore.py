@@ -72,7 +72,7 @@ def fill(
         wanted = runs_of(layout.pieces, 0)
         reads = plan_reads(_index(stored, rank, wanted), wanted, [False])
     except DoesNotFit as error:
-        raise RequestError(does_not_fit(stored.uri, str(error))) from error
+        raise RequestError(error.refusal(stored.uri)) from error
     window = memoryview(bytearray(min(WINDOW_BYTES, int(reads.stream_bytes[0]))))
     for part in Rounds(reads, max(1, len(window))).of_rank(0):
         for read in part.reads:
@@ -106,11 +106,3 @@ def _cuts(runs: Runs) -> set[tuple[Parameter, int, int]]:
         (runs.parameters[parameter], start, stop)
         for parameter, start, stop in runs.rows[:, [PARAMETER, START, STOP]].tolist()
     }
-
-
-def does_not_fit(uri: str, problem: str) -> str:
-    """The refusal of a checkpoint of another model, with what to do."""
-    return (
-        f"trainer.model: checkpoint {uri} does not fit this job: {problem}; "
-        "resume with the model and optimizer that wrote it, or in a new folder"
-    )

@@ -43,6 +43,7 @@ class RestoreDecision:
             "step": plan.step,
             "attempt": plan.written_by_attempt,
             "manifest_uri": plan.manifest_uri,
+            "manifest_xxh3": plan.manifest_xxh3,
             "passed_over": list(self.passed_over),
         }
 
@@ -54,6 +55,7 @@ class RestoreDecision:
             values["step"],
             values["attempt"],
             values["manifest_uri"],
+            values.get("manifest_xxh3", ""),  # records of version 0.1.0 have none
         )
         return cls(plan, tuple(values["passed_over"]))
 
@@ -82,7 +84,7 @@ def decide(
     if committed is not None:
         return RestoreDecision(committed, tuple(passed_over[:MAX_NAMED]))
     if in_memory:
-        plan = RestorePlan(RestoreSource.MEMORY, sealed.step, sealed.attempt)
+        plan = _with_stored_copy(log, uri, sealed)
         return RestoreDecision(plan, tuple(passed_over[:MAX_NAMED]))
     _refuse_to_start_over(log, uri, refused_steps, passed_over)
     if load_uri:
@@ -99,6 +101,24 @@ def decide(
         plan = replace(loaded, written_by_attempt=0)
         return RestoreDecision(plan, tuple(passed_over[:MAX_NAMED]))
     return RestoreDecision(RestorePlan(), tuple(passed_over[:MAX_NAMED]))
+
+
+def _with_stored_copy(log: CommitLog, uri: str, sealed: SealedStep) -> RestorePlan:
+    """The plan from memory; with the manifest of the same state, where it is committed and whole.
+
+    A rank whose memory turns out to be damaged or lost then reads storage in the same attempt.
+    """
+    record = log.find_commit(sealed.attempt, sealed.step)
+    if record is not None:
+        manifest_uri = join(uri, record.values["manifest"])
+        try:
+            check_commit(record, manifest_uri)
+        except DamagedError:
+            record = None  # memory may still be whole, and is read first
+    if record is None:
+        return RestorePlan(RestoreSource.MEMORY, sealed.step, sealed.attempt)
+    digest = record.values["manifest_xxh3"]
+    return RestorePlan(RestoreSource.MEMORY, sealed.step, sealed.attempt, manifest_uri, digest)
 
 
 def _refuse_to_start_over(
@@ -136,7 +156,13 @@ def _newest_whole(
         except DamagedError as error:
             passed_over.append(str(error))
             continue
-        return RestorePlan(RestoreSource.STORAGE, record.step, record.attempt, manifest_uri)
+        return RestorePlan(
+            RestoreSource.STORAGE,
+            record.step,
+            record.attempt,
+            manifest_uri,
+            record.values["manifest_xxh3"],
+        )
     return None
 
 

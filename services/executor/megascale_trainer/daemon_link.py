@@ -126,6 +126,20 @@ class DaemonLink:
         framing.send(self._connected(), message)
         self._unanswered = message["kind"]
 
+    def collect(self, timeout_s: float | None = None) -> framing.Message:
+        """The answer to the request that was posted last.
+
+        Raises:
+            OSError: the daemon is gone, does not answer, or refuses the request.
+        """
+        connection = self._connected()
+        connection.settimeout(timeout_s or self.answer_timeout_s)
+        try:
+            request, self._unanswered = self._unanswered, ""
+            return self._answer(request)[0]
+        finally:
+            connection.settimeout(self.answer_timeout_s)
+
     def lost(self, error: OSError) -> None:
         """The daemon is gone: close and unmap. No copy may still write into a slot."""
         print(f"snapshots pause: {error}; training goes on", file=sys.stderr, flush=True)

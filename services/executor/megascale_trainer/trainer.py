@@ -260,12 +260,19 @@ class Trainer:
         """Where every logical parameter's states lie in a slot of this rank."""
         return self._layout
 
+    def state_image(self) -> torch.Tensor:
+        """The states as they lie in a slot, uint8 on the device; a view.
+
+        A restore writes the pieces of the layout into it, and zeros between them.
+        """
+        return self._states.view(-1).view(torch.uint8)
+
     def state_copy_to(self, slot: torch.Tensor) -> None:
         """Enqueue a copy of the states into ``slot``, uint8 [slot_bytes], on the current stream.
 
         The slot may be on any device.
         """
-        image = self._image()
+        image = self.state_image()
         self._check_slot(slot)
         slot[: image.numel()].copy_(image, non_blocking=True)
 
@@ -283,7 +290,7 @@ class Trainer:
 
         The parameters themselves follow with :meth:`finish_load`, which all ranks call together.
         """
-        image = self._image()
+        image = self.state_image()
         self._check_slot(slot)
         end = 0
         image.zero_()
@@ -318,9 +325,6 @@ class Trainer:
     def _master(self) -> torch.Tensor:
         """float32 master parameters of the shard."""
         return self._states[0]
-
-    def _image(self) -> torch.Tensor:
-        return self._states.view(-1).view(torch.uint8)
 
     def _check_slot(self, slot: torch.Tensor) -> None:
         if slot.dtype != torch.uint8 or slot.dim() != 1 or slot.numel() < self._layout.slot_bytes:

@@ -26,13 +26,16 @@ class LookInMemory(TypedDict):
 
 
 class MemoryState(TypedDict):
-    """Daemon to worker: the slot that holds the state, -1 if none does; ``problem`` is why."""
+    """Daemon to worker: the slot that holds the state, -1 if none does; ``problem`` is why.
+
+    ``file`` names the slot where one did, and is damaged.
+    """
 
     kind: Literal["memory_state"]
     slot: int
     small_state: dict[str, Any]
     problem: str
-    damaged: bool
+    file: str
 
 
 class OpenStored(TypedDict):

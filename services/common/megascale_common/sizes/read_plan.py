@@ -51,6 +51,13 @@ FROM, AT, BYTES, TO, TARGET = range(5)
 class DoesNotFit(ValueError):
     """What is stored is not the state that the ranks need; names the parameter."""
 
+    def refusal(self, uri: str) -> str:
+        """The refusal of the checkpoint at ``uri``, with what to do."""
+        return (
+            f"trainer.model: checkpoint {uri} does not fit this job: {self}; "
+            "resume with the model and optimizer that wrote it, or in a new folder"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:

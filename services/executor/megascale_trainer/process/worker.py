@@ -228,9 +228,11 @@ class _Worker:
                 "OTHER", "the plan restores a step, but the job has no checkpoint uri", ""
             )
         self._status.update(phase=Phase.RESTORE)
-        small_state = restore(self._snapshots.link, plan, trainer, self._device)
+        world = self._groups.world
+        restored = restore(self._snapshots.link, plan, trainer, self._device, world)
+        small_state = restored.small_state
         consumed, expected = (
-            small_state["consumed_samples"],
+            int(small_state.get("consumed_samples", 0)),
             plan.step * self._config.training.global_batch_size,
         )
         if consumed != expected:
@@ -240,11 +242,15 @@ class _Worker:
                 f"make it {expected}; keep the batch size of the job that wrote it"
             )
         trainer.finish_load(plan.step)
-        self._skipped, self._consumed = int(small_state["skipped_updates"]), consumed
-        torch.set_rng_state(
-            torch.frombuffer(bytearray(base64.b64decode(small_state["cpu_rng"])), dtype=torch.uint8)
+        self._skipped, self._consumed = int(small_state.get("skipped_updates", 0)), consumed
+        if "cpu_rng" in small_state:  # an imported model has none: the job's seed holds
+            random_state = bytearray(base64.b64decode(small_state["cpu_rng"]))
+            torch.set_rng_state(torch.frombuffer(random_state, dtype=torch.uint8))
+        print(
+            f"restored step {plan.step} from {restored.source}: {restored.read_bytes} bytes read "
+            f"here; {restored.timeline}",
+            flush=True,
         )
-        print(f"restored step {plan.step} from {plan.source}", flush=True)
         return plan.step
 
     def _open_data(
