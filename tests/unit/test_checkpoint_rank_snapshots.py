@@ -95,7 +95,8 @@ async def test_a_cancelled_restore_from_memory_gives_its_slot_back(
 ) -> None:
     index = snapshots.acquire(5)
     assert index is not None
-    await snapshots.seal(index, 5, {}, finite=True)
+    snapshots.seal(index, 5, {}, finite=True)
+    await snapshots.sealed()
     blocked = Blocked(snapshots, "memory")
     reader = asyncio.create_task(
         snapshots.restores.restore(RestorePlan(RestoreSource("memory"), 5, 1, ""))

@@ -45,9 +45,9 @@ class SlotMachine(RuleBasedStateMachine):
     def seal(self, persist: bool) -> None:
         index = self.writing.pop(0)
         step = self.table.at(index).step
-        self.table.begin_seal(index, step)
+        self.table.begin_seal(index, step, persist=persist)
         record = seal(step, self.attempt)
-        self.table.finish_seal(index, record, persist=persist)
+        self.table.finish_seal(index, record)
         if self.newest is None or record.age > self.newest.age:
             self.newest = record
 
@@ -112,8 +112,8 @@ def test_two_slots_are_busy_until_the_older_one_is_persisted() -> None:
     for step in (1, 2):
         index = table.acquire(step)
         assert index is not None
-        table.begin_seal(index, step)
-        table.finish_seal(index, seal(step), persist=True)
+        table.begin_seal(index, step, persist=True)
+        table.finish_seal(index, seal(step))
     assert table.acquire(3) is None
     oldest = table.next_pending()
     assert oldest is not None and oldest.seal == seal(1)
@@ -126,8 +126,8 @@ def test_restore_takes_the_newest_seal_only_as_a_last_resort() -> None:
     for step in (1, 2):
         index = table.acquire(step)
         assert index is not None
-        table.begin_seal(index, step)
-        table.finish_seal(index, seal(step), persist=False)
+        table.begin_seal(index, step, persist=False)
+        table.finish_seal(index, seal(step))
     first = table.take_for_restore()
     assert [s.step for s in table.sealed()] == [2]
     second = table.take_for_restore()
@@ -141,7 +141,7 @@ def test_seal_must_name_the_step_that_was_acquired() -> None:
     index = table.acquire(5)
     assert index is not None
     with pytest.raises(RequestError, match="acquire it for step 6"):
-        table.begin_seal(index, 6)
+        table.begin_seal(index, 6, persist=True)
     with pytest.raises(RequestError, match="nothing to release"):
         table.release(1 - index)
     assert table.at(index).phase is SlotPhase.WRITING

@@ -199,7 +199,21 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("trainer.evaluation.interval_steps", {"evaluation__interval_steps": -1}, "0"),
     ("trainer.evaluation.batches", {"evaluation__batches": 0}, "at least 1"),
-    ("checkpoint.slots", {"checkpoint__slots": 9}, "2 to 4"),
+    ("checkpoint.slots", {"checkpoint__slots": 9}, "2 to 6"),
+    (
+        "checkpoint.snapshot_interval_steps",
+        {"checkpoint__uri": "/c", "checkpoint__snapshot_interval_steps": -1},
+        "give 1",
+    ),
+    (
+        "checkpoint.snapshot_interval_steps",
+        {
+            "checkpoint__uri": "/c",
+            "checkpoint__interval_steps": 10,
+            "checkpoint__snapshot_interval_steps": 4,
+        },
+        "a divisor",
+    ),
     ("recovery.max_restarts", {"recovery__max_restarts": -1}, "0"),
     ("recovery.spare_nodes", {"recovery__spare_nodes": -2}, "0"),
     ("recovery.divergence_steps", {"recovery__divergence_steps": -1}, "0"),

@@ -1019,12 +1019,15 @@ class CheckpointSpec(google.protobuf.message.Message):
     LOAD_URI_FIELD_NUMBER: builtins.int
     REQUIRE_FINAL_FIELD_NUMBER: builtins.int
     FINAL_TIMEOUT_S_FIELD_NUMBER: builtins.int
+    SNAPSHOT_INTERVAL_STEPS_FIELD_NUMBER: builtins.int
     uri: builtins.str
     """Folder (file path) that holds the job's checkpoints; empty: none."""
     interval_steps: builtins.int
-    """Take a snapshot after every so many steps, and after the last one; 0: only after the last one."""
+    """Persist a snapshot after every so many steps, and the one of the last step; 0: only the last."""
     slots: builtins.int
-    """Staging slots per rank; default: three where memory allows, else two."""
+    """Staging slots per rank, 2 to 6; default: where memory allows three, with snapshots at every
+    second step four and at every step five, else fewer. With fewer, more snapshots are skipped.
+    """
     load_uri: builtins.str
     """Folder of another job's checkpoints. The job starts from the newest complete one, in any
     layout, as long as it has no checkpoint of its own.
@@ -1037,6 +1040,10 @@ class CheckpointSpec(google.protobuf.message.Message):
     """Seconds after the last step in which its checkpoint must be complete; default 300. A write that
     fails is tried again until then, and the job keeps its devices.
     """
+    snapshot_interval_steps: builtins.int
+    """Take a snapshot into the memory of the node after every so many steps; a divisor of
+    `interval_steps`. A worker that fails costs the steps since the newest. 0: as `interval_steps`.
+    """
     def __init__(
         self,
         *,
@@ -1046,9 +1053,10 @@ class CheckpointSpec(google.protobuf.message.Message):
         load_uri: builtins.str = ...,
         require_final: builtins.bool | None = ...,
         final_timeout_s: builtins.float | None = ...,
+        snapshot_interval_steps: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_final_timeout_s", b"_final_timeout_s", "_require_final", b"_require_final", "_slots", b"_slots", "final_timeout_s", b"final_timeout_s", "require_final", b"require_final", "slots", b"slots"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_final_timeout_s", b"_final_timeout_s", "_require_final", b"_require_final", "_slots", b"_slots", "final_timeout_s", b"final_timeout_s", "interval_steps", b"interval_steps", "load_uri", b"load_uri", "require_final", b"require_final", "slots", b"slots", "uri", b"uri"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_final_timeout_s", b"_final_timeout_s", "_require_final", b"_require_final", "_slots", b"_slots", "final_timeout_s", b"final_timeout_s", "interval_steps", b"interval_steps", "load_uri", b"load_uri", "require_final", b"require_final", "slots", b"slots", "snapshot_interval_steps", b"snapshot_interval_steps", "uri", b"uri"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_final_timeout_s", b"_final_timeout_s"]) -> typing.Literal["final_timeout_s"] | None: ...
     @typing.overload

@@ -16,7 +16,7 @@ from megascale_checkpoint.committer_client import CommitterClient
 from megascale_checkpoint.concurrency import Pools, Signal, in_pool
 from megascale_checkpoint.rank_snapshots import Owner, RankSnapshots
 from megascale_checkpoint.registration import RegisteredRank
-from megascale_checkpoint.staging import LEAST_SLOTS, StagingFolder
+from megascale_checkpoint.staging import KEPT_SLOTS, StagingFolder
 from megascale_common.service import logs
 from megascale_common.service.errors import LimitError, RequestError
 
@@ -273,10 +273,10 @@ class Jobs:
     @staticmethod
     def _log_loss_bound(registration: RegisteredRank, slots: int) -> None:
         bound = "none: a snapshot is taken while the one before is persisted"
-        if slots == LEAST_SLOTS:
+        if slots < registration.in_flight + KEPT_SLOTS:
             bound = (
-                "a snapshot is skipped when persisting takes longer than the interval "
-                "between snapshots"
+                "snapshots are skipped while one is persisted, or while more than "
+                f"{max(1, slots - KEPT_SLOTS + 1)} are copied and not sealed"
             )
         size_bytes = registration.layout.slot_bytes
         who = {"job": registration.job, "rank": registration.rank}

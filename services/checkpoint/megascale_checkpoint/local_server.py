@@ -15,7 +15,12 @@ from typing import Any
 
 from megascale_checkpoint.jobs import Jobs
 from megascale_checkpoint.rank_snapshots import RankSnapshots
-from megascale_checkpoint.registration import RegisteredRank, field, parse
+from megascale_checkpoint.registration import (
+    RegisteredRank,
+    RegistrationFrames,
+    field,
+    parse,
+)
 from megascale_checkpoint.restore_requests import RestoreRequests
 from megascale_common.node import framing
 from megascale_common.node.framing import Message
@@ -88,6 +93,7 @@ class _WorkerConnection:
         self._sock, self._jobs = sock, jobs
         self._registration: RegisteredRank | None = None
         self._snapshots: RankSnapshots | None = None
+        self._registering = RegistrationFrames()
         self._held: set[int] = set()
         self._task: asyncio.Task[Any] | None = None
         self._restores = RestoreRequests(
@@ -135,9 +141,9 @@ class _WorkerConnection:
     async def _answer(self, message: Message) -> None:
         kind = message.get("kind")
         if self._snapshots is None:
-            if kind != "register":
-                raise RequestError(f"the first message is {kind!r}; register first")
-            await self._register(message)
+            whole = self._registering.feed(message)
+            if whole is not None:
+                await self._register(whole)
             return
         handler = self._handlers.get(str(kind))
         if handler is None:
@@ -158,14 +164,15 @@ class _WorkerConnection:
         step = field(message, "step", int)
         if step < 1:
             raise RequestError(f"acquire.step is {step}; steps count from 1")
-        index = self._current().acquire(step)
+        snapshots = self._current()
+        index = snapshots.acquire(step)
         assert self._registration is not None
         given = self._registration
         self._jobs.job(given.job).note_busy(given.attempt, step, given.rank, index is None)
         if index is None:
             return Busy(kind="busy")
         self._held.add(index)
-        return Acquired(kind="acquired", slot=index)
+        return Acquired(kind="acquired", slot=index, store_ready=snapshots.store_ready)
 
     async def _seal(self, message: Message) -> Sealed:
         index, step = field(message, "slot", int), field(message, "step", int)
@@ -173,7 +180,12 @@ class _WorkerConnection:
         # The slot is not held from here on: if the worker dies during the checksums, it is sealed
         # all the same, because the whole state is in it.
         self._give_up_hold(index)
-        await self._current().seal(index, step, small_state, finite)
+        persist, problem = message.get("persist", True), message.get("problem", "")
+        if not isinstance(persist, bool) or not isinstance(problem, str):
+            raise RequestError("seal.persist must be true or false, and seal.problem a string")
+        self._current().seal(
+            index, step, small_state, finite=finite, persist=persist, problem=problem
+        )
         return Sealed(kind="sealed", step=step)
 
     async def _release(self, message: Message) -> Released:

@@ -51,6 +51,9 @@ class RankSlots(Protocol):
     def release(self, index: int) -> None:
         """See :meth:`SlotTable.release`."""
 
+    async def sealed(self) -> None:
+        """Wait until no checksums are being computed any more."""
+
 
 @dataclass(frozen=True, slots=True)
 class Restoration:

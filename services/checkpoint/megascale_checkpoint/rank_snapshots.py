@@ -16,7 +16,7 @@ import time
 from typing import Any, Protocol
 
 from megascale_checkpoint import persist
-from megascale_checkpoint.checksums import piece_checksums
+from megascale_checkpoint.checksums import share_checksums, shares
 from megascale_checkpoint.committer_client import CommitterClient
 from megascale_checkpoint.concurrency import Cancellation, Pools, in_pool
 from megascale_checkpoint.rank_restore import RankRestores, RestoreListener
@@ -31,6 +31,7 @@ from megascale_common.service.errors import (
 
 log = logs.get("stage")
 KEPT_FAILURES = 16  # steps whose failure is kept for a later Drain
+SEALING_THREADS = 4  # for one state: checksums run at some 20 GB/s in each
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 10.0  # pauses of a Drain between two writes of a step
 
 
@@ -94,7 +95,15 @@ class RankSnapshots:
         size_bytes = registration.layout.slot_bytes
         count = registration.slots
         job, rank = registration.job, registration.rank
-        memories = await in_pool(pools.memory, staging.allocate, job, rank, size_bytes, count)
+        memories = await in_pool(
+            pools.memory,
+            staging.allocate,
+            job,
+            rank,
+            size_bytes,
+            count,
+            registration.in_flight,
+        )
         return cls(registration, memories, listener, pools, committer)
 
     def fits(self, registration: RegisteredRank) -> bool:
@@ -147,27 +156,45 @@ class RankSnapshots:
         """A slot for the state after ``step``; None when all are needed."""
         return self.table.acquire(step)
 
-    async def seal(self, index: int, step: int, small_state: dict[str, Any], finite: bool) -> None:
-        """The slot holds the whole state: compute its checksums, seal it, queue it for storage.
+    @property
+    def store_ready(self) -> bool:
+        """Whether a state that is sealed now would be written at once."""
+        return self.table.store_ready
 
-        A state with values that are not finite is not kept: no restart may resume from it.
+    def seal(
+        self,
+        index: int,
+        step: int,
+        small_state: dict[str, Any],
+        *,
+        finite: bool,
+        persist: bool = True,
+        problem: str = "",
+    ) -> None:
+        """The slot holds the whole state: seal it, and queue it for storage if ``persist``.
+
+        Returns at once; threads compute the checksums first. A state with values that are not
+        finite, or whose copy has a ``problem``, is not kept: no restart may resume from it.
 
         Raises:
             RequestError: the slot is not being written for ``step``.
         """
-        self.table.begin_seal(index, step)
         # Taken now: before the task runs, a successor may have registered under another attempt.
         registration = self.registration
-        if not finite:
-            self._abandon(
-                index, (registration.attempt, step), "the state holds values that are not finite"
-            )
+        self.table.begin_seal(index, step, persist=persist and bool(registration.uri))
+        if problem or not finite:
+            why = problem or "the state holds values that are not finite"
+            self._abandon(index, (registration.attempt, step), why)
             return
+        # A task of its own: the state is whole, so it is sealed even if the worker disconnects.
         task = asyncio.create_task(self._seal(registration, index, step, small_state))
         self._seals.add(task)
         task.add_done_callback(self._seals.discard)
-        # Shielded: the state is whole, so it is sealed even if the worker disconnects meanwhile.
-        await asyncio.shield(task)
+
+    async def sealed(self) -> None:
+        """Wait until no checksums are being computed any more."""
+        while self._seals:
+            await asyncio.wait(set(self._seals))
 
     def release(self, index: int) -> None:
         """See :meth:`SlotTable.release`."""
@@ -225,32 +252,41 @@ class RankSnapshots:
     async def _seal(
         self, registration: RegisteredRank, index: int, step: int, small_state: dict[str, Any]
     ) -> None:
-        memory = self.memories[index]
+        key = (registration.attempt, step)
         try:
-            checksums = await in_pool(
-                self._pools.memory, piece_checksums, registration.layout, memory.view
-            )
-            seal = SlotSeal(registration.attempt, step, registration.digest, checksums, small_state)
-        except BaseException:
-            self.table.release(index)
-            raise
+            checksums = await self._checksums(registration, self.memories[index].view)
+        except Exception as error:
+            log.exception("defect while sealing", job=registration.job, step=step)
+            self._abandon(index, key, f"defect in the checkpoint daemon, see its log: {error!r}")
+            return
         # Sealed in any case, because a restart can restore it from memory; persisted only while its
-        # attempt is the current one and may still commit.
-        persisted = bool(registration.uri) and self._is_current(registration)
-        self.table.finish_seal(index, seal, persist=persisted)
+        # attempt is the current one and may still commit (see supersede).
+        seal = SlotSeal(registration.attempt, step, registration.digest, checksums, small_state)
+        self.table.finish_seal(index, seal)
         self._wake.set()
         self._listener.changed.notify()
+
+    async def _checksums(self, registration: RegisteredRank, image: memoryview) -> tuple[str, ...]:
+        """Checksums of all pieces, computed by several threads at once."""
+        pool, layout = self._pools.memory, registration.layout
+        parts = await asyncio.gather(
+            *(
+                in_pool(pool, share_checksums, layout, image, share)
+                for share in shares(layout, SEALING_THREADS)
+            )
+        )
+        found = dict(item for part in parts for item in part)
+        return tuple(found[index] for index in range(len(layout.pieces)))
 
     def _abandon(self, index: int, key: tuple[int, int], why: str) -> None:
         self.table.release(index)
         self._fail(key, why)
 
     def _is_pending(self, key: tuple[int, int]) -> bool:
+        if self.table.sealing(key[1]):
+            return True
         slot = self.table.find(*key, self.registration.digest)
         return slot is not None and slot.pending
-
-    def _is_current(self, registration: RegisteredRank) -> bool:
-        return registration.attempt >= self.registration.attempt
 
     def _remember(self, key: tuple[int, int], why: str) -> None:
         self._failures[key] = why

@@ -4,6 +4,7 @@
       ▲                  │ release, lost connection                      │ discard
       └──────────────────┴───────────────────────────────────────────────┘
     free ──take_for_restore──▶ restoring ──release──▶ free
+    sealed by attempt n ──adopt──▶ sealed by attempt n + 1, which restored it
 
 A sealed slot is kept for restores from memory until a newer one replaces it. Three rules make that
 safe: sealed slots are persisted in the order of their steps, and none is written again before that;
@@ -13,7 +14,7 @@ a slot that is being read is not written; the newest sealed slot is never handed
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megascale_common.service.errors import RequestError
@@ -55,6 +56,7 @@ class Slot:
     """One slot.
 
     Attributes:
+        persist: is to be persisted once it is sealed.
         pending: waits to be persisted.
         busy: number of readers (persistence, a restoring worker).
     """
@@ -63,6 +65,7 @@ class Slot:
     phase: SlotPhase = SlotPhase.FREE
     step: int = 0
     seal: SlotSeal | None = None
+    persist: bool = False
     pending: bool = False
     busy: int = 0
 
@@ -127,8 +130,13 @@ class SlotTable:
         self._reuse(slot, SlotPhase.RESTORING, 0)
         return slot.index
 
-    def begin_seal(self, index: int, step: int) -> None:
-        """The writer has finished; its checksums are computed next.
+    @property
+    def store_ready(self) -> bool:
+        """Whether no state waits for storage or is being written to it."""
+        return not any(slot.persist or slot.pending for slot in self.slots)
+
+    def begin_seal(self, index: int, step: int, *, persist: bool) -> None:
+        """The writer has finished; its checksums are computed next, then ``persist`` queues it.
 
         Raises:
             RequestError: the slot is not being written, or is written for another step.
@@ -139,13 +147,24 @@ class SlotTable:
                 f"slot {index} is {slot.phase.value} (step {slot.step}): "
                 f"acquire it for step {step} first"
             )
-        slot.phase = SlotPhase.SEALING
+        slot.phase, slot.persist = SlotPhase.SEALING, persist
 
-    def finish_seal(self, index: int, seal: SlotSeal, *, persist: bool) -> None:
-        """The checksums are known: seal the slot, and queue it for storage if ``persist``."""
+    def finish_seal(self, index: int, seal: SlotSeal) -> None:
+        """The checksums are known: seal the slot, and queue it for storage where that is wanted."""
         slot = self.at(index)
         assert slot.phase is SlotPhase.SEALING
-        slot.phase, slot.seal, slot.pending = SlotPhase.SEALED, seal, persist
+        slot.phase, slot.seal = SlotPhase.SEALED, seal
+        slot.pending, slot.persist = slot.persist, False
+
+    def sealing(self, step: int) -> bool:
+        """Whether the checksums of ``step`` are being computed."""
+        return any(s.phase is SlotPhase.SEALING and s.step == step for s in self.slots)
+
+    def adopt(self, index: int, attempt: int, *, persist: bool) -> None:
+        """``attempt`` goes on from this sealed state of an earlier one: it is its own now."""
+        slot = self.at(index)
+        assert slot.phase is SlotPhase.SEALED and slot.seal is not None
+        slot.seal, slot.pending = replace(slot.seal, attempt=attempt), persist
 
     def release(self, index: int) -> None:
         """Give back a slot that was acquired or restored into, or end the reading of a sealed one.
@@ -187,6 +206,8 @@ class SlotTable:
         for slot in self.slots:
             if slot.seal and slot.seal.attempt < attempt:
                 slot.pending = False
+            if slot.phase is SlotPhase.SEALING:
+                slot.persist = False
 
     def at(self, index: int) -> Slot:
         """The slot with this number.
@@ -216,4 +237,5 @@ class SlotTable:
 
     @staticmethod
     def _reuse(slot: Slot, phase: SlotPhase, step: int) -> None:
-        slot.phase, slot.step, slot.seal, slot.pending, slot.busy = phase, step, None, False, 0
+        slot.phase, slot.step, slot.seal = phase, step, None
+        slot.persist, slot.pending, slot.busy = False, False, 0

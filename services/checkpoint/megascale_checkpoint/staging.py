@@ -9,6 +9,7 @@ that starts removes its node's folders whose owner has ended.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import json
@@ -29,7 +30,10 @@ from megascale_common.service.errors import LimitError
 OWNER_FILE = "owner.json"
 LOCK_FILE = ".lock"
 FULL_HOST_RANKS = 8  # ranks of a full host, for the choice between three slots and two
-PREFERRED_SLOTS, LEAST_SLOTS, MOST_SLOTS = 3, 2, 8
+LEAST_SLOTS, MOST_SLOTS = 2, 8
+# Beside those in flight: the newest sealed one, and the one that is being persisted.
+KEPT_SLOTS = 2
+MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's mmap
 
 
 def default_base() -> Path:
@@ -48,14 +52,13 @@ class SlotMemory:
             # Reserve the pages now: a full tmpfs raises an error here, while a hole in the file
             # would kill the writer with SIGBUS later.
             os.posix_fallocate(self.descriptor, 0, size_bytes)
-            self._map = mmap.mmap(
-                self.descriptor, size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE
-            )
+            self._map = mmap.mmap(self.descriptor, size_bytes, flags=mmap.MAP_SHARED)
         except OSError:
             os.close(self.descriptor)
             path.unlink()
             raise
         self.view = memoryview(self._map)
+        _populate(self.view)
 
     def close(self) -> None:
         """Unmap and remove the file, once; its memory is freed when no process maps it any more."""
@@ -104,20 +107,21 @@ class StagingFolder:
                 f"staging folder {base} cannot be used ({error}): give another --staging-folder"
             ) from error
 
-    def allocate(self, job: str, rank: int, size_bytes: int, count: int) -> list[SlotMemory]:
+    def allocate(
+        self, job: str, rank: int, size_bytes: int, count: int, in_flight: int = 1
+    ) -> list[SlotMemory]:
         """Allocate ``count`` slots for a rank.
 
-        A count of 0 means three where the ranks of a full host have room for three each, else two.
+        A count of 0 means ``in_flight`` + KEPT_SLOTS where the ranks of a full host have room for
+        that many each, else fewer, down to LEAST_SLOTS.
 
         Raises:
             LimitError: there is no room; the message gives the fix.
         """
         size_bytes = max(size_bytes, mmap.PAGESIZE)
         if count == 0:
-            all_ranks = FULL_HOST_RANKS * PREFERRED_SLOTS * size_bytes
-            count = (
-                PREFERRED_SLOTS if all_ranks <= self.room_bytes() + self.used_bytes else LEAST_SLOTS
-            )
+            affordable = (self.room_bytes() + self.used_bytes) // (FULL_HOST_RANKS * size_bytes)
+            count = max(LEAST_SLOTS, min(in_flight + KEPT_SLOTS, affordable))
         # Reserved before it is allocated: ranks register at the same time, each in its own thread,
         # and allocating gigabytes takes seconds.
         with self._reserving:
@@ -194,6 +198,16 @@ class StagingFolder:
             "Raise the size of the tmpfs (containers start with 64 MiB of /dev/shm) or "
             f"--staging-limit-bytes, or set checkpoint.slots to {LEAST_SLOTS}"
         )
+
+
+def _populate(view: memoryview) -> None:
+    """Map all pages of ``view`` now. Does nothing on an older kernel."""
+    # Through ctypes, which releases the interpreter lock meanwhile: with MAP_POPULATE, mmap holds
+    # it for seconds.
+    address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+    ctypes.CDLL(None).madvise(
+        ctypes.c_void_p(address), ctypes.c_size_t(len(view)), MADV_POPULATE_WRITE
+    )
 
 
 def _private_folder(base: Path) -> None:

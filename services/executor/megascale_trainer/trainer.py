@@ -20,6 +20,7 @@ from megascale_common.sizes.checkpoint_layout import ShardLayout
 from megascale_common.sizes.parameter_table import parameter_table, shard_layout
 from megascale_kernels.operators import choose
 from megascale_trainer.batch import MicroBatch
+from megascale_trainer.host_copy import CopyEnd
 from megascale_trainer.model.initial_values import fill_shard
 from megascale_trainer.optimizer.interface import OptimizerSetup
 from megascale_trainer.optimizer.learning_rate import learning_rate
@@ -135,7 +136,7 @@ class Trainer:
         set_determinism(config, device)
         self.config, self.step = config, 0
         self._groups, self._device, self._status = groups, device, status
-        self._copied: torch.cuda.Event | None = None
+        self._copied: CopyEnd | None = None
         self._table = parameter_table(config, rank)
         dtype = DTYPES[config.training.precision]
         place = (self._table, dtype, device, groups.tp, groups.dp)
@@ -276,8 +277,8 @@ class Trainer:
         self._check_slot(slot)
         slot[: image.numel()].copy_(image, non_blocking=True)
 
-    def wait_before_update(self, copied: torch.cuda.Event) -> None:
-        """Have the device, not the host, hold the next update until ``copied``.
+    def wait_before_update(self, copied: CopyEnd) -> None:
+        """Have the next update held until ``copied``; on CUDA by the device, not the host.
 
         A snapshot that is still being copied reads the states, which the update overwrites.
         """

@@ -246,6 +246,7 @@ class CheckpointConfig:
     """Where and how often checkpoints are written.
 
     There are none if ``uri`` is empty; at ``interval_steps`` 0 only the last step is saved.
+    ``snapshot_interval_steps`` 0 takes snapshots into memory as often as they are persisted.
     ``slots`` is the number of staging slots; at 0 the daemon chooses it. ``load_uri`` is the folder
     of another job's checkpoints, from which this job starts while it has none of its own. A job
     whose last step is not saved within ``final_timeout_s`` fails, unless ``require_final`` is off.
@@ -257,6 +258,12 @@ class CheckpointConfig:
     load_uri: str = ""
     require_final: bool = True
     final_timeout_s: float = 300.0
+    snapshot_interval_steps: int = 0
+
+    @property
+    def memory_interval_steps(self) -> int:
+        """Steps between snapshots into memory; 0: only after the last step."""
+        return self.snapshot_interval_steps or self.interval_steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -238,6 +238,25 @@ def _checkpoint(config: JobConfig) -> Iterator[JobProblem]:
             f"{checkpoint.interval_steps} is negative",
             "give 0 (off) or more",
         )
+    snapshots = checkpoint.snapshot_interval_steps
+    if snapshots < 0:
+        yield JobProblem(
+            "checkpoint.snapshot_interval_steps",
+            f"{snapshots} is negative",
+            "give 1 for a snapshot after every step, or leave it out for interval_steps",
+        )
+    elif snapshots > 0 and not checkpoint.uri:
+        yield JobProblem(
+            "checkpoint.uri",
+            "empty although checkpoint.snapshot_interval_steps is set",
+            "give a folder that all nodes share",
+        )
+    elif snapshots > 0 and checkpoint.interval_steps % snapshots:
+        yield JobProblem(
+            "checkpoint.snapshot_interval_steps",
+            f"{snapshots} does not divide checkpoint.interval_steps {checkpoint.interval_steps}",
+            "give a divisor: what is persisted is one of the snapshots",
+        )
     if checkpoint.interval_steps > 0 and not checkpoint.uri:
         yield JobProblem(
             "checkpoint.uri",
@@ -258,11 +277,11 @@ def _checkpoint(config: JobConfig) -> Iterator[JobProblem]:
             "is checkpoint.uri itself",
             "give another job's folder: a job resumes from its own without load_uri",
         )
-    if checkpoint.slots not in (0, 2, 3, 4):
+    if checkpoint.slots != 0 and not 2 <= checkpoint.slots <= 6:
         yield JobProblem(
             "checkpoint.slots",
             f"{checkpoint.slots} is out of range",
-            "give 2 to 4, or leave it out",
+            "give 2 to 6, or leave it out",
         )
     if not 1 <= checkpoint.final_timeout_s <= _MAX_FINAL_TIMEOUT_S:
         yield JobProblem(

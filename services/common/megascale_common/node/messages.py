@@ -20,8 +20,8 @@ Agent and worker, over the socket passed with Fork:
         inside a hung call.
     Or, instead of Assignment, agent: SelfCheck (-> fds: the store's listening socket, on rank 0 of
     several only); the forked process answers SelfChecked and exits.
-Worker and checkpoint daemon, over the daemon's unix socket, strictly request and answer:
-    Register -> Registered (-> fds: one per slot), Restore -> Restored | Refused,
+Worker and checkpoint daemon, over the daemon's unix socket; answers come in the requests' order:
+    Register, Pieces... -> Registered (-> fds: one per slot), Restore -> Restored | Refused,
     those of :mod:`megascale_common.node.restore_messages`,
     Acquire -> Acquired | Busy, Seal -> Sealed, Release -> Released, Drain -> Drained.
     Any request that breaks the contract -> RequestFailed, after which the daemon closes the
@@ -38,6 +38,8 @@ from megascale_common.node.restore_messages import RestoreAnswer, RestoreRequest
 STACKS_SIGNAL = signal.SIGUSR1
 # BAD_JOB: the job itself cannot run here, and another attempt would find the same.
 ErrorKind = Literal["BAD_JOB", "CHECKPOINT_CORRUPT", "DATA", "COLLECTIVE", "OUT_OF_MEMORY", "OTHER"]
+
+PIECES_IN_A_FRAME = 2000  # some 250 bytes each: half of a frame's limit
 
 
 class TemplateHello(TypedDict):
@@ -212,8 +214,10 @@ class Finished(TypedDict):
 class Register(TypedDict):
     """Worker to daemon: who the rank is, and the layout of its slots.
 
-    ``layout`` is the value of megascale_common.sizes.checkpoint_layout.ShardLayout.to_dict;
-    ``slots`` 0 leaves their number to the daemon.
+    ``layout`` is the value of megascale_common.sizes.checkpoint_layout.ShardLayout.to_dict; of its
+    pieces, ``further_pieces`` follow in Pieces messages, because a frame is bounded. ``slots`` 0
+    leaves their number to the daemon, which then counts ``in_flight`` for snapshots that are
+    reserved, copied or unsettled at the same time (default 1).
     """
 
     kind: Literal["register"]
@@ -225,8 +229,17 @@ class Register(TypedDict):
     uri: str
     committer_endpoint: str
     slots: int
+    in_flight: NotRequired[int]
     layout: dict[str, Any]
+    further_pieces: NotRequired[int]
     layout_info: dict[str, int]
+
+
+class Pieces(TypedDict):
+    """Worker to daemon, after Register: at most PIECES_IN_A_FRAME more pieces of its layout."""
+
+    kind: Literal["pieces"]
+    pieces: list[dict[str, Any]]
 
 
 class Registered(TypedDict):
@@ -271,10 +284,14 @@ class Acquire(TypedDict):
 
 
 class Acquired(TypedDict):
-    """Daemon to worker: ``slot`` is being written from now on."""
+    """Daemon to worker: ``slot`` is being written from now on.
+
+    ``store_ready``: no state of this rank waits for storage or is being written to it.
+    """
 
     kind: Literal["acquired"]
     slot: int
+    store_ready: bool
 
 
 class Busy(TypedDict):
@@ -288,6 +305,8 @@ class Seal(TypedDict):
 
     ``finite``: the update of that step had a finite loss and gradient, or was masked, which leaves
     the state as it was. It is the same on all ranks. A state that is not finite is not kept.
+    ``persist`` false keeps it in memory only; default true. ``problem``: the copy is not what was
+    on the device, and is not kept.
     """
 
     kind: Literal["seal"]
@@ -295,10 +314,12 @@ class Seal(TypedDict):
     step: int
     small_state: dict[str, Any]
     finite: bool
+    persist: NotRequired[bool]
+    problem: NotRequired[str]
 
 
 class Sealed(TypedDict):
-    """Daemon to worker: the slot's checksums are taken; it is persisted in the background."""
+    """Daemon to worker: the slot is the daemon's, which computes its checksums and persists it."""
 
     kind: Literal["sealed"]
     step: int
@@ -347,7 +368,9 @@ class RequestFailed(TypedDict):
 
 TemplateMessage: TypeAlias = TemplateHello | Forked | Exited
 WorkerMessage: TypeAlias = Running | StepDone | Profiled | Failed | Finished
-DaemonRequest: TypeAlias = Register | Restore | Acquire | Seal | Release | Drain | RestoreRequest
+DaemonRequest: TypeAlias = (
+    Register | Pieces | Restore | Acquire | Seal | Release | Drain | RestoreRequest
+)
 DaemonAnswer: TypeAlias = (
     Registered
     | Restored

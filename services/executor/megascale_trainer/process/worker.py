@@ -46,6 +46,7 @@ from megascale_trainer.process.step_loop import StepLoop
 from megascale_trainer.process.step_records import StepRecords
 from megascale_trainer.restore import RestoreRefused, restore
 from megascale_trainer.snapshot import Snapshotter
+from megascale_trainer.snapshot_schedule import in_flight
 from megascale_trainer.telemetry.profiling import StepProfiler
 from megascale_trainer.trainer import Trainer
 
@@ -128,7 +129,7 @@ class _Worker:
         if config.checkpoint.uri:
             self._snapshots = self._register(trainer)
         done = self._restore(trainer)
-        loop = self._step_loop(trainer)
+        loop = self._step_loop(trainer, done)
         # From here on garbage is only collected at chosen steps (see step_loop).
         gc.collect()
         gc.freeze()
@@ -206,6 +207,7 @@ class _Worker:
                 "pp": sizes.pp,
                 "vpp": sizes.virtual_stages,
             },
+            in_flight=in_flight(self._config.checkpoint.memory_interval_steps),
         )
         timeout_s = self._config.recovery.collective_timeout_s
         return Snapshotter(
@@ -267,7 +269,7 @@ class _Worker:
         loader = LoaderClient(Path(who["loader_socket"]), config, ring, LOADER_TIMEOUT_S)
         return step_batches(loader, self._device)
 
-    def _step_loop(self, trainer: Trainer) -> StepLoop:
+    def _step_loop(self, trainer: Trainer, done: int) -> StepLoop:
         config, device = self._config, self._device
         return StepLoop(
             trainer=trainer,
@@ -276,7 +278,7 @@ class _Worker:
             status=self._status,
             data=self._open_data("training", self._consumed),
             held_out=self._open_data("evaluation", 0) if config.evaluates else None,
-            snapshots=SnapshotSteps(config, self._status, self._snapshots),
+            snapshots=SnapshotSteps(config, self._status, self._snapshots, done),
             records=StepRecords(self._agent, self._assignment, config, device),
             profiler=StepProfiler(self._agent, device),
             skipped=self._skipped,
