@@ -208,6 +208,9 @@ class WatchProgressResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     JOBS_FIELD_NUMBER: builtins.int
+    REPLICA_ENDPOINT_FIELD_NUMBER: builtins.int
+    replica_endpoint: builtins.str
+    """Address (host:port) of the daemon's replica server."""
     @property
     def jobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[megascale.v1.link_pb2.CheckpointProgress]:
         """All jobs of this node, by name."""
@@ -216,8 +219,9 @@ class WatchProgressResponse(google.protobuf.message.Message):
         self,
         *,
         jobs: collections.abc.Iterable[megascale.v1.link_pb2.CheckpointProgress] | None = ...,
+        replica_endpoint: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["jobs", b"jobs"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["jobs", b"jobs", "replica_endpoint", b"replica_endpoint"]) -> None: ...
 
 Global___WatchProgressResponse: typing_extensions.TypeAlias = WatchProgressResponse
 

@@ -1020,6 +1020,8 @@ class CheckpointSpec(google.protobuf.message.Message):
     REQUIRE_FINAL_FIELD_NUMBER: builtins.int
     FINAL_TIMEOUT_S_FIELD_NUMBER: builtins.int
     SNAPSHOT_INTERVAL_STEPS_FIELD_NUMBER: builtins.int
+    REPLICAS_FIELD_NUMBER: builtins.int
+    MAX_REPLICATE_MIB_PER_S_FIELD_NUMBER: builtins.int
     uri: builtins.str
     """Folder (file path) that holds the job's checkpoints; empty: none."""
     interval_steps: builtins.int
@@ -1044,6 +1046,12 @@ class CheckpointSpec(google.protobuf.message.Message):
     """Take a snapshot into the memory of the node after every so many steps; a divisor of
     `interval_steps`. A worker that fails costs the steps since the newest. 0: as `interval_steps`.
     """
+    replicas: builtins.int
+    """Copies of each snapshot in the memory of another node, 0 or 1; default 0. With 1 the loss of a
+    node costs no read from storage; each node keeps two more slots for each rank of another.
+    """
+    max_replicate_mib_per_s: builtins.float
+    """Most MiB per second that a node sends to the node with its replicas; 0: no limit."""
     def __init__(
         self,
         *,
@@ -1054,9 +1062,11 @@ class CheckpointSpec(google.protobuf.message.Message):
         require_final: builtins.bool | None = ...,
         final_timeout_s: builtins.float | None = ...,
         snapshot_interval_steps: builtins.int = ...,
+        replicas: builtins.int = ...,
+        max_replicate_mib_per_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_final_timeout_s", b"_final_timeout_s", "_require_final", b"_require_final", "_slots", b"_slots", "final_timeout_s", b"final_timeout_s", "require_final", b"require_final", "slots", b"slots"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_final_timeout_s", b"_final_timeout_s", "_require_final", b"_require_final", "_slots", b"_slots", "final_timeout_s", b"final_timeout_s", "interval_steps", b"interval_steps", "load_uri", b"load_uri", "require_final", b"require_final", "slots", b"slots", "snapshot_interval_steps", b"snapshot_interval_steps", "uri", b"uri"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_final_timeout_s", b"_final_timeout_s", "_require_final", b"_require_final", "_slots", b"_slots", "final_timeout_s", b"final_timeout_s", "interval_steps", b"interval_steps", "load_uri", b"load_uri", "max_replicate_mib_per_s", b"max_replicate_mib_per_s", "replicas", b"replicas", "require_final", b"require_final", "slots", b"slots", "snapshot_interval_steps", b"snapshot_interval_steps", "uri", b"uri"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_final_timeout_s", b"_final_timeout_s"]) -> typing.Literal["final_timeout_s"] | None: ...
     @typing.overload

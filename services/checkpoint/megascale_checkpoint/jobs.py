@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from megascale.v1 import link_pb2
 from megascale_checkpoint.committer_client import CommitterClient
 from megascale_checkpoint.concurrency import Pools, Signal, in_pool
+from megascale_checkpoint.rank_restore import ReplicaReader
 from megascale_checkpoint.rank_snapshots import Owner, RankSnapshots
 from megascale_checkpoint.registration import RegisteredRank
 from megascale_checkpoint.staging import KEPT_SLOTS, StagingFolder
@@ -155,6 +157,13 @@ class JobCheckpoints:
         return message
 
 
+class Replicas(ReplicaReader, Protocol):
+    """The replicas of this node (:mod:`megascale_checkpoint.replicas.node_replicas`)."""
+
+    def report(self, message: link_pb2.CheckpointProgress) -> None:
+        """Add the replicas of a job to its progress."""
+
+
 class Jobs:
     """All jobs of the node. ``changed`` fires on every change that WatchProgress shows."""
 
@@ -162,6 +171,7 @@ class Jobs:
         self.changed = Signal()
         self._staging, self._pools, self._committer = staging, pools, committer
         self._jobs: dict[str, JobCheckpoints] = {}
+        self.replicas: Replicas | None = None
         self._registering: dict[tuple[str, int], asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def job(self, name: str) -> JobCheckpoints:
@@ -189,7 +199,11 @@ class Jobs:
 
     def progress(self) -> list[link_pb2.CheckpointProgress]:
         """Progress of every job, by name."""
-        return [self._jobs[name].progress() for name in sorted(self._jobs)]
+        messages = [self._jobs[name].progress() for name in sorted(self._jobs)]
+        if self.replicas is not None:
+            for message in messages:
+                self.replicas.report(message)
+        return messages
 
     async def register(self, registration: RegisteredRank, owner: Owner) -> RankSnapshots:
         """The snapshots of a rank, owned by the worker's connection ``owner`` from now on.
@@ -223,6 +237,7 @@ class Jobs:
                 )
                 self._log_loss_bound(registration, len(snapshots.memories))
                 job.ranks[registration.rank] = snapshots
+            snapshots.restores.replicas = self.replicas
             snapshots.take_over(registration, owner)
         self.changed.notify()
         return snapshots

@@ -2,6 +2,6 @@
 
 :mod:`protocol` is what travels over the TCP connection, :mod:`store` the memory at the peer,
 :mod:`server` answers, :mod:`sender` copies what is sealed here, and :mod:`fetch` brings a state
-back into a slot. The driver chooses the peer (``megascale_driver.placement.replicas``); the worker's
-registration carries its address.
+back into a slot. The driver chooses the peer (``megascale_driver.placement.replicas``), and the
+worker's registration carries its address.
 """

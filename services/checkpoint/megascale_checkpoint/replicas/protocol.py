@@ -17,6 +17,7 @@ each with the one from the seal before the state counts.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import socket
@@ -146,7 +147,8 @@ class Connection:
 
     def __init__(self, sock: socket.socket, cancelled: Cancellation) -> None:
         sock.settimeout(SILENCE_S)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with contextlib.suppress(OSError):  # the caller may be gone already
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock, self._cancelled = sock, cancelled
 
     @classmethod

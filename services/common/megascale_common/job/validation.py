@@ -24,6 +24,7 @@ _MAX_PATH = 4096  # the kernel's own limit
 _MAX_SOURCES = 1024
 _MAX_OPTIONS, _MAX_OPTION_NAME = 64, 63
 _MAX_COLLECTIVE_TIMEOUT_S = 86_400
+_MAX_REPLICATE_MIB_PER_S = 1e6
 _MAX_FINAL_TIMEOUT_S = 3600
 _SHA256_DIGITS = 64
 _MAX_LOSS_RISE = 10**6
@@ -276,6 +277,24 @@ def _checkpoint(config: JobConfig) -> Iterator[JobProblem]:
             "checkpoint.load_uri",
             "is checkpoint.uri itself",
             "give another job's folder: a job resumes from its own without load_uri",
+        )
+    if checkpoint.replicas not in (0, 1):
+        yield JobProblem(
+            "checkpoint.replicas",
+            f"{checkpoint.replicas} is out of range",
+            "give 1 for a copy of each snapshot on another node, or 0 for none",
+        )
+    elif checkpoint.replicas and not checkpoint.uri:
+        yield JobProblem(
+            "checkpoint.uri",
+            "empty although checkpoint.replicas is set",
+            "give a folder that all nodes share",
+        )
+    if not 0 <= checkpoint.max_replicate_mib_per_s <= _MAX_REPLICATE_MIB_PER_S:
+        yield JobProblem(
+            "checkpoint.max_replicate_mib_per_s",
+            f"{checkpoint.max_replicate_mib_per_s} is out of range",
+            f"give MiB per second up to {_MAX_REPLICATE_MIB_PER_S:g}, or 0 for no limit",
         )
     if checkpoint.slots != 0 and not 2 <= checkpoint.slots <= 6:
         yield JobProblem(

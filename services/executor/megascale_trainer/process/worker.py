@@ -208,6 +208,7 @@ class _Worker:
                 "vpp": sizes.virtual_stages,
             },
             in_flight=in_flight(self._config.checkpoint.memory_interval_steps),
+            replicas=who["replicas"],
         )
         timeout_s = self._config.recovery.collective_timeout_s
         return Snapshotter(
