@@ -224,6 +224,8 @@ class Job(View, of=driver_pb2.Job):
     profile: Profile
     conditions: Sequence[JobCondition]
     goodput: driver_pb2.Goodput
+    replicated_step: int
+    replica_problem: str
 
 
 class WatchJobResponse(View, of=driver_pb2.WatchJobResponse):

@@ -45,7 +45,9 @@ class OpenAttemptRequest(google.protobuf.message.Message):
     world_size: builtins.int
     """Number of ranks of the attempt."""
     sealed_step: builtins.int
-    """Newest step that all ranks hold sealed in staging memory under one attempt and layout; 0: none."""
+    """Newest step that all ranks hold sealed in staging memory, or a peer for them, under one attempt
+    and layout; 0: none.
+    """
     sealed_by_attempt: builtins.int
     """Attempt that sealed sealed_step."""
     load_uri: builtins.str

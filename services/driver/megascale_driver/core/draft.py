@@ -177,5 +177,7 @@ def _role(job: Job) -> tuple[object, ...]:
         job.store_endpoint,
         job.restore,
         job.committer_endpoint,
+        job.replica_targets,
+        job.replica_sources,
         job.profile,
     )

@@ -20,7 +20,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from megascale_common.job.restore import RestorePlan, RestoreSource
-from megascale_driver.core import accounting, goodput, hang, job_faults, profiles, recovery, saving
+from megascale_driver.core import (
+    accounting,
+    goodput,
+    hang,
+    job_faults,
+    profiles,
+    recovery,
+    replicas,
+    saving,
+)
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import (
     AttemptOpened,
@@ -123,7 +132,10 @@ def opened(draft: Draft, event: AttemptOpened) -> None:
             subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt, policy="commit-log",
             outcome="an older one is restored",
         )  # fmt: skip
+    sources = replicas.sources(job, draft.nodes, event.restore)
+    draft.job(job.name, replica_sources=sources)
     what = f"restores step {event.restore.step} from {event.restore.source}"
+    what += replicas.describe(sources)
     if event.restore.source is RestoreSource.NONE:
         what = "starts from step 0"
     draft.log(
@@ -218,6 +230,7 @@ def _advance_preparing(draft: Draft, job: Job) -> None:
 def _start(draft: Draft, job: Job, restore: RestorePlan, committer_endpoint: str) -> None:
     first = draft.nodes[job.slots[0].node]
     store = first.report.store_endpoint if first.report is not None else ""
+    replica_peers, replica_targets = replicas.peers(job, draft.nodes)
     draft.job(
         job.name,
         phase=JobPhase.STARTING,
@@ -225,6 +238,8 @@ def _start(draft: Draft, job: Job, restore: RestorePlan, committer_endpoint: str
         restore=restore,
         store_endpoint=store,
         committer_endpoint=committer_endpoint,
+        replica_peers=replica_peers,
+        replica_targets=replica_targets,
     )
 
 
