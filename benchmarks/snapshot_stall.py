@@ -89,29 +89,28 @@ def _measure(options: argparse.Namespace, folder: Path, daemon: int) -> dict[str
     page = StatusPageWriter(folder / "page", rank=0, attempt=1)
     steps = SnapshotSteps(config, page, snapshots)
     product = _Product(device, options.step_ms)
-    held_ms: dict[int, float] = {}
+    held = {part: dict[int, float]() for part in ("reserve", "update", "take")}
     for step in range(1, options.steps + 1):
         if options.hung_s and step == options.steps // 2:
             os.kill(daemon, signal.SIGSTOP)
             threading.Timer(options.hung_s, os.kill, (daemon, signal.SIGCONT)).start()
-        watch = _Watch()
-        with watch:
+        with _watch(held["reserve"], step):
             vote = steps.vote(step)
             copied = steps.copied
         product.run()
-        with watch:
+        with _watch(held["update"], step):
             if copied is not None:
                 copied.wait()
         state.values.add_(1.0)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        with watch:
+        with _watch(held["take"], step):
             steps.settle(step, vote, 0, finite=True)
             steps.after(step, 0)
-        held_ms[step] = 1000.0 * watch.total_s
     skipped = snapshots.skipped
     snapshots.close()
-    due = [ms for step, ms in held_ms.items() if 2 < step < options.steps]
+    measured = range(3, options.steps)  # the last step waits on purpose
+    parts = {part: [times[step] for step in measured] for part, times in held.items()}
     return {
         "megabytes": options.megabytes,
         "device": options.device,
@@ -120,23 +119,26 @@ def _measure(options: argparse.Namespace, folder: Path, daemon: int) -> dict[str
         "skipped": skipped,
         "step_ms": round(product.median_ms(), 1),
         "registration_s": round(registered_s, 3),
-        "held_ms": {
-            "p50": round(statistics.median(due), 2),
-            "p99": round(sorted(due)[int(0.99 * (len(due) - 1))], 2),
-            "max": round(max(due), 2),
-        },
+        "held_ms": _spread([sum(times) for times in zip(*parts.values(), strict=True)]),
+        "parts_ms": {part: _spread(times) for part, times in parts.items()},
+        "load": os.getloadavg()[0],
     }
 
 
-class _Watch:
-    def __init__(self) -> None:
-        self.total_s = 0.0
+def _spread(times_ms: list[float]) -> dict[str, float]:
+    ordered = sorted(times_ms)
+    return {
+        "p50": round(statistics.median(ordered), 2),
+        "p99": round(ordered[int(0.99 * (len(ordered) - 1))], 2),
+        "max": round(ordered[-1], 2),
+    }
 
-    def __enter__(self) -> None:
-        self._began_s = time.perf_counter()
 
-    def __exit__(self, *_: object) -> None:
-        self.total_s += time.perf_counter() - self._began_s
+@contextmanager
+def _watch(times_ms: dict[int, float], step: int) -> Iterator[None]:
+    began_s = time.perf_counter()
+    yield
+    times_ms[step] = 1000.0 * (time.perf_counter() - began_s)
 
 
 class _Product:
@@ -146,17 +148,20 @@ class _Product:
         size = 8192 if device.type == "cuda" else 512
         self._values = torch.randn(size, size, device=device)
         self._device, self._times_ms = device, list[float]()
-        self._count = 3
-        self.run()
-        self._count = max(1, round(self._count * step_ms / self._times_ms.pop()))
+        self._count = 20
+        fastest_ms = min(self.run() for _ in range(5))
+        self._count = max(1, round(self._count * step_ms / fastest_ms))
+        self._times_ms.clear()
 
-    def run(self) -> None:
+    def run(self) -> float:
+        """One step's compute; returns its time in ms."""
         began_s = time.perf_counter()
         for _ in range(self._count):
             self._values @ self._values
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         self._times_ms.append(1000.0 * (time.perf_counter() - began_s))
+        return self._times_ms[-1]
 
     def median_ms(self) -> float:
         """Median time of a step's compute."""

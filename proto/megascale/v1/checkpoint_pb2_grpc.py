@@ -85,7 +85,10 @@ class CheckpointServiceServicer(object):
         - FAILED_PRECONDITION (UNUSABLE): the job has checkpoints and none of them can be restored.
         - PERMISSION_DENIED (FORBIDDEN): the daemon may not read or write the folder.
         - UNAVAILABLE (STORAGE_UNAVAILABLE): storage does not answer; try again.
-        - DATA_LOSS (DAMAGED): the commit log is damaged.
+        - DATA_LOSS (DAMAGED): a record of the commit log is damaged or missing. It may have been a fence,
+        so nothing is appended until `megascale checkpoint repair` has put a record in its place.
+        - DATA_LOSS (DATA_LOSS): a newer build has written to the commit log, or it was repaired where a
+        later attempt may have been opened.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -103,7 +106,8 @@ class CheckpointServiceServicer(object):
         - PERMISSION_DENIED (FORBIDDEN): the committer may not read or write the folder.
         - UNAVAILABLE (NOT_READY): this daemon does not know the attempt yet; try again.
         - UNAVAILABLE (STORAGE_UNAVAILABLE): storage does not answer; try again.
-        - DATA_LOSS (DAMAGED): the committer does not find a file that a rank has reported.
+        - DATA_LOSS (DAMAGED): the committer does not find a file that a rank has reported, or a record of
+        the commit log is damaged or missing.
         - DATA_LOSS (DATA_LOSS): the commit failed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -129,7 +133,8 @@ class CheckpointServiceServicer(object):
         - INVALID_ARGUMENT (BAD_REQUEST): the uri is not supported.
         - PERMISSION_DENIED (FORBIDDEN): the daemon may not read the folder.
         - UNAVAILABLE (STORAGE_UNAVAILABLE): storage does not answer; try again.
-        - DATA_LOSS (DATA_LOSS): the commit log has a gap.
+        - DATA_LOSS (DAMAGED): a record of the commit log is damaged or missing, so there may be more.
+        - DATA_LOSS (DATA_LOSS): a newer build has written to the commit log.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

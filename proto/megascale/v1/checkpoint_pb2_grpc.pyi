@@ -155,7 +155,10 @@ class CheckpointServiceStub(typing.Generic[_CheckpointServiceOpenAttemptType, _C
     - FAILED_PRECONDITION (UNUSABLE): the job has checkpoints and none of them can be restored.
     - PERMISSION_DENIED (FORBIDDEN): the daemon may not read or write the folder.
     - UNAVAILABLE (STORAGE_UNAVAILABLE): storage does not answer; try again.
-    - DATA_LOSS (DAMAGED): the commit log is damaged.
+    - DATA_LOSS (DAMAGED): a record of the commit log is damaged or missing. It may have been a fence,
+      so nothing is appended until `megascale checkpoint repair` has put a record in its place.
+    - DATA_LOSS (DATA_LOSS): a newer build has written to the commit log, or it was repaired where a
+      later attempt may have been opened.
     """
 
     ReportPrepared: _CheckpointServiceReportPreparedType
@@ -170,7 +173,8 @@ class CheckpointServiceStub(typing.Generic[_CheckpointServiceOpenAttemptType, _C
     - PERMISSION_DENIED (FORBIDDEN): the committer may not read or write the folder.
     - UNAVAILABLE (NOT_READY): this daemon does not know the attempt yet; try again.
     - UNAVAILABLE (STORAGE_UNAVAILABLE): storage does not answer; try again.
-    - DATA_LOSS (DAMAGED): the committer does not find a file that a rank has reported.
+    - DATA_LOSS (DAMAGED): the committer does not find a file that a rank has reported, or a record of
+      the commit log is damaged or missing.
     - DATA_LOSS (DATA_LOSS): the commit failed.
     """
 
@@ -190,7 +194,8 @@ class CheckpointServiceStub(typing.Generic[_CheckpointServiceOpenAttemptType, _C
     - INVALID_ARGUMENT (BAD_REQUEST): the uri is not supported.
     - PERMISSION_DENIED (FORBIDDEN): the daemon may not read the folder.
     - UNAVAILABLE (STORAGE_UNAVAILABLE): storage does not answer; try again.
-    - DATA_LOSS (DATA_LOSS): the commit log has a gap.
+    - DATA_LOSS (DAMAGED): a record of the commit log is damaged or missing, so there may be more.
+    - DATA_LOSS (DATA_LOSS): a newer build has written to the commit log.
     """
 
 CheckpointServiceAsyncStub: typing_extensions.TypeAlias = CheckpointServiceStub[
@@ -241,7 +246,10 @@ class CheckpointServiceServicer(metaclass=abc.ABCMeta):
         - FAILED_PRECONDITION (UNUSABLE): the job has checkpoints and none of them can be restored.
         - PERMISSION_DENIED (FORBIDDEN): the daemon may not read or write the folder.
         - UNAVAILABLE (STORAGE_UNAVAILABLE): storage does not answer; try again.
-        - DATA_LOSS (DAMAGED): the commit log is damaged.
+        - DATA_LOSS (DAMAGED): a record of the commit log is damaged or missing. It may have been a fence,
+          so nothing is appended until `megascale checkpoint repair` has put a record in its place.
+        - DATA_LOSS (DATA_LOSS): a newer build has written to the commit log, or it was repaired where a
+          later attempt may have been opened.
         """
 
     @abc.abstractmethod
@@ -261,7 +269,8 @@ class CheckpointServiceServicer(metaclass=abc.ABCMeta):
         - PERMISSION_DENIED (FORBIDDEN): the committer may not read or write the folder.
         - UNAVAILABLE (NOT_READY): this daemon does not know the attempt yet; try again.
         - UNAVAILABLE (STORAGE_UNAVAILABLE): storage does not answer; try again.
-        - DATA_LOSS (DAMAGED): the committer does not find a file that a rank has reported.
+        - DATA_LOSS (DAMAGED): the committer does not find a file that a rank has reported, or a record of
+          the commit log is damaged or missing.
         - DATA_LOSS (DATA_LOSS): the commit failed.
         """
 
@@ -291,7 +300,8 @@ class CheckpointServiceServicer(metaclass=abc.ABCMeta):
         - INVALID_ARGUMENT (BAD_REQUEST): the uri is not supported.
         - PERMISSION_DENIED (FORBIDDEN): the daemon may not read the folder.
         - UNAVAILABLE (STORAGE_UNAVAILABLE): storage does not answer; try again.
-        - DATA_LOSS (DATA_LOSS): the commit log has a gap.
+        - DATA_LOSS (DAMAGED): a record of the commit log is damaged or missing, so there may be more.
+        - DATA_LOSS (DATA_LOSS): a newer build has written to the commit log.
         """
 
 def add_CheckpointServiceServicer_to_server(servicer: CheckpointServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -66,8 +66,8 @@ async def _serve(options: argparse.Namespace, token: str, staging: StagingFolder
     jobs = Jobs(staging, pools, committers)
     replicas = jobs.replicas = NodeReplicas(jobs, staging, pools, token)
     replicas.start(REPLICA_HOST, options.address_file.with_suffix(".replicas"))
-    server = RpcServer(token)
-    service = CheckpointService(jobs, Committer(pools, jobs.registration), replicas.endpoint)
+    server, committer = RpcServer(token), Committer(jobs.registration)
+    service = CheckpointService(jobs, committer, replicas.endpoint)
     checkpoint_pb2_grpc.add_CheckpointServiceServicer_to_server(service, server.server)
     try:
         local = LocalServer(options.socket, jobs)
@@ -98,6 +98,7 @@ async def _serve(options: argparse.Namespace, token: str, staging: StagingFolder
         await server.stop()
         await metrics.stop()
         await committers.close()
+        committer.close()
         pools.close()
 
 

@@ -1,4 +1,4 @@
-"""``megascale checkpoint list`` and ``verify``: checkpoints on storage, without a cluster."""
+"""``megascale checkpoint list``, ``verify`` and ``repair``: checkpoints on storage, no cluster."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from megascale_checkpoint import commit_repair
 from megascale_checkpoint.commit_log import CommitLog, Record
 from megascale_checkpoint.storage import join, open_storage
 from megascale_checkpoint.verify import verify_commit
 from megascale_common.service.errors import RequestError, ServiceError
 
 app = typer.Typer(
-    name="checkpoint", help="List and verify checkpoints on storage.", no_args_is_help=True
+    name="checkpoint",
+    help="List, verify and repair checkpoints on storage.",
+    no_args_is_help=True,
 )
 
 
@@ -81,6 +84,44 @@ def verify(uri: Uri, as_json: AsJson = False) -> None:
         typer.echo(json.dumps(results, indent=1))
     if any(result["problems"] for result in results):
         raise typer.Exit(1)
+
+
+@app.command("repair")
+def repair(
+    uri: Uri, yes: Annotated[bool, typer.Option("--yes", help="Do it; else only show it")] = False
+) -> None:
+    """Repair the commit log below URI where a record is damaged or missing.
+
+    Such a record may have been the one that fences an earlier attempt, so nothing is appended
+    behind it. A record of which one bit has flipped is restored; any other is replaced, and its
+    checkpoint, if it was one, is lost. The damaged bytes are kept in the folder damaged/. Without
+    --yes it only shows what it would do, and the exit status is 1 when there is something to do.
+
+    Example: megascale checkpoint repair /data/checkpoints/example
+    """
+    try:
+        repairs = commit_repair.plan(open_storage(uri))
+        for planned in repairs:
+            typer.echo(f"record {planned.seq}: {planned.problem}: {_remedy(planned)}")
+        if yes:
+            commit_repair.carry_out(open_storage(uri), repairs)
+    except (ServiceError, OSError) as error:
+        raise RequestError(f"{uri} cannot be repaired: {error}") from error
+    if not repairs:
+        typer.echo("the commit log is whole: nothing to repair")
+    elif yes:
+        typer.echo(f"{len(repairs)} records repaired")
+    else:
+        typer.echo("nothing was changed: repeat with --yes to do it")
+        raise typer.Exit(1)
+
+
+def _remedy(planned: commit_repair.Repair) -> str:
+    if planned.restored:
+        return "it is restored as it was"
+    closed = ", and the attempts so far may append no more" if planned.fence else ""
+    kept = f"; its bytes are kept as {planned.kept}" if planned.kept else ""
+    return f"a REPAIR record takes its place{closed}{kept}"
 
 
 def _commits(uri: str) -> list[Record]:

@@ -70,6 +70,9 @@ class RankSlots(Protocol):
     async def sealed(self) -> None:
         """Wait until no checksums are being computed any more."""
 
+    def adopt(self, index: int) -> None:
+        """The attempt goes on from this state, which is in memory alone: persist it as its own."""
+
 
 @dataclass(frozen=True, slots=True)
 class Restoration:
@@ -253,6 +256,7 @@ class RankRestores:
         self, plan: RestorePlan, cancelled: Cancellation
     ) -> Restoration | MemoryProblem:
         given = self._slots.registration
+        await self._slots.sealed()
         slot = self._slots.table.find(plan.written_by_attempt, plan.step, given.digest)
         no_replica = ""
         if slot is None and self.replicas is not None and given.replica_source:
@@ -264,7 +268,10 @@ class RankRestores:
                 f"layout{no_replica}"
             )
         try:
-            return await self._restore_from_memory(slot, slot.seal)
+            found = await self._restore_from_memory(slot, slot.seal)
+            if not plan.manifest_uri:
+                self._slots.adopt(slot.index)
+            return found
         except DamagedError as error:
             self._slots.table.discard(slot.index)
             self._listener.note_damaged(given.rank, plan.written_by_attempt, plan.step, str(error))

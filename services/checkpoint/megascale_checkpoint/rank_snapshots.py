@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
+from dataclasses import replace
 from typing import Any, Protocol
 
 from megascale_checkpoint import persist
@@ -75,6 +77,7 @@ class RankSnapshots:
         self._cancelled = Cancellation()
         self._seals: set[asyncio.Task[None]] = set()
         self._reports: dict[tuple[int, int], asyncio.Task[None]] = {}
+        self._committed: deque[tuple[int, int]] = deque(maxlen=KEPT_FAILURES)
         self._failures: dict[tuple[int, int], str] = {}
         self._storage_failed: set[tuple[int, int]] = set()  # these may succeed when tried again
         self.restores = RankRestores(self, listener, pools)
@@ -196,6 +199,12 @@ class RankSnapshots:
         while self._seals:
             await asyncio.wait(set(self._seals))
 
+    def adopt(self, index: int) -> None:
+        """The present attempt goes on from this state: have it persisted as this attempt's own."""
+        if self.registration.uri:
+            self.table.adopt(index, self.registration.attempt)
+            self._wake.set()
+
     def release(self, index: int) -> None:
         """See :meth:`SlotTable.release`."""
         self.table.release(index)
@@ -309,7 +318,14 @@ class RankSnapshots:
                 await self._persist(slot, slot.seal)
 
     async def _persist(self, slot: Slot, seal: SlotSeal) -> None:
+        if slot.adopter:
+            seal = replace(seal, attempt=slot.adopter)
         key = (seal.attempt, seal.step)
+        if key in self._reports or key in self._committed:
+            slot.pending = False  # an adopted state that was taken again
+            self._listener.changed.notify()
+            return
+        sealed = slot.seal
         registration, cancelled = self.registration, self._cancelled
         slot.busy += 1  # before the thread starts: from now on nobody may acquire the slot
         began_s = time.monotonic()
@@ -344,7 +360,7 @@ class RankSnapshots:
             self._reports[key] = task
         finally:
             # The slot may have been discarded as damaged, and reused, in the meantime.
-            if slot.seal is seal:
+            if slot.seal is sealed:
                 slot.busy -= 1
                 slot.pending = False
             self._listener.changed.notify()
@@ -356,6 +372,7 @@ class RankSnapshots:
             manifest_uri = await self._committer.report_prepared(
                 prepared.request, endpoint, lambda problem: self._fail(key, problem)
             )
+            self._committed.append(key)
             self._listener.note_commit(key[1], key[0], manifest_uri)
         except SupersededError as error:
             self._remember(key, str(error))

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megascale_checkpoint import manifest as manifests
-from megascale_checkpoint.checksums import checksum
 from megascale_checkpoint.commit_log import CommitLog, Record
 from megascale_checkpoint.storage import join, open_storage
 from megascale_common.job.restore import RestorePlan, RestoreSource
@@ -55,7 +54,7 @@ class RestoreDecision:
             values["step"],
             values["attempt"],
             values["manifest_uri"],
-            values.get("manifest_xxh3", ""),  # records of version 0.1.0 have none
+            values.get("manifest_xxh3", ""),  # older builds wrote none
         )
         return cls(plan, tuple(values["passed_over"]))
 
@@ -90,7 +89,8 @@ def decide(
     if load_uri:
         other = CommitLog(open_storage(load_uri))
         other.refresh()
-        loaded = _newest_whole(other, load_uri, 0, refused_steps, passed_over)
+        # An imported model is step 0 there.
+        loaded = _newest_whole(other, load_uri, -1, refused_steps, passed_over)
         if loaded is None:
             damaged = f": {'; '.join(passed_over[:MAX_NAMED])}" if passed_over else ""
             raise NotFoundError(
@@ -156,13 +156,8 @@ def _newest_whole(
         except DamagedError as error:
             passed_over.append(str(error))
             continue
-        return RestorePlan(
-            RestoreSource.STORAGE,
-            record.step,
-            record.attempt,
-            manifest_uri,
-            record.values["manifest_xxh3"],
-        )
+        xxh3 = record.values["manifest_xxh3"]
+        return RestorePlan(RestoreSource.STORAGE, record.step, record.attempt, manifest_uri, xxh3)
     return None
 
 
@@ -173,8 +168,6 @@ def check_commit(record: Record, manifest_uri: str) -> manifests.Manifest:
         DamagedError: the manifest is not the one committed, or a file is missing or has another
             size.
     """
-    storage, manifest = manifests.load(manifest_uri)
-    if checksum(storage.read(manifests.NAME)) != record.values["manifest_xxh3"]:
-        raise DamagedError(manifest_uri, "is not the manifest that was committed")
+    storage, manifest = manifests.load(manifest_uri, record.values["manifest_xxh3"])
     manifests.check_sizes(storage, manifest)
     return manifest

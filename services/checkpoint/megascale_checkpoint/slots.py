@@ -5,7 +5,7 @@
       └──────────────────┴───────────────────────────────────────────────┘
     free ──take_for_restore──▶ restoring ──release──▶ free
     restoring ──finish_fetch──▶ sealed
-    sealed by attempt n ──adopt──▶ sealed by attempt n + 1, which restored it
+    sealed by attempt n ──adopt──▶ queued for storage by attempt n + 1, which restored it
 
 A sealed slot is kept for restores from memory until a newer one replaces it. Three rules make that
 safe: sealed slots are persisted in the order of their steps, and none is written again before that;
@@ -15,7 +15,7 @@ a slot that is being read is not written; the newest sealed slot is never handed
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from megascale_common.service.errors import RequestError
@@ -59,6 +59,7 @@ class Slot:
     Attributes:
         persist: is to be persisted once it is sealed.
         pending: waits to be persisted.
+        adopter: the attempt that persists the state in place of the one that sealed it; 0: none.
         busy: number of readers (persistence, a restoring worker).
     """
 
@@ -68,6 +69,7 @@ class Slot:
     seal: SlotSeal | None = None
     persist: bool = False
     pending: bool = False
+    adopter: int = 0
     busy: int = 0
 
     @property
@@ -167,11 +169,14 @@ class SlotTable:
         """Whether the checksums of ``step`` are being computed."""
         return any(s.phase is SlotPhase.SEALING and s.step == step for s in self.slots)
 
-    def adopt(self, index: int, attempt: int, *, persist: bool) -> None:
-        """``attempt`` goes on from this sealed state of an earlier one: it is its own now."""
+    def adopt(self, index: int, attempt: int) -> None:
+        """Persist a sealed state of an earlier attempt as ``attempt``'s, which goes on from it.
+
+        The seal stays what it is: until every rank has restored, the next attempt may need it.
+        """
         slot = self.at(index)
-        assert slot.phase is SlotPhase.SEALED and slot.seal is not None
-        slot.seal, slot.pending = replace(slot.seal, attempt=attempt), persist
+        assert slot.phase is SlotPhase.SEALED
+        slot.adopter, slot.pending = attempt, True
 
     def release(self, index: int) -> None:
         """Give back a slot that was acquired or restored into, or end the reading of a sealed one.
@@ -211,7 +216,7 @@ class SlotTable:
         """Do not persist states of earlier attempts: they can no longer be committed."""
         # They stay sealed: the new attempt may restore from them.
         for slot in self.slots:
-            if slot.seal and slot.seal.attempt < attempt:
+            if slot.seal and max(slot.seal.attempt, slot.adopter) < attempt:
                 slot.pending = False
             if slot.phase is SlotPhase.SEALING:
                 slot.persist = False
@@ -245,4 +250,4 @@ class SlotTable:
     @staticmethod
     def _reuse(slot: Slot, phase: SlotPhase, step: int) -> None:
         slot.phase, slot.step, slot.seal = phase, step, None
-        slot.persist, slot.pending, slot.busy = False, False, 0
+        slot.persist, slot.pending, slot.adopter, slot.busy = False, False, 0, 0

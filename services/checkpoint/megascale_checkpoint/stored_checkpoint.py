@@ -12,13 +12,13 @@ from typing import Any
 import xxhash
 
 from megascale_checkpoint import manifest as manifests
-from megascale_checkpoint.checksums import CHUNK_BYTES, checksum
+from megascale_checkpoint.checksums import CHUNK_BYTES
 from megascale_checkpoint.concurrency import Cancellation
 from megascale_checkpoint.manifest import Manifest
 from megascale_checkpoint.shard_file import Origin, StoredPiece, read_exactly, read_header
-from megascale_checkpoint.storage import Storage, open_storage, split
+from megascale_checkpoint.storage import Storage
 from megascale_common.job.restore import RestorePlan
-from megascale_common.service.errors import DamagedError, RequestError
+from megascale_common.service.errors import DamagedError, MissingFileError, RequestError
 from megascale_common.sizes.piece_runs import Runs, runs_of
 from megascale_common.sizes.read_rounds import Read
 
@@ -48,22 +48,14 @@ class StoredCheckpoint:
             RequestError: there is none on this node, or the uri is not supported.
             OSError: the storage does not answer.
         """
-        folder, name = split(plan.manifest_uri)
-        if not name:
-            raise RequestError(f"manifest uri {plan.manifest_uri!r} does not name a file")
-        storage = open_storage(folder)
         try:
-            data = storage.read(name)
-        except (FileNotFoundError, NotADirectoryError) as error:
+            storage, manifest = manifests.load(plan.manifest_uri, plan.manifest_xxh3)
+        except MissingFileError as error:
             # The committer has just read the manifest on its node, so this node's folder is at
             # fault and the checkpoint must not be marked as damaged.
             raise RequestError(
-                f"{plan.manifest_uri}: is missing on this node: "
-                "is the checkpoint folder shared by all nodes?"
+                f"{error} on this node: is the checkpoint folder shared by all nodes?"
             ) from error
-        if plan.manifest_xxh3 and checksum(data) != plan.manifest_xxh3:
-            raise DamagedError(plan.manifest_uri, "is not the manifest that was committed")
-        manifest = manifests.decode(data, plan.manifest_uri)
         if manifest.step != plan.step:
             problem = f"is of step {manifest.step}, not {plan.step}"
             raise DamagedError(plan.manifest_uri, problem)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import xxhash
 
 from megascale_checkpoint import manifest as manifests
-from megascale_checkpoint.checksums import CHUNK_BYTES, checksum
+from megascale_checkpoint.checksums import CHUNK_BYTES
 from megascale_checkpoint.commit_log import Record
 from megascale_checkpoint.manifest import File
 from megascale_checkpoint.storage import Storage
@@ -15,9 +15,7 @@ from megascale_common.service.errors import DamagedError, ServiceError
 def verify_commit(record: Record, manifest_uri: str) -> list[str]:
     """The problems of a checkpoint, each with its file's name; none when it is whole."""
     try:
-        storage, manifest = manifests.load(manifest_uri)
-        if checksum(storage.read(manifests.NAME)) != record.values["manifest_xxh3"]:
-            return [f"{manifest_uri}: is not the manifest that was committed"]
+        storage, manifest = manifests.load(manifest_uri, record.values["manifest_xxh3"])
     except (ServiceError, OSError) as error:
         return [str(error)]
     problems = []

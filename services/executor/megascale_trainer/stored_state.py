@@ -72,7 +72,6 @@ class StoredStateReader:
         self._timeline, self._votes = timeline, Votes(world, device)
         self._rank = world.index
         self._problem: RestoreRefused | None = None
-        self._answers: list[Message] = []
         self._slot = -1
         self.plan: ReadPlan | None = None
 
@@ -160,16 +159,14 @@ class StoredStateReader:
                 self._ask(request)
             elif self._problem is None:
                 try:
-                    self._link.post(request, self._answers.append)
+                    self._link.post(request)
                 except OSError as error:
                     self._failed(error)
 
     def _collect(self, part: Round) -> None:
         if self._problem is None and any(read.file != IN_MEMORY for read in part.reads):
             try:
-                if not self._link.read_answers(START_TIMEOUT_S):
-                    raise TimeoutError(f"no answer in {START_TIMEOUT_S:g} s")
-                self._checked(self._answers.pop())
+                self._checked(self._link.collect(START_TIMEOUT_S))
             except OSError as error:
                 self._failed(error)
 

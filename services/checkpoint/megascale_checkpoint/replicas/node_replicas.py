@@ -16,6 +16,7 @@ from megascale_checkpoint.replicas.sender import ReplicaSender
 from megascale_checkpoint.replicas.server import ReplicaServer
 from megascale_checkpoint.replicas.store import ReplicaStore
 from megascale_checkpoint.staging import StagingFolder
+from megascale_common.service.start import write_address
 
 
 class NodeReplicas:
@@ -33,13 +34,17 @@ class NodeReplicas:
         """Listen at the address of the daemon before, else at any port; write the address down.
 
         Within an attempt other nodes keep the address.
+
+        Raises:
+            OptionError: the file cannot be written.
+            OSError: no port is free.
         """
         with contextlib.suppress(OSError, ValueError):
             before, _, port = address_file.read_text().strip().rpartition(":")
             if before == host:
                 self.endpoint = self._server.start(host, int(port))
         self.endpoint = self.endpoint or self._server.start(host)
-        address_file.write_text(self.endpoint)
+        write_address("--address-file", address_file, self.endpoint)
         self._following = asyncio.create_task(self._follow(), name="replicas")
 
     async def close(self) -> None:
