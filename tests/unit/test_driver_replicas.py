@@ -13,11 +13,11 @@ from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_driver import wire
 from megascale_driver.core.conditions import CheckpointFailure
 from megascale_driver.core.events import AttemptOpened, JobSubmitted, OpenAttempt
+from megascale_driver.core.replica_orders import ReplicaSource
 from megascale_driver.core.state import (
     AttemptPhase,
     JobPhase,
     Progress,
-    ReplicaSource,
     SealedSnapshot,
 )
 
@@ -73,9 +73,9 @@ def show(
 
 def test_each_node_gets_the_address_of_its_peer_with_start() -> None:
     desk = begin("n1", "n2")
-    assert desk.state.nodes["n1"].desired.replica_target == ""
+    assert desk.state.nodes["n1"].desired.replicas.target == ""
     opened(desk, NO_RESTORE)
-    assert dict(desk.job().replica_peers) == {"n1": "n2", "n2": "n1"}
+    assert dict(desk.job().replica_orders.peers) == {"n1": "n2", "n2": "n1"}
     message = wire.desired_state(desk.state.nodes["n1"], desk.job(), types_pb2.Epoch())
     assert message.assignment.replica_target == "n2:3"
     assert list(message.assignment.replica_sources) == []
@@ -84,8 +84,8 @@ def test_each_node_gets_the_address_of_its_peer_with_start() -> None:
 def test_a_job_without_replicas_has_no_peers() -> None:
     desk = begin("n1", "n2", replicas=0)
     opened(desk, NO_RESTORE)
-    assert desk.state.nodes["n1"].desired.replica_target == ""
-    assert not desk.job().replica_peers
+    assert desk.state.nodes["n1"].desired.replicas.target == ""
+    assert not desk.job().replica_orders.peers
 
 
 def lose_n2(desk: Desk) -> OpenAttempt:
@@ -112,8 +112,8 @@ def test_a_lost_node_is_restored_from_its_peer() -> None:
     assert (asked.sealed_step, asked.sealed_by_attempt) == (20, 1)
     opened(desk, RestorePlan(RestoreSource.MEMORY, 20, 1))
     sources = [ReplicaSource(rank, "n1", "n1:3") for rank in RANKS["n2"]]
-    assert list(desk.job().replica_sources) == sources
-    assert desk.state.nodes["n1"].desired.replica_sources == ()
+    assert list(desk.job().replica_orders.sources) == sources
+    assert desk.state.nodes["n1"].desired.replicas.sources == ()
     message = wire.desired_state(desk.state.nodes["n2"], desk.job(), types_pb2.Epoch())
     found = [(item.rank, item.endpoint) for item in message.assignment.replica_sources]
     assert found == [(rank, "n1:3") for rank in RANKS["n2"]]
@@ -127,7 +127,7 @@ def test_a_restore_from_storage_reads_no_replica() -> None:
     show(desk, "n1", held(RANKS["n1"], (20, 1)), held(RANKS["n2"], (20, 1)))
     lose_n2(desk)
     opened(desk, RestorePlan(RestoreSource.STORAGE, 40, 1, "file:///m"))
-    assert desk.job().replica_sources == ()
+    assert desk.job().replica_orders.sources == ()
 
 
 @pytest.mark.parametrize(

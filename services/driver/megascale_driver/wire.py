@@ -149,10 +149,10 @@ def desired_state(node: Node, job: Job | None, epoch: types_pb2.Epoch) -> link_p
                 rank_nodes=rank_nodes,
                 store_endpoint=wanted.store_endpoint,
                 committer_endpoint=wanted.committer_endpoint,
-                replica_target=wanted.replica_target,
+                replica_target=wanted.replicas.target,
                 replica_sources=[
                     link_pb2.ReplicaSource(rank=source.rank, endpoint=source.endpoint)
-                    for source in wanted.replica_sources
+                    for source in wanted.replicas.sources
                 ],
             )
         )

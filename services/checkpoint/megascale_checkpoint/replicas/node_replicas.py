@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 from megascale.v1 import link_pb2
-from megascale_checkpoint.concurrency import Cancellation, Pools, in_pool
-from megascale_checkpoint.jobs import Jobs
+from megascale_checkpoint.concurrency import Cancellation, Pools, Signal, in_pool
 from megascale_checkpoint.registration import RegisteredRank
 from megascale_checkpoint.replicas.fetch import fetch
 from megascale_checkpoint.replicas.protocol import SealedState, StateKey
-from megascale_checkpoint.replicas.sender import ReplicaSender
+from megascale_checkpoint.replicas.sender import ReplicaSender, SealedJob
 from megascale_checkpoint.replicas.server import ReplicaServer
 from megascale_checkpoint.replicas.store import ReplicaStore
 from megascale_checkpoint.staging import StagingFolder
 from megascale_common.service.start import write_address
 
 
+class NodeJobs(Protocol):
+    """The jobs of the node (:class:`megascale_checkpoint.jobs.Jobs`)."""
+
+    changed: Signal
+
+    def all(self) -> Sequence[SealedJob]:
+        """Every job."""
+
+
 class NodeReplicas:
     """Started once; ``endpoint`` is where other nodes reach it."""
 
-    def __init__(self, jobs: Jobs, staging: StagingFolder, pools: Pools, token: str) -> None:
+    def __init__(self, jobs: NodeJobs, staging: StagingFolder, pools: Pools, token: str) -> None:
         self._jobs, self._pools, self._token = jobs, pools, token
         self.store = ReplicaStore(staging, pools, self._attempt_of, jobs.changed)
         self.sender = ReplicaSender(token, jobs.changed)

@@ -48,6 +48,7 @@ class SealedJob(Protocol):
     """One job's ranks on this node (:class:`megascale_checkpoint.jobs.JobCheckpoints`)."""
 
     name: str
+    attempt: int
 
     @property
     def ranks(self) -> Mapping[int, SealedRank]:

@@ -231,6 +231,27 @@ def _evaluation(config: JobConfig) -> Iterator[JobProblem]:
         )
 
 
+def _replicas(checkpoint: CheckpointConfig) -> Iterator[JobProblem]:
+    if checkpoint.replicas not in (0, 1):
+        yield JobProblem(
+            "checkpoint.replicas",
+            f"{checkpoint.replicas} is out of range",
+            "give 1 for a copy of each snapshot on another node, or 0 for none",
+        )
+    elif checkpoint.replicas and not checkpoint.uri:
+        yield JobProblem(
+            "checkpoint.uri",
+            "empty although checkpoint.replicas is set",
+            "give a folder that all nodes share",
+        )
+    if not 0 <= checkpoint.max_replicate_mib_per_s <= _MAX_REPLICATE_MIB_PER_S:
+        yield JobProblem(
+            "checkpoint.max_replicate_mib_per_s",
+            f"{checkpoint.max_replicate_mib_per_s} is out of range",
+            f"give MiB per second up to {_MAX_REPLICATE_MIB_PER_S:g}, or 0 for no limit",
+        )
+
+
 def _checkpoint(config: JobConfig) -> Iterator[JobProblem]:
     checkpoint = config.checkpoint
     if checkpoint.interval_steps < 0:
@@ -278,24 +299,7 @@ def _checkpoint(config: JobConfig) -> Iterator[JobProblem]:
             "is checkpoint.uri itself",
             "give another job's folder: a job resumes from its own without load_uri",
         )
-    if checkpoint.replicas not in (0, 1):
-        yield JobProblem(
-            "checkpoint.replicas",
-            f"{checkpoint.replicas} is out of range",
-            "give 1 for a copy of each snapshot on another node, or 0 for none",
-        )
-    elif checkpoint.replicas and not checkpoint.uri:
-        yield JobProblem(
-            "checkpoint.uri",
-            "empty although checkpoint.replicas is set",
-            "give a folder that all nodes share",
-        )
-    if not 0 <= checkpoint.max_replicate_mib_per_s <= _MAX_REPLICATE_MIB_PER_S:
-        yield JobProblem(
-            "checkpoint.max_replicate_mib_per_s",
-            f"{checkpoint.max_replicate_mib_per_s} is out of range",
-            f"give MiB per second up to {_MAX_REPLICATE_MIB_PER_S:g}, or 0 for no limit",
-        )
+    yield from _replicas(checkpoint)
     if checkpoint.slots != 0 and not 2 <= checkpoint.slots <= 6:
         yield JobProblem(
             "checkpoint.slots",

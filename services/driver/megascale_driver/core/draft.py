@@ -177,7 +177,6 @@ def _role(job: Job) -> tuple[object, ...]:
         job.store_endpoint,
         job.restore,
         job.committer_endpoint,
-        job.replica_targets,
-        job.replica_sources,
+        job.replica_orders,
         job.profile,
     )

@@ -40,6 +40,7 @@ from megascale_driver.core.events import (
     OpenFailed,
     Reason,
 )
+from megascale_driver.core.replica_orders import ReplicaOrders, ReplicaSource
 from megascale_driver.core.restore import sealed_everywhere
 from megascale_driver.core.state import (
     AttemptPhase,
@@ -133,7 +134,6 @@ def opened(draft: Draft, event: AttemptOpened) -> None:
             outcome="an older one is restored",
         )  # fmt: skip
     sources = replicas.sources(job, draft.nodes, event.restore)
-    draft.job(job.name, replica_sources=sources)
     what = f"restores step {event.restore.step} from {event.restore.source}"
     what += replicas.describe(sources)
     if event.restore.source is RestoreSource.NONE:
@@ -150,7 +150,7 @@ def opened(draft: Draft, event: AttemptOpened) -> None:
     if end is not None:
         stop(draft, draft.jobs[job.name], *end)
     else:
-        _start(draft, draft.jobs[job.name], event.restore, event.committer_endpoint)
+        _start(draft, draft.jobs[job.name], event.restore, event.committer_endpoint, sources)
 
 
 def open_failed(draft: Draft, event: OpenFailed) -> None:
@@ -227,10 +227,16 @@ def _advance_preparing(draft: Draft, job: Job) -> None:
         )
 
 
-def _start(draft: Draft, job: Job, restore: RestorePlan, committer_endpoint: str) -> None:
+def _start(
+    draft: Draft,
+    job: Job,
+    restore: RestorePlan,
+    committer_endpoint: str,
+    sources: tuple[ReplicaSource, ...] = (),
+) -> None:
     first = draft.nodes[job.slots[0].node]
     store = first.report.store_endpoint if first.report is not None else ""
-    replica_peers, replica_targets = replicas.peers(job, draft.nodes)
+    peers, targets = replicas.peers(job, draft.nodes)
     draft.job(
         job.name,
         phase=JobPhase.STARTING,
@@ -238,8 +244,7 @@ def _start(draft: Draft, job: Job, restore: RestorePlan, committer_endpoint: str
         restore=restore,
         store_endpoint=store,
         committer_endpoint=committer_endpoint,
-        replica_peers=replica_peers,
-        replica_targets=replica_targets,
+        replica_orders=ReplicaOrders(peers, targets, sources),
     )
 
 

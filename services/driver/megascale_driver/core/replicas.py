@@ -11,13 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import Evidence
+from megascale_driver.core.replica_orders import FailedCopies, ReplicaSource
 from megascale_driver.core.state import (
     Job,
     JobPhase,
     Liveness,
     Node,
     Progress,
-    ReplicaSource,
     SealedSnapshot,
 )
 from megascale_driver.placement.replicas import Member, choose_peers
@@ -111,9 +111,10 @@ def problem(job: Job, nodes: Mapping[str, Node]) -> str:
         return ""
     if len(job.slots) < 2:
         return "the attempt has one node, so there is no other to keep replicas"
-    for name, target in job.replica_targets.items():
+    for name, target in job.replica_orders.targets.items():
         if not target:
-            return f"node {job.replica_peers[name]} did not report a replica server at the start"
+            peer = job.replica_orders.peers[name]
+            return f"node {peer} did not report a replica server at the start"
     for slot in job.slots:
         failure = _failure(job, nodes.get(slot.node))
         if failure is not None:
@@ -126,15 +127,15 @@ def report(draft: Draft, node: str, job: Job, progress: Progress) -> None:
     failure = progress.replica_failure
     if failure is None or failure.attempt != job.attempt:
         return
-    key = (failure.attempt, failure.step)
-    if key <= job.replica_failed:
+    last = job.failed_copies
+    if (failure.attempt, failure.step) <= (last.attempt, last.step):
         return  # another rank of the same step, or a repetition
-    count = job.replica_failures + 1 if job.replica_failed[0] == job.attempt else 1
-    draft.job(job.name, replica_failed=key, replica_failures=count)
+    count = last.count + 1 if last.attempt == job.attempt else 1
+    draft.job(job.name, failed_copies=FailedCopies(failure.attempt, failure.step, count))
     if str(count).strip("0") != "1":
         return
     error = failure.error[:MAX_CAUSE]
-    peer = job.replica_peers.get(node, "")
+    peer = job.replica_orders.peers.get(node, "")
     draft.log(
         "REPLICA_FAILED",
         f"the snapshot of step {failure.step} of rank {failure.rank} on {node} has no replica on "

@@ -18,6 +18,7 @@ from megascale_common.job.restore import RestorePlan
 from megascale_driver.analysis.progress import RankStatus
 from megascale_driver.core.conditions import CheckpointFailure, Condition
 from megascale_driver.core.goodput import Ledger
+from megascale_driver.core.replica_orders import FailedCopies, NodeReplicaOrders, ReplicaOrders
 
 VOLATILE: Mapping[str, bool] = {"volatile": True}
 RIDES: Mapping[str, bool] = {"rides": True}
@@ -170,7 +171,6 @@ class Progress:
     skipped_snapshots: int = 0
     skipped_step: int = 0
     skipped_by_attempt: int = 0
-    # Of other nodes' ranks, in this node's memory.
     replicas: tuple[SealedSnapshot, ...] = ()
     replica_failure: CheckpointFailure | None = None
 
@@ -244,15 +244,6 @@ class NodeSlot:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaSource:
-    """The node that keeps the replica which ``rank`` restores, and its replica server."""
-
-    rank: int
-    node: str
-    endpoint: str
-
-
-@dataclass(frozen=True, slots=True)
 class ProfileCommand:
     """A node's part in a profile: the ranks to trace, and the steps, both ends included."""
 
@@ -274,8 +265,7 @@ class Desired:
     restore: RestorePlan | None = None
     committer_endpoint: str = ""
     profile: ProfileCommand | None = None
-    replica_target: str = ""
-    replica_sources: tuple[ReplicaSource, ...] = ()
+    replicas: NodeReplicaOrders = field(default_factory=NodeReplicaOrders)
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,11 +369,7 @@ class Job:
     store_endpoint: str = ""
     committer_endpoint: str = ""
     restore: RestorePlan | None = None
-    # The node that keeps the replicas of each node, and the address of its replica server.
-    replica_peers: Mapping[str, str] = field(default_factory=dict)
-    replica_targets: Mapping[str, str] = field(default_factory=dict)
-    # Ranks that restore from a replica.
-    replica_sources: tuple[ReplicaSource, ...] = ()
+    replica_orders: ReplicaOrders = field(default_factory=ReplicaOrders)
     refused_steps: tuple[int, ...] = ()
     faults: tuple[Fault, ...] = ()
     after_stop: JobPhase = JobPhase.QUEUED
@@ -409,9 +395,7 @@ class Job:
     # The newest (attempt, step) whose snapshot was skipped, and how many of the attempt were.
     skipped_snapshot: tuple[int, int] = field(default=(0, 0), metadata=VOLATILE)
     skipped_snapshots: int = field(default=0, metadata=VOLATILE)
-    # The newest (attempt, step) without a replica that was logged, and how many of the attempt.
-    replica_failed: tuple[int, int] = field(default=(0, 0), metadata=VOLATILE)
-    replica_failures: int = field(default=0, metadata=VOLATILE)
+    failed_copies: FailedCopies = field(default_factory=FailedCopies, metadata=VOLATILE)
     # When all nodes had finished, while the commit of the last step was not known; 0 before.
     finished_at_s: float = field(default=0.0, metadata=VOLATILE)
     # When the fields that ride were last stored for their own sake (core.accounting).
