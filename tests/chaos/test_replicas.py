@@ -49,7 +49,7 @@ async def test_a_lost_node_costs_no_read_from_storage_and_no_bit(cluster: ChaosC
             await run.until_step(KILLED_AFTER)
 
             async def has_replicas() -> bool:
-                return (await client.job(run.name)).replicated_step > PERSISTED_EVERY
+                return bool((await client.get(run.name)).replicated_step > PERSISTED_EVERY)
 
             await eventually(has_replicas, "a step beyond the last persisted one has its replicas")
             lost, spare = run.job.nodes[1], run.job.spare_nodes[0]

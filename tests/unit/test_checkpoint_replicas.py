@@ -163,7 +163,7 @@ async def test_only_the_present_attempt_of_a_job_with_ranks_here_is_kept(tmp_pat
         assert steps(peer) == [] and peer.staging.used_bytes == 0
 
 
-async def test_replicas_of_an_attempt_before_stay_until_there_is_one_of_the_present(
+async def test_replicas_of_an_attempt_before_stay_until_the_present_has_its_own(
     tmp_path: Path,
 ) -> None:
     async with peer_at(tmp_path) as peer:
@@ -172,6 +172,9 @@ async def test_replicas_of_an_attempt_before_stay_until_there_is_one_of_the_pres
         await peer.store.retire()
         assert len(steps(peer)) == 2
         assert await stored(peer, 12, attempt=2, rank=1) == "kept"
+        await peer.store.retire()
+        assert {key.rank for key in peer.store.sealed("job")} == {0, 1}
+        assert await stored(peer, 14, attempt=2, rank=1) == "kept"
         await peer.store.retire()
         assert {key.rank for key in peer.store.sealed("job")} == {1}
 

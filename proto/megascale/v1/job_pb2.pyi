@@ -1051,7 +1051,7 @@ class CheckpointSpec(google.protobuf.message.Message):
     node costs no read from storage; each node keeps two more slots for each rank of another.
     """
     max_replicate_mib_per_s: builtins.float
-    """Most MiB per second that a node sends to the node with its replicas; 0: no limit."""
+    """Most MiB per second that a node sends to the node with its replicas, 1 or more; 0: no limit."""
     def __init__(
         self,
         *,

@@ -45,7 +45,7 @@ CHUNK_BYTES = 1 << 20
 CONNECT_TIMEOUT_S = 3.0
 SILENCE_S = 10.0  # a peer that neither sends nor takes a byte for so long is given up
 # One that drips is given up too: the time for a state, at the least.
-SLOWEST_BYTES_PER_S, GRACE_S = 64 << 10, 60.0
+SLOWEST_BYTES_PER_S, GRACE_S = 16 << 10, 60.0
 _MAGIC = b"MSRP"
 _HEAD = struct.Struct("<4sI")
 
@@ -210,7 +210,13 @@ class Connection:
         except ValueError as error:
             raise UnavailableError(f"the peer sends no JSON: {error}") from error
 
-    def send_pieces(self, state: SealedState, image: memoryview, throttle: Throttle) -> None:
+    def send_pieces(
+        self,
+        state: SealedState,
+        image: memoryview,
+        throttle: Throttle,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
         """Send the bytes of all pieces of ``image``, a slot, at the pace of ``throttle``.
 
         Raises:
@@ -219,7 +225,7 @@ class Connection:
         """
         until_s = _deadline_s(state)
         for piece in state.pieces:
-            for begin, end in _chunks(piece):
+            for begin, end in _chunks(piece, chunk_bytes):
                 _check_time(until_s)
                 self._cancelled.pause(throttle(end - begin))
                 self._send(image[begin:end])
@@ -235,7 +241,7 @@ class Connection:
         until_s = _deadline_s(state)
         for number, piece in enumerate(state.pieces):
             hasher = xxhash.xxh3_128()
-            for begin, end in _chunks(piece):
+            for begin, end in _chunks(piece, CHUNK_BYTES):
                 _check_time(until_s)
                 self._cancelled.check()
                 self._receive_into(image[begin:end])
@@ -280,11 +286,9 @@ def refusal(reply: Mapping[str, Any], *verbs: str) -> str:
     return str(reply.get("error") or f"the peer answers {reply.get('verb')!r}")[:500]
 
 
-def _chunks(piece: PieceBytes) -> list[tuple[int, int]]:
+def _chunks(piece: PieceBytes, size: int) -> list[tuple[int, int]]:
     end = piece.offset + piece.size_bytes
-    return [
-        (begin, min(begin + CHUNK_BYTES, end)) for begin in range(piece.offset, end, CHUNK_BYTES)
-    ]
+    return [(begin, min(begin + size, end)) for begin in range(piece.offset, end, size)]
 
 
 def _deadline_s(state: SealedState) -> float:

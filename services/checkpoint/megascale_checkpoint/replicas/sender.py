@@ -19,13 +19,14 @@ from typing import Protocol
 from megascale_checkpoint.concurrency import Cancellation, Signal, in_pool
 from megascale_checkpoint.registration import RegisteredRank
 from megascale_checkpoint.replicas.protocol import (
+    CHUNK_BYTES,
     Connection,
     PieceBytes,
     SealedState,
     StateKey,
     refusal,
 )
-from megascale_checkpoint.replicas.token_bucket import TokenBucket
+from megascale_checkpoint.replicas.token_bucket import BURST_S, TokenBucket
 from megascale_checkpoint.slots import Slot, SlotSeal, SlotTable
 from megascale_checkpoint.staging import SlotMemory
 from megascale_common.service import logs
@@ -193,8 +194,9 @@ class ReplicaSender:
             reply = connection.receive()
             problem = refusal(reply, "go", "kept")
             if not problem and reply["verb"] == "go":
+                rate = given.replica_bytes_per_s
                 connection.send_pieces(
-                    state, image, lambda size: self._wait_s(size, given.replica_bytes_per_s)
+                    state, image, lambda size: self._wait_s(size, rate), _chunk_bytes(rate)
                 )
                 problem = refusal(connection.receive(), "kept")
             if problem:
@@ -220,6 +222,13 @@ class ReplicaSender:
         totals.failures += 1
         totals.failure = Failure(key, text[:MAX_ERROR_CHARS])
         log.warning("no replica", job=key.job, rank=key.rank, step=key.step, error=text)
+
+
+def _chunk_bytes(bytes_per_s: int) -> int:
+    """How much goes out at once: small at a low rate, or a peer would wait long for the next."""
+    if not bytes_per_s:
+        return CHUNK_BYTES
+    return max(1, min(CHUNK_BYTES, int(bytes_per_s * BURST_S)))
 
 
 def _state(given: RegisteredRank, seal: SlotSeal, slot_bytes: int) -> SealedState:

@@ -16,9 +16,9 @@ from megascale_checkpoint.replicas.protocol import SealedState, StateKey
 from megascale_checkpoint.staging import SlotMemory, StagingFolder
 from megascale_common.service import logs
 from megascale_common.service.errors import NotFoundError, NotReadyError, SupersededError
+from megascale_common.sizes.memory import REPLICA_SLOTS
 
 log = logs.get("replicas")
-SLOTS = 2
 GIVE_WAY_S = 15.0  # for a transfer that was told to end: longer than a silent peer is waited for
 
 
@@ -151,14 +151,17 @@ class ReplicaStore:
         """Free the replicas of jobs that have no slots here any more, and of ranks kept elsewhere.
 
         Of a rank that another node keeps now the replica is of an earlier attempt. It is needed
-        until this node has a replica of the present one: then a restart would go back no further.
+        until the present one has replicas of its own: two steps of them, because those of one step
+        do not arrive here and elsewhere at the same time.
         """
         for job, number in list(self._ranks):
             attempt = self._attempt_of(job)
-            newest = max((key.attempt for key in self.sealed(job)), default=0)
-            mine = max(_age(slot)[0] for slot in self._ranks[job, number].slots)
-            filling = self._ranks[job, number].filling
-            if not attempt or (mine < newest == attempt and filling is None):
+            fresh = {key.step for key in self.sealed(job) if key.attempt == attempt}
+            rank = self._ranks.get((job, number))
+            if rank is None:
+                continue
+            stale = rank.filling is None and max(map(_age, rank.slots))[0] < attempt
+            if not attempt or (stale and len(fresh) > 1):
                 await self._free(job, number)
 
     async def close(self) -> None:
@@ -187,7 +190,7 @@ class ReplicaStore:
             f"{state.key.job}/replicas",
             state.key.rank,
             state.slot_bytes,
-            SLOTS,
+            REPLICA_SLOTS,
         )
         self._ranks[place] = _Rank([ReplicaSlot(memory) for memory in memories], state.slot_bytes)
         return self._ranks[place]

@@ -16,7 +16,12 @@ from megascale_common.job.names import is_dns_label
 from megascale_common.job.problems import JobProblem
 
 if TYPE_CHECKING:  # config imports this module
-    from megascale_common.job.config import DataSource, JobConfig, OptimizerConfig
+    from megascale_common.job.config import (
+        CheckpointConfig,
+        DataSource,
+        JobConfig,
+        OptimizerConfig,
+    )
 
 _MAX_LABELS = 64
 _MAX_TEXT = 1024
@@ -244,11 +249,12 @@ def _replicas(checkpoint: CheckpointConfig) -> Iterator[JobProblem]:
             "empty although checkpoint.replicas is set",
             "give a folder that all nodes share",
         )
-    if not 0 <= checkpoint.max_replicate_mib_per_s <= _MAX_REPLICATE_MIB_PER_S:
+    rate = checkpoint.max_replicate_mib_per_s
+    if rate != 0 and not 1 <= rate <= _MAX_REPLICATE_MIB_PER_S:
         yield JobProblem(
             "checkpoint.max_replicate_mib_per_s",
-            f"{checkpoint.max_replicate_mib_per_s} is out of range",
-            f"give MiB per second up to {_MAX_REPLICATE_MIB_PER_S:g}, or 0 for no limit",
+            f"{rate} is out of range",
+            f"give 1 to {_MAX_REPLICATE_MIB_PER_S:g} MiB per second, or 0 for no limit",
         )
 
 
