@@ -201,7 +201,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("trainer.evaluation.batches", {"evaluation__batches": 0}, "at least 1"),
     ("checkpoint.slots", {"checkpoint__slots": 9}, "2 to 6"),
     ("checkpoint.replicas", {"checkpoint__uri": "/c", "checkpoint__replicas": 2}, "give 1"),
-    ("checkpoint.uri", {"checkpoint__replicas": 1}, "a folder"),
+    ("checkpoint.uri", {"checkpoint__uri": "", "checkpoint__replicas": 1}, "a folder"),
     (
         "checkpoint.max_replicate_mib_per_s",
         {"checkpoint__uri": "/c", "checkpoint__max_replicate_mib_per_s": float("nan")},
