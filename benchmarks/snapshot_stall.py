@@ -36,6 +36,7 @@ from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 from megascale_trainer.daemon_link import RankRegistration
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
 from megascale_trainer.snapshot import Snapshotter
+from megascale_trainer.snapshot_schedule import in_flight
 
 START_TIMEOUT_S = 60.0
 PIECES = 64  # a checksum runs over one of them
@@ -59,6 +60,10 @@ class State:
         )  # fmt: skip
         return ShardLayout(pieces, self.values.numel() * 4)
 
+    def state_image(self) -> torch.Tensor:
+        """All bytes."""
+        return self.values.view(torch.uint8)
+
     def state_copy_to(self, slot: torch.Tensor) -> None:
         """Enqueue the copy."""
         image = self.values.view(torch.uint8)
@@ -79,11 +84,16 @@ def _measure(options: argparse.Namespace, folder: Path, daemon: int) -> dict[str
     uri = str(folder / "checkpoints") if options.store else ""
     registration = RankRegistration(
         "stall", 1, 0, 1, uri, (folder / "address").read_text().strip() if uri else "",
-        options.slots, {"tp": 1, "cp": 1, "dp": 1, "pp": 1},
+        options.slots, {"tp": 1, "cp": 1, "dp": 1, "pp": 1}, in_flight(options.interval),
     )  # fmt: skip
     began_s = time.monotonic()
     snapshots = Snapshotter(
-        str(folder / "socket"), registration, state, device, collective_timeout_s=120.0
+        str(folder / "socket"),
+        registration,
+        state,
+        device,
+        collective_timeout_s=120.0,
+        verified_share=options.verified_share,
     )
     registered_s = time.monotonic() - began_s
     page = StatusPageWriter(folder / "page", rank=0, attempt=1)
@@ -217,6 +227,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--step-ms", type=float, default=150.0, help="compute of one step")
     parser.add_argument("--interval", type=int, default=1, help="steps between two snapshots")
     parser.add_argument("--slots", type=int, default=0, help="0: as many as the daemon chooses")
+    parser.add_argument("--verified-share", type=float, default=0.01, help="see verify_d2h")
     parser.add_argument("--store", action="store_true", help="persist to a temporary folder")
     parser.add_argument("--hung-s", type=float, default=0.0, help="stop the daemon for so long")
     return parser.parse_args()

@@ -207,6 +207,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         {"checkpoint__uri": "/c", "checkpoint__max_replicate_mib_per_s": float("nan")},
         "no limit",
     ),
+    ("checkpoint.verify_d2h", {"checkpoint__verify_d2h": 1.5}, "0 to 1"),
     (
         "checkpoint.snapshot_interval_steps",
         {"checkpoint__uri": "/c", "checkpoint__snapshot_interval_steps": -1},

@@ -1020,6 +1020,7 @@ class CheckpointSpec(google.protobuf.message.Message):
     REQUIRE_FINAL_FIELD_NUMBER: builtins.int
     FINAL_TIMEOUT_S_FIELD_NUMBER: builtins.int
     SNAPSHOT_INTERVAL_STEPS_FIELD_NUMBER: builtins.int
+    VERIFY_D2H_FIELD_NUMBER: builtins.int
     REPLICAS_FIELD_NUMBER: builtins.int
     MAX_REPLICATE_MIB_PER_S_FIELD_NUMBER: builtins.int
     uri: builtins.str
@@ -1046,6 +1047,10 @@ class CheckpointSpec(google.protobuf.message.Message):
     """Take a snapshot into the memory of the node after every so many steps; a divisor of
     `interval_steps`. A worker that fails costs the steps since the newest. 0: as `interval_steps`.
     """
+    verify_d2h: builtins.float
+    """Share of a snapshot's bytes, 0 to 1, that is compared with the device's after the copy to the
+    host, other ones each time; a snapshot that differs is not kept. Default 0.01.
+    """
     replicas: builtins.int
     """Copies of each snapshot in the memory of another node, 0 or 1; default 0. With 1 the loss of a
     node costs no read from storage; each node keeps two more slots for each rank of another.
@@ -1062,17 +1067,20 @@ class CheckpointSpec(google.protobuf.message.Message):
         require_final: builtins.bool | None = ...,
         final_timeout_s: builtins.float | None = ...,
         snapshot_interval_steps: builtins.int = ...,
+        verify_d2h: builtins.float | None = ...,
         replicas: builtins.int = ...,
         max_replicate_mib_per_s: builtins.float = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_final_timeout_s", b"_final_timeout_s", "_require_final", b"_require_final", "_slots", b"_slots", "final_timeout_s", b"final_timeout_s", "require_final", b"require_final", "slots", b"slots"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_final_timeout_s", b"_final_timeout_s", "_require_final", b"_require_final", "_slots", b"_slots", "final_timeout_s", b"final_timeout_s", "interval_steps", b"interval_steps", "load_uri", b"load_uri", "max_replicate_mib_per_s", b"max_replicate_mib_per_s", "replicas", b"replicas", "require_final", b"require_final", "slots", b"slots", "snapshot_interval_steps", b"snapshot_interval_steps", "uri", b"uri"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_final_timeout_s", b"_final_timeout_s", "_require_final", b"_require_final", "_slots", b"_slots", "_verify_d2h", b"_verify_d2h", "final_timeout_s", b"final_timeout_s", "require_final", b"require_final", "slots", b"slots", "verify_d2h", b"verify_d2h"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_final_timeout_s", b"_final_timeout_s", "_require_final", b"_require_final", "_slots", b"_slots", "_verify_d2h", b"_verify_d2h", "final_timeout_s", b"final_timeout_s", "interval_steps", b"interval_steps", "load_uri", b"load_uri", "max_replicate_mib_per_s", b"max_replicate_mib_per_s", "replicas", b"replicas", "require_final", b"require_final", "slots", b"slots", "snapshot_interval_steps", b"snapshot_interval_steps", "uri", b"uri", "verify_d2h", b"verify_d2h"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_final_timeout_s", b"_final_timeout_s"]) -> typing.Literal["final_timeout_s"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_require_final", b"_require_final"]) -> typing.Literal["require_final"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_slots", b"_slots"]) -> typing.Literal["slots"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_verify_d2h", b"_verify_d2h"]) -> typing.Literal["verify_d2h"] | None: ...
 
 Global___CheckpointSpec: typing_extensions.TypeAlias = CheckpointSpec
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import signal
 from pathlib import Path
 
@@ -51,13 +52,19 @@ def main(arguments: list[str] | None = None) -> None:
             options.incarnation,
             options.staging_limit_bytes,
         )
+        stopped = True
         try:
-            uvloop.run(_serve(options, token, staging))
+            stopped = uvloop.run(_serve(options, token, staging))
         finally:
             staging.remove()
+    if not stopped:
+        # A thread that a storage holds for ever would keep the interpreter from ending.
+        log.error("ended although a storage does not answer")
+        os._exit(1)
 
 
-async def _serve(options: argparse.Namespace, token: str, staging: StagingFolder) -> None:
+async def _serve(options: argparse.Namespace, token: str, staging: StagingFolder) -> bool:
+    """Serve until asked to stop; returns whether all threads have ended."""
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -91,7 +98,7 @@ async def _serve(options: argparse.Namespace, token: str, staging: StagingFolder
         accepting.cancel()
         # The gRPC server stays up meanwhile: this daemon may be the committer that its own last
         # reports wait for.
-        await jobs.close(DRAIN_S)
+        return await jobs.close(DRAIN_S)
     finally:
         await replicas.close()
         await local.close()

@@ -146,19 +146,26 @@ class Lane:
 class Pools:
     """Bounded thread pools, one per kind of work: a slow disk never delays the seal of a snapshot.
 
-    ``memory``: allocation and checksums. ``storage``: rank files, read and written. The commit log
-    has a :class:`Lane` for each job.
+    ``memory``: allocation and checksums. ``storage``: rank files, read and written; each job has
+    threads of its own (:meth:`for_job`), because one job's storage may hang. The commit log has a
+    :class:`Lane` for each job.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memory: ThreadPoolExecutor | None = None) -> None:
         count = min(MOST_THREADS, max(2, os.cpu_count() or 1))
-        self.memory = ThreadPoolExecutor(count, "memory")
+        self._owns_memory = memory is None
+        self.memory = memory or ThreadPoolExecutor(count, "memory")
         self.storage = ThreadPoolExecutor(count, "storage")
+
+    def for_job(self) -> Pools:
+        """Pools with threads of their own for storage, to be closed by the caller."""
+        return Pools(self.memory)
 
     def close(self) -> None:
         """Drop queued work; running work ends by itself."""
-        for pool in (self.memory, self.storage):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self.storage.shutdown(wait=False, cancel_futures=True)
+        if self._owns_memory:
+            self.memory.shutdown(wait=False, cancel_futures=True)
 
 
 async def in_pool(

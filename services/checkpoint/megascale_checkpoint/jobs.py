@@ -172,6 +172,7 @@ class Jobs:
         self._staging, self._pools, self._committer = staging, pools, committer
         self._jobs: dict[str, JobCheckpoints] = {}
         self.replicas: Replicas | None = None
+        self._job_pools: dict[str, Pools] = {}
         self._registering: dict[tuple[str, int], asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def job(self, name: str) -> JobCheckpoints:
@@ -183,6 +184,8 @@ class Jobs:
         without_ranks = [other for other, job in self._jobs.items() if not job.ranks]
         for other in without_ranks[:-KEPT_JOBS]:
             del self._jobs[other]
+            if other in self._job_pools:
+                self._job_pools.pop(other).close()
         return self._jobs[name]
 
     def all(self) -> list[JobCheckpoints]:
@@ -215,11 +218,7 @@ class Jobs:
             LimitError: there is no room for the slots.
         """
         job = self.job(registration.job)
-        if registration.attempt < job.attempt:
-            raise RequestError(
-                f"attempt {registration.attempt} is superseded: "
-                f"attempt {job.attempt} has registered"
-            )
+        _refuse_superseded(job, registration)
         if registration.attempt > job.attempt:
             job.attempt = registration.attempt
             # All ranks of the node, not only the one that registers: any of them may still persist
@@ -231,9 +230,13 @@ class Jobs:
         # successor's: slots are allocated, or taken over, by one of them at a time.
         async with self._registering[registration.job, registration.rank]:
             snapshots = job.ranks.get(registration.rank)
+            # Checked again: while this one waited, its successor may have registered.
+            _refuse_superseded(job, registration)
+            if snapshots is not None and snapshots.owner is not None:
+                _refuse_older(snapshots.owner, owner)
             if snapshots is None or not await self._keep(job, snapshots, registration):
                 snapshots = await RankSnapshots.create(
-                    registration, job, self._staging, self._pools, self._committer
+                    registration, job, self._staging, self._pools_of(job.name), self._committer
                 )
                 self._log_loss_bound(registration, len(snapshots.memories))
                 job.ranks[registration.rank] = snapshots
@@ -242,12 +245,18 @@ class Jobs:
         self.changed.notify()
         return snapshots
 
-    async def close(self, drain_s: float) -> None:
-        """Stop persisting; work in progress has ``drain_s`` to finish."""
+    async def close(self, drain_s: float) -> bool:
+        """Stop persisting; work in progress has ``drain_s`` to finish.
+
+        Returns whether no thread is left in a storage, which would keep the process from ending.
+        """
         all_snapshots = [
             snapshots for job in self._jobs.values() for snapshots in job.ranks.values()
         ]
-        await asyncio.gather(*(snapshots.stop(drain_s) for snapshots in all_snapshots))
+        ended = await asyncio.gather(*(snapshots.stop(drain_s) for snapshots in all_snapshots))
+        for pools in self._job_pools.values():
+            pools.close()
+        return all(ended)
 
     async def _free_idle(self, registering: str) -> None:
         for job in list(self._jobs.values()):
@@ -282,8 +291,16 @@ class Jobs:
         snapshots = job.ranks.pop(rank, None)
         if snapshots is not None:
             snapshots.owner = None
-            await snapshots.stop(0.0)
-            await in_pool(self._pools.memory, self._staging.free, snapshots.memories)
+            if await snapshots.stop(0.0):
+                await in_pool(self._pools.memory, self._staging.free, snapshots.memories)
+            else:
+                # Its memory stays accounted for: the thread still reads it.
+                log.error("slots are lost: a storage holds a thread", job=job.name, rank=rank)
+
+    def _pools_of(self, job: str) -> Pools:
+        if job not in self._job_pools:
+            self._job_pools[job] = self._pools.for_job()
+        return self._job_pools[job]
 
     @staticmethod
     def _log_loss_bound(registration: RegisteredRank, slots: int) -> None:
@@ -296,3 +313,16 @@ class Jobs:
         size_bytes = registration.layout.slot_bytes
         who = {"job": registration.job, "rank": registration.rank}
         log.info("slots ready", **who, slots=slots, slot_bytes=size_bytes, loss_bound=bound)
+
+
+def _refuse_superseded(job: JobCheckpoints, registration: RegisteredRank) -> None:
+    if registration.attempt < job.attempt:
+        raise RequestError(
+            f"attempt {registration.attempt} is superseded: attempt {job.attempt} has registered"
+        )
+
+
+def _refuse_older(present: Owner, owner: Owner) -> None:
+    """A worker that connected again may be served before the registration that it gave up."""
+    if owner.serial < present.serial:
+        raise RequestError("this connection is superseded: the rank has registered on a newer one")

@@ -54,6 +54,7 @@ class LocalServer:
         self._path = path
         self._listener = listen(path, "checkpoint daemon", MAX_CONNECTIONS)
         self._listener.setblocking(False)
+        self._accepted = 0
         self._connections: dict[asyncio.Task[None], _WorkerConnection] = {}
 
     async def serve(self) -> None:
@@ -71,7 +72,8 @@ class LocalServer:
                 sock.close()
                 continue
             sock.setblocking(False)
-            connection = _WorkerConnection(sock, self._jobs)
+            self._accepted += 1
+            connection = _WorkerConnection(sock, self._jobs, self._accepted)
             task = asyncio.create_task(connection.serve())
             self._connections[task] = connection
             task.add_done_callback(self._connections.pop)
@@ -89,8 +91,8 @@ class LocalServer:
 class _WorkerConnection:
     """The connection of one worker; ``_held`` are the slots that it writes or reads."""
 
-    def __init__(self, sock: socket.socket, jobs: Jobs) -> None:
-        self._sock, self._jobs = sock, jobs
+    def __init__(self, sock: socket.socket, jobs: Jobs, serial: int) -> None:
+        self._sock, self._jobs, self.serial = sock, jobs, serial
         self._registration: RegisteredRank | None = None
         self._snapshots: RankSnapshots | None = None
         self._registering = RegistrationFrames()
@@ -212,9 +214,10 @@ class _WorkerConnection:
             problem = snapshots.failure(step) or (
                 f"step {step} is not complete: other ranks have not saved their part in time"
             )
-        committed = self._jobs.job(self._registration.job).committed.step
-        answer = Drained(kind="drained", committed_step=committed)
-        if committed < step:
+        committed = self._jobs.job(self._registration.job).committed
+        answer = Drained(kind="drained", committed_step=committed.step)
+        # After a rollback an earlier attempt's commit may be of a later step, and of another state.
+        if committed.step < step or committed.attempt != self._registration.attempt:
             answer["error"] = problem
             answer["waiting"] = waiting
         return answer

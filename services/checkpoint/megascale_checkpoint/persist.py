@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -47,8 +48,28 @@ class Prepared:
     request: checkpoint_pb2.ReportPreparedRequest
 
 
+class Progress:
+    """When the storage last took a piece of a file; written by one thread, read by another."""
+
+    def __init__(self) -> None:
+        self.moved_s = time.monotonic()
+
+    def moved(self) -> None:
+        """The storage has taken a piece, or refused one."""
+        self.moved_s = time.monotonic()
+
+    @property
+    def still_s(self) -> float:
+        """For how long it has taken nothing."""
+        return time.monotonic() - self.moved_s
+
+
 def persist(
-    registration: RegisteredRank, seal: SlotSeal, image: memoryview, cancelled: Cancellation
+    registration: RegisteredRank,
+    seal: SlotSeal,
+    image: memoryview,
+    cancelled: Cancellation,
+    progress: Progress,
 ) -> Prepared:
     """:func:`write_rank_file` with retries while the storage may be failing over; same errors."""
     # Each try writes a new temporary file. A failed fsync is never repeated on the same descriptor:
@@ -56,10 +77,11 @@ def persist(
     # them.
     for pause_s in RETRY_PAUSES_S:
         try:
-            return write_rank_file(registration, seal, image, cancelled)
+            return write_rank_file(registration, seal, image, cancelled, progress)
         except OSError as error:
             if error.errno not in TRANSIENT:
                 raise
+            progress.moved()
             log.warning(
                 "write failed, retrying",
                 job=registration.job,
@@ -67,11 +89,15 @@ def persist(
                 error=str(error),
             )
         cancelled.pause(pause_s)
-    return write_rank_file(registration, seal, image, cancelled)
+    return write_rank_file(registration, seal, image, cancelled, progress)
 
 
 def write_rank_file(
-    registration: RegisteredRank, seal: SlotSeal, image: memoryview, cancelled: Cancellation
+    registration: RegisteredRank,
+    seal: SlotSeal,
+    image: memoryview,
+    cancelled: Cancellation,
+    progress: Progress | None = None,
 ) -> Prepared:
     """Write the primary pieces of a sealed slot under the job's uri, straight from the slot.
 
@@ -93,6 +119,8 @@ def write_rank_file(
     def chunks() -> Iterator[memoryview]:
         for chunk in file_chunks(encode_header(origin, pieces), pieces, image):
             cancelled.check()
+            if progress is not None:
+                progress.moved()
             hasher.update(chunk)
             yield chunk
 

@@ -34,6 +34,8 @@ from megascale_common.service.errors import (
 log = logs.get("stage")
 KEPT_FAILURES = 16  # steps whose failure is kept for a later Drain
 SEALING_THREADS = 4  # for one state: checksums run at some 20 GB/s in each
+STORE_SILENT_S = 20.0  # without a byte taken: the storage is reported as hung
+STOP_S = 5.0  # for threads to see that they are cancelled; one in a hung storage does not
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 10.0  # pauses of a Drain between two writes of a step
 
 
@@ -51,14 +53,24 @@ class ProgressListener(RestoreListener, Protocol):
 
 
 class Owner(Protocol):
-    """The connection of the worker that owns a rank's snapshots."""
+    """The connection of the worker that owns a rank's snapshots.
+
+    ``serial`` is higher for a connection that was accepted later.
+    """
+
+    serial: int
 
     def end(self) -> set[int]:
         """Close it; the caller releases the slots that are returned."""
 
 
 class RankSnapshots:
-    """The snapshots of one (job, rank), kept across workers and attempts of the same layout."""
+    """The snapshots of one (job, rank), kept across workers and attempts of the same layout.
+
+    ``store_silent_s``: a storage that takes nothing for so long is reported.
+    """
+
+    store_silent_s = STORE_SILENT_S
 
     def __init__(
         self,
@@ -239,10 +251,11 @@ class RankSnapshots:
         """Why ``step`` of the present attempt failed so far; "" if it has not."""
         return self._failures.get((self.registration.attempt, step), "")
 
-    async def stop(self, drain_s: float) -> None:
+    async def stop(self, drain_s: float) -> bool:
         """Stop persisting, after at most ``drain_s`` for work in progress.
 
-        On return no thread uses a slot, so its memory can be freed.
+        Returns whether no thread uses a slot any more, so that its memory can be freed; one that a
+        storage holds does not end. It takes STOP_S more at most.
         """
         busy = [task for task in self._reports.values() if not task.done()]
         if drain_s and (busy or self.table.next_pending()):
@@ -256,7 +269,9 @@ class RankSnapshots:
         tasks = [self._worker, *self._reports.values()]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, *self._seals, *self.restores.cancel(), return_exceptions=True)
+        ending = [*tasks, *self._seals, *self.restores.cancel()]
+        _, stuck = await asyncio.wait(ending, timeout=STOP_S)
+        return not stuck
 
     async def _seal(
         self, registration: RegisteredRank, index: int, step: int, small_state: dict[str, Any]
@@ -330,9 +345,11 @@ class RankSnapshots:
         slot.busy += 1  # before the thread starts: from now on nobody may acquire the slot
         began_s = time.monotonic()
         image = self.memories[slot.index].view
+        pool, progress = self._pools.storage, persist.Progress()
         running = asyncio.ensure_future(
-            in_pool(self._pools.storage, persist.persist, registration, seal, image, cancelled)
+            in_pool(pool, persist.persist, registration, seal, image, cancelled, progress)
         )
+        watching = asyncio.create_task(self._watch_storage(key, progress))
         try:
             # The thread reads the slot until it sees the cancellation: the slot must not be written
             # or freed before.
@@ -359,11 +376,22 @@ class RankSnapshots:
             task = asyncio.create_task(self._report(key, prepared, registration.committer_endpoint))
             self._reports[key] = task
         finally:
+            watching.cancel()
             # The slot may have been discarded as damaged, and reused, in the meantime.
             if slot.seal is sealed:
                 slot.busy -= 1
                 slot.pending = False
             self._listener.changed.notify()
+
+    async def _watch_storage(self, key: tuple[int, int], progress: persist.Progress) -> None:
+        """Report a storage that takes nothing, again whenever twice the time has passed."""
+        limit_s = self.store_silent_s
+        while True:
+            await asyncio.sleep(max(limit_s - progress.still_s, limit_s / 10))
+            if progress.still_s >= limit_s:
+                still_s, uri = progress.still_s, self.registration.uri
+                self._fail(key, f"the storage {uri} has not answered for {still_s:.0f} s")
+                limit_s *= 2
 
     async def _report(
         self, key: tuple[int, int], prepared: persist.Prepared, endpoint: str

@@ -4,7 +4,8 @@ The daemon owns them, so they survive the death of a trainer. They are plain fil
 multiprocessing.shared_memory, whose resource tracker unlinks segments of other processes on Python
 3.11 and 3.12. The tree is ``BASE/CLUSTER/NODE/INCARNATION/JOB/rank-00003/slot-0``. Seal records are
 kept in the daemon's own memory, because a sealed slot is used only while its daemon runs. A daemon
-that starts removes its node's folders whose owner has ended.
+that starts removes the folders whose owner has ended: its node's, and those of any other name, to
+which no daemon may ever come back. The owner is a process of one boot of the host.
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ class StagingFolder:
                 self._remove_stale()
                 self.path.mkdir(mode=0o700)
                 (self.path / OWNER_FILE).write_text(json.dumps(_identity(os.getpid())))
+            self._remove_other_names()
         except FileExistsError as error:
             raise LimitError(
                 f"another checkpoint daemon uses {error.filename}: stop it first"
@@ -191,6 +193,17 @@ class StagingFolder:
             if folder.is_dir() and not _owner_lives(folder):
                 shutil.rmtree(folder)
 
+    def _remove_other_names(self) -> None:
+        """Remove what ended daemons of other nodes and clusters of this user left in memory."""
+        for node_folder in self._base.glob("*/*"):
+            if node_folder == self._node_folder or not node_folder.is_dir():
+                continue
+            # A daemon of that name may be starting: it removes them itself.
+            with suppress(OSError), _locked(node_folder, wait=False):
+                for folder in node_folder.iterdir():
+                    if folder.is_dir() and not _owner_lives(folder):
+                        shutil.rmtree(folder, ignore_errors=True)
+
     def _no_room(self, job: str, rank: int, wanted_bytes: int) -> str:
         return (
             f"no room for the snapshot slots of rank {rank} of {job}: {wanted_bytes} bytes needed, "
@@ -222,11 +235,11 @@ def _private_folder(base: Path) -> None:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
     # flock and not a file's existence: the kernel releases it when its holder dies.
     descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         yield
     finally:
         os.close(descriptor)

@@ -23,6 +23,7 @@ import torch
 from megascale_common.node import framing
 from megascale_common.node.messages import Acquire, Acquired, Busy, Drain, Release, Seal
 from megascale_common.sizes.checkpoint_layout import ShardLayout
+from megascale_trainer.copy_check import CopyCheck
 from megascale_trainer.daemon_link import (
     LONGEST_HOLD_S,
     START_TIMEOUT_S,
@@ -43,6 +44,9 @@ class TrainingState(Protocol):
     def shard_layout(self) -> ShardLayout:
         """How this rank's state lies in a slot."""
 
+    def state_image(self) -> torch.Tensor:
+        """The states' bytes on the device, uint8, as they lie in a slot."""
+
     def state_copy_to(self, slot: torch.Tensor) -> None:
         """Copy the state into ``slot`` (uint8, host), on the current stream."""
 
@@ -53,6 +57,7 @@ class _Copy:
 
     small_state: dict[str, Any]
     ended: CopyEnd
+    checks: list[CopyCheck]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +83,9 @@ class Snapshotter:
         device: torch.device,
         *,
         collective_timeout_s: float,
+        verified_share: float = 0.0,
     ) -> None:
-        self._state, self._device = state, device
+        self._state, self._device, self._verified_share = state, device, verified_share
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._host_copies = HostCopies()
         self._schedule = SnapshotSchedule()
@@ -143,7 +149,9 @@ class Snapshotter:
         if slot is None:
             self._skip(f"step {step}: no snapshot here, the slot is lost")
             return False
-        self._copies[step] = _Copy(small_state, self._copy(self.link.slot(slot)))
+        checks: list[CopyCheck] = []
+        ended = self._copy(self.link.slot(slot), step, checks)
+        self._copies[step] = _Copy(small_state, ended, checks)
         return True
 
     def settle(self, step: int, small_state: Mapping[str, Any], *, finite: bool) -> None:
@@ -173,7 +181,7 @@ class Snapshotter:
             self._schedule.copied(step)
         while (sealed := self._schedule.next_seal()) is not None:
             # The slot belongs to the daemon now: the next update may overwrite the states.
-            self._seal(sealed, self._copies.pop(sealed.step).small_state)
+            self._seal(sealed, self._copies.pop(sealed.step))
         self._read_answers()
 
     @property
@@ -227,14 +235,15 @@ class Snapshotter:
             except OSError as error:
                 self._lost(error)
 
-    def _seal(self, sealed: ToSeal, small_state: dict[str, Any]) -> None:
+    def _seal(self, sealed: ToSeal, copy: _Copy) -> None:
         message = Seal(
             kind="seal",
             slot=sealed.slot,
             step=sealed.step,
-            small_state=small_state,
+            small_state=copy.small_state,
             finite=sealed.finite,
             persist=sealed.persist,
+            problem="".join(check.problem() for check in copy.checks),
         )
         try:
             self.link.post(message)
@@ -271,14 +280,20 @@ class Snapshotter:
         self.skipped += 1
         print(f"{why} ({self.skipped} skipped so far)", flush=True)
 
-    def _copy(self, slot: torch.Tensor) -> CopyEnd:
+    def _copy(self, slot: torch.Tensor, step: int, checks: list[CopyCheck]) -> CopyEnd:
+        """Start the copy and its check, which is added to ``checks``."""
+
+        def copy() -> None:
+            self._state.state_copy_to(slot)
+            checks.append(CopyCheck(self._state.state_image(), slot, self._verified_share, step))
+
         if self._stream is None:
-            return self._host_copies.start(lambda: self._state.state_copy_to(slot))
+            return self._host_copies.start(copy)
         # Behind the update that made these states, and beside everything that follows it; the next
         # update waits for ``done`` (Trainer.wait_before_update), because it overwrites them.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            self._state.state_copy_to(slot)
+            copy()
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)
         return cast(CopyEnd, done)

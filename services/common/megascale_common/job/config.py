@@ -247,6 +247,7 @@ class CheckpointConfig:
 
     There are none if ``uri`` is empty; at ``interval_steps`` 0 only the last step is saved.
     ``snapshot_interval_steps`` 0 takes snapshots into memory as often as they are persisted.
+    ``verify_d2h`` is the share of a snapshot's bytes that is compared with the device's.
     Each snapshot has ``replicas`` (0 or 1) copies on another node; a node sends at most
     ``max_replicate_mib_per_s`` (0: any). ``slots`` is the number of staging slots; at 0 the daemon
     chooses it. ``load_uri`` is the folder of another job's checkpoints, from which this job starts
@@ -261,6 +262,7 @@ class CheckpointConfig:
     require_final: bool = True
     final_timeout_s: float = 300.0
     snapshot_interval_steps: int = 0
+    verify_d2h: float = 0.01
     replicas: int = 0
     max_replicate_mib_per_s: float = 0.0
 

@@ -306,6 +306,12 @@ def _checkpoint(config: JobConfig) -> Iterator[JobProblem]:
             "give another job's folder: a job resumes from its own without load_uri",
         )
     yield from _replicas(checkpoint)
+    if not 0 <= checkpoint.verify_d2h <= 1:
+        yield JobProblem(
+            "checkpoint.verify_d2h",
+            f"{checkpoint.verify_d2h:g} is out of range",
+            "give 0 to 1, a share of the bytes of a snapshot",
+        )
     if checkpoint.slots != 0 and not 2 <= checkpoint.slots <= 6:
         yield JobProblem(
             "checkpoint.slots",

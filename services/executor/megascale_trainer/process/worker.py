@@ -217,6 +217,7 @@ class _Worker:
             trainer,
             self._device,
             collective_timeout_s=timeout_s,
+            verified_share=self._config.checkpoint.verify_d2h,
         )
 
     def _restore(self, trainer: Trainer) -> int:
