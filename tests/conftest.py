@@ -45,6 +45,7 @@ LANES = {
         "integration/test_profile.py",
         "integration/test_rank_pool.py",
         "integration/test_resharded_resume.py",
+        "integration/test_restore_sources.py",
         "integration/test_stalled_peer.py",
         "integration/test_tensor_overlap.py",
         "integration/test_fp8_benchmarks.py",

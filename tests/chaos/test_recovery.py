@@ -98,6 +98,49 @@ async def test_a_killed_worker_costs_no_bit_of_the_result(cluster: ChaosCluster)
     assert (other.goodput.faults, other.goodput.lost_steps) == (0, 0)
 
 
+async def test_a_flipped_bit_in_memory_costs_neither_the_step_nor_an_attempt(
+    cluster: ChaosCluster,
+) -> None:
+    async with cluster.client() as client:
+        # Far apart: the snapshot that is damaged is the newest, and committed.
+        spec = cluster.job("flipped", steps=ENDLESS_STEPS, interval_steps=150)
+        async with cluster.follow(client, spec) as run:
+            await run.until_event("CHECKPOINT_COMMITTED")
+            flip_slots(cluster, run.job.nodes[1], rank=1)
+            os.kill(cluster.worker_pids(run.job)[0], signal.SIGKILL)
+            damaged = await run.until_event("SNAPSHOT_DAMAGED")
+            await run.until_step(160, attempt=2)
+            job, story = run.job, run.story()
+            why = (await client.explain(run.name)).explanation
+            await client.cancel(run.name, reason=END_REASON)
+            await run.until_ended()
+    assert (job.attempt, job.restored_step) == (2, 150), story
+    assert job.restore_source == types_pb2.RESTORE_SOURCE_MEMORY, story
+    assert "step 150" in damaged.message and "(rank 1)" in damaged.message
+    assert "CHECKPOINT_REFUSED" not in story, story
+    assert "attempt 2" in why
+    assert min(run.losses[2]) == 151
+    again = {step: loss for step, loss in run.losses[1].items() if step > 150}
+    assert {step: loss for step, loss in run.losses[2].items() if step in again} == again
+    log = cluster.rank_log(job, 1)
+    assert "restored step 150 from storage" in log and "memory is damaged" in log, log
+    assert "restored step 150 from memory" in cluster.rank_log(job, 0)
+
+
+def flip_slots(cluster: ChaosCluster, node: str, rank: int) -> None:
+    """Change one bit of every slot of a rank, in the memory of its daemon."""
+    daemon = cluster.up.node_pids(node)["checkpoint"]
+    maps = Path(f"/proc/{daemon}/maps").read_text().split()
+    slots = {Path(word) for word in maps if f"/flipped/rank-{rank:05d}/slot-" in word}
+    assert slots
+    for slot in slots:
+        with slot.open("r+b") as file:
+            file.seek(100)
+            byte = file.read(1)[0]
+            file.seek(100)
+            file.write(bytes([byte ^ 0x10]))
+
+
 def check_goodput(job: driver_pb2.Job, run: JobFollower, killed_at_s: float) -> None:
     """What the job's goodput has lost to a killed worker is what has happened."""
     found, exited = job.goodput, run.first_event("WORKER_EXITED")

@@ -11,15 +11,11 @@ from tests.harness.simulated_cluster import demo_job
 from megascale.v1 import types_pb2
 from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_driver import wire
+from megascale_driver.core.checkpoint_progress import Progress, SealedSnapshot
 from megascale_driver.core.conditions import CheckpointFailure
 from megascale_driver.core.events import AttemptOpened, JobSubmitted, OpenAttempt
 from megascale_driver.core.replica_orders import ReplicaSource
-from megascale_driver.core.state import (
-    AttemptPhase,
-    JobPhase,
-    Progress,
-    SealedSnapshot,
-)
+from megascale_driver.core.state import AttemptPhase, JobPhase
 
 PREPARED, RUNNING = AttemptPhase.PREPARED, AttemptPhase.RUNNING
 RANKS = {"n1": range(4), "n2": range(4, 8)}

@@ -255,8 +255,8 @@ class RankRestores:
     async def _from_memory(
         self, plan: RestorePlan, cancelled: Cancellation
     ) -> Restoration | MemoryProblem:
-        given = self._slots.registration
         await self._slots.sealed()
+        given = self._slots.registration
         slot = self._slots.table.find(plan.written_by_attempt, plan.step, given.digest)
         no_replica = ""
         if slot is None and self.replicas is not None and given.replica_source:

@@ -16,6 +16,7 @@ from megascale_common.job.wire import spec as job_spec
 from megascale_driver.analysis.divergence import StepSample
 from megascale_driver.analysis.progress import OperationCount, RankStatus
 from megascale_driver.core import events, goodput, replicas
+from megascale_driver.core.checkpoint_progress import Progress, SealedSnapshot
 from megascale_driver.core.conditions import CheckpointFailure
 from megascale_driver.core.explain import Explanation
 from megascale_driver.core.goodput import PARTS, Ledger
@@ -29,9 +30,7 @@ from megascale_driver.core.state import (
     Job,
     Node,
     Profile,
-    Progress,
     Report,
-    SealedSnapshot,
     TraceReport,
     TraceState,
     WorkerReport,
@@ -428,6 +427,10 @@ def _progress(item: link_pb2.CheckpointProgress) -> Progress:
         replica_failure=_failure(item.replica_failure)
         if item.HasField("replica_failure")
         else None,
+        damaged=tuple(
+            CheckpointFailure(found.attempt, found.step, found.rank, found.error[:MAX_TEXT])
+            for found in item.damaged
+        ),
     )
 
 

@@ -93,7 +93,6 @@ class DaemonLink:
         self._slots: _Slots | None = None
         self._decoder = framing.Decoder()
         self._awaited: deque[tuple[str, Answered | None]] = deque()
-        self._newest: framing.Message | None = None  # the answer that was read last
         self._hung = False
         self.answer_timeout_s = min(
             LONGEST_ANSWER_S, collective_timeout_s / SHARE_OF_COLLECTIVE_TIMEOUT
@@ -209,17 +208,6 @@ class DaemonLink:
         self._hung = False
         return True
 
-    def collect(self, timeout_s: float | None = None) -> framing.Message:
-        """The answer to the request that was posted last.
-
-        Raises:
-            OSError: the daemon is gone, does not answer, or refuses the request.
-        """
-        timeout_s = timeout_s or self.answer_timeout_s
-        if not self.read_answers(timeout_s) or self._newest is None:
-            raise TimeoutError(f"the checkpoint daemon has not answered in {timeout_s:g} s")
-        return self._newest
-
     def lost(self, error: OSError) -> None:
         """The daemon is gone: close and unmap. No copy may still write into a slot."""
         print(f"snapshots pause: {error}; training goes on", file=sys.stderr, flush=True)
@@ -243,7 +231,6 @@ class DaemonLink:
         request, answered = self._awaited.popleft()
         if message["kind"] == "error":
             raise ConnectionError(f"the checkpoint daemon refused {request}: {message['error']}")
-        self._newest = message
         if answered is not None:
             answered(message)
 

@@ -30,13 +30,15 @@ class RestoredState:
     """What a rank has restored.
 
     ``small_state`` was sealed with the state, ``source`` is where this rank's part came from, and
-    ``read_bytes`` are what it read from storage, for itself and for others.
+    ``read_bytes`` are what it read from storage, for itself and for others. ``damage`` is what is
+    wrong with its memory, where that was to have the state.
     """
 
     small_state: dict[str, Any]
     source: RestoreSource
     read_bytes: int
     timeline: Timeline
+    damage: str = ""
 
 
 def restore(
@@ -67,15 +69,13 @@ def restore(
         return RestoredState(found["small_state"], RestoreSource.MEMORY, 0, timeline)
     if not plan.manifest_uri:
         votes.agree(None if held else _not_in_memory(found))
-    if found["file"]:
-        print(f"memory is damaged, reading storage: {found['problem']}", flush=True)
     reader = StoredStateReader(link, state, device, world, timeline)
     small_state = reader.read(plan, in_memory)
-    assert reader.plan is not None
-    read_bytes = int(reader.plan.storage_bytes[world.index])
+    read_bytes = reader.read_bytes
     if held:
         return RestoredState(found["small_state"], RestoreSource.MEMORY, read_bytes, timeline)
-    return RestoredState(small_state, RestoreSource.STORAGE, read_bytes, timeline)
+    damage = found["problem"] if found["file"] else ""
+    return RestoredState(small_state, RestoreSource.STORAGE, read_bytes, timeline, damage)
 
 
 def _alone(

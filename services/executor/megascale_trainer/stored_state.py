@@ -28,7 +28,7 @@ from megascale_common.node.restore_messages import (
 )
 from megascale_common.sizes.checkpoint_layout import ShardLayout
 from megascale_common.sizes.piece_runs import Runs, decode, encode, join, runs_of
-from megascale_common.sizes.read_plan import IN_MEMORY, DoesNotFit, ReadPlan, plan_reads
+from megascale_common.sizes.read_plan import IN_MEMORY, DoesNotFit, plan_reads
 from megascale_common.sizes.read_rounds import Read, Round, Rounds
 from megascale_trainer.daemon_link import START_TIMEOUT_S, DaemonLink
 from megascale_trainer.parallel.groups import Group
@@ -57,7 +57,7 @@ class StoredStateReader:
     """Reads one checkpoint; every rank makes one and calls :meth:`read` together.
 
     Attributes:
-        plan: of all ranks, once it is made.
+        read_bytes: what the daemon has read from storage for this rank, for itself and for others.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class StoredStateReader:
         self._rank = world.index
         self._problem: RestoreRefused | None = None
         self._slot = -1
-        self.plan: ReadPlan | None = None
+        self.read_bytes = 0
 
     def read(self, restored: RestorePlan, in_memory: Sequence[bool]) -> dict[str, Any]:
         """Fill the state of every rank that is not ``in_memory``; returns the small state.
@@ -113,11 +113,11 @@ class StoredStateReader:
             smallest = min(row[0] for row in self._votes.numbers(area))
         with self._timeline.part("plan"):
             try:
-                self.plan = plan_reads(stored, needs, in_memory)
+                reads = plan_reads(stored, needs, in_memory)
             except DoesNotFit as error:
                 uri = restored.manifest_uri.rpartition("/")[0]
                 raise RestoreRefused("BAD_JOB", error.refusal(uri), "") from error
-            return Rounds(self.plan, max(1, min(WINDOW_BYTES, smallest // 2)))
+            return Rounds(reads, max(1, min(WINDOW_BYTES, smallest // 2)))
 
     def _index(self, number: int) -> Runs:
         tables, following = [], 0
@@ -138,7 +138,7 @@ class StoredStateReader:
         while current is not None:
             begin = number % 2 * rounds.window_bytes
             with self._timeline.part("read"):
-                self._collect(current)
+                self._collect()
             following, number = next(program, None), number + 1
             if following is not None:
                 self._post(following, number % 2 * rounds.window_bytes)
@@ -156,19 +156,22 @@ class StoredStateReader:
         for number, some in enumerate(asked):
             request = ReadStored(kind="restore_read", at=begin, reads=[_fields(r) for r in some])
             if number + 1 < len(asked):
-                self._ask(request)
+                self._took(self._ask(request))
             elif self._problem is None:
                 try:
-                    self._link.post(request)
+                    self._link.post(request, self._took)
                 except OSError as error:
                     self._failed(error)
 
-    def _collect(self, part: Round) -> None:
-        if self._problem is None and any(read.file != IN_MEMORY for read in part.reads):
-            try:
-                self._checked(self._link.collect(START_TIMEOUT_S))
-            except OSError as error:
-                self._failed(error)
+    def _collect(self) -> None:
+        """Wait for the window that was posted, if one was."""
+        if self._problem is not None:
+            return
+        try:
+            if not self._link.read_answers(START_TIMEOUT_S):
+                self._failed(TimeoutError(f"no answer to a read in {START_TIMEOUT_S:g} s"))
+        except OSError as error:
+            self._failed(error)
 
     def _exchange(self, part: Round, begin: int, window_bytes: int) -> None:
         """Put what this rank needs of its window into its state, send the rest, and receive."""
@@ -214,6 +217,11 @@ class StoredStateReader:
         kind, file = refused["error_kind"], refused["file"]
         self._problem = RestoreRefused(kind, refused["error"], file)
         return None
+
+    def _took(self, answer: Message | None) -> None:
+        """Take in that a window, or a part of it, was read."""
+        if answer is not None and self._checked(answer) is not None:
+            self.read_bytes += answer["bytes_read"]
 
     def _failed(self, error: OSError) -> None:
         self._problem = RestoreRefused("OTHER", f"the checkpoint daemon: {error}", "")

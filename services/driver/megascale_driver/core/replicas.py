@@ -9,17 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from megascale_common.job.restore import RestorePlan, RestoreSource
+from megascale_driver.core.checkpoint_progress import Progress, SealedSnapshot
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import Evidence
 from megascale_driver.core.replica_orders import FailedCopies, ReplicaSource
-from megascale_driver.core.state import (
-    Job,
-    JobPhase,
-    Liveness,
-    Node,
-    Progress,
-    SealedSnapshot,
-)
+from megascale_driver.core.state import Job, JobPhase, Liveness, Node
 from megascale_driver.placement.replicas import Member, choose_peers
 
 MAX_CAUSE = 300  # characters of an error in a line

@@ -9,20 +9,16 @@ from __future__ import annotations
 
 from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_driver.core import replicas
+from megascale_driver.core.checkpoint_progress import Progress
 from megascale_driver.core.conditions import Condition, ConditionType
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import Evidence
-from megascale_driver.core.state import (
-    Job,
-    JobPhase,
-    Node,
-    Progress,
-    Report,
-)
+from megascale_driver.core.state import Job, JobPhase, Node, Report
 
 MAX_CAUSE = 500  # characters of an error that a reason repeats
 # Failed steps in a row that have a line each; from then on one for each power of ten.
 FIRST_FAILURES = 10
+KEPT_DAMAGED = 256  # damaged snapshots that are known to have a line
 
 
 def ending(draft: Draft, job: Job) -> tuple[JobPhase, str] | None:
@@ -79,7 +75,8 @@ def report(draft: Draft, node: Node, after: Report) -> None:
         job = draft.jobs.get(progress.job)
         if job is None or job.terminal:
             continue
-        _failed(draft, node.name, job, progress)
+        _damaged(draft, node.name, job, progress)
+        _failed(draft, node.name, draft.jobs[job.name], progress)
         replicas.report(draft, node.name, draft.jobs[job.name], progress)
         if before is not None:
             old = next((item for item in before.progress if item.job == job.name), None)
@@ -132,6 +129,28 @@ def _failed(draft: Draft, node: str, job: Job, progress: Progress) -> None:
         evidence=(Evidence("persist-error", f"nodes/{node}", failure.error[:MAX_CAUSE]),),
         outcome=_what_follows(job, last),
     )  # fmt: skip
+
+
+def _damaged(draft: Draft, node: str, job: Job, progress: Progress) -> None:
+    """One line for each damaged snapshot, also when a new leader gets it again."""
+    known = job.damaged_snapshots
+    for found in progress.damaged:
+        key = (found.attempt, found.step, found.rank)
+        if key in known or found.attempt > job.attempt:
+            continue
+        known = (*known, key)[-KEPT_DAMAGED:]
+        draft.log(
+            "SNAPSHOT_DAMAGED",
+            f"the snapshot of step {found.step} in the memory of {node} is damaged (rank "
+            f"{found.rank}): {found.error[:MAX_CAUSE]}",
+            subject=f"jobs/{job.name}", job=job.name, actor=f"nodes/{node}", attempt=job.attempt,
+            policy="checksum",
+            evidence=(Evidence("checksum", f"nodes/{node}", found.error[:MAX_CAUSE]),),
+            outcome="nothing restores from it: the stored copy of the step is used, else an older "
+            "checkpoint",
+        )  # fmt: skip
+    if known != job.damaged_snapshots:
+        draft.job(job.name, damaged_snapshots=known)
 
 
 def _what_follows(job: Job, last: bool) -> str:

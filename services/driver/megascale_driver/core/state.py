@@ -16,7 +16,8 @@ from typing import Any
 from megascale_common.job.config import JobConfig
 from megascale_common.job.restore import RestorePlan
 from megascale_driver.analysis.progress import RankStatus
-from megascale_driver.core.conditions import CheckpointFailure, Condition
+from megascale_driver.core.checkpoint_progress import Progress
+from megascale_driver.core.conditions import Condition
 from megascale_driver.core.goodput import Ledger
 from megascale_driver.core.replica_orders import FailedCopies, NodeReplicaOrders, ReplicaOrders
 
@@ -146,33 +147,6 @@ class WorkerReport:
     error: str = ""
     error_kind: str = ""
     exited_at_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class SealedSnapshot:
-    """A complete snapshot of one rank in its node's staging memory."""
-
-    rank: int
-    attempt: int
-    step: int
-    layout_digest: str
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Snapshots and checkpoints of one job as a node's daemon reports them."""
-
-    job: str
-    sealed: tuple[SealedSnapshot, ...] = ()
-    committed_step: int = 0
-    committed_by_attempt: int = 0
-    manifest_uri: str = ""
-    failure: CheckpointFailure | None = None
-    skipped_snapshots: int = 0
-    skipped_step: int = 0
-    skipped_by_attempt: int = 0
-    replicas: tuple[SealedSnapshot, ...] = ()
-    replica_failure: CheckpointFailure | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,6 +364,8 @@ class Job:
     failed_checkpoint: tuple[int, int] = (0, 0)
     failed_checkpoints: int = 0
     failed_since_step: int = 0
+    # (attempt, step, rank) of damaged snapshots that have a line in the log.
+    damaged_snapshots: tuple[tuple[int, int, int], ...] = ()
     # The newest profile requested, of this attempt or an earlier one.
     profile: Profile | None = None
     # The newest (attempt, step) whose snapshot was skipped, and how many of the attempt were.

@@ -234,6 +234,8 @@ class _Worker:
         self._status.update(phase=Phase.RESTORE)
         world = self._groups.world
         restored = restore(self._snapshots.link, plan, trainer, self._device, world)
+        if restored.damage:
+            print(f"memory is damaged, storage was read: {restored.damage}", flush=True)
         small_state = restored.small_state
         consumed, expected = (
             int(small_state.get("consumed_samples", 0)),
