@@ -20,6 +20,7 @@ from megascale_checkpoint.replicas import protocol
 from megascale_checkpoint.replicas.fetch import fetch
 from megascale_checkpoint.replicas.protocol import (
     Connection,
+    PeerError,
     PieceBytes,
     SealedState,
     StateKey,
@@ -34,7 +35,6 @@ from megascale_common.service.errors import (
     NotFoundError,
     RequestError,
     ServiceError,
-    UnavailableError,
 )
 
 TOKEN, SLOT_BYTES = "token-of-the-tests", 3 << 20
@@ -225,7 +225,7 @@ async def test_a_stranger_is_refused_before_anything_is_read(tmp_path: Path) -> 
 async def test_a_peer_that_is_gone_is_an_error_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
-    with pytest.raises(UnavailableError, match="cannot be reached"):
+    with pytest.raises(PeerError, match="cannot be reached"):
         await asyncio.to_thread(send, endpoint, *state_of(1))
 
 
@@ -233,7 +233,7 @@ async def test_a_peer_that_is_silent_is_given_up(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(protocol, "SILENCE_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
-        with pytest.raises(UnavailableError, match="sends nothing"):
+        with pytest.raises(PeerError, match="sends nothing"):
             await asyncio.to_thread(send, endpoint, *state_of(1))
 
 

@@ -291,7 +291,7 @@ class RankRestores:
             except BaseException:
                 self._slots.table.release(index)
                 raise
-        except ServiceError as error:
+        except (ServiceError, OSError) as error:
             return f", and its replica cannot be read: {error}"
         checksums = tuple(piece.checksum for piece in state.pieces)
         seal = SlotSeal(key.attempt, key.step, key.layout_digest, checksums, state.small_state)

@@ -23,7 +23,7 @@ def fetch(
     Raises:
         NotFoundError: the peer does not keep this state, or refuses.
         DamagedError: what arrives is not what was sealed.
-        UnavailableError: the peer cannot be reached, is silent or too slow.
+        PeerError: the peer cannot be reached, is silent or too slow.
         SupersededError: cancelled.
     """
     with Connection.dial(endpoint, token, cancelled) as connection:

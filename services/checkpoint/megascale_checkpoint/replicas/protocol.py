@@ -35,7 +35,6 @@ from megascale_common.service.errors import (
     DamagedError,
     RequestError,
     UnauthenticatedError,
-    UnavailableError,
 )
 
 VERSION = 1
@@ -48,6 +47,11 @@ SILENCE_S = 10.0  # a peer that neither sends nor takes a byte for so long is gi
 SLOWEST_BYTES_PER_S, GRACE_S = 16 << 10, 60.0
 _MAGIC = b"MSRP"
 _HEAD = struct.Struct("<4sI")
+
+
+class PeerError(ConnectionError):
+    """The peer cannot be reached, is gone, silent or too slow, or refuses."""
+
 
 Throttle = Callable[[int], float]  # takes a size, returns the seconds to wait before it is sent
 
@@ -156,13 +160,13 @@ class Connection:
         """Connect to a peer's replica server, with a Hello.
 
         Raises:
-            UnavailableError: it cannot be reached.
+            PeerError: it cannot be reached.
         """
         host, _, port = endpoint.rpartition(":")
         try:
             sock = socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S)
         except (OSError, ValueError) as error:
-            raise UnavailableError(f"{endpoint} cannot be reached: {error}") from error
+            raise PeerError(f"{endpoint} cannot be reached: {error}") from error
         connection = cls(sock, cancelled)
         connection.send({"version": VERSION, "token": token})
         return connection
@@ -185,7 +189,7 @@ class Connection:
         """Send one frame.
 
         Raises:
-            UnavailableError: the peer is gone or takes nothing.
+            PeerError: the peer is gone or takes nothing.
         """
         body = json.dumps(message, separators=(",", ":")).encode()
         if len(body) > MAX_FRAME_BYTES:
@@ -196,19 +200,19 @@ class Connection:
         """Wait for one frame.
 
         Raises:
-            UnavailableError: the peer is gone, silent, or sends something else.
+            PeerError: the peer is gone, silent, or sends something else.
         """
         head = bytearray(_HEAD.size)
         self._receive_into(memoryview(head))
         magic, length = _HEAD.unpack(head)
         if magic != _MAGIC or length > limit_bytes:
-            raise UnavailableError("the peer sends no frame of the replica protocol")
+            raise PeerError("the peer sends no frame of the replica protocol")
         body = bytearray(length)
         self._receive_into(memoryview(body))
         try:
             return dict(_mapping(json.loads(body), "message"))
         except ValueError as error:
-            raise UnavailableError(f"the peer sends no JSON: {error}") from error
+            raise PeerError(f"the peer sends no JSON: {error}") from error
 
     def send_pieces(
         self,
@@ -220,7 +224,7 @@ class Connection:
         """Send the bytes of all pieces of ``image``, a slot, at the pace of ``throttle``.
 
         Raises:
-            UnavailableError: the peer is gone, or too slow.
+            PeerError: the peer is gone, or too slow.
             SupersededError: cancelled.
         """
         until_s = _deadline_s(state)
@@ -235,7 +239,7 @@ class Connection:
 
         Raises:
             DamagedError: a piece is not what was sealed; names ``where`` it was going to.
-            UnavailableError: the peer is gone, or too slow.
+            PeerError: the peer is gone, or too slow.
             SupersededError: cancelled.
         """
         until_s = _deadline_s(state)
@@ -250,7 +254,7 @@ class Connection:
                 raise DamagedError(where, f"piece {number} of the replica is not what was sealed")
 
     def shut(self) -> None:
-        """End the connection: a thread that waits in it returns with a UnavailableError."""
+        """End the connection: a thread that waits in it returns with a PeerError."""
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -266,16 +270,16 @@ class Connection:
         try:
             self._sock.sendall(data)
         except OSError as error:
-            raise UnavailableError(_silent(error, "takes nothing")) from error
+            raise PeerError(_silent(error, "takes nothing")) from error
 
     def _receive_into(self, view: memoryview) -> None:
         while view:
             try:
                 count = self._sock.recv_into(view)
             except OSError as error:
-                raise UnavailableError(_silent(error, "sends nothing")) from error
+                raise PeerError(_silent(error, "sends nothing")) from error
             if not count:
-                raise UnavailableError("the peer has closed the connection")
+                raise PeerError("the peer has closed the connection")
             view = view[count:]
 
 
@@ -297,7 +301,7 @@ def _deadline_s(state: SealedState) -> float:
 
 def _check_time(until_s: float) -> None:
     if time.monotonic() > until_s:
-        raise UnavailableError(f"the peer is slower than {SLOWEST_BYTES_PER_S >> 10} KiB/s")
+        raise PeerError(f"the peer is slower than {SLOWEST_BYTES_PER_S >> 10} KiB/s")
 
 
 def _silent(error: OSError, what: str) -> str:

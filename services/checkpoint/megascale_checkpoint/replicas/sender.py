@@ -1,9 +1,12 @@
 """Copies what is sealed on this node to the peer that the registration names.
 
 After every change it compares what is sealed with what was sent: of each rank the newest snapshot
-of its present attempt. A newer one ends the transfer of an older one, so a slot is never held for
-longer than the interval between two snapshots; a transfer that cannot keep up is a failure that the
-job shows, and training goes on.
+of its present attempt. A newer one ends the transfer of an older one; a transfer that cannot keep
+up is a failure that the job shows, and training goes on.
+
+A transfer holds no slot, so it can cost no snapshot. The newest sealed slot is not written before a
+newer one is sealed, which ends the transfer; what is read of a slot that is written all the same
+(before the thread has seen the end) does not have the checksums that the receiver compares.
 """
 
 from __future__ import annotations
@@ -21,16 +24,17 @@ from megascale_checkpoint.registration import RegisteredRank
 from megascale_checkpoint.replicas.protocol import (
     CHUNK_BYTES,
     Connection,
+    PeerError,
     PieceBytes,
     SealedState,
     StateKey,
     refusal,
 )
 from megascale_checkpoint.replicas.token_bucket import BURST_S, TokenBucket
-from megascale_checkpoint.slots import Slot, SlotSeal, SlotTable
+from megascale_checkpoint.slots import SlotSeal, SlotTable
 from megascale_checkpoint.staging import SlotMemory
 from megascale_common.service import logs
-from megascale_common.service.errors import ServiceError, UnavailableError
+from megascale_common.service.errors import ServiceError
 
 log = logs.get("replicas")
 SENDERS = 16  # threads: the ranks of a node
@@ -119,7 +123,7 @@ class ReplicaSender:
             self._consider_rank(place, snapshots)
 
     async def close(self) -> None:
-        """End all transfers; on return no thread reads a slot."""
+        """End all transfers."""
         for transfer in self._transfers.values():
             transfer.stop()
         tasks = [t.task for t in self._transfers.values() if t.task is not None]
@@ -144,21 +148,12 @@ class ReplicaSender:
             return  # tried once; a snapshot whose copy failed is not tried again
         slot = snapshots.table.find(seals[-1].attempt, seals[-1].step, seals[-1].layout_digest)
         if slot is not None:
-            snapshots.table.lend(slot.index)
             transfer = self._transfers[place] = _Transfer(seals[-1])
             # A view of its own: while it is there, the memory stays mapped.
             image = memoryview(snapshots.memories[slot.index].view)
-            work = self._send(snapshots, given, slot, image, transfer)
-            transfer.task = asyncio.create_task(work)
+            transfer.task = asyncio.create_task(self._send(given, image, transfer))
 
-    async def _send(
-        self,
-        snapshots: SealedRank,
-        given: RegisteredRank,
-        slot: Slot,
-        image: memoryview,
-        transfer: _Transfer,
-    ) -> None:
+    async def _send(self, given: RegisteredRank, image: memoryview, transfer: _Transfer) -> None:
         state = _state(given, transfer.seal, len(image))
         totals = self.totals.setdefault(given.job, SentTotals())
         began_s = time.monotonic()
@@ -168,16 +163,12 @@ class ReplicaSender:
             totals.size_bytes += state.size_bytes
             if totals.failure is not None and totals.failure.key.rank == given.rank:
                 totals.failure = None
-        except ServiceError as error:
+        except (ServiceError, PeerError) as error:
             self._failed(totals, state.key, transfer, error)
         except Exception as error:
             log.exception("defect while sending a replica", job=given.job, step=state.key.step)
             self._failed(totals, state.key, transfer, error)
         finally:
-            seal = slot.seal
-            # It may have been discarded, or adopted by the next attempt, in the meantime.
-            if seal is not None and seal.checksums is transfer.seal.checksums and slot.busy:
-                snapshots.table.release(slot.index)
             transfer.task = None
             self._changed.notify()
 
@@ -200,7 +191,7 @@ class ReplicaSender:
                 )
                 problem = refusal(connection.receive(), "kept")
             if problem:
-                raise UnavailableError(f"the peer at {given.replica_target} refuses: {problem}")
+                raise PeerError(f"the peer at {given.replica_target} refuses: {problem}")
 
     def _wait_s(self, size_bytes: int, bytes_per_s: int) -> float:
         with self._bucket_lock:

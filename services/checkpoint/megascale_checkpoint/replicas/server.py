@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from megascale_checkpoint.concurrency import Cancellation
 from megascale_checkpoint.replicas.protocol import (
     Connection,
+    PeerError,
     SealedState,
     StateKey,
     key_from_mapping,
@@ -103,9 +104,9 @@ class ReplicaServer:
                     self._take(connection, SealedState.from_mapping(request.get("state")), loop)
                 else:
                     self._give(connection, request, loop)
-            except ServiceError as error:
+            except (ServiceError, PeerError) as error:
                 log.info("replica connection ended", error=str(error))
-                with contextlib.suppress(ServiceError):
+                with contextlib.suppress(ServiceError, PeerError):
                     connection.send({"verb": "refused", "error": str(error)})
             except Exception:
                 # A defect costs this connection only: the daemon has the snapshots of all ranks.
