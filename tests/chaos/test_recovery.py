@@ -141,6 +141,28 @@ def flip_slots(cluster: ChaosCluster, node: str, rank: int) -> None:
             file.write(bytes([byte ^ 0x10]))
 
 
+async def test_with_a_snapshot_at_every_step_a_killed_worker_costs_a_few_steps(
+    cluster: ChaosCluster,
+) -> None:
+    steps = 120
+    async with cluster.client() as client:
+        spec = cluster.job("every-step", steps=steps, interval_steps=steps * 10)
+        spec.checkpoint.snapshot_interval_steps = 1
+        async with cluster.follow(client, spec) as run:
+            await run.until_step(40)
+            os.kill(cluster.worker_pids(run.job)[0], signal.SIGKILL)
+            job = await run.until_ended()
+    assert job.phase == types_pb2.JOB_PHASE_SUCCEEDED, run.story()
+    assert job.restore_source == types_pb2.RESTORE_SOURCE_MEMORY, run.story()
+    assert min(run.losses[2]) == job.restored_step + 1
+    repeated = {step: loss for step, loss in run.losses[1].items() if step > job.restored_step}
+    assert len(repeated) < 20, "no step of attempt 1 is persisted: all of this was in memory"
+    assert repeated.items() <= run.losses[2].items()
+    committed = [record.step for record in cluster.commit_log("every-step").commits()]
+    # What only memory held was adopted by attempt 2; then nothing was due before the last step.
+    assert set(committed) <= {job.restored_step, steps} and committed[-1] == steps
+
+
 def check_goodput(job: driver_pb2.Job, run: JobFollower, killed_at_s: float) -> None:
     """What the job's goodput has lost to a killed worker is what has happened."""
     found, exited = job.goodput, run.first_event("WORKER_EXITED")

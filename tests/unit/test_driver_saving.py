@@ -13,6 +13,7 @@ from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_driver.core.checkpoint_progress import Progress
 from megascale_driver.core.conditions import CheckpointFailure, ConditionType
 from megascale_driver.core.events import AttemptOpened, JobSubmitted, LeaderStarted
+from megascale_driver.core.explain import explain
 from megascale_driver.core.state import AttemptPhase, Job, JobPhase
 from megascale_driver.journal import codec
 
@@ -246,3 +247,22 @@ def test_a_damaged_snapshot_has_one_line() -> None:
     assert job.phase is JobPhase.RUNNING
     stored = codec.load(Job, codec.dump(job), config=job.config, attempts=job.attempts)
     assert stored.damaged_snapshots == ((1, 30, 3), (1, 30, 2))
+
+
+def test_a_failing_checkpoint_is_in_status_and_explanation_until_the_next_commit() -> None:
+    desk = desk_with_job()
+    desk.report("n1", AttemptPhase.RUNNING, progress=(committed(10),))
+    committed_at_s = desk.job().committed_at_s
+    assert committed_at_s == desk.now_s and desk.job().conditions == ()
+    desk.now_s += 60.0
+    desk.report("n1", AttemptPhase.RUNNING, progress=(committed(10, failure=failure(20).failure),))
+    (condition,) = desk.job().conditions
+    assert condition.type is ConditionType.CHECKPOINT_FAILING and FULL in condition.message
+    told = explain(desk.state, "a", desk.now_s, POLICY)
+    assert "the checkpoint of step 20 is not saved by rank 3" in told
+    assert "that of step 10, 60 s old" in told
+    desk.report("n1", AttemptPhase.RUNNING, progress=(committed(30),))
+    assert desk.job().conditions == ()
+    # The other node has not learned of the commit yet.
+    desk.report("n2", AttemptPhase.RUNNING, progress=(failure(25),))
+    assert desk.job().conditions == ()

@@ -50,6 +50,7 @@ class Job(google.protobuf.message.Message):
     GOODPUT_FIELD_NUMBER: builtins.int
     REPLICATED_STEP_FIELD_NUMBER: builtins.int
     REPLICA_PROBLEM_FIELD_NUMBER: builtins.int
+    COMMITTED_AT_FIELD_NUMBER: builtins.int
     spec_revision: builtins.int
     """Revision of the spec; counts from 1 and rises with every change of the spec."""
     etag: builtins.str
@@ -118,6 +119,10 @@ class Job(google.protobuf.message.Message):
         which did not account for it.
         """
 
+    @property
+    def committed_at(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When the driver got to know of the newest complete checkpoint; absent: none."""
+
     def __init__(
         self,
         *,
@@ -143,9 +148,10 @@ class Job(google.protobuf.message.Message):
         goodput: Global___Goodput | None = ...,
         replicated_step: builtins.int = ...,
         replica_problem: builtins.str = ...,
+        committed_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["created_at", b"created_at", "goodput", b"goodput", "last_record", b"last_record", "profile", b"profile", "spec", b"spec", "updated_at", b"updated_at"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "committed_step", b"committed_step", "conditions", b"conditions", "created_at", b"created_at", "etag", b"etag", "evicted_nodes", b"evicted_nodes", "goodput", b"goodput", "last_record", b"last_record", "nodes", b"nodes", "phase", b"phase", "phase_reason", b"phase_reason", "profile", b"profile", "replica_problem", b"replica_problem", "replicated_step", b"replicated_step", "restarts", b"restarts", "restore_source", b"restore_source", "restored_step", b"restored_step", "spare_nodes", b"spare_nodes", "spec", b"spec", "spec_revision", b"spec_revision", "step", b"step", "updated_at", b"updated_at"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["committed_at", b"committed_at", "created_at", b"created_at", "goodput", b"goodput", "last_record", b"last_record", "profile", b"profile", "spec", b"spec", "updated_at", b"updated_at"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "committed_at", b"committed_at", "committed_step", b"committed_step", "conditions", b"conditions", "created_at", b"created_at", "etag", b"etag", "evicted_nodes", b"evicted_nodes", "goodput", b"goodput", "last_record", b"last_record", "nodes", b"nodes", "phase", b"phase", "phase_reason", b"phase_reason", "profile", b"profile", "replica_problem", b"replica_problem", "replicated_step", b"replicated_step", "restarts", b"restarts", "restore_source", b"restore_source", "restored_step", b"restored_step", "spare_nodes", b"spare_nodes", "spec", b"spec", "spec_revision", b"spec_revision", "step", b"step", "updated_at", b"updated_at"]) -> None: ...
 
 Global___Job: typing_extensions.TypeAlias = Job
 

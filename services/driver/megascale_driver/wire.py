@@ -268,6 +268,8 @@ def job_message(
             for item in job.conditions
         ],
     )
+    if job.committed_at_s:
+        message.committed_at.CopyFrom(timestamp(job.committed_at_s))
     if job.restore is not None:
         message.restored_step = job.restore.step
         message.restore_source = restore.source_to_proto(job.restore.source)

@@ -138,7 +138,9 @@ def _committed(draft: Draft, node: str, progress: Progress) -> None:
         job.name,
         committed_step=progress.committed_step,
         committed_by_attempt=progress.committed_by_attempt,
+        committed_at_s=draft.now_s,
         manifest_uri=progress.manifest_uri,
+        conditions=saving.without_failing(job),
     )
     draft.log(
         "CHECKPOINT_COMMITTED",

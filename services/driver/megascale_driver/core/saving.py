@@ -10,7 +10,7 @@ from __future__ import annotations
 from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_driver.core import replicas
 from megascale_driver.core.checkpoint_progress import Progress
-from megascale_driver.core.conditions import Condition, ConditionType
+from megascale_driver.core.conditions import CheckpointFailure, Condition, ConditionType
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import Evidence
 from megascale_driver.core.state import Job, JobPhase, Node, Report
@@ -35,13 +35,20 @@ def ending(draft: Draft, job: Job) -> tuple[JobPhase, str] | None:
         # daemon that was restarted since then no longer has a record of it.
         if draft.now_s - job.finished_at_s < draft.policy.commit_report_s:
             return None
-        draft.job(job.name, committed_step=steps, committed_by_attempt=job.attempt)
+        draft.job(
+            job.name,
+            committed_step=steps,
+            committed_by_attempt=job.attempt,
+            committed_at_s=draft.now_s,
+            conditions=without_failing(job),
+        )
         return JobPhase.SUCCEEDED, done
     why = f"the checkpoint of step {steps} was not saved: {_cause(job, reports)}"
     if job.config.checkpoint.require_final:
+        draft.job(job.name, conditions=without_failing(job))  # the reason says it all
         return JobPhase.FAILED, f"{done}, but {why}"
     condition = Condition(ConditionType.NOT_SAVED, "FINAL_CHECKPOINT_FAILED", why, draft.now_s)
-    draft.job(job.name, conditions=(*job.conditions, condition))
+    draft.job(job.name, conditions=(*without_failing(job), condition))
     return JobPhase.SUCCEEDED, f"{done}, but {why}"
 
 
@@ -66,6 +73,12 @@ def ending_of_restored(draft: Draft, job: Job, restore: RestorePlan) -> tuple[Jo
     )
     text = f"all {steps} steps are done: attempt {restore.written_by_attempt} has saved the last"
     return JobPhase.SUCCEEDED, text
+
+
+def without_failing(job: Job) -> tuple[Condition, ...]:
+    """The job's conditions without that of a failing checkpoint: one has been committed."""
+    failing = ConditionType.CHECKPOINT_FAILING
+    return tuple(item for item in job.conditions if item.type is not failing)
 
 
 def report(draft: Draft, node: Node, after: Report) -> None:
@@ -114,6 +127,7 @@ def _failed(draft: Draft, node: str, job: Job, progress: Progress) -> None:
     in_a_row = job.failed_checkpoints + 1 if job.failed_since_step == job.committed_step else 1
     draft.job(
         job.name,
+        conditions=_failing(draft, job, failure),
         failed_checkpoint=(failure.attempt, failure.step),
         failed_checkpoints=in_a_row,
         failed_since_step=job.committed_step,
@@ -151,6 +165,18 @@ def _damaged(draft: Draft, node: str, job: Job, progress: Progress) -> None:
         )  # fmt: skip
     if known != job.damaged_snapshots:
         draft.job(job.name, damaged_snapshots=known)
+
+
+def _failing(draft: Draft, job: Job, failure: CheckpointFailure) -> tuple[Condition, ...]:
+    if job.committed_by_attempt == job.attempt and failure.step <= job.committed_step:
+        return job.conditions  # another node has reported a newer commit before
+    kind = ConditionType.CHECKPOINT_FAILING
+    since_s = next((item.since_s for item in job.conditions if item.type is kind), draft.now_s)
+    message = (
+        f"the checkpoint of step {failure.step} is not saved by rank {failure.rank}: "
+        f"{failure.error[:MAX_CAUSE]}"
+    )
+    return (*without_failing(job), Condition(kind, "PERSIST_FAILED", message, since_s))
 
 
 def _what_follows(job: Job, last: bool) -> str:

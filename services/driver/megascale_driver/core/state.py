@@ -357,6 +357,7 @@ class Job:
     progress_mark: int = 0
     committed_step: int = 0
     committed_by_attempt: int = 0
+    committed_at_s: float = 0.0
     manifest_uri: str = ""
     conditions: tuple[Condition, ...] = ()
     # The newest (attempt, step) whose checkpoint failed, how many failed in a row up to it, and the
