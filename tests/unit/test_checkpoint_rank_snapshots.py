@@ -17,6 +17,7 @@ from megascale_checkpoint.committer_client import CommitterClient
 from megascale_checkpoint.concurrency import Cancellation, Pools, Signal
 from megascale_checkpoint.jobs import JobCheckpoints
 from megascale_checkpoint.persist import write_rank_file
+from megascale_checkpoint.rank_restore import MemoryProblem
 from megascale_checkpoint.rank_snapshots import RankSnapshots
 from megascale_checkpoint.slots import SlotPhase, SlotSeal
 from megascale_checkpoint.staging import StagingFolder
@@ -110,6 +111,23 @@ async def test_a_cancelled_restore_from_memory_gives_its_slot_back(
     assert (
         snapshots.table.at(index).busy == 0 and snapshots.table.at(index).phase is SlotPhase.SEALED
     )
+
+
+async def test_a_state_that_an_attempt_adopted_is_found_as_its_own(
+    snapshots: RankSnapshots,
+) -> None:
+    index = snapshots.acquire(5)
+    assert index is not None
+    snapshots.seal(index, 5, {}, finite=True)
+    await snapshots.sealed()
+    source = RestoreSource("storage")
+    other = await snapshots.restores.look_in_memory(RestorePlan(source, 5, 2, "/m"))
+    assert isinstance(other, MemoryProblem) and other.damage is None
+    snapshots.table.adopt(index, 2)
+    found = await snapshots.restores.look_in_memory(RestorePlan(source, 5, 2, "/m"))
+    assert not isinstance(found, MemoryProblem) and found.slot == index
+    other = await snapshots.restores.look_in_memory(RestorePlan(source, 5, 3, "/m"))
+    assert isinstance(other, MemoryProblem)
 
 
 def test_a_part_that_was_written_before_is_written_beside_it(tmp_path: Path) -> None:

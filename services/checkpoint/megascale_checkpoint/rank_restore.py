@@ -17,7 +17,7 @@ from megascale_checkpoint.checksums import verify_image
 from megascale_checkpoint.concurrency import Cancellation, Pools, Signal, in_pool
 from megascale_checkpoint.registration import RegisteredRank
 from megascale_checkpoint.replicas.protocol import SealedState, StateKey
-from megascale_checkpoint.slots import Slot, SlotSeal, SlotTable
+from megascale_checkpoint.slots import Slot, SlotPhase, SlotSeal, SlotTable
 from megascale_checkpoint.staging import SlotMemory
 from megascale_checkpoint.stored_checkpoint import StoredCheckpoint
 from megascale_common.job.restore import RestorePlan, RestoreSource
@@ -257,11 +257,10 @@ class RankRestores:
     ) -> Restoration | MemoryProblem:
         await self._slots.sealed()
         given = self._slots.registration
-        slot = self._slots.table.find(plan.written_by_attempt, plan.step, given.digest)
-        no_replica = ""
+        slot, no_replica = self._find(plan), ""
         if slot is None and self.replicas is not None and given.replica_source:
             no_replica = await self._fetch_replica(self.replicas, plan, cancelled)
-            slot = self._slots.table.find(plan.written_by_attempt, plan.step, given.digest)
+            slot = self._find(plan)
         if slot is None or slot.seal is None:
             return MemoryProblem(
                 f"step {plan.step} of attempt {plan.written_by_attempt} is not sealed here in this "
@@ -298,6 +297,19 @@ class RankRestores:
         self._slots.table.finish_fetch(index, seal)
         self._listener.note_restored(PEER, time.monotonic() - began_s, state.size_bytes)
         return ""
+
+    def _find(self, plan: RestorePlan) -> Slot | None:
+        """The slot with the planned state, as its attempt sealed it or a later one adopted it."""
+        table, digest = self._slots.table, self._slots.registration.digest
+        found = table.find(plan.written_by_attempt, plan.step, digest)
+        if found is not None:
+            return found
+        for slot in table.slots:
+            seal = slot.seal if slot.phase is SlotPhase.SEALED and slot.adopter else None
+            wanted = (plan.written_by_attempt, plan.step, digest)
+            if seal and (slot.adopter, seal.step, seal.layout_digest) == wanted:
+                return slot
+        return None
 
     async def _take_slot(self) -> int:
         """A slot to read into; waits while all are still read for the attempt before.

@@ -108,7 +108,7 @@ def _with_stored_copy(log: CommitLog, uri: str, sealed: SealedStep) -> RestorePl
 
     A rank whose memory turns out to be damaged or lost then reads storage in the same attempt.
     """
-    record = log.find_commit(sealed.attempt, sealed.step)
+    record = _stored_copy(log, sealed)
     if record is not None:
         manifest_uri = join(uri, record.values["manifest"])
         try:
@@ -119,6 +119,22 @@ def _with_stored_copy(log: CommitLog, uri: str, sealed: SealedStep) -> RestorePl
         return RestorePlan(RestoreSource.MEMORY, sealed.step, sealed.attempt)
     digest = record.values["manifest_xxh3"]
     return RestorePlan(RestoreSource.MEMORY, sealed.step, sealed.attempt, manifest_uri, digest)
+
+
+def _stored_copy(log: CommitLog, sealed: SealedStep) -> Record | None:
+    """The COMMIT of the sealed state: by its own attempt, or by one that went on from it.
+
+    An attempt that restores from memory a step that is not stored commits it as its own.
+    """
+    for record in log.commits():
+        if record.step != sealed.step:
+            continue
+        opened = log.find_open(record.attempt)
+        source = opened.values.get("restored_from", {}) if opened is not None else {}
+        adopted = (source.get("step"), source.get("attempt")) == (sealed.step, sealed.attempt)
+        if record.attempt == sealed.attempt or adopted:
+            return record
+    return None
 
 
 def _refuse_to_start_over(

@@ -147,7 +147,11 @@ class RestoreRequests:
     async def _with_slot(self, reads: StoredReads, work: Awaitable[T]) -> T | Refused:
         """Await work that may use the slot; if it is cancelled, the work releases the slot."""
         self._held().discard(reads.slot)
-        answer = await _answered(work)
+        try:
+            answer = await _answered(work)
+        except Exception:  # a defect; not a cancellation, after which the work releases the slot
+            self._held().add(reads.slot)
+            raise
         self._held().add(reads.slot)
         return answer
 

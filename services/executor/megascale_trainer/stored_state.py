@@ -105,12 +105,12 @@ class StoredStateReader:
         with self._timeline.part("index"):
             mine = [self._index(number) for number in range(self._rank, files, self._world.size)]
             self._votes.agree(self._problem)
-        wanted = runs_of(self._state.shard_layout().pieces, self._rank)
+        layout = self._state.shard_layout()
+        wanted = runs_of(layout.pieces, self._rank)
         with self._timeline.part("exchange of indices"):
             stored = join([decode(each) for each in self._votes.gather(encode(join(mine)))])
             needs = join([decode(each) for each in self._votes.gather(encode(wanted))])
-            area = self._link.slot(self._slot).numel()
-            smallest = min(row[0] for row in self._votes.numbers(area))
+            smallest = min(row[0] for row in self._votes.numbers(layout.slot_bytes))
         with self._timeline.part("plan"):
             try:
                 reads = plan_reads(stored, needs, in_memory)
