@@ -6,6 +6,7 @@ import asyncio
 import socket
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -134,22 +135,41 @@ async def test_bytes_that_changed_on_the_way_are_no_replica(tmp_path: Path) -> N
         assert await stored(peer, 20) == "kept"
 
 
-async def test_a_flipped_bit_at_the_peer_is_found_by_the_reader(tmp_path: Path) -> None:
+async def test_a_flipped_bit_at_the_peer_is_found_once_and_not_offered_again(
+    tmp_path: Path,
+) -> None:
     async with peer_at(tmp_path) as peer:
-        assert await stored(peer, 10) == "kept"
-        key = state_of(10)[0].key
+        assert await stored(peer, 10) == await stored(peer, 20) == "kept"
+        key = state_of(20)[0].key
         slot = peer.store.lend(key)
         slot.memory.view[5] ^= 4
         await peer.store.returned(slot)
-        with pytest.raises(DamagedError, match="piece 0"):
-            await asyncio.to_thread(
-                fetch,
-                peer.endpoint,
-                TOKEN,
-                key,
-                memoryview(bytearray(SLOT_BYTES)),
-                Cancellation(),
-            )
+        arguments = (peer.endpoint, TOKEN, key, memoryview(bytearray(SLOT_BYTES)), Cancellation())
+        with pytest.raises(NotFoundError, match="piece 0 of the replica is not what was sealed"):
+            await asyncio.to_thread(fetch, *arguments)
+        assert steps(peer) == [(1, 10)]
+        with pytest.raises(NotFoundError, match="no replica of step 20"):
+            await asyncio.to_thread(fetch, *arguments)
+
+
+async def test_bytes_that_change_on_the_way_back_are_found_by_the_reader() -> None:
+    state, image = state_of(10)
+    image[5] ^= 4
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with Connection(listener.accept()[0], Cancellation()) as connection:
+                connection.accept(TOKEN)
+                connection.receive()
+                connection.send({"verb": "state", "state": state.to_mapping()})
+                connection.send_pieces(state, memoryview(image), lambda _: 0.0)
+
+        endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
+        into = memoryview(bytearray(SLOT_BYTES))
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(serve)
+            with pytest.raises(DamagedError, match="piece 0"):
+                await asyncio.to_thread(fetch, endpoint, TOKEN, state.key, into, Cancellation())
 
 
 async def test_only_the_present_attempt_of_a_job_with_ranks_here_is_kept(tmp_path: Path) -> None:

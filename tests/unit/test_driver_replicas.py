@@ -8,14 +8,15 @@ import pytest
 from tests.harness.desk import Desk
 from tests.harness.simulated_cluster import demo_job
 
-from megascale.v1 import types_pb2
+from megascale.v1 import link_pb2, types_pb2
 from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_driver import wire
 from megascale_driver.core.checkpoint_progress import Progress, SealedSnapshot
 from megascale_driver.core.conditions import CheckpointFailure
 from megascale_driver.core.events import AttemptOpened, JobSubmitted, OpenAttempt
 from megascale_driver.core.replica_orders import ReplicaSource
-from megascale_driver.core.state import AttemptPhase, JobPhase
+from megascale_driver.core.state import AttemptPhase, Job, JobPhase
+from megascale_driver.journal import codec
 
 PREPARED, RUNNING = AttemptPhase.PREPARED, AttemptPhase.RUNNING
 RANKS = {"n1": range(4), "n2": range(4, 8)}
@@ -186,3 +187,35 @@ def test_failed_copies_have_a_line_for_each_power_of_ten() -> None:
     found = [line.message for line in desk.audit if line.reason == "REPLICA_FAILED"]
     assert [line.rpartition("(")[2].split()[0] for line in found] == ["1", "10", "100"]
     assert "step 1 of rank 0 on n1 has no replica on n2: overtaken" in found[0]
+
+
+def test_orders_outlive_the_driver() -> None:
+    desk = begin("n1", "n2")
+    running(desk)
+    show(desk, "n1", held(RANKS["n1"], (20, 1)), held(RANKS["n2"], (20, 1)))
+    lose_n2(desk)
+    opened(desk, RestorePlan(RestoreSource.MEMORY, 20, 1))
+    job = desk.job()
+    stored = codec.load(Job, codec.dump(job), config=job.config, attempts=job.attempts)
+    assert stored.replica_orders == job.replica_orders
+    assert stored.replica_orders.targets == {"n1": "n2:4", "n2": "n1:3"}
+    assert len(stored.replica_orders.sources) == 4
+
+
+def test_a_heartbeat_carries_what_a_node_keeps() -> None:
+    beat = link_pb2.Heartbeat()
+    beat.checkpoint_daemon.replica_endpoint = "n1:3"
+    progress = beat.checkpoints.add(job="a", replica_failures=3)
+    progress.replicas.add(rank=4, attempt=1, step=20, layout_digest="d")
+    progress.replica_failure.CopyFrom(
+        link_pb2.CheckpointFailure(attempt=1, step=20, rank=0, error="overtaken")
+    )
+    report = wire.report(beat, types_pb2.Epoch())
+    assert report.replica_endpoint == "n1:3"
+    assert report.progress == (
+        Progress(
+            "a",
+            replicas=held(range(4, 5), (20, 1)),
+            replica_failure=CheckpointFailure(1, 20, 0, "overtaken"),
+        ),
+    )

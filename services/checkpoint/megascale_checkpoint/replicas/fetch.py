@@ -35,7 +35,15 @@ def fetch(
         state = SealedState.from_mapping(reply.get("state"))
         if state.key != key or state.slot_bytes > len(image):
             raise DamagedError(endpoint, "the peer sends another state than it was asked for")
-        # A piece may be shorter than its place in the slot; the trainer relies on zeros there.
-        np.frombuffer(image, np.uint8)[:] = 0
+        _clear_between(state, image)
         connection.receive_pieces(state, image, f"the replica at {endpoint}")
         return state
+
+
+def _clear_between(state: SealedState, image: memoryview) -> None:
+    """Set the bytes between pieces to 0: the trainer relies on that for the padding."""
+    values, end = np.frombuffer(image, np.uint8), 0
+    for piece in sorted(state.pieces, key=lambda piece: piece.offset):
+        values[end : piece.offset] = 0
+        end = max(end, piece.offset + piece.size_bytes)
+    values[end:] = 0

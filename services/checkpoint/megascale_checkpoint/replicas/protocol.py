@@ -29,6 +29,7 @@ from typing import Any
 
 import xxhash
 
+from megascale_checkpoint.checksums import checksum
 from megascale_checkpoint.concurrency import Cancellation
 from megascale_common.job.names import is_dns_label
 from megascale_common.service.errors import (
@@ -281,6 +282,14 @@ class Connection:
             if not count:
                 raise PeerError("the peer has closed the connection")
             view = view[count:]
+
+
+def check_pieces(state: SealedState, image: memoryview, where: str) -> None:
+    """Raise DamagedError naming ``where`` when ``image`` is not what was sealed."""
+    for number, piece in enumerate(state.pieces):
+        data = image[piece.offset : piece.offset + piece.size_bytes]
+        if checksum(data) != piece.checksum:
+            raise DamagedError(where, f"piece {number} of the replica is not what was sealed")
 
 
 def refusal(reply: Mapping[str, Any], *verbs: str) -> str:

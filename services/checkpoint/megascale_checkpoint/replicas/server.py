@@ -20,11 +20,12 @@ from megascale_checkpoint.replicas.protocol import (
     PeerError,
     SealedState,
     StateKey,
+    check_pieces,
     key_from_mapping,
 )
 from megascale_checkpoint.replicas.store import Filling, ReplicaSlot, ReplicaStore
 from megascale_common.service import logs
-from megascale_common.service.errors import ServiceError
+from megascale_common.service.errors import DamagedError, ServiceError
 
 T = TypeVar("T")
 log = logs.get("replicas")
@@ -140,12 +141,21 @@ class ReplicaServer:
     ) -> None:
         key = key_from_mapping(request.get("key"))
         slot = _on(loop, self._lend(key))
+        state = slot.state
         try:
-            assert slot.state is not None
-            connection.send({"verb": "state", "state": slot.state.to_mapping()})
-            connection.send_pieces(slot.state, slot.memory.view, lambda _: 0.0)
+            assert state is not None
+            # Here too: a damaged one must not be offered again at the next restart.
+            check_pieces(state, slot.memory.view, f"the replica of rank {key.rank}")
+            connection.send({"verb": "state", "state": state.to_mapping()})
+            connection.send_pieces(state, slot.memory.view, lambda _: 0.0)
+        except DamagedError:
+            _on(loop, self._discard(slot))
+            raise
         finally:
             _on(loop, self._store.returned(slot))
+
+    async def _discard(self, slot: ReplicaSlot) -> None:
+        self._store.discard(slot)
 
     async def _lend(self, key: StateKey) -> ReplicaSlot:
         return self._store.lend(key)

@@ -141,6 +141,11 @@ class ReplicaStore:
             f"no replica of step {key.step} of attempt {key.attempt} of rank {key.rank} is here"
         )
 
+    def discard(self, slot: ReplicaSlot) -> None:
+        """The bytes of a lent slot are no longer what was sealed: it holds nothing any more."""
+        slot.state = None
+        self._changed.notify()
+
     async def returned(self, slot: ReplicaSlot) -> None:
         """A reader is done with a lent slot."""
         slot.readers -= 1
