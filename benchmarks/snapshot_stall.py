@@ -33,10 +33,10 @@ from megascale_common.job.config import CheckpointConfig, JobConfig, from_accept
 from megascale_common.node.process import child_environment
 from megascale_common.node.status_page import StatusPageWriter
 from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
+from megascale_common.sizes.staging import snapshots_in_flight
 from megascale_trainer.daemon_link import RankRegistration
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
 from megascale_trainer.snapshot import Snapshotter
-from megascale_trainer.snapshot_schedule import in_flight
 
 START_TIMEOUT_S = 60.0
 PIECES = 64  # a checksum runs over one of them
@@ -84,7 +84,7 @@ def _measure(options: argparse.Namespace, folder: Path, daemon: int) -> dict[str
     uri = str(folder / "checkpoints") if options.store else ""
     registration = RankRegistration(
         "stall", 1, 0, 1, uri, (folder / "address").read_text().strip() if uri else "",
-        options.slots, {"tp": 1, "cp": 1, "dp": 1, "pp": 1}, in_flight(options.interval),
+        options.slots, {"tp": 1, "cp": 1, "dp": 1, "pp": 1}, snapshots_in_flight(options.interval),
     )  # fmt: skip
     began_s = time.monotonic()
     snapshots = Snapshotter(

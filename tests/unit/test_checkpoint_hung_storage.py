@@ -32,9 +32,10 @@ class HungDisk(SystemDisk):
 
     def __init__(self) -> None:
         super().__init__()
-        self.answers = threading.Event()
+        self.asked, self.answers = threading.Event(), threading.Event()
 
     def write(self, descriptor: int, data: memoryview) -> int:
+        self.asked.set()
         self.answers.wait()
         return super().write(descriptor, data)
 
@@ -116,7 +117,7 @@ async def test_closing_does_not_wait_for_a_hung_storage(
     monkeypatch.setattr("megascale_checkpoint.rank_snapshots.STOP_S", 0.1)
     snapshots = await register(jobs, "job", f"hung://{tmp_path}/a")
     seal(snapshots, 10)
-    await eventually(lambda: any(s.busy for s in snapshots.table.slots), "the write")
+    await eventually(disk.asked.is_set, "the write")
     async with asyncio.timeout(CALL_TIMEOUT_S):
         assert not await jobs.close(0.0), "a thread is still in the storage"
     assert bytes(snapshots.memories[0].view[:4]) == bytes(4), "its slot is still mapped"

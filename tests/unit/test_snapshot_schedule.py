@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from megascale_checkpoint.slots import SlotSeal, SlotTable
+from megascale_common.sizes.staging import snapshots_in_flight
 from megascale_trainer.snapshot_schedule import (
     MUST_SKIP,
     STORE_BUSY,
     Cadence,
     SnapshotSchedule,
     Votes,
-    in_flight,
 )
 
 LAST = 1000
@@ -231,4 +231,4 @@ def test_the_newest_snapshot_is_persisted_as_soon_as_every_store_is_ready(
 
 
 def test_every_second_step_and_every_step_have_more_slots_in_flight() -> None:
-    assert [in_flight(interval) for interval in (0, 1, 2, 3, 100)] == [1, 3, 2, 1, 1]
+    assert [snapshots_in_flight(interval) for interval in (0, 1, 2, 3, 100)] == [1, 3, 2, 1, 1]

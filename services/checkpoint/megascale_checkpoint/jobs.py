@@ -18,9 +18,10 @@ from megascale_checkpoint.concurrency import Pools, Signal, in_pool
 from megascale_checkpoint.rank_restore import ReplicaReader
 from megascale_checkpoint.rank_snapshots import Owner, RankSnapshots
 from megascale_checkpoint.registration import RegisteredRank
-from megascale_checkpoint.staging import KEPT_SLOTS, StagingFolder
+from megascale_checkpoint.staging import StagingFolder
 from megascale_common.service import logs
 from megascale_common.service.errors import LimitError, RequestError
+from megascale_common.sizes.staging import KEPT_SLOTS
 
 log = logs.get("jobs")
 KEPT_JOBS = 32  # jobs without slots; a heartbeat has room for the progress of this many

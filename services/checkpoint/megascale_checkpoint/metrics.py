@@ -34,6 +34,7 @@ class CheckpointMetrics(Collector):
             value=float(self._staging.room_bytes()),
         )
         yield from self._progress()
+        yield from self._ranks()
         yield from self._work()
         yield from self._replication()
 
@@ -70,6 +71,34 @@ class CheckpointMetrics(Collector):
             skipped.add_metric([job.job], job.skipped_snapshots)
             failures.add_metric([job.job], job.failures)
         yield from (sealed, committed, failing, skipped, failures)
+
+    def _ranks(self) -> Iterator[Metric]:
+        labels = ["job", "rank"]
+        durable = GaugeMetricFamily(
+            f"{_PREFIX}_rank_durable_step",
+            "Newest step whose file a rank of this node has written.",
+            labels=labels,
+        )
+        written = GaugeMetricFamily(
+            f"{_PREFIX}_rank_written_ratio",
+            "How much of the step that a rank persists now is written, 0 to 1.",
+            labels=labels,
+        )
+        still = GaugeMetricFamily(
+            f"{_PREFIX}_rank_storage_silent_seconds",
+            "For how long the storage has taken nothing of the step that a rank persists now.",
+            labels=labels,
+        )
+        for job in self._jobs.all():
+            for rank, snapshots in sorted(job.ranks.items()):
+                who = [job.name, str(rank)]
+                durable.add_metric(who, snapshots.durable_step)
+                progress = snapshots.persisting
+                if progress is not None:
+                    share = progress.written_bytes / max(1, progress.total_bytes)
+                    written.add_metric(who, min(1.0, share))
+                    still.add_metric(who, progress.still_s)
+        yield from (durable, written, still)
 
     def _work(self) -> Iterator[Metric]:
         persist = SummaryMetricFamily(

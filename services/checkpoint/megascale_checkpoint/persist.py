@@ -49,14 +49,24 @@ class Prepared:
 
 
 class Progress:
-    """When the storage last took a piece of a file; written by one thread, read by another."""
+    """How far a file is, and when the storage last took a piece of it.
 
-    def __init__(self) -> None:
-        self.moved_s = time.monotonic()
+    Written by one thread, read by another.
+    """
 
-    def moved(self) -> None:
-        """The storage has taken a piece, or refused one."""
+    def __init__(self, total_bytes: int = 0) -> None:
         self.moved_s = time.monotonic()
+        self.total_bytes, self.written_bytes = total_bytes, 0
+
+    def begin(self) -> None:
+        """A try begins: its file is written from the start."""
+        self.moved()
+        self.written_bytes = 0
+
+    def moved(self, size_bytes: int = 0) -> None:
+        """The storage has taken a piece."""
+        self.moved_s = time.monotonic()
+        self.written_bytes += size_bytes
 
     @property
     def still_s(self) -> float:
@@ -81,7 +91,7 @@ def persist(
         except OSError as error:
             if error.errno not in TRANSIENT:
                 raise
-            progress.moved()
+            progress.begin()
             log.warning(
                 "write failed, retrying",
                 job=registration.job,
@@ -119,10 +129,10 @@ def write_rank_file(
     def chunks() -> Iterator[memoryview]:
         for chunk in file_chunks(encode_header(origin, pieces), pieces, image):
             cancelled.check()
-            if progress is not None:
-                progress.moved()
             hasher.update(chunk)
             yield chunk
+            if progress is not None:
+                progress.moved(len(chunk))
 
     size_bytes = _write(storage, path, chunks())
     request = checkpoint_pb2.ReportPreparedRequest(

@@ -84,6 +84,8 @@ class RankSnapshots:
         self.memories = memories
         self.table = SlotTable(len(memories))
         self.owner: Owner | None = None
+        self.persisting: persist.Progress | None = None
+        self.durable_step = 0  # the newest whose file this rank has written
         self._listener, self._pools, self._committer = listener, pools, committer
         self._wake = asyncio.Event()
         self._cancelled = Cancellation()
@@ -345,7 +347,8 @@ class RankSnapshots:
         slot.busy += 1  # before the thread starts: from now on nobody may acquire the slot
         began_s = time.monotonic()
         image = self.memories[slot.index].view
-        pool, progress = self._pools.storage, persist.Progress()
+        pool, progress = self._pools.storage, self._progress_of(registration)
+        self.persisting = progress
         running = asyncio.ensure_future(
             in_pool(pool, persist.persist, registration, seal, image, cancelled, progress)
         )
@@ -369,6 +372,7 @@ class RankSnapshots:
             self._fail(key, f"defect in the checkpoint daemon, see its log: {error!r}")
         else:
             self._forget(key)
+            self.durable_step = seal.step
             size_bytes = sum(file.size_bytes for file in prepared.request.files)
             self._listener.note_persisted(time.monotonic() - began_s, size_bytes)
             # Not awaited: the commit waits for all ranks, and the next step can be persisted
@@ -377,11 +381,17 @@ class RankSnapshots:
             self._reports[key] = task
         finally:
             watching.cancel()
+            self.persisting = None
             # The slot may have been discarded as damaged, and reused, in the meantime.
             if slot.seal is sealed:
                 slot.busy -= 1
                 slot.pending = False
             self._listener.changed.notify()
+
+    @staticmethod
+    def _progress_of(registration: RegisteredRank) -> persist.Progress:
+        pieces = registration.layout.pieces
+        return persist.Progress(sum(piece.size_bytes for piece in pieces if piece.primary))
 
     async def _watch_storage(self, key: tuple[int, int], progress: persist.Progress) -> None:
         """Report a storage that takes nothing, again whenever twice the time has passed."""

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from megascale_checkpoint.staging import LEAST_SLOTS, MOST_SLOTS
 from megascale_checkpoint.storage import open_storage
 from megascale_common.job.names import is_dns_label
 from megascale_common.node.framing import PROTOCOL_VERSION
 from megascale_common.node.messages import PIECES_IN_A_FRAME
 from megascale_common.service.errors import RequestError
 from megascale_common.sizes.checkpoint_layout import ShardLayout, layout_from_dict
+from megascale_common.sizes.staging import LEAST_SLOTS, MOST_SLOTS
 
 T = TypeVar("T")
 MOST_PIECES = 1 << 20  # of one rank: some thousand layers, in memory a few hundred MiB

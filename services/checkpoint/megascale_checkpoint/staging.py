@@ -25,15 +25,14 @@ from typing import Any
 
 from megascale_common.node.host import memory_bytes
 from megascale_common.node.incarnation import boot_id
+from megascale_common.node.memory_limit import left_bytes as cgroups_left_bytes
 from megascale_common.node.process import start_ticks
 from megascale_common.service.errors import LimitError
+from megascale_common.sizes.staging import KEPT_SLOTS, LEAST_SLOTS
 
 OWNER_FILE = "owner.json"
 LOCK_FILE = ".lock"
 FULL_HOST_RANKS = 8  # ranks of a full host, for the choice between three slots and two
-LEAST_SLOTS, MOST_SLOTS = 2, 8
-# Beside those in flight: the newest sealed one, and the one that is being persisted.
-KEPT_SLOTS = 2
 MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's mmap
 
 
@@ -168,9 +167,12 @@ class StagingFolder:
             slot.close()
 
     def room_bytes(self) -> int:
-        """Bytes that may still be allocated within the limit, the file system and host memory."""
+        """Bytes that may still be allocated within the limit, the file system, host memory
+        and the memory cgroups of this process."""
         system = os.statvfs(self.path)
-        room = min(system.f_bavail * system.f_frsize, memory_bytes("MemAvailable"))
+        room = min(
+            system.f_bavail * system.f_frsize, memory_bytes("MemAvailable"), cgroups_left_bytes()
+        )
         return room if self._limit_bytes is None else min(room, self._limit_bytes - self.used_bytes)
 
     def remove(self) -> None:
@@ -208,7 +210,8 @@ class StagingFolder:
         return (
             f"no room for the snapshot slots of rank {rank} of {job}: {wanted_bytes} bytes needed, "
             f"{max(self.room_bytes(), 0)} left in {self.path} ({self.used_bytes} used). "
-            "Raise the size of the tmpfs (containers start with 64 MiB of /dev/shm) or "
+            "Raise the size of the tmpfs (containers start with 64 MiB of /dev/shm), the memory "
+            "limit of the daemon's cgroup or "
             f"--staging-limit-bytes, or set checkpoint.slots to {LEAST_SLOTS}"
         )
 

@@ -35,14 +35,6 @@ class Votes:
         return cls(total % STORE_BUSY, total // STORE_BUSY)
 
 
-def in_flight(snapshot_interval: int) -> int:
-    """How many snapshots are reserved, copied or unsettled at once.
-
-    On CUDA the slot of step s + 1 is reserved while s waits for its copy and s - 1 for its result.
-    """
-    return {1: 3, 2: 2}.get(snapshot_interval, 1)
-
-
 class Cadence:
     """Which steps get a snapshot in memory, and which of those are persisted.
 

@@ -16,7 +16,7 @@ from megascale_checkpoint.replicas.protocol import SealedState, StateKey
 from megascale_checkpoint.staging import SlotMemory, StagingFolder
 from megascale_common.service import logs
 from megascale_common.service.errors import NotFoundError, NotReadyError, SupersededError
-from megascale_common.sizes.memory import REPLICA_SLOTS
+from megascale_common.sizes.staging import REPLICA_SLOTS
 
 log = logs.get("replicas")
 GIVE_WAY_S = 15.0  # for a transfer that was told to end: longer than a silent peer is waited for

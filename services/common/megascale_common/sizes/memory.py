@@ -27,9 +27,6 @@ from megascale_common.sizes.parameter_table import DEFAULT_STATES, STATE_BYTES, 
 _PARAMETER_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}
 _FP8_COPIES = 2  # of a weight in FP8: as it is stored, and transposed; one byte a value each
 _FLOAT32_BYTES = 4
-# Of host memory, at another node, for each rank of a job with checkpoint.replicas: a whole replica
-# stands while the next one arrives.
-REPLICA_SLOTS = 2
 # of megascale_kernels.overlap.collective_matmul.region_bytes
 _PEER_SLOTS, _PEER_ALIGNMENT_BYTES = 2, 256
 

@@ -34,6 +34,7 @@ from megascale_common.node.messages import (
     Running,
 )
 from megascale_common.node.status_page import Phase, StatusPageWriter
+from megascale_common.sizes.staging import snapshots_in_flight
 from megascale_trainer.daemon_link import RankRegistration
 from megascale_trainer.data.client import LoaderClient, RingRequest
 from megascale_trainer.data.device_batches import StepBatches, step_batches
@@ -46,7 +47,6 @@ from megascale_trainer.process.step_loop import StepLoop
 from megascale_trainer.process.step_records import StepRecords
 from megascale_trainer.restore import RestoreRefused, restore
 from megascale_trainer.snapshot import Snapshotter
-from megascale_trainer.snapshot_schedule import in_flight
 from megascale_trainer.telemetry.profiling import StepProfiler
 from megascale_trainer.trainer import Trainer
 
@@ -207,7 +207,7 @@ class _Worker:
                 "pp": sizes.pp,
                 "vpp": sizes.virtual_stages,
             },
-            in_flight=in_flight(self._config.checkpoint.memory_interval_steps),
+            in_flight=snapshots_in_flight(self._config.checkpoint.memory_interval_steps),
             replicas=who["replicas"],
         )
         timeout_s = self._config.recovery.collective_timeout_s
