@@ -102,6 +102,13 @@ async def test_a_spare_restores_the_state_of_a_lost_node_from_its_peer(
     # What came from the peer counts as sealed here, as if it had been written here.
     assert await seen(spare, lambda job: any(item.step == 2 for item in job.sealed))
     assert successor.ask("release", slot=answer["slot"]) == {"kind": "released"}
+    # The survivor's replica was lost with the node: its new peer gets one before the next snapshot.
+    rank_1.close()
+    survivor = stack.enter_context(WorkerClient(second))
+    await asyncio.to_thread(
+        survivor.register, attempt=2, rank=1, world_size=2, replicas={"target": endpoint(spare)}
+    )
+    await seen(spare, has_replica(2, rank=1))
     absent = await asyncio.to_thread(successor.ask, "restore_memory", plan={**plan, "step": 7})
     assert absent["slot"] == -1 and "no replica of step 7" in absent["problem"]
 

@@ -81,10 +81,11 @@ def state_of(step: int, attempt: int = 1, rank: int = 0) -> tuple[SealedState, b
     return SealedState(key, SLOT_BYTES, pieces, {"position": step}), image
 
 
-def send(endpoint: str, state: SealedState, image: bytearray) -> str:
-    """Store a state as a sender does; the server's last word."""
+def send(endpoint: str, state: SealedState, image: bytearray, attempt: int = 0) -> str:
+    """Store a state as a sender of ``attempt`` does (0: that of the state); its last answer."""
+    attempt = attempt or state.key.attempt
     with Connection.dial(endpoint, TOKEN, Cancellation()) as connection:
-        connection.send({"verb": "store", "state": state.to_mapping()})
+        connection.send({"verb": "store", "attempt": attempt, "state": state.to_mapping()})
         reply = connection.receive()
         if reply["verb"] == "go":
             connection.send_pieces(state, memoryview(image), lambda _: 0.0)
@@ -176,6 +177,9 @@ async def test_only_the_present_attempt_of_a_job_with_ranks_here_is_kept(tmp_pat
     async with peer_at(tmp_path) as peer:
         peer.attempts["job"] = 2
         assert "attempt 2 of job job has registered here" in await stored(peer, 10, attempt=1)
+        # The state that attempt 2 has restored: it is sent anew, because the peer may be another.
+        state, image = state_of(10, attempt=1)
+        assert await asyncio.to_thread(send, peer.endpoint, state, image, 2) == "kept"
         assert await stored(peer, 10, attempt=2) == "kept"
         peer.attempts.clear()
         assert "no rank of job job has slots on this node" in await stored(peer, 20, attempt=2)
@@ -205,7 +209,8 @@ async def test_a_newer_transfer_ends_one_that_stands_still(tmp_path: Path) -> No
 
         def stall() -> Connection:
             connection = Connection.dial(peer.endpoint, TOKEN, Cancellation())
-            connection.send({"verb": "store", "state": stalled.to_mapping()})
+            request = {"verb": "store", "attempt": 1, "state": stalled.to_mapping()}
+            connection.send(request)
             assert connection.receive() == {"verb": "go"}
             return connection
 

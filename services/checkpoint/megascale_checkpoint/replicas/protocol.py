@@ -3,13 +3,15 @@
 Not gRPC: a state of gigabytes goes from the slot to the socket and from the socket to the replica
 without a copy between. All blocking, for threads, and every wait is bounded.
 
-    sender  Hello {version, token}, Request {verb: store, state}
+    sender  Hello {version, token}, Request {verb: store, attempt, state}
     server  Reply {verb: go} | {verb: kept} (it has this state) | {verb: refused, error}
     sender  the bytes of the pieces, in the order of the state
     server  Reply {verb: kept} | {verb: refused, error}
 
     reader  Hello, Request {verb: fetch, key}
     server  Reply {verb: state, state} | {verb: refused, error}, then the bytes of the pieces
+
+``attempt`` is the one that the sender runs in: the state may be of an earlier one.
 
 A frame is a magic word, a length and a JSON object. The receiver of pieces compares the checksum of
 each with the one from the seal before the state counts.
@@ -108,7 +110,7 @@ class SealedState:
             RequestError: a field is missing or wrong.
         """
         fields = _mapping(values, "state")
-        slot_bytes, pieces = _number(fields, "slot_bytes"), fields.get("pieces")
+        slot_bytes, pieces = number_of(fields, "slot_bytes"), fields.get("pieces")
         if not isinstance(pieces, list):
             raise RequestError("replica: pieces of the state is not a list")
         state = cls(
@@ -143,7 +145,7 @@ def key_from_mapping(values: object) -> StateKey:
     job, digest = fields.get("job"), fields.get("layout_digest")
     if not isinstance(job, str) or not is_dns_label(job) or not isinstance(digest, str):
         raise RequestError(f"replica: {str(dict(fields))[:200]} does not name a state of a rank")
-    rank, attempt, step = (_number(fields, name) for name in ("rank", "attempt", "step"))
+    rank, attempt, step = (number_of(fields, name) for name in ("rank", "attempt", "step"))
     return StateKey(job, rank, attempt, step, digest)
 
 
@@ -333,7 +335,8 @@ def _piece(item: object, slot_bytes: int) -> PieceBytes:
     raise RequestError(f"replica: {str(item)[:100]} is no piece of a slot of {slot_bytes} bytes")
 
 
-def _number(fields: Mapping[str, Any], name: str) -> int:
+def number_of(fields: Mapping[str, Any], name: str) -> int:
+    """The whole number, 0 or more, of that name; raises RequestError without one."""
     value = fields.get(name)
     if not isinstance(value, int) or not _whole(value):
         raise RequestError(f"replica: {name} is {str(value)[:50]!r}; it must be a whole number")

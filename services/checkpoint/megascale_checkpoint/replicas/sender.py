@@ -1,8 +1,8 @@
 """Copies what is sealed on this node to the peer that the registration names.
 
-After every change it compares what is sealed with what was sent: of each rank the newest snapshot
-of its present attempt. A newer one ends the transfer of an older one; a transfer that cannot keep
-up is a failure that the job shows, and training goes on.
+After every change it compares what is sealed with what was sent: of each rank the newest snapshot,
+and once more in a new attempt, whose peers may be others. A newer one ends the transfer of an older
+one; a transfer that cannot keep up is a failure that the job shows, and training goes on.
 
 A transfer holds no slot, so it can cost no snapshot. The newest sealed slot is not written before a
 newer one is sealed, which ends the transfer; what is read of a slot that is written all the same
@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from megascale_checkpoint.concurrency import Cancellation, Signal, in_pool
@@ -82,6 +82,7 @@ class SentTotals:
 @dataclass(slots=True)
 class _Transfer:
     seal: SlotSeal
+    attempt: int
     cancelled: Cancellation = field(default_factory=Cancellation)
     connection: Connection | None = None
     task: asyncio.Task[None] | None = None
@@ -132,23 +133,21 @@ class ReplicaSender:
 
     def _consider_rank(self, place: tuple[str, int], snapshots: SealedRank) -> None:
         given = snapshots.registration
-        seals = [
-            seal
-            for seal in snapshots.table.sealed()
-            if seal.attempt == given.attempt and seal.layout_digest == given.digest
-        ]
+        seals = [seal for seal in snapshots.table.sealed() if seal.layout_digest == given.digest]
         last = self._transfers.get(place)
         if last is not None and last.task is not None:
             newer = bool(seals) and seals[-1].age > last.seal.age
-            if newer or last.seal.attempt < given.attempt:
+            if newer or last.attempt < given.attempt:
                 last.newer_step = seals[-1].step if seals else 0
                 last.stop()  # its end is a change, and then the newer one is started
             return
-        if not seals or (last is not None and last.seal.age >= seals[-1].age):
-            return  # tried once; a snapshot whose copy failed is not tried again
+        if not seals:
+            return
+        if last is not None and (last.attempt, last.seal.age) >= (given.attempt, seals[-1].age):
+            return  # tried once in this attempt; a copy that failed is not tried again
         slot = snapshots.table.find(seals[-1].attempt, seals[-1].step, seals[-1].layout_digest)
         if slot is not None:
-            transfer = self._transfers[place] = _Transfer(seals[-1])
+            transfer = self._transfers[place] = _Transfer(seals[-1], given.attempt)
             # A view of its own: while it is there, the memory stays mapped.
             image = memoryview(snapshots.memories[slot.index].view)
             transfer.task = asyncio.create_task(self._send(given, image, transfer))
@@ -181,7 +180,8 @@ class ReplicaSender:
         with Connection.dial(given.replica_target, self._token, cancelled) as connection:
             transfer.connection = connection
             cancelled.check()
-            connection.send({"verb": "store", "state": state.to_mapping()})
+            request = {"verb": "store", "attempt": given.attempt, "state": state.to_mapping()}
+            connection.send(request)
             reply = connection.receive()
             problem = refusal(reply, "go", "kept")
             if not problem and reply["verb"] == "go":
@@ -211,7 +211,8 @@ class ReplicaSender:
                 "snapshots"
             )
         totals.failures += 1
-        totals.failure = Failure(key, text[:MAX_ERROR_CHARS])
+        reported = replace(key, attempt=transfer.attempt)  # the state may be of an earlier one
+        totals.failure = Failure(reported, text[:MAX_ERROR_CHARS])
         log.warning("no replica", job=key.job, rank=key.rank, step=key.step, error=text)
 
 

@@ -22,6 +22,7 @@ from megascale_checkpoint.replicas.protocol import (
     StateKey,
     check_pieces,
     key_from_mapping,
+    number_of,
 )
 from megascale_checkpoint.replicas.store import Filling, ReplicaSlot, ReplicaStore
 from megascale_common.service import logs
@@ -102,7 +103,8 @@ class ReplicaServer:
                 connection.accept(self._token)
                 request = connection.receive()
                 if request.get("verb") == "store":
-                    self._take(connection, SealedState.from_mapping(request.get("state")), loop)
+                    state = SealedState.from_mapping(request.get("state"))
+                    self._take(connection, state, number_of(request, "attempt"), loop)
                 else:
                     self._give(connection, request, loop)
             except (ServiceError, PeerError) as error:
@@ -114,9 +116,13 @@ class ReplicaServer:
                 log.exception("defect while serving a peer")
 
     def _take(
-        self, connection: Connection, state: SealedState, loop: asyncio.AbstractEventLoop
+        self,
+        connection: Connection,
+        state: SealedState,
+        attempt: int,
+        loop: asyncio.AbstractEventLoop,
     ) -> None:
-        filling = _on(loop, self._store.begin(state, connection.shut))
+        filling = _on(loop, self._store.begin(state, attempt, connection.shut))
         if filling is None:
             connection.send({"verb": "kept"})
             return

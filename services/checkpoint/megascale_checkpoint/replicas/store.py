@@ -85,8 +85,12 @@ class ReplicaStore:
         ]
         return sorted(found, key=lambda key: (key.rank, key.attempt, key.step))
 
-    async def begin(self, state: SealedState, stop: Callable[[], None]) -> Filling | None:
+    async def begin(
+        self, state: SealedState, attempt: int, stop: Callable[[], None]
+    ) -> Filling | None:
         """A slot to receive ``state`` into; None if it is here already. Ends an older transfer.
+
+        ``attempt`` is the one that the sender runs in.
 
         Raises:
             NotReadyError: no rank of the job has slots here, or a transfer did not end in time.
@@ -96,7 +100,7 @@ class ReplicaStore:
         key = state.key
         place = (key.job, key.rank)
         async with self._locks.setdefault(place, asyncio.Lock()):
-            self._check_attempt(key)
+            self._check_attempt(key.job, attempt)
             rank = await self._rank(state)
             if rank.filling is not None:
                 await self._end(rank.filling)
@@ -174,12 +178,12 @@ class ReplicaStore:
         for job, number in list(self._ranks):
             await self._free(job, number)
 
-    def _check_attempt(self, key: StateKey) -> None:
-        attempt = self._attempt_of(key.job)
-        if not attempt:
-            raise NotReadyError(f"no rank of job {key.job} has slots on this node")
-        if key.attempt < attempt:
-            raise SupersededError(f"attempt {attempt} of job {key.job} has registered here")
+    def _check_attempt(self, job: str, attempt: int) -> None:
+        present = self._attempt_of(job)
+        if not present:
+            raise NotReadyError(f"no rank of job {job} has slots on this node")
+        if attempt < present:
+            raise SupersededError(f"attempt {present} of job {job} has registered here")
 
     async def _rank(self, state: SealedState) -> _Rank:
         """The rank's slots, of the size of the state; raises LimitError."""
