@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator
+import uuid
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megascale_checkpoint.checksums import checksum
@@ -28,14 +29,16 @@ from megascale_checkpoint.replicas.protocol import (
     key_to_mapping,
 )
 from megascale_checkpoint.replicas.server import ReplicaServer
-from megascale_checkpoint.replicas.store import ReplicaStore
+from megascale_checkpoint.replicas.store import Filling, ReplicaSlot, ReplicaStore
 from megascale_checkpoint.replicas.token_bucket import BURST_S, TokenBucket
 from megascale_checkpoint.staging import StagingFolder
 from megascale_common.service.errors import (
     DamagedError,
     NotFoundError,
+    NotReadyError,
     RequestError,
     ServiceError,
+    SupersededError,
 )
 
 TOKEN, SLOT_BYTES = "token-of-the-tests", 3 << 20
@@ -260,6 +263,66 @@ async def test_a_peer_that_is_silent_is_given_up(monkeypatch: pytest.MonkeyPatch
         endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(PeerError, match="sends nothing"):
             await asyncio.to_thread(send, endpoint, *state_of(1))
+
+
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["begin", "seal", "give up", "lend", "return"]),
+        st.integers(0, 1),
+        st.integers(1, 6),
+    ),
+    max_size=30,
+)
+
+
+@given(OPERATIONS)
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_newest_whole_replica_of_a_rank_always_stands(
+    tmp_path: Path, operations: list[tuple[str, int, int]]
+) -> None:
+    asyncio.run(_operate(tmp_path, operations))
+
+
+async def _operate(folder: Path, operations: list[tuple[str, int, int]]) -> None:
+    staging = StagingFolder(folder / "staging", "test", "n1", uuid.uuid4().hex)
+    pools = Pools()
+    store = ReplicaStore(staging, pools, lambda _: 1, Signal())
+    fillings: dict[int, Filling] = {}
+    lent: list[tuple[ReplicaSlot, SealedState]] = []
+    newest = {0: 0, 1: 0}
+
+    def stop(rank: int) -> Callable[[], None]:
+        return lambda: store.given_up(fillings.pop(rank))
+
+    try:
+        for what, rank, step in operations:
+            if what == "begin":
+                state = SealedState(StateKey("job", rank, 1, step, "d"), 4096, (), {})
+                with suppress(SupersededError, NotReadyError):
+                    begun = await store.begin(state, 1, stop(rank))
+                    if begun is not None:
+                        fillings[rank] = begun
+            elif what == "lend" and newest[rank]:
+                slot = store.lend(StateKey("job", rank, 1, newest[rank], "d"))
+                assert slot.state is not None
+                lent.append((slot, slot.state))
+            elif what == "return" and lent:
+                await store.returned(lent.pop()[0])
+            elif rank in fillings and what in ("seal", "give up"):
+                filling = fillings.pop(rank)
+                if what == "seal":
+                    store.sealed_now(filling)
+                    newest[rank] = filling.state.key.step
+                else:
+                    store.given_up(filling)
+            for number, expected in newest.items():
+                found = [key.step for key in store.sealed("job") if key.rank == number]
+                assert len(found) <= 2 and max(found, default=0) == expected
+            assert all(slot.state is state for slot, state in lent), "what is read is not written"
+    finally:
+        await store.close()
+        pools.close()
+        staging.remove()
 
 
 @pytest.mark.parametrize(
