@@ -267,11 +267,12 @@ async def test_a_peer_that_is_silent_is_given_up(monkeypatch: pytest.MonkeyPatch
 
 OPERATIONS = st.lists(
     st.tuples(
-        st.sampled_from(["begin", "seal", "give up", "lend", "return"]),
-        st.integers(0, 1),
-        st.integers(1, 6),
+        st.sampled_from(["begin", "begin", "seal", "seal", "give up", "lend", "return"]),
+        st.sampled_from([0, 0, 0, 1]),
+        st.integers(-1, 2),  # from the newest step to that of the next transfer
     ),
-    max_size=30,
+    min_size=10,
+    max_size=40,
 )
 
 
@@ -295,8 +296,9 @@ async def _operate(folder: Path, operations: list[tuple[str, int, int]]) -> None
         return lambda: store.given_up(fillings.pop(rank))
 
     try:
-        for what, rank, step in operations:
+        for what, rank, ahead in operations:
             if what == "begin":
+                step = max(1, newest[rank] + ahead)
                 state = SealedState(StateKey("job", rank, 1, step, "d"), 4096, (), {})
                 with suppress(SupersededError, NotReadyError):
                     begun = await store.begin(state, 1, stop(rank))
