@@ -6,7 +6,8 @@
 One rank whose step is a matrix product of --step-ms and an update that overwrites the state. After
 each step, or every --interval of them, a snapshot is taken; with --store it is also persisted to a
 folder. Measured is the time inside the calls that the training thread makes for it, per snapshot,
-the wait before the update included; --hung-s stops the daemon (SIGSTOP) for so long in the middle.
+the wait before the update included, and how much of it the thread worked itself. --hung-s stops the
+daemon (SIGSTOP) for so long in the middle.
 The last line of stdout is one JSON object: times in ms, steps with and without a snapshot.
 """
 
@@ -100,13 +101,16 @@ def _measure(options: argparse.Namespace, folder: Path, daemon: int) -> dict[str
     steps = SnapshotSteps(config, page, snapshots)
     product = _Product(device, options.step_ms)
     held = {part: dict[int, float]() for part in ("reserve", "update", "take")}
+    cpu_ms: dict[int, float] = {}
     for step in range(1, options.steps + 1):
         if options.hung_s and step == options.steps // 2:
             os.kill(daemon, signal.SIGSTOP)
             threading.Timer(options.hung_s, os.kill, (daemon, signal.SIGCONT)).start()
+        began_cpu_s = time.thread_time()
         with _watch(held["reserve"], step):
             vote = steps.vote(step)
             copied = steps.copied
+        reserve_cpu_s = time.thread_time() - began_cpu_s
         product.run()
         with _watch(held["update"], step):
             if copied is not None:
@@ -114,9 +118,11 @@ def _measure(options: argparse.Namespace, folder: Path, daemon: int) -> dict[str
         state.values.add_(1.0)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+        began_cpu_s = time.thread_time()
         with _watch(held["take"], step):
             steps.settle(step, vote, 0, finite=True)
             steps.after(step, 0)
+        cpu_ms[step] = 1000.0 * (time.thread_time() - began_cpu_s + reserve_cpu_s)
     skipped = snapshots.skipped
     snapshots.close()
     measured = range(3, options.steps)  # the last step waits on purpose
@@ -131,6 +137,8 @@ def _measure(options: argparse.Namespace, folder: Path, daemon: int) -> dict[str
         "registration_s": round(registered_s, 3),
         "held_ms": _spread([sum(times) for times in zip(*parts.values(), strict=True)]),
         "parts_ms": {part: _spread(times) for part, times in parts.items()},
+        # What the thread itself worked: on a busy host the rest is other processes' time.
+        "cpu_ms": _spread([cpu_ms[step] for step in measured]),
         "load": os.getloadavg()[0],
     }
 

@@ -145,3 +145,31 @@ def test_seal_must_name_the_step_that_was_acquired() -> None:
     with pytest.raises(RequestError, match="nothing to release"):
         table.release(1 - index)
     assert table.at(index).phase is SlotPhase.WRITING
+
+
+def test_the_store_is_ready_once_everything_that_was_to_be_persisted_is() -> None:
+    table = SlotTable(3)
+    assert table.acquire(1) == 0
+    assert table.store_ready
+    table.begin_seal(0, 1, persist=True)
+    assert not table.store_ready and table.sealing(1)
+    table.finish_seal(0, seal(1))
+    assert not table.store_ready and not table.sealing(1)
+    table.at(0).pending = False
+    assert table.store_ready
+
+
+def test_an_adopted_state_keeps_its_seal_and_is_dropped_with_its_adopter() -> None:
+    table = SlotTable(2)
+    assert table.acquire(1) == 0
+    table.begin_seal(0, 1, persist=True)
+    table.finish_seal(0, seal(1))
+    table.supersede(2)
+    assert table.next_pending() is None
+    table.adopt(0, 2)
+    table.supersede(2)
+    slot = table.next_pending()
+    assert slot is not None and slot.seal == seal(1)
+    assert table.find(1, 1, "digest") is slot, "the next attempt may still need it"
+    table.supersede(3)
+    assert table.next_pending() is None
