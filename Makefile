@@ -11,9 +11,9 @@ INSTALL ?= 1
 VENV ?= .venv
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
-# Many tests wait for a timeout of the services, so three processes keep two cores busy: one for
-# each lane (tests/conftest.py).
-TEST_PROCESSES ?= 3
+# Many tests wait for a timeout of the services, so four processes keep two cores busy: one for
+# each lane (tests/conftest.py), one for all other tests.
+TEST_PROCESSES ?= 4
 
 ROOTS := proto services/common services/driver services/executor services/checkpoint kernels clients/python clients/cli
 # Every generator of a part of a page or module, such as docs.generate_api.

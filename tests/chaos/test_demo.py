@@ -27,6 +27,7 @@ SMALL = (
     "--steps",
     "14",
 )
+FEWER_STEPS = "32"  # of 48: two checkpoints, the fault and as many steps again
 SUSPECT_S = 8.0  # without a heartbeat; a broken link shows earlier, however slow the machine
 
 
@@ -62,7 +63,7 @@ def processes_of(folder: Path) -> list[str]:
 
 
 def test_the_demo_shows_a_lost_node_and_a_run_that_resumes(tmp_path: Path) -> None:
-    status, output, report = run_demo(tmp_path / "demo", "--device", "cpu")
+    status, output, report = run_demo(tmp_path / "demo", "--device", "cpu", "--steps", FEWER_STEPS)
     assert status == 0, output
     assert (report["device"], report["world_size"], report["attempts"]) == ("cpu", 8, 2)
     assert report["loss_after_resume_matches"] is True
@@ -89,7 +90,12 @@ def test_the_demo_shows_a_lost_node_and_a_run_that_resumes(tmp_path: Path) -> No
     ("sabotage", "options", "reason"),
     [
         pytest.param("no-kill", (), "no node was killed", marks=pytest.mark.slow),
-        ("no-spare", ("--recovery-timeout-s", "6"), "is waiting: it needs 2 nodes"),
+        pytest.param(
+            "no-spare",
+            ("--recovery-timeout-s", "6"),
+            "is waiting: it needs 2 nodes",
+            marks=pytest.mark.slow,
+        ),
         ("loss", (), "every step's loss equals the twin's bit for bit"),
     ],
 )

@@ -85,6 +85,7 @@ def restore_rank(
         "read_bytes": found.read_bytes,
         "small_state": found.small_state,
         "digest": digest(bytes(state.image.numpy())),
+        "timeline": found.timeline.seconds,
     }
 
 

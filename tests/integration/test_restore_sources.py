@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.harness.checkpoint_files import image_of
+from tests.harness.checkpoint_files import image_of, write_checkpoint
 from tests.harness.checkpoint_node import DaemonProcess, WorkerClient
 from tests.harness.planned_restore import trainer_layouts
 from tests.harness.ranks import rank_pool
@@ -195,3 +195,43 @@ async def test_memory_that_is_lost_and_stored_nowhere_is_no_fault_of_the_job(
     answers = nodes.restore(plan, 2)
     assert [a["kind"] for a in answers] == ["COLLECTIVE"] * 2 + ["OTHER"] * 2
     assert "is not sealed here" in answers[3]["problem"]
+
+
+def test_the_kernel_counts_each_byte_of_storage_once(tmp_path: Path, stack: ExitStack) -> None:
+    """As /proc has it: all that the daemon read, headers and manifests and requests among it."""
+    model = {**MODEL, "hidden_size": 256, "vocab_size": 4096}
+    written, wanted = trainer_layouts(model, {"dp": 4}), trainer_layouts(model, {"tp": 4})
+    random = np.random.default_rng(0)
+    shapes = {piece.name: piece.global_shape for layout in written for piece in layout.pieces}
+    values = {name: random.random(shape, np.float32) for name, shape in shapes.items()}
+    plan = {
+        "source": "storage",
+        "step": 10,
+        "written_by_attempt": 0,
+        "manifest_uri": write_checkpoint(tmp_path / "checkpoints", written, values),
+    }
+    pool = stack.enter_context(rank_pool())
+    daemon = stack.enter_context(DaemonProcess(tmp_path, "n0"))
+    before = bytes_read(daemon.process.pid)
+    answers = pool.run(
+        "tests.harness.restoring:restore_rank",
+        4,
+        tmp_path / "restore",
+        model=model,
+        parallelism={"tp": 4},
+        sockets=[str(daemon.socket)] * 4,
+        plan=plan,
+        attempt=1,
+    )
+    read = bytes_read(daemon.process.pid) - before
+    assert [a["digest"] for a in answers] == [digest(image_of(layout, values)) for layout in wanted]
+    distinct = sum(p.size_bytes for layout in written for p in layout.pieces if p.primary)
+    assert sum(a["read_bytes"] for a in answers) == distinct
+    assert distinct < read < 1.05 * distinct, "each rank alone reads all: 4 times"
+    assert set(answers[0]["timeline"]) >= {"memory", "open", "index", "plan", "read", "exchange"}
+
+
+def bytes_read(pid: int) -> int:
+    """What a process has read so far."""
+    lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("rchar"))

@@ -64,6 +64,16 @@ def test_what_stays_not_finite_is_a_divergence_after_so_many_steps(
     assert watch(config(divergence_steps=0), *[NAN] * 50) == []
 
 
+def test_half_of_a_short_job_is_enough() -> None:
+    job = config()
+    short = replace(job, training=replace(job.training, steps=8))
+    assert watch(short, 3.0, 3.0, *[NAN] * 3) == []
+    ((step, found_here),) = watch(short, 3.0, *[NAN] * 7)
+    assert (step, found_here.kind, found_here.count) == (5, DivergenceKind.NON_FINITE, 4)
+    single = replace(job, training=replace(job.training, steps=1))
+    assert len(watch(single, NAN)) == 1
+
+
 def test_a_loss_far_above_its_start_is_a_divergence_but_noise_is_none() -> None:
     job, choice = config(), random.Random(3)
     noise = [choice.lognormvariate(math.log(5.0), 0.6) for _ in range(5000)]

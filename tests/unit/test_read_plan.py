@@ -122,6 +122,17 @@ def test_ranks_of_a_lost_node_read_storage_and_take_replicas_from_peers() -> Non
     assert sum(nothing.read_bytes) == 0 and nothing.plan.copies.size == 0
 
 
+def test_one_rank_that_all_others_read_for_receives_no_more_than_its_share() -> None:
+    written = trainer_layouts(MODEL, {"dp": 16})
+    values = values_of(written)
+    files = [image_of(layout, values) for layout in written]
+    memories = {rank: image for rank, image in enumerate(files) if rank != 5}
+    done = restore_all(written, files, written, memories, window_bytes=256)
+    assert done.images == files
+    assert sum(size > 0 for size in done.read_bytes) > 2 * SHARE, "its pieces have many readers"
+    assert done.most_received <= SHARE * 256 and done.most_sent <= SHARE * 256
+
+
 def test_a_tables_bytes_are_the_table() -> None:
     table = stored_runs(trainer_layouts(MODEL, {"dp": 2}))
     again = decode(encode(table))

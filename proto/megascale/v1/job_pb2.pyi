@@ -1108,7 +1108,7 @@ class RecoverySpec(google.protobuf.message.Message):
     """Timeout of a collective operation in seconds; default 300."""
     divergence_steps: builtins.int
     """Steps in a row that must be not finite, or above `loss_rise_factor`, for the run to count as
-    diverged; 0: never; default 10.
+    diverged; half of the job's steps where that is less; 0: never; default 10.
     """
     on_non_finite: Global___DivergenceAction.ValueType
     """When the loss or the gradient norm is not finite for that long; default stop."""

@@ -276,8 +276,9 @@ class CheckpointConfig:
 class RecoveryConfig:
     """Limits of automatic recovery; ``spare_nodes`` is the number of spares placed with the job.
 
-    A run counts as diverged after ``divergence_steps`` steps in a row (0: never) that are not
-    finite, or whose loss is above ``loss_rise_factor`` (0: never) times that of the start.
+    A run counts as diverged after ``divergence_steps`` steps in a row (0: never; half of the job's
+    steps where that is less) that are not finite, or whose loss is above ``loss_rise_factor`` (0:
+    never) times that of the start.
     """
 
     max_restarts: int = 20

@@ -81,11 +81,16 @@ def observe(track: DivergenceTrack, sample: StepSample, config: JobConfig) -> Di
 
 
 def found(track: DivergenceTrack, config: JobConfig) -> Divergence | None:
-    """The divergence that the newest record shows; repeated every ``divergence_steps`` steps."""
-    limit = config.recovery.divergence_steps
+    """The divergence that the newest record shows; repeated while the episode goes on."""
+    limit = _limit(config)
     if not limit or track.last is None or not track.count or track.count % limit:
         return None
     return Divergence(track.kind, track.first_step, track.count, track.last, track.start_loss)
+
+
+def _limit(config: JobConfig) -> int:
+    """Steps in a row that are a divergence; a short job would end before the usual number."""
+    return min(config.recovery.divergence_steps, max(1, config.training.steps // 2))
 
 
 def _kind(track: DivergenceTrack, sample: StepSample, config: JobConfig) -> DivergenceKind | None:
