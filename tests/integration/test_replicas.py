@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.harness.checkpoint_node import TOKEN, DaemonProcess, WorkerClient, layout_of
-from tests.harness.waiting import CALL_TIMEOUT_S
+from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
 from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc, link_pb2
 from megascale_checkpoint.concurrency import Cancellation
@@ -177,6 +177,30 @@ async def test_a_copy_keeps_to_its_rate(tmp_path: Path, stack: ExitStack) -> Non
     assert (await asyncio.to_thread(worker.write, 1))["kind"] == "sealed"
     await seen(second, lambda job: bool(job.replicas))
     assert asyncio.get_running_loop().time() - begun_s > 0.9
+
+
+async def test_replicas_leave_room_for_the_next_job(tmp_path: Path, stack: ExitStack) -> None:
+    slot = layout_of(0, 2).slot_bytes
+    limit = ("--staging-limit-bytes", str(4 * slot))
+    first = stack.enter_context(DaemonProcess(tmp_path, "n0"))
+    second = stack.enter_context(DaemonProcess(tmp_path, "n1", arguments=limit))
+    rank_0, rank_1 = (stack.enter_context(WorkerClient(daemon)) for daemon in (first, second))
+    await asyncio.to_thread(rank_1.register, rank=1, world_size=2, slots=2)
+    orders = {"target": endpoint(second)}
+    await asyncio.to_thread(rank_0.register, rank=0, world_size=2, slots=2, replicas=orders)
+    assert (await asyncio.to_thread(rank_0.write, 1))["kind"] == "sealed"
+    await seen(second, has_replica(1))
+    rank_1.close()
+
+    async def registered() -> bool:
+        # Refused until the daemon has seen that the worker of the job before is gone.
+        with WorkerClient(second) as other:
+            answer = await asyncio.to_thread(
+                other.register, job="other", rank=1, world_size=2, slots=4
+            )
+            return bool(answer["kind"] == "registered")
+
+    await eventually(registered, "the slots and replicas of the job before are freed")
 
 
 async def test_the_replica_port_takes_no_stranger(tmp_path: Path, stack: ExitStack) -> None:

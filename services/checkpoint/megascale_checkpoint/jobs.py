@@ -164,6 +164,9 @@ class Replicas(ReplicaReader, Protocol):
     def report(self, message: link_pb2.CheckpointProgress) -> None:
         """Add the replicas of a job to its progress."""
 
+    async def retire(self) -> None:
+        """Free the replicas of jobs that have no slots here any more."""
+
 
 class Jobs:
     """All jobs of the node. ``changed`` fires on every change that WatchProgress shows."""
@@ -227,6 +230,8 @@ class Jobs:
             for other in job.ranks.values():
                 other.supersede(registration.attempt)
         await self._free_idle(registration.job)
+        if self.replicas is not None:
+            await self.replicas.retire()
         # Two connections of one rank may register at the same time, an old worker's and its
         # successor's: slots are allocated, or taken over, by one of them at a time.
         async with self._registering[registration.job, registration.rank]:

@@ -75,6 +75,10 @@ class NodeReplicas:
             self._pools.storage, fetch, endpoint, self._token, key, image, cancelled
         )
 
+    async def retire(self) -> None:
+        """See :meth:`ReplicaStore.retire`."""
+        await self.store.retire()
+
     def report(self, message: link_pb2.CheckpointProgress) -> None:
         """Add the replicas of a job to its progress."""
         for key in self.store.sealed(message.job):
