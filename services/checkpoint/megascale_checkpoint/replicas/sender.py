@@ -138,7 +138,7 @@ class ReplicaSender:
         if last is not None and last.task is not None:
             newer = bool(seals) and seals[-1].age > last.seal.age
             if newer or last.attempt < given.attempt:
-                last.newer_step = seals[-1].step if seals else 0
+                last.newer_step = seals[-1].step if newer else 0
                 last.stop()  # its end is a change, and then the newer one is started
             return
         if not seals:
