@@ -14,7 +14,7 @@ from tests.harness.waiting import eventually
 
 from megascale.v1 import job_pb2, types_pb2
 
-STEPS, KILLED_AFTER, PERSISTED_EVERY, SNAPSHOT_EVERY = 300, 150, 100, 10
+STEPS, KILLED_AFTER, PERSISTED_EVERY, SNAPSHOT_EVERY = 200, 130, 100, 10
 
 
 @pytest.fixture
