@@ -133,15 +133,15 @@ class Blocked:
             pool.submit(self.event.wait)
 
 
-@pytest.mark.parametrize("attempts", [(1, 1), (1, 2)])
+@pytest.mark.parametrize(("attempts", "serials"), [((1, 1), (1, 2)), ((1, 2), (2, 1))])
 async def test_a_stale_registration_does_not_take_the_place_of_a_live_one(
-    jobs: Jobs, attempts: tuple[int, int]
+    jobs: Jobs, attempts: tuple[int, int], serials: tuple[int, int]
 ) -> None:
     """The stale one frees another job's memory first, and is overtaken meanwhile."""
     before = await register(jobs, "before", "")
     before.owner = None
     blocked = Blocked(jobs)
-    stale, live = Owner(1), Owner(2)
+    stale, live = map(Owner, serials)
 
     def registering(owner: Owner, attempt: int) -> asyncio.Task[RankSnapshots]:
         given = registration_of("", 0, 1, LAYOUT, attempt=attempt)

@@ -179,6 +179,14 @@ def test_an_answer_after_the_vote_gives_its_slot_back() -> None:
     assert schedule.granted(5, 2, store_ready=True) == 2
 
 
+def test_of_two_answers_for_a_step_that_was_asked_for_again_one_is_given_back() -> None:
+    schedule = SnapshotSchedule()
+    assert schedule.ask(5) and schedule.vote(5) == MUST_SKIP and schedule.ask(5)
+    assert schedule.granted(5, 1, store_ready=True) is None
+    assert schedule.granted(5, 2, store_ready=True) == 2
+    assert schedule.launch(5, persist=True) == 1
+
+
 def test_a_refused_step_is_asked_for_again() -> None:
     schedule = SnapshotSchedule()
     assert schedule.ask(5)
