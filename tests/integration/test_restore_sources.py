@@ -13,7 +13,7 @@ import pytest
 from tests.harness.checkpoint_files import image_of, write_checkpoint
 from tests.harness.checkpoint_node import DaemonProcess, WorkerClient
 from tests.harness.planned_restore import trainer_layouts
-from tests.harness.ranks import rank_pool
+from tests.harness.ranks import RankPool, rank_pool
 from tests.harness.restoring import digest, registered, seal_image
 from tests.integration.test_checkpoint_daemon import commit_steps, open_attempt, progress
 from tests.unit.test_checkpoint_damage import flip
@@ -26,6 +26,12 @@ from megascale_common.job.wire import restore as wire
 def stack() -> Iterator[ExitStack]:
     with ExitStack() as entered:
         yield entered
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with rank_pool() as ready:
+        yield ready
 
 
 async def test_a_flipped_bit_in_memory_leaves_the_stored_copy(
@@ -62,7 +68,7 @@ STEP = 20
 class TwoNodes:
     """Four ranks on two nodes that have committed a step, and still hold it in memory."""
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, folder: Path, stack: ExitStack, pool: RankPool) -> None:
         self.folder, self.stack = folder, stack
         self.uri = str(folder / "checkpoints")
         self.layouts = trainer_layouts(MODEL, GRID)
@@ -71,7 +77,7 @@ class TwoNodes:
         values = {name: random.random(shape, np.float32) for name, shape in shapes.items()}
         self.images = [image_of(layout, values) for layout in self.layouts]
         self.daemons = [stack.enter_context(DaemonProcess(folder, name)) for name in ("n0", "n1")]
-        self.pool = stack.enter_context(rank_pool())
+        self.pool = pool
         self.slots: list[list[np.ndarray]] = []
 
     async def commit(self) -> None:
@@ -116,8 +122,8 @@ class TwoNodes:
 
 
 @pytest.fixture
-async def nodes(tmp_path: Path, stack: ExitStack) -> TwoNodes:
-    found = TwoNodes(tmp_path, stack)
+async def nodes(tmp_path: Path, stack: ExitStack, pool: RankPool) -> TwoNodes:
+    found = TwoNodes(tmp_path, stack, pool)
     await found.commit()
     return found
 
@@ -197,7 +203,33 @@ async def test_memory_that_is_lost_and_stored_nowhere_is_no_fault_of_the_job(
     assert "is not sealed here" in answers[3]["problem"]
 
 
-def test_the_kernel_counts_each_byte_of_storage_once(tmp_path: Path, stack: ExitStack) -> None:
+def test_a_checkpoint_of_another_model_is_refused_by_all_ranks(
+    tmp_path: Path, stack: ExitStack, pool: RankPool
+) -> None:
+    wider = {**MODEL, "vocab_size": 139}
+    written = trainer_layouts(wider, {"dp": 1})
+    values = {p.name: np.zeros(p.global_shape, np.float32) for p in written[0].pieces}
+    uri = write_checkpoint(tmp_path / "checkpoints", written, values)
+    daemon = stack.enter_context(DaemonProcess(tmp_path, "n0"))
+    answers = pool.run(
+        "tests.harness.restoring:restore_rank",
+        2,
+        tmp_path / "restore",
+        model=MODEL,
+        parallelism={"tp": 2},
+        sockets=[str(daemon.socket)] * 2,
+        plan={"source": "storage", "step": 10, "written_by_attempt": 0, "manifest_uri": uri},
+        attempt=1,
+    )
+    assert [a["kind"] for a in answers] == ["BAD_JOB"] * 2, answers
+    assert answers[0]["problem"] == answers[1]["problem"]
+    assert answers[0]["problem"].startswith(f"trainer.model: checkpoint {uri.rpartition('/')[0]}")
+    assert "(139, 32) there and float32 (131, 32) here" in answers[0]["problem"]
+
+
+def test_the_kernel_counts_each_byte_of_storage_once(
+    tmp_path: Path, stack: ExitStack, pool: RankPool
+) -> None:
     """As /proc has it: all that the daemon read, headers and manifests and requests among it."""
     model = {**MODEL, "hidden_size": 256, "vocab_size": 4096}
     written, wanted = trainer_layouts(model, {"dp": 4}), trainer_layouts(model, {"tp": 4})
@@ -210,7 +242,6 @@ def test_the_kernel_counts_each_byte_of_storage_once(tmp_path: Path, stack: Exit
         "written_by_attempt": 0,
         "manifest_uri": write_checkpoint(tmp_path / "checkpoints", written, values),
     }
-    pool = stack.enter_context(rank_pool())
     daemon = stack.enter_context(DaemonProcess(tmp_path, "n0"))
     before = bytes_read(daemon.process.pid)
     answers = pool.run(
