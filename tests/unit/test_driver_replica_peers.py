@@ -8,8 +8,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale_common.job.rank_layout import RankLayout
-from megascale_driver.placement.replicas import DOMAINS, Member, choose_peers, shared_groups
+from megascale_common.job.rank_layout import AXES, RankLayout
+from megascale_driver.placement.replicas import DOMAINS, Member, choose_peers
 
 SIZES = st.sampled_from([1, 2, 3, 4])
 
@@ -30,6 +30,14 @@ def attempts(draw: st.DrawFn) -> tuple[list[Member], RankLayout]:
         members.append(Member(f"n{len(members)}", ranks, labels))
         first += count
     return members, layout
+
+
+def shared_groups(one: Member, other: Member, layout: RankLayout) -> int:
+    """In how many parallel groups of several ranks both nodes have one."""
+    groups = [set(group) for axis in AXES for group in layout.groups((axis,)) if len(group) > 1]
+    return sum(
+        not group.isdisjoint(one.ranks) and not group.isdisjoint(other.ranks) for group in groups
+    )
 
 
 @given(attempts())

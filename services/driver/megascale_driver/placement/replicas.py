@@ -60,11 +60,6 @@ def choose_peers(members: Sequence[Member], layout: RankLayout) -> dict[str, str
     return {members[node].name: members[peer].name for node, peer in enumerate(chosen)}
 
 
-def shared_groups(one: Member, other: Member, layout: RankLayout) -> int:
-    """In how many parallel groups (of tp, cp, dp and pp) both nodes have a rank."""
-    return len(_groups(one, layout) & _groups(other, layout))
-
-
 def _groups(member: Member, layout: RankLayout) -> frozenset[Group]:
     """The groups of its ranks that have other ranks in them, each named by axis and first rank."""
     axes = [axis for axis in AXES if layout.size(axis) > 1]
