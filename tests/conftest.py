@@ -20,6 +20,7 @@ LANES = {
         "chaos/test_control_plane_loss.py",
         "chaos/test_demo.py",
         "chaos/test_last_checkpoint.py",
+        "chaos/test_replicas.py",
         "integration/test_bad_inputs.py",
         "integration/test_cli.py",
         "integration/test_cli_nodes.py",

@@ -10,15 +10,11 @@ from tests.harness.desk import POLICY, Desk
 from tests.harness.simulated_cluster import demo_job
 
 from megascale_common.job.restore import RestorePlan, RestoreSource
+from megascale_driver.core.checkpoint_progress import Progress
 from megascale_driver.core.conditions import CheckpointFailure, ConditionType
 from megascale_driver.core.events import AttemptOpened, JobSubmitted, LeaderStarted
 from megascale_driver.core.explain import explain
-from megascale_driver.core.state import (
-    AttemptPhase,
-    Job,
-    JobPhase,
-    Progress,
-)
+from megascale_driver.core.state import AttemptPhase, Job, JobPhase
 from megascale_driver.journal import codec
 
 STEPS = 400

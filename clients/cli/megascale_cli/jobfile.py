@@ -151,8 +151,17 @@ def _lines(facts: dict[str, Any]) -> list[str]:
         in_memory = (
             f"; up to {size_text(staging)} of host memory a rank for staging" if staging else ""
         )
+        if staging:
+            in_memory += f", {_replicas(facts.get('replica_bytes_of_a_rank', 0))}"
         lines.append(f"checkpoint   {size_text(facts['checkpoint_bytes'])}{in_memory}")
     return lines
+
+
+def _replicas(size_bytes: int) -> str:
+    """What replicas cost, or what is lost without them."""
+    if size_bytes:
+        return f"{size_text(size_bytes)} of it for replicas of another node"
+    return "none of it for replicas: after the loss of a node the job restores from storage"
 
 
 def _memory(stage: int, need: dict[str, int]) -> str:

@@ -225,6 +225,8 @@ def job_lines(job: Job) -> list[str]:
         f"evicted {', '.join(job.evicted_nodes) or 'none'}",
         _checkpoint_text(job),
     ]
+    if job.spec.checkpoint.replicas:
+        lines.append(_replica_text(job))
     if job.restored_step:
         source = short(job.restore_source)
         lines.append(f"restored from step {job.restored_step} ({source})")
@@ -233,6 +235,13 @@ def job_lines(job: Job) -> list[str]:
     if job.HasField("goodput"):
         lines.append(_goodput_text(job.goodput))
     return lines
+
+
+def _replica_text(job: Job) -> str:
+    """How far the copies on other nodes are, and why one is missing."""
+    newest = f"step {job.replicated_step}" if job.replicated_step else "none yet"
+    problem = f"; [bold red]{escape(job.replica_problem)}[/bold red]" if job.replica_problem else ""
+    return f"newest replicas on other nodes: {newest}{problem}"
 
 
 def _checkpoint_text(job: Job) -> str:

@@ -226,6 +226,8 @@ class Job(View, of=driver_pb2.Job):
     profile: Profile
     conditions: Sequence[JobCondition]
     goodput: driver_pb2.Goodput
+    replicated_step: int
+    replica_problem: str
     committed_at: timestamp_pb2.Timestamp
 
 

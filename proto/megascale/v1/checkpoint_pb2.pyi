@@ -48,7 +48,9 @@ class OpenAttemptRequest(google.protobuf.message.Message):
     world_size: builtins.int
     """Number of ranks of the attempt."""
     sealed_step: builtins.int
-    """Newest step that all ranks hold sealed in staging memory under one attempt and layout; 0: none."""
+    """Newest step that all ranks hold sealed in staging memory, or a peer for them, under one attempt
+    and layout; 0: none.
+    """
     sealed_by_attempt: builtins.int
     """Attempt that sealed sealed_step."""
     load_uri: builtins.str
@@ -222,6 +224,9 @@ class WatchProgressResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     JOBS_FIELD_NUMBER: builtins.int
+    REPLICA_ENDPOINT_FIELD_NUMBER: builtins.int
+    replica_endpoint: builtins.str
+    """Address (host:port) of the daemon's replica server."""
     @property
     def jobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[megascale.v1.link_pb2.CheckpointProgress]:
         """All jobs of this node, by name."""
@@ -230,8 +235,9 @@ class WatchProgressResponse(google.protobuf.message.Message):
         self,
         *,
         jobs: collections.abc.Iterable[megascale.v1.link_pb2.CheckpointProgress] | None = ...,
+        replica_endpoint: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["jobs", b"jobs"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["jobs", b"jobs", "replica_endpoint", b"replica_endpoint"]) -> None: ...
 
 Global___WatchProgressResponse: typing_extensions.TypeAlias = WatchProgressResponse
 

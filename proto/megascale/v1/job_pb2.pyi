@@ -1025,6 +1025,8 @@ class CheckpointSpec(google.protobuf.message.Message):
     MAX_WRITE_MIB_PER_S_FIELD_NUMBER: builtins.int
     SNAPSHOT_INTERVAL_STEPS_FIELD_NUMBER: builtins.int
     VERIFY_D2H_FIELD_NUMBER: builtins.int
+    REPLICAS_FIELD_NUMBER: builtins.int
+    MAX_REPLICATE_MIB_PER_S_FIELD_NUMBER: builtins.int
     uri: builtins.str
     """Where the job's checkpoints are: an absolute path, file:///path, s3://bucket/prefix,
     hdfs://host:port/path, or a scheme that a package on the nodes adds; empty: none.
@@ -1069,6 +1071,12 @@ class CheckpointSpec(google.protobuf.message.Message):
     """Share of a snapshot's bytes, 0 to 1, that is compared with the device's after the copy to the
     host, other ones each time; a snapshot that differs is not kept. Default 0.01.
     """
+    replicas: builtins.int
+    """Copies of each snapshot in the memory of another node, 0 or 1; default 0. With 1 the loss of a
+    node costs no read from storage; each node keeps two more slots for each rank of another.
+    """
+    max_replicate_mib_per_s: builtins.float
+    """Most MiB per second that a node sends to the node with its replicas, 1 or more; 0: no limit."""
     def __init__(
         self,
         *,
@@ -1084,9 +1092,11 @@ class CheckpointSpec(google.protobuf.message.Message):
         max_write_mib_per_s: builtins.float = ...,
         snapshot_interval_steps: builtins.int = ...,
         verify_d2h: builtins.float | None = ...,
+        replicas: builtins.int = ...,
+        max_replicate_mib_per_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_final_timeout_s", b"_final_timeout_s", "_require_final", b"_require_final", "_slots", b"_slots", "_verify_d2h", b"_verify_d2h", "final_timeout_s", b"final_timeout_s", "require_final", b"require_final", "slots", b"slots", "verify_d2h", b"verify_d2h"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_final_timeout_s", b"_final_timeout_s", "_require_final", b"_require_final", "_slots", b"_slots", "_verify_d2h", b"_verify_d2h", "final_timeout_s", b"final_timeout_s", "interval_steps", b"interval_steps", "keep_every_hours", b"keep_every_hours", "keep_every_steps", b"keep_every_steps", "keep_latest", b"keep_latest", "load_uri", b"load_uri", "max_write_mib_per_s", b"max_write_mib_per_s", "require_final", b"require_final", "slots", b"slots", "snapshot_interval_steps", b"snapshot_interval_steps", "uri", b"uri", "verify_d2h", b"verify_d2h"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_final_timeout_s", b"_final_timeout_s", "_require_final", b"_require_final", "_slots", b"_slots", "_verify_d2h", b"_verify_d2h", "final_timeout_s", b"final_timeout_s", "interval_steps", b"interval_steps", "keep_every_hours", b"keep_every_hours", "keep_every_steps", b"keep_every_steps", "keep_latest", b"keep_latest", "load_uri", b"load_uri", "max_replicate_mib_per_s", b"max_replicate_mib_per_s", "max_write_mib_per_s", b"max_write_mib_per_s", "replicas", b"replicas", "require_final", b"require_final", "slots", b"slots", "snapshot_interval_steps", b"snapshot_interval_steps", "uri", b"uri", "verify_d2h", b"verify_d2h"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_final_timeout_s", b"_final_timeout_s"]) -> typing.Literal["final_timeout_s"] | None: ...
     @typing.overload

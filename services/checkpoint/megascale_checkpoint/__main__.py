@@ -22,6 +22,7 @@ from megascale_checkpoint.concurrency import Pools
 from megascale_checkpoint.jobs import Jobs
 from megascale_checkpoint.local_server import LocalServer
 from megascale_checkpoint.metrics import CheckpointMetrics
+from megascale_checkpoint.replicas.node_replicas import NodeReplicas
 from megascale_checkpoint.service import SERVICE, CheckpointService
 from megascale_checkpoint.staging import StagingFolder, default_base
 from megascale_common.job.names import is_dns_label
@@ -33,6 +34,7 @@ from megascale_common.service.server import RpcServer
 from megascale_common.service.start import ends_with_a_sentence, read_token, write_address
 
 DRAIN_S = 3.0
+REPLICA_HOST = "127.0.0.1"
 log = logs.get("main")
 
 
@@ -69,8 +71,10 @@ async def _serve(options: argparse.Namespace, token: str, staging: StagingFolder
         loop.add_signal_handler(number, stopping.set)
     pools, committers = Pools(), CommitterClient(token)
     jobs = Jobs(staging, pools, committers)
+    replicas = jobs.replicas = NodeReplicas(jobs, staging, pools, token)
+    replicas.start(REPLICA_HOST, options.address_file.with_suffix(".replicas"))
     server, committer = RpcServer(token), Committer(jobs.registration)
-    service = CheckpointService(jobs, committer)
+    service = CheckpointService(jobs, committer, replicas.endpoint)
     checkpoint_pb2_grpc.add_CheckpointServiceServicer_to_server(service, server.server)
     try:
         local = LocalServer(options.socket, jobs)
@@ -79,7 +83,7 @@ async def _serve(options: argparse.Namespace, token: str, staging: StagingFolder
             f"--socket: {options.socket} cannot be used ({error.strerror or error}): "
             "give a short path in a folder that exists and that you may write to"
         ) from None
-    metrics = MetricsServer(registry_of("checkpoint", CheckpointMetrics(jobs, staging)))
+    metrics = MetricsServer(registry_of("checkpoint", CheckpointMetrics(jobs, staging, replicas)))
     try:
         if options.metrics_bind:
             await metrics.start(options.metrics_bind, options.metrics_address_file)
@@ -96,6 +100,7 @@ async def _serve(options: argparse.Namespace, token: str, staging: StagingFolder
         # reports wait for.
         return await jobs.close(DRAIN_S)
     finally:
+        await replicas.close()
         await local.close()
         await server.stop()
         await metrics.stop()

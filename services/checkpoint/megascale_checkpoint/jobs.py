@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from megascale.v1 import link_pb2
 from megascale_checkpoint.committer_client import CommitterClient
 from megascale_checkpoint.concurrency import Pools, Signal, in_pool
+from megascale_checkpoint.rank_restore import ReplicaReader
 from megascale_checkpoint.rank_snapshots import Owner, RankSnapshots
 from megascale_checkpoint.registration import RegisteredRank
 from megascale_checkpoint.staging import StagingFolder
@@ -156,6 +158,16 @@ class JobCheckpoints:
         return message
 
 
+class Replicas(ReplicaReader, Protocol):
+    """The replicas of this node (:mod:`megascale_checkpoint.replicas.node_replicas`)."""
+
+    def report(self, message: link_pb2.CheckpointProgress) -> None:
+        """Add the replicas of a job to its progress."""
+
+    async def retire(self) -> None:
+        """Free the replicas of jobs that have no slots here any more."""
+
+
 class Jobs:
     """All jobs of the node. ``changed`` fires on every change that WatchProgress shows."""
 
@@ -163,6 +175,7 @@ class Jobs:
         self.changed = Signal()
         self._staging, self._pools, self._committer = staging, pools, committer
         self._jobs: dict[str, JobCheckpoints] = {}
+        self.replicas: Replicas | None = None
         self._job_pools: dict[str, Pools] = {}
         self._registering: dict[tuple[str, int], asyncio.Lock] = defaultdict(asyncio.Lock)
 
@@ -193,7 +206,11 @@ class Jobs:
 
     def progress(self) -> list[link_pb2.CheckpointProgress]:
         """Progress of every job, by name."""
-        return [self._jobs[name].progress() for name in sorted(self._jobs)]
+        messages = [self._jobs[name].progress() for name in sorted(self._jobs)]
+        if self.replicas is not None:
+            for message in messages:
+                self.replicas.report(message)
+        return messages
 
     async def register(self, registration: RegisteredRank, owner: Owner) -> RankSnapshots:
         """The snapshots of a rank, owned by the worker's connection ``owner`` from now on.
@@ -213,6 +230,8 @@ class Jobs:
             for other in job.ranks.values():
                 other.supersede(registration.attempt)
         await self._free_idle(registration.job)
+        if self.replicas is not None:
+            await self.replicas.retire()
         # Two connections of one rank may register at the same time, an old worker's and its
         # successor's: slots are allocated, or taken over, by one of them at a time.
         async with self._registering[registration.job, registration.rank]:
@@ -227,6 +246,7 @@ class Jobs:
                 )
                 self._log_loss_bound(registration, len(snapshots.memories))
                 job.ranks[registration.rank] = snapshots
+            snapshots.restores.replicas = self.replicas
             snapshots.take_over(registration, owner)
         self.changed.notify()
         return snapshots

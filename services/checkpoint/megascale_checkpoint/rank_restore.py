@@ -16,16 +16,23 @@ from megascale_checkpoint import restore
 from megascale_checkpoint.checksums import verify_image
 from megascale_checkpoint.concurrency import Cancellation, Pools, Signal, in_pool
 from megascale_checkpoint.registration import RegisteredRank
+from megascale_checkpoint.replicas.protocol import SealedState, StateKey
 from megascale_checkpoint.slots import Slot, SlotPhase, SlotSeal, SlotTable
 from megascale_checkpoint.staging import SlotMemory
 from megascale_checkpoint.stored_checkpoint import StoredCheckpoint
 from megascale_common.job.restore import RestorePlan, RestoreSource
-from megascale_common.service.errors import DamagedError, NotReadyError, RequestError
+from megascale_common.service.errors import (
+    DamagedError,
+    NotReadyError,
+    RequestError,
+    ServiceError,
+)
 from megascale_common.sizes.piece_runs import Runs
 from megascale_common.sizes.read_rounds import Read
 
 T = TypeVar("T")
 SLOT_WAIT_S = 30.0  # what persists for the attempt before has been asked to stop
+PEER = "peer"  # as a source of restores in metrics; to its rank the state is memory then
 READERS = 4  # threads that fill one window
 
 
@@ -39,6 +46,15 @@ class RestoreListener(Protocol):
 
     def note_damaged(self, rank: int, attempt: int, step: int, problem: str) -> None:
         """A sealed slot is not what was sealed, and has been discarded."""
+
+
+class ReplicaReader(Protocol):
+    """Reads the replica of a state from the node that keeps it."""
+
+    async def fetch(
+        self, given: RegisteredRank, key: StateKey, image: memoryview, cancelled: Cancellation
+    ) -> SealedState:
+        """Fill ``image``, and verify it; raises ServiceError where that is not possible."""
 
 
 class RankSlots(Protocol):
@@ -92,6 +108,7 @@ class RankRestores:
     def __init__(self, slots: RankSlots, listener: RestoreListener, pools: Pools) -> None:
         self._slots, self._listener, self._pools = slots, listener, pools
         self._running: dict[asyncio.Task[Any], Cancellation] = {}
+        self.replicas: ReplicaReader | None = None
 
     @property
     def in_progress(self) -> bool:
@@ -127,7 +144,8 @@ class RankRestores:
         A damaged slot is discarded and reported.
         """
         began_s = time.monotonic()
-        found = await self._shielded(self._from_memory(plan), Cancellation(), _slot_of)
+        cancelled = Cancellation()
+        found = await self._shielded(self._from_memory(plan, cancelled), cancelled, _slot_of)
         if isinstance(found, Restoration):
             self._listener.note_restored(found.source, time.monotonic() - began_s, 0)
         return found
@@ -225,7 +243,7 @@ class RankRestores:
             self._slots.release(slot)
 
     async def _restore(self, plan: RestorePlan, cancelled: Cancellation) -> Restoration:
-        found = await self._from_memory(plan)
+        found = await self._from_memory(plan, cancelled)
         if isinstance(found, Restoration):
             return found
         if plan.manifest_uri:
@@ -234,14 +252,19 @@ class RankRestores:
             raise found.damage
         raise RequestError(found.text)
 
-    async def _from_memory(self, plan: RestorePlan) -> Restoration | MemoryProblem:
+    async def _from_memory(
+        self, plan: RestorePlan, cancelled: Cancellation
+    ) -> Restoration | MemoryProblem:
         await self._slots.sealed()
         given = self._slots.registration
-        slot = self._find(plan)
+        slot, no_replica = self._find(plan), ""
+        if slot is None and self.replicas is not None and given.replica_source:
+            no_replica = await self._fetch_replica(self.replicas, plan, cancelled)
+            slot = self._find(plan)
         if slot is None or slot.seal is None:
             return MemoryProblem(
                 f"step {plan.step} of attempt {plan.written_by_attempt} is not sealed here in this "
-                "layout"
+                f"layout{no_replica}"
             )
         try:
             found = await self._restore_from_memory(slot, slot.seal)
@@ -252,6 +275,28 @@ class RankRestores:
             self._slots.table.discard(slot.index)
             self._listener.note_damaged(given.rank, plan.written_by_attempt, plan.step, str(error))
             return MemoryProblem(str(error), error)
+
+    async def _fetch_replica(
+        self, replicas: ReplicaReader, plan: RestorePlan, cancelled: Cancellation
+    ) -> str:
+        """Bring the replica of a lost node's rank into a slot, sealed; returns why that failed."""
+        given, began_s = self._slots.registration, time.monotonic()
+        key = StateKey(given.job, given.rank, plan.written_by_attempt, plan.step, given.digest)
+        try:
+            index = await self._take_slot()
+            try:
+                image = self._slots.memories[index].view
+                state = await replicas.fetch(given, key, image, cancelled)
+            except BaseException:
+                self._slots.table.release(index)
+                raise
+        except (ServiceError, OSError) as error:
+            return f", and its replica cannot be read: {error}"
+        checksums = tuple(piece.checksum for piece in state.pieces)
+        seal = SlotSeal(key.attempt, key.step, key.layout_digest, checksums, state.small_state)
+        self._slots.table.finish_fetch(index, seal)
+        self._listener.note_restored(PEER, time.monotonic() - began_s, state.size_bytes)
+        return ""
 
     def _find(self, plan: RestorePlan) -> Slot | None:
         """The slot with the planned state, as its attempt sealed it or a later one adopted it."""

@@ -46,6 +46,9 @@ class RegisteredRank:
         in_flight: how many snapshots may be reserved, copied or unsettled at once.
         layout: what the rank's slots hold.
         digest: the layout's digest.
+        replica_target: host:port of the node that keeps this rank's replicas; empty: none.
+        replica_source: host:port of the node whose replica of this rank is restored; empty: none.
+        replica_bytes_per_s: what all ranks of the node together may send to peers; 0: no limit.
         layout_info: the sizes of tp, cp, dp and pp, for the manifest.
         max_write_mib_per_s: most that the job's ranks of this node write to storage; 0: no limit.
     """
@@ -62,6 +65,9 @@ class RegisteredRank:
     layout_info: dict[str, int]
     in_flight: int = 1
     max_write_mib_per_s: float = 0.0
+    replica_target: str = ""
+    replica_source: str = ""
+    replica_bytes_per_s: int = 0
 
 
 class RegistrationFrames:
@@ -132,9 +138,25 @@ def parse(message: Mapping[str, Any]) -> RegisteredRank:
         max_write_mib_per_s=field(
             {"max_write_mib_per_s": 0.0, **message}, "max_write_mib_per_s", float
         ),
+        **_replicas(message.get("replicas", {"target": "", "source": "", "bytes_per_s": 0})),
     )
     _check(registration)
     return registration
+
+
+def _replicas(orders: object) -> dict[str, Any]:
+    if isinstance(orders, dict):
+        target, source, rate = (orders.get(name) for name in ("target", "source", "bytes_per_s"))
+        if isinstance(target, str) and isinstance(source, str) and type(rate) is int and rate >= 0:
+            return {
+                "replica_target": target,
+                "replica_source": source,
+                "replica_bytes_per_s": rate,
+            }
+    raise RequestError(
+        f"register.replicas is {orders!r}; give target and source (host:port or empty) and "
+        "bytes_per_s of 0 or more"
+    )
 
 
 def _layout(values: dict[str, Any]) -> ShardLayout:

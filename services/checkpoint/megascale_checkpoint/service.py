@@ -37,8 +37,9 @@ _NO_FOLDER = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.E
 class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
     """The calls of proto/megascale/v1/checkpoint.proto."""
 
-    def __init__(self, jobs: Jobs, committer: Committer) -> None:
+    def __init__(self, jobs: Jobs, committer: Committer, replica_endpoint: str = "") -> None:
         self._jobs, self._committer = jobs, committer
+        self._replica_endpoint = replica_endpoint
 
     @answers
     async def OpenAttempt(
@@ -92,7 +93,9 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
         while True:
             # Taken before the state is read: the send awaits, and a change during it must wake us.
             changed = self._jobs.changed.next()
-            response = checkpoint_pb2.WatchProgressResponse(jobs=self._jobs.progress())
+            response = checkpoint_pb2.WatchProgressResponse(
+                jobs=self._jobs.progress(), replica_endpoint=self._replica_endpoint
+            )
             if response != sent:
                 yield response
                 sent = response

@@ -4,6 +4,7 @@
       ▲                  │ release, lost connection                      │ discard
       └──────────────────┴───────────────────────────────────────────────┘
     free ──take_for_restore──▶ restoring ──release──▶ free
+    restoring ──finish_fetch──▶ sealed
     sealed by attempt n ──adopt──▶ queued for storage by attempt n + 1, which restored it
 
 A sealed slot is kept for restores from memory until a newer one replaces it. Three rules make that
@@ -157,6 +158,12 @@ class SlotTable:
         assert slot.phase is SlotPhase.SEALING
         slot.phase, slot.seal = SlotPhase.SEALED, seal
         slot.pending, slot.persist = slot.persist, False
+
+    def finish_fetch(self, index: int, seal: SlotSeal) -> None:
+        """A slot that was taken for a restore holds a state of a peer: it counts as sealed here."""
+        slot = self.at(index)
+        assert slot.phase is SlotPhase.RESTORING
+        slot.phase, slot.step, slot.seal = SlotPhase.SEALED, seal.step, seal
 
     def sealing(self, step: int) -> bool:
         """Whether the checksums of ``step`` are being computed."""

@@ -31,6 +31,7 @@ from megascale_common.node.messages import (
     Pieces,
     Register,
     Registered,
+    ReplicaOrders,
 )
 from megascale_common.sizes.checkpoint_layout import ShardLayout
 
@@ -53,7 +54,7 @@ class RankRegistration:
 
     ``sizes`` are those of the parallel axes, for the manifest. ``in_flight`` is the number of
     snapshots that are reserved, copied or unsettled at the same time: with short intervals the next
-    ones begin before the first is sealed.
+    ones begin before the first is sealed. ``replicas`` goes to the daemon as it is.
     """
 
     job: str
@@ -66,6 +67,7 @@ class RankRegistration:
     sizes: Mapping[str, int]
     in_flight: int = 1
     max_write_mib_per_s: float = 0.0
+    replicas: ReplicaOrders | None = None
 
 
 class DaemonLink:
@@ -328,7 +330,7 @@ def registration_frames(who: RankRegistration, layout: ShardLayout) -> Iterator[
     """A Register, and the Pieces messages that follow it: a large layout needs several frames."""
     pieces = [asdict(piece) for piece in layout.pieces]
     first, rest = pieces[:PIECES_IN_A_FRAME], pieces[PIECES_IN_A_FRAME:]
-    yield Register(
+    register = Register(
         kind="register",
         version=framing.PROTOCOL_VERSION,
         job=who.job,
@@ -344,6 +346,9 @@ def registration_frames(who: RankRegistration, layout: ShardLayout) -> Iterator[
         further_pieces=len(rest),
         layout_info=dict(who.sizes),
     )
+    if who.replicas is not None:
+        register["replicas"] = who.replicas
+    yield register
     for start in range(0, len(rest), PIECES_IN_A_FRAME):
         yield Pieces(kind="pieces", pieces=rest[start : start + PIECES_IN_A_FRAME])
 

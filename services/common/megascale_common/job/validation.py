@@ -27,6 +27,7 @@ _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/|$)")  # S3's own rule
 _MAX_SOURCES = 1024
 _MAX_OPTIONS, _MAX_OPTION_NAME = 64, 63
 _MAX_COLLECTIVE_TIMEOUT_S = 86_400
+_MAX_REPLICATE_MIB_PER_S = 1e6
 _MAX_FINAL_TIMEOUT_S = 3600
 _MIN_HOURS, _MAX_HOURS = 0.02, 24 * 366
 _MAX_MIB_PER_S = 2**20  # a TiB per second
@@ -235,6 +236,28 @@ def _evaluation(config: JobConfig) -> Iterator[JobProblem]:
         )
 
 
+def _replicas(checkpoint: CheckpointConfig) -> Iterator[JobProblem]:
+    if checkpoint.replicas not in (0, 1):
+        yield JobProblem(
+            "checkpoint.replicas",
+            f"{checkpoint.replicas} is out of range",
+            "give 1 for a copy of each snapshot on another node, or 0 for none",
+        )
+    elif checkpoint.replicas and not checkpoint.uri:
+        yield JobProblem(
+            "checkpoint.uri",
+            "empty although checkpoint.replicas is set",
+            "give a folder that all nodes share",
+        )
+    rate = checkpoint.max_replicate_mib_per_s
+    if rate != 0 and not 1 <= rate <= _MAX_REPLICATE_MIB_PER_S:
+        yield JobProblem(
+            "checkpoint.max_replicate_mib_per_s",
+            f"{rate} is out of range",
+            f"give 1 to {_MAX_REPLICATE_MIB_PER_S:g} MiB per second, or 0 for no limit",
+        )
+
+
 def _checkpoint(config: JobConfig) -> Iterator[JobProblem]:
     checkpoint = config.checkpoint
     if checkpoint.interval_steps < 0:
@@ -282,6 +305,7 @@ def _checkpoint(config: JobConfig) -> Iterator[JobProblem]:
             "is checkpoint.uri itself",
             "give another job's folder: a job resumes from its own without load_uri",
         )
+    yield from _replicas(checkpoint)
     if not 0 <= checkpoint.verify_d2h <= 1:
         yield JobProblem(
             "checkpoint.verify_d2h",

@@ -77,6 +77,18 @@ class Exited(TypedDict):
     peak_bytes: NotRequired[int]
 
 
+class ReplicaOrders(TypedDict):
+    """Where the replicas of one rank go and come from: host:port of peers' replica servers.
+
+    ``target`` keeps the rank's snapshots from now on, ``source`` has the one that it restores; ""
+    is none. All ranks of a node together send at most ``bytes_per_s``; 0 is no limit.
+    """
+
+    target: str
+    source: str
+    bytes_per_s: int
+
+
 class Assignment(TypedDict):
     """Agent to worker: all that a rank needs.
 
@@ -103,6 +115,7 @@ class Assignment(TypedDict):
     reader: int
     checkpoint_socket: str
     committer_endpoint: str
+    replicas: ReplicaOrders
     restore: dict[str, Any]
     reports: bool
     run_folder: str
@@ -232,6 +245,7 @@ class Register(TypedDict):
     slots: int
     in_flight: NotRequired[int]
     max_write_mib_per_s: NotRequired[float]
+    replicas: NotRequired[ReplicaOrders]
     layout: dict[str, Any]
     further_pieces: NotRequired[int]
     layout_info: dict[str, int]

@@ -9,6 +9,9 @@ from megascale_common.job.config import CheckpointConfig
 
 # Beside those in flight: the newest sealed one, and the one that is being persisted.
 KEPT_SLOTS, LEAST_SLOTS, MOST_SLOTS = 2, 2, 8
+# At another node, for each rank of a job with checkpoint.replicas: a whole replica stands while the
+# next one arrives.
+REPLICA_SLOTS = 2
 
 
 def snapshots_in_flight(interval_steps: int) -> int:
@@ -24,3 +27,8 @@ def wanted_slots(checkpoint: CheckpointConfig) -> int:
     if not checkpoint.uri:
         return 0
     return checkpoint.slots or snapshots_in_flight(checkpoint.memory_interval_steps) + KEPT_SLOTS
+
+
+def wanted_replica_slots(checkpoint: CheckpointConfig) -> int:
+    """Slots that another node keeps for the replicas of a rank of this job."""
+    return REPLICA_SLOTS if checkpoint.uri and checkpoint.replicas else 0

@@ -8,16 +8,12 @@ not saved, and one for each power of ten of skipped snapshots.
 from __future__ import annotations
 
 from megascale_common.job.restore import RestorePlan, RestoreSource
+from megascale_driver.core import replicas
+from megascale_driver.core.checkpoint_progress import Progress
 from megascale_driver.core.conditions import CheckpointFailure, Condition, ConditionType
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import Evidence
-from megascale_driver.core.state import (
-    Job,
-    JobPhase,
-    Node,
-    Progress,
-    Report,
-)
+from megascale_driver.core.state import Job, JobPhase, Node, Report
 
 MAX_CAUSE = 500  # characters of an error that a reason repeats
 # Failed steps in a row that have a line each; from then on one for each power of ten.
@@ -94,6 +90,7 @@ def report(draft: Draft, node: Node, after: Report) -> None:
             continue
         _damaged(draft, node.name, job, progress)
         _failed(draft, node.name, draft.jobs[job.name], progress)
+        replicas.report(draft, node.name, draft.jobs[job.name], progress)
         if before is not None:
             old = next((item for item in before.progress if item.job == job.name), None)
             _skipped(draft, node.name, draft.jobs[job.name], old, progress)
@@ -223,7 +220,7 @@ def _daemon_restarted(draft: Draft, node: str, after: Report) -> None:
     draft.log(
         "CHECKPOINT_DAEMON_RESTARTED",
         f"the checkpoint daemon of node {node} ended with status {after.daemon_exit_status} and "
-        "was restarted; the snapshots in its memory are lost",
+        "was restarted; the snapshots and replicas in its memory are lost",
         subject=f"nodes/{node}", job=job.name if job is not None else "", actor=f"nodes/{node}",
         attempt=job.attempt if job is not None else 0,
         outcome="training continues; the next snapshot is taken as usual" if job else "",

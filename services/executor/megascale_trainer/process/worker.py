@@ -210,6 +210,7 @@ class _Worker:
             },
             in_flight=snapshots_in_flight(self._config.checkpoint.memory_interval_steps),
             max_write_mib_per_s=self._config.checkpoint.max_write_mib_per_s,
+            replicas=who["replicas"],
         )
         timeout_s = self._config.recovery.collective_timeout_s
         return Snapshotter(
