@@ -272,15 +272,19 @@ def test_a_row_is_measured_beside_its_bar(tmp_path: Path, monkeypatch: pytest.Mo
         assert lines[side]["overlap"] == (["tp"] if side == "overlapped" else [])
 
 
-def test_saves_beside_torchs_own_have_all_figures_and_restore_what_was_saved() -> None:
+@pytest.mark.parametrize(
+    "legs",
+    ["megascale", pytest.param("megascale,dcp-async,dcp-staged", marks=pytest.mark.slow)],
+)
+def test_saves_beside_torchs_own_have_all_figures_and_restore_what_was_saved(legs: str) -> None:
     script = REPOSITORY / "benchmarks" / "checkpoint_dcp.py"
-    options = ["--mib", "12", "--saves", "2", "--pairs", "1", "--work-s", "0.05"]
+    options = ["--mib", "12", "--saves", "2", "--pairs", "1", "--work-s", "0.05", "--legs", legs]
     done = subprocess.run(
         [sys.executable, str(script), *options], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
-    assert set(result["legs"]) == {"megascale", "dcp-async", "dcp-staged"}
+    assert set(result["legs"]) == set(legs.split(","))
     for leg, figures in result["legs"].items():
         assert figures["wrong_values"] == [0, 0, 0]
         assert figures["written_per_state"][1] == pytest.approx(1.0, abs=0.01), leg
