@@ -63,7 +63,7 @@ test: $(READY) $(KERNELS_READY) ## run the tests (about 10 minutes on 2 cores)
 crash: $(READY) ## crash the checkpoint daemon at every write, sync, message (CASES=200 SEED=0): nothing lost, nothing silent
 	@$(PY) -m tests.crash --cases $(CASES) --seed $(SEED)
 
-test-slow: $(READY) $(KERNELS_READY) ## run the tests that `make test` leaves out: benchmarks, one sabotage, further kernels
+test-slow: $(READY) $(KERNELS_READY) ## run the tests that `make test` leaves out: benchmarks, two sabotages of the demo, further kernels, layouts and crashes
 	$(PY) -m pytest -m slow $(PYTEST_ARGS)
 
 test-export: $(READY) $(EXPORT_READY) ## run the tests that load exported models in transformers

@@ -22,12 +22,17 @@ from tests.crash.machine import (
     STALL,
     SYNCS,
 )
-from tests.crash.sabotage import SABOTAGES, end_not_confirmed, manifest_not_confirmed
+from tests.crash.sabotage import (
+    SABOTAGES,
+    create_overwrites,
+    end_not_confirmed,
+    manifest_not_confirmed,
+)
 
 CASES = 40
 # Sabotages are found within 100 cases; what else a case does may change, so there is room.
 MOST_CASES = 600
-RARE = (manifest_not_confirmed, end_not_confirmed)  # found after some hundreds
+RARE = (create_overwrites, manifest_not_confirmed, end_not_confirmed)  # after hundreds of cases
 
 
 def test_no_case_is_lost_or_silent(capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,6 +66,7 @@ async def run(
         return await client.get(name), records
 
 
+@pytest.mark.slow
 async def test_a_job_trains_on_from_a_model_that_was_exported_and_imported(tmp_path: Path) -> None:
     write_corpus(tmp_path / "corpus", random_documents(1, 100, 40, vocab_size=20))
     cluster, exported = tmp_path / "cluster", tmp_path / "exported"
