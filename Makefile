@@ -11,9 +11,9 @@ INSTALL ?= 1
 VENV ?= .venv
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
-# Many tests wait for a timeout of the services, so four processes keep two cores busy: one for
-# each lane (tests/conftest.py), one for all other tests.
-TEST_PROCESSES ?= 4
+# Many tests wait for a timeout of the services, so three processes keep two cores busy
+# (tests/conftest.py has the lanes of tests that start many processes).
+TEST_PROCESSES ?= 3
 # Of `make crash`: how many cases, and from which number they follow.
 CASES ?= 200
 SEED ?= 0

@@ -40,6 +40,13 @@ LANES = {
         "integration/test_jobs_that_cannot_run.py",
         "integration/test_load_from_another_job.py",
     ),
+    "agents": (
+        "integration/test_agent.py",
+        "integration/test_agent_diagnosis.py",
+        "integration/test_benchmarks.py",
+        "integration/test_fp8_benchmarks.py",
+        "integration/test_profile.py",
+    ),
     "ranks": (
         "integration/test_data_parallel_overlap.py",
         "integration/test_fp8_training.py",

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -52,6 +52,7 @@ def repaired(root: Path) -> list[commit_repair.Repair]:
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(1, 5), st.integers(0, 1 << 16))
+@example(5, 9)  # a blank of the last record, which no other record's hash covers
 def test_a_flipped_bit_anywhere_is_taken_back(
     tmp_path_factory: pytest.TempPathFactory, seq: int, bit: int
 ) -> None:
@@ -63,8 +64,6 @@ def test_a_flipped_bit_anywhere_is_taken_back(
     bit %= 8 * len(data)
     data[bit // 8] ^= 1 << bit % 8
     path.write_bytes(data)
-    if seq == 5 and not read(root).damaged:
-        return  # blank space of the last record: nothing follows that has its hash
     assert read(root).damaged
     assert [repair.restored for repair in repaired(root)] == [True]
     assert path.read_bytes() == whole

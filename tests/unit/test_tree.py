@@ -148,8 +148,8 @@ def test_every_module_of_a_room_imports_without_what_is_not_its(
 @pytest.mark.parametrize(
     ("lanes", "harness"),
     [
-        (("clusters", "more clusters"), ("chaos_cluster", "local_cluster")),
-        (("ranks",), ("agent_process", "ranks")),
+        (("clusters", "more clusters", "recoveries"), ("chaos_cluster", "local_cluster")),
+        (("ranks", "agents"), ("agent_process", "ranks")),
     ],
 )
 def test_tests_that_start_many_processes_run_in_a_lane(

@@ -83,6 +83,9 @@ def decode(data: bytes, seq: int, previous: str) -> Record:
     """
     path = path_of(seq)
     values = load_record(data, path)
+    # The next record has the hash of these bytes: another blank between two words counts as well.
+    if not is_as_written(data, values):
+        raise DamagedError(path, "its bytes are not those that were written")
     version = values.get("version")
     if not isinstance(version, int):
         raise DamagedError(path, "has no version")
@@ -101,6 +104,11 @@ def decode(data: bytes, seq: int, previous: str) -> Record:
     if version > 1 and values.get("previous") != previous:
         raise DamagedError(path, "does not follow the record before it: one of them was replaced")
     return Record(seq, values["kind"], values["attempt"], values)
+
+
+def is_as_written(data: bytes, values: Mapping[str, Any]) -> bool:
+    """Whether ``data`` is the one form in which ``values`` are written."""
+    return data == dump_record(values)
 
 
 @dataclass(slots=True)
