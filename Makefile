@@ -11,9 +11,12 @@ INSTALL ?= 1
 VENV ?= .venv
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
-# Many tests wait for a timeout of the services, so four processes keep two cores busy: one for
-# each lane (tests/conftest.py), one for all other tests.
-TEST_PROCESSES ?= 4
+# Many tests wait for a timeout of the services, so three processes keep two cores busy
+# (tests/conftest.py has the lanes of tests that start many processes).
+TEST_PROCESSES ?= 3
+# Of `make crash`: how many cases, and from which number they follow.
+CASES ?= 200
+SEED ?= 0
 
 ROOTS := proto services/common services/driver services/executor services/checkpoint kernels clients/python clients/cli
 # Every generator of a part of a page or module, such as docs.generate_api.
@@ -29,19 +32,23 @@ ifeq ($(INSTALL),0)
 PY := $(PYTHON)
 READY :=
 KERNELS_READY :=
+EXPORT_READY :=
 SITE_READY :=
 else
 PY := $(CURDIR)/$(VENV)/bin/python
 READY := $(VENV)/.ready
 KERNELS_READY := $(VENV)/.triton
+EXPORT_READY := $(VENV)/.export
 SITE_READY := $(VENV)/.site
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 endif
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check
 # promtool and prometheus, unpacked from the system's package
 TOOLS := $(CURDIR)/.tools/prometheus
+# the jars of an old Hadoop, in which the tests' HDFS runs
+HDFS_TOOLS := $(CURDIR)/.tools/hdfs
 
-.PHONY: help demo test test-slow test-gpu test-system system-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
+.PHONY: help demo test crash test-slow test-export test-gpu test-system test-s3 test-hdfs system-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
 .DEFAULT_GOAL := help
 
 help: ## show these verbs
@@ -53,8 +60,14 @@ demo: $(READY) ## run the main job: train, lose a node, recover, compare with th
 test: $(READY) $(KERNELS_READY) ## run the tests (about 10 minutes on 2 cores)
 	$(PY) -m pytest -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
 
-test-slow: $(READY) $(KERNELS_READY) ## run the tests that `make test` leaves out: benchmarks, one sabotage, further kernels
+crash: $(READY) ## crash the checkpoint daemon at every write, sync, message (CASES=200 SEED=0): nothing lost, nothing silent
+	@$(PY) -m tests.crash --cases $(CASES) --seed $(SEED)
+
+test-slow: $(READY) $(KERNELS_READY) ## run the tests that `make test` leaves out: benchmarks, two sabotages of the demo, further kernels, layouts and crashes
 	$(PY) -m pytest -m slow $(PYTEST_ARGS)
+
+test-export: $(READY) $(EXPORT_READY) ## run the tests that load exported models in transformers
+	$(PY) -m pytest -m export tests/export $(PYTEST_ARGS)
 
 test-gpu: $(READY) ## run the tests that need CUDA devices
 	$(PY) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
@@ -62,6 +75,12 @@ test-gpu: $(READY) ## run the tests that need CUDA devices
 test-system system-tools: export PATH := $(PATH):$(TOOLS)/usr/bin
 test-system: $(READY) system-tools ## run the tests of deploy/ that need promtool, a Prometheus or systemd-analyze
 	$(PY) -m pytest -m system -rs tests/system $(PYTEST_ARGS)
+
+test-s3: $(READY) ## run the contract of storages on an S3 server (also part of `make test`)
+	$(PY) -m pytest -m s3 -rs tests/integration/test_storage_contract.py $(PYTEST_ARGS)
+
+test-hdfs: $(READY) hdfs-tools ## run the contract of storages on a real HDFS (needs java)
+	$(PY) -m pytest -m hdfs -rs tests/integration/test_storage_contract.py $(PYTEST_ARGS)
 
 check: $(READY) proto-check docs-check dashboard-check ## style, types, layers, wire contract
 	$(PY) -m ruff check .
@@ -121,11 +140,15 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@echo "installing $(TORCH) and the pinned requirements into $(VENV) (about a minute)"
 	$(PIP) $(TORCH)
 	$(PIP) setuptools wheel
-	$(PIP) --constraint constraints.txt --editable '.[executor,checkpoint,plot,dev]'
+	$(PIP) --constraint constraints.txt --editable '.[executor,checkpoint,s3,hdfs,plot,dev]'
 	@touch $@
 
 $(VENV)/.triton: $(VENV)/.ready
 	@$(PY) -c 'import triton' 2>/dev/null || { echo "installing $(TRITON) for the kernels' tests"; $(PIP) $(TRITON); }
+	@touch $@
+
+$(VENV)/.export: $(VENV)/.ready
+	$(PIP) --constraint constraints.txt --editable '.[export]'
 	@touch $@
 
 $(VENV)/.site: $(VENV)/.ready
@@ -150,3 +173,24 @@ system-tools:
 	  && for package in *.deb; do dpkg-deb -x "$$package" . || exit 1; done; rm -rf ./*.deb apt; \
 	fi; \
 	command -v promtool >/dev/null || echo "no promtool: install your system's package; its tests are skipped" >&2
+
+# Hadoop 2.7.3 from pyspark's source archive (220 MB), whose jars of HDFS are complete, and what it
+# leaves out from Debian's packages, unpacked and not installed.
+HDFS_JARS := hadoop-annotations hadoop-auth hadoop-common hadoop-hdfs commons-cli commons-codec commons-collections \
+  commons-configuration commons-io commons-lang-2 commons-logging commons-net guava protobuf-java log4j slf4j-api slf4j-log4j12 \
+  jetty netty-all netty-3 htrace-core jackson-core-asl jackson-mapper-asl javax.servlet-api xercesImpl xmlenc leveldbjni gson
+HDFS_PACKAGES := libjersey1-core-java libjersey1-server-java libjersey1-servlet-java libjsr311-api-java libcommons-daemon-java libasm-java
+hdfs-tools: $(READY)
+	@if [ -d $(HDFS_TOOLS)/lib ]; then exit 0; fi; \
+	if [ $(INSTALL) = 1 ] && command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null; then \
+	  echo "fetching the jars of HDFS into $(HDFS_TOOLS) (220 MB)"; \
+	  rm -rf $(HDFS_TOOLS) && mkdir -p $(HDFS_TOOLS)/apt/lists/partial $(HDFS_TOOLS)/apt/archives/partial $(HDFS_TOOLS)/new && cd $(HDFS_TOOLS) \
+	  && $(PY) -m pip download --quiet --no-deps --no-binary :all: --no-build-isolation pyspark==2.4.8 \
+	  && tar -xzf pyspark-2.4.8.tar.gz --strip-components 3 --wildcards $(patsubst %,'pyspark-2.4.8/deps/jars/%*.jar',$(HDFS_JARS)) --one-top-level=new \
+	  && $(HDFS_APT) update && $(HDFS_APT) download $(HDFS_PACKAGES) \
+	  && for package in *.deb; do dpkg-deb -x "$$package" debian || exit 1; done \
+	  && cp debian/usr/share/java/*-[0-9]*.jar new && rm -rf ./*.deb ./*.tar.gz apt debian && mv new lib; \
+	fi; \
+	[ -d $(HDFS_TOOLS)/lib ] || echo "no jars of HDFS: its tests are skipped" >&2; \
+	command -v java >/dev/null || echo "no java: install your system's default-jre-headless; the tests of HDFS are skipped" >&2
+HDFS_APT := $(subst $(TOOLS),$(HDFS_TOOLS),$(APT))

@@ -176,6 +176,17 @@ def figures(arguments: argparse.Namespace, run: Recording, broken_at: float) -> 
     }
 
 
+def restores(folder: Path, run: Recording) -> list[str]:
+    """What each rank of the last attempt restored, from where, and what it waited for."""
+    logs = f"jobs/{run.job.name}/attempt-{run.job.attempt:06d}/rank-*.log"
+    lines = (
+        line
+        for log in sorted(folder.glob(f"nodes/*/{logs}"))
+        for line in log.read_text(errors="replace").splitlines()
+    )
+    return [line for line in lines if line.startswith("restored step ")]
+
+
 async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Start the cluster, train, and return the figures."""
     vocabulary = PRESETS[arguments.preset][3]
@@ -208,6 +219,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
         async with AsyncClient.from_run_folder(folder) as client:
             run, broken_at = await train(client, machine, arguments, "run", folder, arguments.fault)
             result = figures(arguments, run, broken_at)
+            result["restores"] = restores(folder, run)
             if arguments.twin:
                 twin, _ = await train(client, machine, arguments, "twin", folder, "none")
                 pairs = [(loss, twin.losses()[step]) for step, loss in run.losses().items()]

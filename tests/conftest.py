@@ -11,10 +11,9 @@ from hypothesis import settings
 settings.register_profile("megascale", deadline=None, print_blob=True)
 settings.load_profile("megascale")
 
-# Tests that start many processes run one after the other in lanes, so that no more clusters run at
-# once than a small machine has cores; all other files run beside them, one at a time. Each lane is
-# run by one process of pytest-xdist. Lanes take about the same time: on two idle cores 240 s for
-# each lane of clusters, 290 s for the ranks.
+# Tests that start many processes run one after the other in lanes, so that a small machine is not
+# asked to run too many clusters at once; all other files run beside them, one at a time. Each lane
+# is run by one process of pytest-xdist, and all take about the same time.
 LANES = {
     "clusters": (
         "chaos/test_control_plane_loss.py",
@@ -24,30 +23,38 @@ LANES = {
         "integration/test_cli.py",
         "integration/test_cli_nodes.py",
     ),
-    "more clusters": (
+    "recoveries": (
         "chaos/test_hang.py",
         "chaos/test_nothing_left.py",
         "chaos/test_recovery.py",
+        "chaos/test_replicas.py",
+        "integration/test_job_on_s3.py",
+        "integration/test_node_start.py",
+        "integration/test_up.py",
+    ),
+    "more clusters": (
         "chaos/test_waits.py",
+        "integration/test_export_and_import.py",
         "integration/test_first_hour.py",
         "integration/test_grpcurl.py",
         "integration/test_jobs_that_cannot_run.py",
         "integration/test_load_from_another_job.py",
-        "integration/test_up.py",
-        "integration/test_node_start.py",
     ),
-    "ranks": (
+    "agents": (
         "integration/test_agent.py",
         "integration/test_agent_diagnosis.py",
         "integration/test_benchmarks.py",
+        "integration/test_fp8_benchmarks.py",
+        "integration/test_profile.py",
+    ),
+    "ranks": (
         "integration/test_data_parallel_overlap.py",
         "integration/test_fp8_training.py",
-        "integration/test_profile.py",
         "integration/test_rank_pool.py",
         "integration/test_resharded_resume.py",
+        "integration/test_restore_sources.py",
         "integration/test_stalled_peer.py",
         "integration/test_tensor_overlap.py",
-        "integration/test_fp8_benchmarks.py",
         "integration/test_trainer_equality.py",
         "integration/test_trainer_step.py",
     ),

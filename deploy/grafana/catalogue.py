@@ -22,6 +22,8 @@ from megascale_checkpoint.committer_client import CommitterClient
 from megascale_checkpoint.concurrency import Pools
 from megascale_checkpoint.jobs import Jobs
 from megascale_checkpoint.metrics import CheckpointMetrics
+from megascale_checkpoint.replicas.node_replicas import NodeReplicas
+from megascale_checkpoint.replicas.sender import SentTotals
 from megascale_checkpoint.staging import StagingFolder
 from megascale_common.service.clock import SystemClock
 from megascale_common.service.metrics import registry_of
@@ -120,7 +122,9 @@ def checkpoint_registry() -> Iterator[CollectorRegistry]:
             jobs = Jobs(staging, pools, CommitterClient("token"))
             jobs.job("job").note_persisted(0.5, 100)
             jobs.job("job").note_restored("memory", 0.1, 0)
-            yield registry_of("checkpoint", CheckpointMetrics(jobs, staging))
+            replicas = NodeReplicas(jobs, staging, pools, "token")
+            replicas.sender.totals["job"] = SentTotals(1, 0.1, 100)
+            yield registry_of("checkpoint", CheckpointMetrics(jobs, staging, replicas))
         finally:
             pools.close()
             staging.remove()

@@ -6,6 +6,7 @@ would have to be replaced.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import resource
@@ -24,6 +25,7 @@ from tests.harness.waiting import eventually
 from megascale.v1 import driver_pb2, types_pb2
 from megascale_client import AsyncClient
 
+REPORTED_S = 2.0
 ENDLESS_STEPS = 100_000
 # Each fault must be detected faster than by the next slower mechanism, whose time this is
 # (megascale_driver.core.policy): a bound for any machine. Times of an idle one are in benchmarks/.
@@ -98,6 +100,71 @@ async def test_a_killed_worker_costs_no_bit_of_the_result(cluster: ChaosCluster)
     assert (other.goodput.faults, other.goodput.lost_steps) == (0, 0)
 
 
+async def test_with_a_snapshot_at_every_step_a_killed_worker_costs_a_few_steps(
+    cluster: ChaosCluster,
+) -> None:
+    steps = 120
+    async with cluster.client() as client:
+        spec = cluster.job("every-step", steps=steps, interval_steps=steps * 10)
+        spec.checkpoint.snapshot_interval_steps = 1
+        async with cluster.follow(client, spec) as run:
+            await run.until_step(40)
+            os.kill(cluster.worker_pids(run.job)[0], signal.SIGKILL)
+            job = await run.until_ended()
+    assert job.phase == types_pb2.JOB_PHASE_SUCCEEDED, run.story()
+    assert job.restore_source == types_pb2.RESTORE_SOURCE_MEMORY, run.story()
+    assert min(run.losses[2]) == job.restored_step + 1
+    repeated = {step: loss for step, loss in run.losses[1].items() if step > job.restored_step}
+    assert len(repeated) < 20, "no step of attempt 1 is persisted: all of this was in memory"
+    assert repeated.items() <= run.losses[2].items()
+    committed = [record.step for record in cluster.commit_log("every-step").commits()]
+    # What only memory held was adopted by attempt 2; then nothing was due before the last step.
+    assert set(committed) <= {job.restored_step, steps} and committed[0] == steps
+
+
+async def test_a_flipped_bit_in_memory_costs_neither_the_step_nor_an_attempt(
+    cluster: ChaosCluster,
+) -> None:
+    async with cluster.client() as client:
+        # Far apart: the snapshot that is damaged is the newest, and committed.
+        spec = cluster.job("flipped", steps=ENDLESS_STEPS, interval_steps=150)
+        async with cluster.follow(client, spec) as run:
+            await run.until_event("CHECKPOINT_COMMITTED")
+            flip_slots(cluster, run.job.nodes[1], rank=1)
+            os.kill(cluster.worker_pids(run.job)[0], signal.SIGKILL)
+            damaged = await run.until_event("SNAPSHOT_DAMAGED")
+            await run.until_step(160, attempt=2)
+            job, story = run.job, run.story()
+            why = (await client.explain(run.name)).explanation
+            await client.cancel(run.name, reason=END_REASON)
+            await run.until_ended()
+    assert (job.attempt, job.restored_step) == (2, 150), story
+    assert job.restore_source == types_pb2.RESTORE_SOURCE_MEMORY, story
+    assert "step 150" in damaged.message and "(rank 1)" in damaged.message
+    assert "CHECKPOINT_REFUSED" not in story, story
+    assert "attempt 2" in why
+    assert min(run.losses[2]) == 151
+    again = {step: loss for step, loss in run.losses[1].items() if step > 150}
+    assert {step: loss for step, loss in run.losses[2].items() if step in again} == again
+    log = cluster.rank_log(job, 1)
+    assert "restored step 150 from storage" in log and "memory is damaged" in log, log
+    assert "restored step 150 from memory" in cluster.rank_log(job, 0)
+
+
+def flip_slots(cluster: ChaosCluster, node: str, rank: int) -> None:
+    """Change one bit of every slot of a rank, in the memory of its daemon."""
+    daemon = cluster.up.node_pids(node)["checkpoint"]
+    maps = Path(f"/proc/{daemon}/maps").read_text().split()
+    slots = {Path(word) for word in maps if f"/flipped/rank-{rank:05d}/slot-" in word}
+    assert slots
+    for slot in slots:
+        with slot.open("r+b") as file:
+            file.seek(100)
+            byte = file.read(1)[0]
+            file.seek(100)
+            file.write(bytes([byte ^ 0x10]))
+
+
 def check_goodput(job: driver_pb2.Job, run: JobFollower, killed_at_s: float) -> None:
     """What the job's goodput has lost to a killed worker is what has happened."""
     found, exited = job.goodput, run.first_event("WORKER_EXITED")
@@ -138,6 +205,8 @@ async def test_the_last_checkpoint_survives_a_death_while_it_is_awaited(
             )
             await run.until_step(steps)
             await run.until_event("CHECKPOINT_FAILED")
+            # Rank 0's seal reaches the driver with a heartbeat of its own, which nothing shows.
+            await asyncio.sleep(REPORTED_S)
             os.kill(cluster.worker_pids(run.job)[0], signal.SIGKILL)
             await run.until(lambda: run.job.attempt == 2, "the second attempt")
             resource.prlimit(daemon, resource.RLIMIT_FSIZE, unlimited)

@@ -188,7 +188,7 @@ RANGES = (
     _one("negative z-loss", "trainer.loss.z_loss", -1, RANGE, "0 (off)"),
     _one("evaluates nothing", f"{EVALUATION}.batches", 0, "not positive", AT_LEAST_1),
     _one("negative interval", f"{EVALUATION}.interval_steps", -1, "negative", "0 (off)"),
-    _one("slots of one", "checkpoint.slots", 1, RANGE, "2 to 4"),
+    _one("slots of one", "checkpoint.slots", 1, RANGE, "2 to 6"),
     _one("negative restarts", "recovery.max_restarts", -1, "negative", "0 or more"),
     _one("negative spares", "recovery.spare_nodes", -1, "negative", "0 or more"),
     _one("timeout of zero", "recovery.collective_timeout_s", 0, RANGE, "1 second"),
@@ -263,8 +263,9 @@ PLACES = (
         "empty",
         "give a folder",
     ),
-    _one("a bucket of S3", "checkpoint.uri", "s3://bucket/x", "not built", "file://"),
-    _one("a web address", "checkpoint.uri", "https://a.example/x", "not built", "file://"),
+    _one("S3 without a bucket", "checkpoint.uri", "s3:///x", "no bucket", "s3://bucket/prefix"),
+    _one("HDFS without a host", "checkpoint.uri", "hdfs:///x", "no host", "hdfs://host:port"),
+    _one("a web address", "checkpoint.uri", "https://a.example/x", "no storage", "file://"),
     _one("a long folder", "checkpoint.uri", LONG, "too long", "at most"),
     BadJob(
         "load without a folder", {"checkpoint.load_uri": "/x"}, "checkpoint.uri", "empty", "folder"

@@ -32,12 +32,18 @@ def slot_bytes(pieces: Iterable[ShardPiece]) -> int:
 
 
 def registration_of(
-    uri: str, rank: int, world_size: int, layout: ShardLayout, attempt: int = 1
+    uri: str,
+    rank: int,
+    world_size: int,
+    layout: ShardLayout,
+    attempt: int = 1,
+    job: str = "job",
+    committer: str = "none:0",
 ) -> RegisteredRank:
     """The registration of a worker."""
     info = {"tp": 1, "cp": 1, "dp": world_size, "pp": 1}
     return RegisteredRank(
-        "job", attempt, rank, world_size, uri, "none:0", 2, layout, layout.digest(), info
+        job, attempt, rank, world_size, uri, committer, 2, layout, layout.digest(), info
     )
 
 

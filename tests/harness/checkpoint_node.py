@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -184,6 +185,8 @@ class WorkerClient:
         committer: str = "",
         slots: int = 0,
         layout: ShardLayout | None = None,
+        replicas: Mapping[str, Any] | None = None,
+        **fields: Any,
     ) -> dict[str, Any]:
         """Register and map the slots; returns the answer, which may be an error."""
         self.rank, self.world_size = rank, world_size
@@ -200,7 +203,10 @@ class WorkerClient:
             "slots": slots,
             "layout": layout.to_dict(),
             "layout_info": {"tp": world_size, "cp": 1, "dp": 1, "pp": 1},
+            **fields,
         }
+        if replicas is not None:
+            message["replicas"] = {"target": "", "source": "", "bytes_per_s": 0, **replicas}
         framing.send(self.sock, message)
         received = framing.receive(self.sock)
         assert received is not None, "the daemon closed the connection"

@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.harness.training import start, step
+from tests.harness.training import CPU, GROUP_TIMEOUT_S, start, step
+from tests.harness.waiting import CALL_TIMEOUT_S
 
-from megascale_checkpoint import restore
 from megascale_common.job.config import from_accepted
+from megascale_common.job.restore import RestorePlan, RestoreSource
+from megascale_trainer.daemon_link import DaemonLink, RankRegistration
 from megascale_trainer.process.bootstrap import destroy_groups
+from megascale_trainer.restore import restore
 
 FURTHER_STEPS = 2
 
@@ -42,20 +45,33 @@ def load_and_train(
     job: dict[str, Any],
     manifests: dict[str, str],
     kept_step: int,
-) -> dict[str, list[float]]:
+    daemon_socket: str,
+) -> dict[str, Any]:
     """Program of one rank: load each named checkpoint, of any layout, and train on.
 
+    The ranks restore together through one daemon, as those of a node do.
+
     Returns:
-        By checkpoint, the losses of FURTHER_STEPS steps.
+        By checkpoint, the losses of FURTHER_STEPS steps, and the bytes that this rank read.
     """
-    trainer = start(from_accepted(job), rank, world_size, folder)
-    layout = trainer.shard_layout()
-    losses = {}
+    config = from_accepted(job)
+    trainer = start(config, rank, world_size, folder)
+    # Of the groups that the trainer made, only its world is needed here.
+    world = trainer._groups.world
+    sizes = {"tp": 1, "cp": 1, "dp": 1, "pp": 1}
+    who = RankRegistration(folder.name, 1, rank, world_size, "", "", 2, sizes)
+    link = DaemonLink(
+        daemon_socket, who, trainer.shard_layout(), CPU, collective_timeout_s=GROUP_TIMEOUT_S
+    )
+    link.connect(CALL_TIMEOUT_S)
+    losses, read_bytes = {}, {}
     for name, uri in manifests.items():
-        image = bytearray(layout.slot_bytes)
-        restore.fill(uri, kept_step, rank, layout, memoryview(image))
-        trainer.load_from(torch.frombuffer(image, dtype=torch.uint8))
+        plan = RestorePlan(RestoreSource.STORAGE, kept_step, 0, uri)
+        restored = restore(link, plan, trainer, CPU, world)
+        assert restored.source is RestoreSource.STORAGE
         trainer.finish_load(kept_step)
         losses[name] = [step(trainer, rank).read().loss for _ in range(FURTHER_STEPS)]
+        read_bytes[name] = restored.read_bytes
+    link.close()
     destroy_groups()
-    return losses
+    return {"losses": losses, "read_bytes": read_bytes}

@@ -16,6 +16,7 @@ from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.service.clock import VirtualClock
 from megascale_driver.analysis.progress import OperationCount, RankStatus
 from megascale_driver.core import machine
+from megascale_driver.core.checkpoint_progress import Progress, SealedSnapshot
 from megascale_driver.core.events import (
     AttemptOpened,
     Audit,
@@ -44,9 +45,7 @@ from megascale_driver.core.state import (
     Identity,
     Job,
     Node,
-    Progress,
     Report,
-    SealedSnapshot,
     WorkerReport,
 )
 from megascale_driver.journal import codec

@@ -270,3 +270,22 @@ def test_a_row_is_measured_beside_its_bar(tmp_path: Path, monkeypatch: pytest.Mo
     for side in ("plain", "overlapped"):
         assert lines[side]["tokens_per_s_per_device"] > 0
         assert lines[side]["overlap"] == (["tp"] if side == "overlapped" else [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("legs", ["megascale", "megascale,dcp-async,dcp-staged"])
+def test_saves_beside_torchs_own_have_all_figures_and_restore_what_was_saved(legs: str) -> None:
+    script = REPOSITORY / "benchmarks" / "checkpoint_dcp.py"
+    options = ["--mib", "12", "--saves", "2", "--pairs", "1", "--work-s", "0.05", "--legs", legs]
+    done = subprocess.run(
+        [sys.executable, str(script), *options], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert set(result["legs"]) == set(legs.split(","))
+    for leg, figures in result["legs"].items():
+        assert figures["wrong_values"] == [0, 0, 0]
+        assert figures["written_per_state"][1] == pytest.approx(1.0, abs=0.01), leg
+        # A new process reads its modules as well, which a state of 24 MiB does not outweigh.
+        assert 1.0 <= figures["read_per_state"][0] < 1.2, leg
+        assert all(figures[name][0] > 0 for name in ("stall_s", "durable_s", "restore_s")), leg

@@ -323,11 +323,14 @@ async def test_writing_to_a_sealed_slot_is_detected(
     for slot in worker.slots:
         slot[3] += 1
     plan = (await open_attempt(daemon, uri, 2)).restore
-    answer = worker.restore(source, 10, 1, plan.manifest_uri)
+    stored = plan.manifest_uri if source == "storage" else ""
+    answer = worker.restore(source, 10, 1, stored)
     if source == "memory":
         assert answer["error_kind"] == "CHECKPOINT_CORRUPT" and "/slot-" in answer["file"]
         seen = await progress(daemon, lambda job: not job.sealed)
         assert seen.committed_step == 10
+        assert [(found.rank, found.attempt, found.step) for found in seen.damaged] == [(0, 1, 10)]
+        assert "changed after it was sealed" in seen.damaged[0].error
     else:
         assert answer["source"] == "storage" and worker.holds(answer["slot"], 10)
 
@@ -463,7 +466,7 @@ async def test_bad_requests_are_answered_and_end_the_connection(
     answer = framing.receive(garbage)
     assert answer is not None and "limit" in answer[0]["error"]
     async with connected(daemon) as stub:
-        for job, address, problem in (("No", "", "DNS-1123"), ("job", "s3://x", "absolute path")):
+        for job, address, problem in (("No", "", "DNS-1123"), ("job", "gs://x", "absolute path")):
             with pytest.raises(grpc.aio.AioRpcError, match=problem) as caught:
                 await stub.OpenAttempt(
                     checkpoint_pb2.OpenAttemptRequest(attempt=1, world_size=1, job=job, uri=address)

@@ -39,9 +39,11 @@ VALUES = {
     "NODE": "n2",
     "R": "0",
     "N": "1",
+    "S": "80",  # the last step of SHORTER
     "FOLDER": "docs/examples/checkpoints",
     "job.yaml": "docs/examples/job.yaml",
 }
+MODEL = "megascale checkpoint export docs/examples/checkpoints --to MODEL --format hf"  # to import
 NOT_RUN = {
     "megascale up": "the cluster of this test",
     "megascale COMMAND --help": "stands for any command",
@@ -237,6 +239,8 @@ def test_what_is_not_run_is_on_the_page() -> None:
 
 @pytest.mark.parametrize("text", [each for each in runbook() if each not in {*NOT_RUN, *OF_NODES}])
 def test_a_command_of_the_runbook_works(text: str, trained: Hour) -> None:
+    if "MODEL" in text:
+        trained.shell(MODEL)
     assert trained.shell(text).stdout
     if "evict" in text:
         trained.shell('megascale uncordon n2 --reason "the test is over"')

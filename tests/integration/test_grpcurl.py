@@ -214,6 +214,7 @@ def test_a_profile_is_asked_for_and_shown_with_the_job(cluster: Cluster) -> None
 def test_checkpoints_are_listed_by_the_driver_and_by_a_daemon(cluster: Cluster) -> None:
     folder = str(cluster.folder / "checkpoints")
     known = cluster.one("driver/list_checkpoints.sh", "demo")["checkpoints"]
+    assert cluster.one("checkpoint/check_storage.sh", "n2", folder) == {}
     read = cluster.one("checkpoint/list_commits.sh", "n2", "demo", folder)["checkpoints"]
     assert {item["step"] for item in known} <= {item["step"] for item in read}
     assert all(Path(item["manifest_uri"]).is_file() for item in known)

@@ -204,6 +204,22 @@ def test_what_the_driver_can_see_is_refused_at_submit(cluster: Path) -> None:
         assert "refused" not in [each.spec.name for each in client.jobs()]
 
 
+def test_a_storage_that_cannot_be_used_is_refused_at_submit(cluster: Path) -> None:
+    """The driver asks a node's daemon, which has the storages' packages and credentials."""
+    spec = job(cluster, "no-storage")
+    spec["checkpoint"]["uri"] = "gs://bucket/x"
+    done = submit(cluster, spec)
+    assert done.returncode == 2, done.stdout
+    for part in ("checkpoint.uri", "node n1: no storage here has the scheme gs://", "install the"):
+        assert part in done.stderr, done.stderr
+    spec = job(cluster, "absent-server")
+    spec["checkpoint"]["uri"] = "s3://bucket/x"
+    done = submit(cluster, spec)
+    text = done.stderr
+    assert (done.returncode, "AWS_ACCESS_KEY_ID" in text) == (2, True) or "warning: " in text, text
+    assert "checkpoint.uri: node n1" in text, text
+
+
 def test_what_more_nodes_would_solve_is_a_warning(cluster: Path) -> None:
     spec = job(cluster, "spares")
     spec["recovery"] = {"spare_nodes": 100}

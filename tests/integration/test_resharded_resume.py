@@ -1,4 +1,8 @@
-"""A run continues in another layout: parameters, states and data position; 12 pairs."""
+"""A run continues in another layout: parameters, states and data position.
+
+The ranks restore together, through a real daemon, from files that a run of another layout wrote.
+Their next losses are those of a run of one rank that was never interrupted.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +11,25 @@ from typing import Any
 
 import pytest
 from tests.harness.checkpoint_files import write_images
-from tests.harness.ranks import rank_pool
+from tests.harness.checkpoint_node import DaemonProcess
+from tests.harness.ranks import RankPool, rank_pool
 from tests.harness.training import tiny_job
 
 from megascale_common.job.config import from_accepted
+from megascale_common.sizes.checkpoint_layout import ShardLayout
 from megascale_common.sizes.parameter_table import parameter_table, shard_layout
 
 KEPT_STEP = 3
 # As between layouts that train from the start (test_trainer_equality): sums in another order.
 LOSS_TOLERANCE = 5e-6
+MOST_READ = 1.05  # times the distinct bytes of the state
 LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
     "tp2pp2vpp2-uneven": {"tp": 2, "pp": 2, "virtual_stages": 2, "stage_layers": [2, 1, 2, 1]},
-    "pp3": {"pp": 3},
     "tp2dp2": {"tp": 2, "dp": 2},
+    "pp3": {"pp": 3},
     "pp2vpp2dp2-full-recompute": {"pp": 2, "virtual_stages": 2, "dp": 2, "recompute": "full"},
+    "dp4": {"dp": 4},
 }
 # An FFN of 101 is padded, to other widths at another tp.
 MODEL = {
@@ -31,46 +40,71 @@ MODEL = {
     "mlp": "swiglu",
     "positions": "learned",
 }
+BLOCKS = ("parallel", "serial")
 
 
-def test_every_layout_goes_on_from_every_other(tmp_path: Path) -> None:
+def test_the_next_losses_are_those_of_one_rank_that_went_on(tmp_path: Path) -> None:
+    check_all_pairs(tmp_path, "parallel", ["one", "tp2dp2", "tp2pp2vpp2-uneven"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", BLOCKS)
+def test_every_layout_goes_on_from_every_other(tmp_path: Path, block: str) -> None:
+    assert check_all_pairs(tmp_path, block, list(LAYOUTS)) == 30
+
+
+def check_all_pairs(folder: Path, block: str, names: list[str]) -> int:
+    """Write with each of the layouts, resume with each other; returns the number of pairs."""
     jobs = {
-        name: tiny_job(model=MODEL, parallelism=sizes, training={"micro_batch_size": 2})
-        for name, sizes in LAYOUTS.items()
+        name: tiny_job(
+            model={**MODEL, "block": block},
+            parallelism=LAYOUTS[name],
+            training={"micro_batch_size": 2},
+        )
+        for name in names
     }
-    uris, uninterrupted, resumed = {}, {}, {}
-    with rank_pool() as pool:
+    resumed = {}
+    with rank_pool() as pool, DaemonProcess(folder, "n0") as daemon:
+        written = {name: write(pool, folder, name, job) for name, job in jobs.items()}
         for name, job in jobs.items():
-            config, folder = from_accepted(job), tmp_path / f"write-{name}"
-            world_size = config.layout.world_size
-            program = "tests.harness.resharding:train_and_keep"
-            uninterrupted[name] = pool.run(
-                program, world_size, folder, job=job, kept_step=KEPT_STEP
-            )[0]["losses"]
-            layouts = [shard_layout(parameter_table(config, rank)) for rank in range(world_size)]
-            images = [
-                bytearray((folder / f"image-{rank}").read_bytes()) for rank in range(world_size)
-            ]
-            uris[name] = write_images(
-                tmp_path / f"checkpoint-{name}", layouts, images, step=KEPT_STEP
-            )
-        for name, job in jobs.items():
-            others = {other: uri for other, uri in uris.items() if other != name}
             results = pool.run(
                 "tests.harness.resharding:load_and_train",
                 from_accepted(job).layout.world_size,
-                tmp_path / f"load-{name}",
+                folder / f"load-{name.lower()}",
                 job=job,
-                manifests=others,
+                manifests={other: uri for other, (uri, _) in written.items() if other != name},
                 kept_step=KEPT_STEP,
+                daemon_socket=str(daemon.socket),
             )
-            resumed |= {(other, name): losses for other, losses in results[0].items()}
-    assert len(resumed) == 12
-    for (writer, reader), losses in resumed.items():
-        assert losses == pytest.approx(uninterrupted[writer], abs=LOSS_TOLERANCE), (
-            f"{writer} to {reader}"
-        )
-    first, last = uninterrupted["pp3"][0], uninterrupted["pp3"][-1]
-    assert abs(first - last) > 100 * LOSS_TOLERANCE, (
+            for other, losses in results[0]["losses"].items():
+                read = sum(result["read_bytes"][other] for result in results)
+                resumed[other, name] = losses, read
+    reference = written["one"][1]
+    distinct = distinct_bytes(layouts_of(jobs["one"]))
+    for (writer, reader), (losses, read) in resumed.items():
+        pair = f"{block}: {writer} to {reader}"
+        assert losses == pytest.approx(reference, abs=LOSS_TOLERANCE), pair
+        assert distinct <= read <= MOST_READ * distinct, pair
+    assert abs(reference[0] - reference[-1]) > 100 * LOSS_TOLERANCE, (
         "the model stands still: the comparison proves little"
     )
+    return len(resumed)
+
+
+def write(pool: RankPool, folder: Path, name: str, job: dict[str, Any]) -> tuple[str, list[float]]:
+    """Train, keep a checkpoint, train on; its manifest, and the losses after it."""
+    kept, layouts = folder / f"write-{name}", layouts_of(job)
+    program = "tests.harness.resharding:train_and_keep"
+    results = pool.run(program, len(layouts), kept, job=job, kept_step=KEPT_STEP)
+    images = [bytearray((kept / f"image-{rank}").read_bytes()) for rank in range(len(layouts))]
+    uri = write_images(folder / f"checkpoint-{name}", layouts, images, step=KEPT_STEP)
+    return uri, results[0]["losses"]
+
+
+def layouts_of(job: dict[str, Any]) -> list[ShardLayout]:
+    config = from_accepted(job)
+    return [shard_layout(parameter_table(config, r)) for r in range(config.layout.world_size)]
+
+
+def distinct_bytes(layouts: list[ShardLayout]) -> int:
+    return sum(piece.size_bytes for layout in layouts for piece in layout.pieces if piece.primary)

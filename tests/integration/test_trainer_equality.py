@@ -100,7 +100,7 @@ def reference(
     ("layout", "model", "steps"),
     [
         ("tp2pp2dp2", "parallel", FEW_STEPS),
-        ("tp2pp2dp2, all overlapped", "serial", STEPS),
+        ("tp2pp2dp2, all overlapped", "serial", FEW_STEPS),
         ("tp4, overlapped tp", "parallel", STEPS),
         ("pp4, overlapped pp", "serial", STEPS),
         ("dp4, overlapped dp", "parallel", STEPS),

@@ -30,11 +30,14 @@ CALLS = [(service, call) for service in SERVICES for call in service.calls]
 INNER = (
     "/platform/",
     "/commands",
+    "/command_target",
+    "/retention/retire",
     "/codec.py",
     "/store.py",
     "__main__.py",
     "/executor/",
     "/reshard",
+    "/megascale_checkpoint/export/",
 )
 ANSWERS = ("/agent/service.py", "/agent/diagnosis.py")
 MODULES = {

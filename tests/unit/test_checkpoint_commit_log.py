@@ -45,14 +45,25 @@ class MemoryStorage:
         target[: len(part)] = part
         return len(part)
 
+    def check(self) -> None:
+        self._before()
+
+    def confirm(self, path: str, data: bytes) -> bool:
+        self._before()
+        return self.files.get(path) == data
+
+    def delete(self, path: str) -> bool:
+        self._before()
+        return self.files.pop(path, None) is not None
+
     def size(self, path: str) -> int | None:
         return len(self.files[path]) if path in self.files else None
 
-    def names(self, folder: str) -> list[str]:
+    def names(self, folder: str, after: str = "") -> list[str]:
         self._before()
-        return sorted(
-            name.removeprefix(f"{folder}/") for name in self.files if name.startswith(f"{folder}/")
-        )
+        below = [name for name in self.files if name.startswith(f"{folder}/")]
+        names = {name.removeprefix(f"{folder}/").partition("/")[0] for name in below}
+        return sorted(name for name in names if name > after)
 
     def remove_unfinished(self, folder: str) -> int:
         return 0  # files appear whole here
@@ -134,7 +145,7 @@ def test_a_later_attempt_fences_by_name(tmp_path: Path) -> None:
         new.append_commit(3, 10, {})
 
 
-def test_a_damaged_record_is_skipped_and_named(tmp_path: Path) -> None:
+def test_a_damaged_record_ends_what_is_read_and_is_named(tmp_path: Path) -> None:
     log = CommitLog(FileStorage(tmp_path))
     log.append_open(1, dict)
     log.append_commit(1, 10, {"manifest": "m"})
@@ -152,5 +163,5 @@ def test_a_removed_record_stops_the_log(tmp_path: Path) -> None:
     log.append_open(1, dict)
     log.append_commit(1, 10, {})
     (tmp_path / "commits" / "000000000001.json").unlink()
-    with pytest.raises(ServiceError, match=r"000000000001\.json is missing"):
+    with pytest.raises(ServiceError, match=r"000000000001\.json: is missing although later"):
         CommitLog(FileStorage(tmp_path)).append_open(2, dict)

@@ -13,6 +13,7 @@ from tests.harness.checkpoint_files import image_of, slot_bytes, write_checkpoin
 from typer.testing import CliRunner
 
 from megascale_checkpoint import restore
+from megascale_checkpoint.checksums import checksum
 from megascale_checkpoint.commands import app
 from megascale_checkpoint.commit_log import CommitLog
 from megascale_checkpoint.restore_decision import RestoreDecision, SealedStep, decide
@@ -125,6 +126,38 @@ def decision(
 ) -> tuple[str, int, tuple[str, ...]]:
     made = decided(root, sealed, refused)
     return made.plan.source, made.plan.step, made.passed_over
+
+
+def test_a_plan_from_memory_names_the_stored_copy_of_the_same_state(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, LAYOUTS, VALUES, step=10)
+    uri = write_checkpoint(tmp_path, LAYOUTS, VALUES, step=20)
+    plan = decided(tmp_path, sealed=20).plan
+    assert (plan.source, plan.manifest_uri) == ("memory", uri)
+    assert plan.manifest_xxh3 == checksum(Path(uri).read_bytes())
+    assert decided(tmp_path, sealed=25).plan.manifest_uri == "", "step 25 is stored nowhere"
+    # Another attempt has reached step 20 as well, perhaps with other values: no copy of that.
+    log = CommitLog(FileStorage(tmp_path))
+    log.refresh()
+    other = decide(log, str(tmp_path), SealedStep(20, 2), frozenset()).plan
+    assert (other.source, other.written_by_attempt, other.manifest_uri) == ("memory", 2, "")
+    # A damaged copy is none; memory is used all the same.
+    (Path(uri).parent / "rank-00001.safetensors").unlink()
+    plan = decided(tmp_path, sealed=20).plan
+    assert (plan.source, plan.step, plan.manifest_uri) == ("memory", 20, "")
+
+
+def test_a_copy_that_the_next_attempt_stored_is_one_of_the_same_state(tmp_path: Path) -> None:
+    log = CommitLog(FileStorage(tmp_path))
+    opened = {"job": "job", "epoch": [1, 1]}
+    log.append_open(1, lambda: opened)
+    log.append_open(2, lambda: {**opened, "restored_from": decided(tmp_path, 30).to_record()})
+    uri = write_checkpoint(tmp_path, LAYOUTS, VALUES, step=30, attempt=2)
+    plan = decided(tmp_path, sealed=30).plan
+    assert (plan.source, plan.written_by_attempt, plan.manifest_uri) == ("memory", 1, uri)
+    # What attempt 2 computed itself is another state than attempt 1's of that step.
+    write_checkpoint(tmp_path, LAYOUTS, VALUES, step=40, attempt=2)
+    plan = decided(tmp_path, sealed=40).plan
+    assert (plan.source, plan.written_by_attempt, plan.manifest_uri) == ("memory", 1, "")
 
 
 def test_a_job_without_a_state_of_its_own_starts_from_another_jobs(tmp_path: Path) -> None:

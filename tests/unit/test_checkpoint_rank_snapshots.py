@@ -17,6 +17,7 @@ from megascale_checkpoint.committer_client import CommitterClient
 from megascale_checkpoint.concurrency import Cancellation, Pools, Signal
 from megascale_checkpoint.jobs import JobCheckpoints
 from megascale_checkpoint.persist import write_rank_file
+from megascale_checkpoint.rank_restore import MemoryProblem
 from megascale_checkpoint.rank_snapshots import RankSnapshots
 from megascale_checkpoint.slots import SlotPhase, SlotSeal
 from megascale_checkpoint.staging import StagingFolder
@@ -60,7 +61,7 @@ async def cancel(task: asyncio.Task[object]) -> None:
 
 async def until_idle(snapshots: RankSnapshots) -> None:
     async with asyncio.timeout(CALL_TIMEOUT_S):
-        await asyncio.gather(*snapshots._restores, return_exceptions=True)
+        await asyncio.gather(*snapshots.restores._running, return_exceptions=True)
     assert snapshots.idle()
 
 
@@ -70,7 +71,7 @@ async def test_a_cancelled_restore_keeps_its_slot_until_its_thread_has_ended(
     uri = write_checkpoint(tmp_path / "checkpoints", [LAYOUT], VALUES)
     blocked = Blocked(snapshots, "storage")
     first = asyncio.create_task(
-        snapshots.restore(RestorePlan(RestoreSource("storage"), 10, 1, uri))
+        snapshots.restores.restore(RestorePlan(RestoreSource("storage"), 10, 1, uri))
     )
     await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -78,7 +79,7 @@ async def test_a_cancelled_restore_keeps_its_slot_until_its_thread_has_ended(
     assert [slot.phase for slot in snapshots.table.slots].count(SlotPhase.RESTORING) == 1
     assert not snapshots.idle(), "its memory must not be freed"
     second = asyncio.create_task(
-        snapshots.restore(RestorePlan(RestoreSource("storage"), 10, 1, uri))
+        snapshots.restores.restore(RestorePlan(RestoreSource("storage"), 10, 1, uri))
     )
     await asyncio.sleep(0.01)
     blocked.event.set()
@@ -95,9 +96,12 @@ async def test_a_cancelled_restore_from_memory_gives_its_slot_back(
 ) -> None:
     index = snapshots.acquire(5)
     assert index is not None
-    await snapshots.seal(index, 5, {}, finite=True)
+    snapshots.seal(index, 5, {}, finite=True)
+    await snapshots.sealed()
     blocked = Blocked(snapshots, "memory")
-    reader = asyncio.create_task(snapshots.restore(RestorePlan(RestoreSource("memory"), 5, 1, "")))
+    reader = asyncio.create_task(
+        snapshots.restores.restore(RestorePlan(RestoreSource("memory"), 5, 1, ""))
+    )
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     await cancel(reader)
@@ -107,6 +111,23 @@ async def test_a_cancelled_restore_from_memory_gives_its_slot_back(
     assert (
         snapshots.table.at(index).busy == 0 and snapshots.table.at(index).phase is SlotPhase.SEALED
     )
+
+
+async def test_a_state_that_an_attempt_adopted_is_found_as_its_own(
+    snapshots: RankSnapshots,
+) -> None:
+    index = snapshots.acquire(5)
+    assert index is not None
+    snapshots.seal(index, 5, {}, finite=True)
+    await snapshots.sealed()
+    source = RestoreSource("storage")
+    other = await snapshots.restores.look_in_memory(RestorePlan(source, 5, 2, "/m"))
+    assert isinstance(other, MemoryProblem) and other.damage is None
+    snapshots.table.adopt(index, 2)
+    found = await snapshots.restores.look_in_memory(RestorePlan(source, 5, 2, "/m"))
+    assert not isinstance(found, MemoryProblem) and found.slot == index
+    other = await snapshots.restores.look_in_memory(RestorePlan(source, 5, 3, "/m"))
+    assert isinstance(other, MemoryProblem)
 
 
 def test_a_part_that_was_written_before_is_written_beside_it(tmp_path: Path) -> None:

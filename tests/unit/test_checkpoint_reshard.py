@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.harness.checkpoint_files import image_of, slot_bytes, write_checkpoint
+from tests.harness.piece_layouts import VALUES, layouts, pack
 
 from megascale_checkpoint import restore
 from megascale_checkpoint.reshard import check_coverage, flat_boxes
@@ -19,12 +20,6 @@ from megascale_common.job.config import from_accepted
 from megascale_common.service.errors import CoverageError, RequestError
 from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 from megascale_common.sizes.parameter_table import parameter_table, shard_layout
-
-SHAPES = {"matrix": (6, 5), "cube": (4, 3, 2), "vector": (7,), "scalar": (1,)}
-VALUES = {
-    name: np.arange(math.prod(shape), dtype=np.float32).reshape(shape) + 100 * number
-    for number, (name, shape) in enumerate(SHAPES.items())
-}
 
 
 @given(st.lists(st.integers(1, 4), max_size=4), st.data())
@@ -37,44 +32,6 @@ def test_flat_boxes_are_the_flat_range(shape: list[int], data: st.DataObject) ->
     found = np.concatenate([whole[box].reshape(-1) for box in boxes]) if boxes else np.array([])
     assert found.tolist() == list(range(first, last))
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
-
-
-@st.composite
-def layouts(draw: st.DrawFn) -> list[ShardLayout]:
-    """Parameters cut along one axis over tp and flat over dp; vectors may be replicated over tp."""
-    tp, dp = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    pieces: list[list[ShardPiece]] = [[] for _ in range(tp * dp)]
-    for name, shape in SHAPES.items():
-        replicated = len(shape) == 1 and draw(st.booleans())
-        axis = draw(st.integers(0, len(shape) - 1))
-        tp_cuts = _cuts(draw, shape[axis], tp)
-        for t in range(tp):
-            start, stop = [0] * len(shape), list(shape)
-            if not replicated:
-                start[axis], stop[axis] = tp_cuts[t], tp_cuts[t + 1]
-            size = math.prod(b - a for a, b in zip(start, stop, strict=True))
-            # Replicas are cut alike, because their ranks have the same layout of flat buffers.
-            dp_cuts = (
-                _cuts(draw, size, dp) if not replicated else [size * d // dp for d in range(dp + 1)]
-            )
-            for d in range(dp):
-                box = (shape, tuple(start), tuple(stop), dp_cuts[d], dp_cuts[d + 1])
-                primary = not replicated or t == 0
-                pieces[d * tp + t].append(ShardPiece(name, "master", "float32", *box, 0, primary))
-    return [_pack(of_rank, draw(st.integers(0, 2))) for of_rank in pieces]
-
-
-def _cuts(draw: st.DrawFn, size: int, parts: int) -> list[int]:
-    inner = sorted(draw(st.lists(st.integers(0, size), min_size=parts - 1, max_size=parts - 1)))
-    return [0, *inner, size]
-
-
-def _pack(pieces: list[ShardPiece], gap: int) -> ShardLayout:
-    packed, offset = [], 0
-    for piece in pieces:
-        packed.append(replace(piece, slot_offset_bytes=offset))
-        offset += piece.size_bytes + 4 * gap
-    return ShardLayout(tuple(packed), slot_bytes(packed))
 
 
 @settings(max_examples=60, deadline=None)
@@ -190,7 +147,7 @@ def test_small_state_is_the_ranks_own_in_the_same_layout_and_rank_0s_in_another(
 ) -> None:
     halves = [_half(rank) for rank in range(2)]
     uri = write_checkpoint(tmp_path, halves, VALUES, small_states=[{"of": 0}, {"of": 1}])
-    whole = _pack(
+    whole = pack(
         [
             replace(
                 _half(0).pieces[0],

@@ -45,9 +45,9 @@ class SlotMachine(RuleBasedStateMachine):
     def seal(self, persist: bool) -> None:
         index = self.writing.pop(0)
         step = self.table.at(index).step
-        self.table.begin_seal(index, step)
+        self.table.begin_seal(index, step, persist=persist)
         record = seal(step, self.attempt)
-        self.table.finish_seal(index, record, persist=persist)
+        self.table.finish_seal(index, record)
         if self.newest is None or record.age > self.newest.age:
             self.newest = record
 
@@ -112,8 +112,8 @@ def test_two_slots_are_busy_until_the_older_one_is_persisted() -> None:
     for step in (1, 2):
         index = table.acquire(step)
         assert index is not None
-        table.begin_seal(index, step)
-        table.finish_seal(index, seal(step), persist=True)
+        table.begin_seal(index, step, persist=True)
+        table.finish_seal(index, seal(step))
     assert table.acquire(3) is None
     oldest = table.next_pending()
     assert oldest is not None and oldest.seal == seal(1)
@@ -126,8 +126,8 @@ def test_restore_takes_the_newest_seal_only_as_a_last_resort() -> None:
     for step in (1, 2):
         index = table.acquire(step)
         assert index is not None
-        table.begin_seal(index, step)
-        table.finish_seal(index, seal(step), persist=False)
+        table.begin_seal(index, step, persist=False)
+        table.finish_seal(index, seal(step))
     first = table.take_for_restore()
     assert [s.step for s in table.sealed()] == [2]
     second = table.take_for_restore()
@@ -141,7 +141,35 @@ def test_seal_must_name_the_step_that_was_acquired() -> None:
     index = table.acquire(5)
     assert index is not None
     with pytest.raises(RequestError, match="acquire it for step 6"):
-        table.begin_seal(index, 6)
+        table.begin_seal(index, 6, persist=True)
     with pytest.raises(RequestError, match="nothing to release"):
         table.release(1 - index)
     assert table.at(index).phase is SlotPhase.WRITING
+
+
+def test_the_store_is_ready_once_everything_that_was_to_be_persisted_is() -> None:
+    table = SlotTable(3)
+    assert table.acquire(1) == 0
+    assert table.store_ready
+    table.begin_seal(0, 1, persist=True)
+    assert not table.store_ready and table.sealing(1)
+    table.finish_seal(0, seal(1))
+    assert not table.store_ready and not table.sealing(1)
+    table.at(0).pending = False
+    assert table.store_ready
+
+
+def test_an_adopted_state_keeps_its_seal_and_is_dropped_with_its_adopter() -> None:
+    table = SlotTable(2)
+    assert table.acquire(1) == 0
+    table.begin_seal(0, 1, persist=True)
+    table.finish_seal(0, seal(1))
+    table.supersede(2)
+    assert table.next_pending() is None
+    table.adopt(0, 2)
+    table.supersede(2)
+    slot = table.next_pending()
+    assert slot is not None and slot.seal == seal(1)
+    assert table.find(1, 1, "digest") is slot, "the next attempt may still need it"
+    table.supersede(3)
+    assert table.next_pending() is None

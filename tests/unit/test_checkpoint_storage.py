@@ -58,9 +58,7 @@ def test_paths_stay_below_the_root(tmp_path: Path, path: str) -> None:
         FileStorage(tmp_path / "root").read(path)
 
 
-@pytest.mark.parametrize(
-    "uri", ["s3://bucket/x", "relative/path", "file://host/path", "hdfs://n/x"]
-)
+@pytest.mark.parametrize("uri", ["gs://bucket/x", "relative/path", "file://host/path"])
 def test_other_uris_are_refused_with_a_remedy(uri: str) -> None:
     with pytest.raises(RequestError, match="give an absolute path"):
         open_storage(uri)

@@ -85,7 +85,18 @@ def test_help_lists_every_command_without_loading_a_service(tmp_path: Path) -> N
 PARTS = {
     "data": ["tokenize", "inspect"],
     "pipeline": ["draw"],
-    "checkpoint": ["list", "fetch", "verify"],
+    "checkpoint": [
+        "list",
+        "fetch",
+        "show",
+        "verify",
+        "gc",
+        "pin",
+        "unpin",
+        "repair",
+        "export",
+        "import",
+    ],
     "config": ["show", "diff"],
 }
 WHOLE = [

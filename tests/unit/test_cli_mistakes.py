@@ -11,7 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from megascale_cli.app import build_app
-from megascale_cli.exits import REFUSED, UNAVAILABLE, USAGE, with_client
+from megascale_cli.exits import NOT_FOUND, REFUSED, UNAVAILABLE, USAGE, with_client
 
 JOB: dict[str, Any] = {
     "name": "a",
@@ -107,8 +107,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("data tokenize empty --output x", USAGE, "no non-empty file"),
         ("data inspect absent", USAGE, "absent"),
         ("data inspect broken", USAGE, "broken"),
-        ("checkpoint verify ./empty", USAGE, "empty holds no commit log"),
-        ("checkpoint verify /nowhere", USAGE, "checkpoint.uri"),
+        ("checkpoint verify ./empty", NOT_FOUND, "empty holds no commit log"),
+        ("checkpoint verify /nowhere", NOT_FOUND, "checkpoint.uri"),
     ],
 )
 def test_a_mistake_is_reported(folder: Path, arguments: str, status: int, message: str) -> None:

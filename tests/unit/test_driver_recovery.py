@@ -9,6 +9,7 @@ from tests.harness.desk import POLICY, Desk, exited
 from tests.harness.simulated_cluster import demo_job
 
 from megascale_common.job.restore import RestorePlan, RestoreSource
+from megascale_driver.core.checkpoint_progress import Progress, SealedSnapshot
 from megascale_driver.core.events import (
     AttemptOpened,
     CancelRequested,
@@ -33,9 +34,7 @@ from megascale_driver.core.state import (
     Disposition,
     JobPhase,
     Liveness,
-    Progress,
     Report,
-    SealedSnapshot,
 )
 
 

@@ -10,14 +10,11 @@ from tests.harness.desk import POLICY, Desk
 from tests.harness.simulated_cluster import demo_job
 
 from megascale_common.job.restore import RestorePlan, RestoreSource
+from megascale_driver.core.checkpoint_progress import Progress
 from megascale_driver.core.conditions import CheckpointFailure, ConditionType
 from megascale_driver.core.events import AttemptOpened, JobSubmitted, LeaderStarted
-from megascale_driver.core.state import (
-    AttemptPhase,
-    Job,
-    JobPhase,
-    Progress,
-)
+from megascale_driver.core.explain import explain
+from megascale_driver.core.state import AttemptPhase, Job, JobPhase
 from megascale_driver.journal import codec
 
 STEPS = 400
@@ -233,3 +230,39 @@ def test_a_restarted_daemon_has_an_event_in_the_log_of_its_job() -> None:
     (found,) = [line for line in desk.audit if line.reason == "CHECKPOINT_DAEMON_RESTARTED"]
     assert (found.log, found.subject) == ("a", "nodes/n2")
     assert "status -9" in found.message
+
+
+def test_a_failing_checkpoint_is_in_status_and_explanation_until_the_next_commit() -> None:
+    desk = desk_with_job()
+    desk.report("n1", AttemptPhase.RUNNING, progress=(committed(10),))
+    committed_at_s = desk.job().committed_at_s
+    assert committed_at_s == desk.now_s and desk.job().conditions == ()
+    desk.now_s += 60.0
+    desk.report("n1", AttemptPhase.RUNNING, progress=(committed(10, failure=failure(20).failure),))
+    (condition,) = desk.job().conditions
+    assert condition.type is ConditionType.CHECKPOINT_FAILING and FULL in condition.message
+    told = explain(desk.state, "a", desk.now_s, POLICY)
+    assert "the checkpoint of step 20 is not saved by rank 3" in told
+    assert "that of step 10, 60 s old" in told
+    desk.report("n1", AttemptPhase.RUNNING, progress=(committed(30),))
+    assert desk.job().conditions == ()
+    # The other node has not learned of the commit yet.
+    desk.report("n2", AttemptPhase.RUNNING, progress=(failure(25),))
+    assert desk.job().conditions == ()
+
+
+def test_a_damaged_snapshot_has_one_line() -> None:
+    desk = desk_with_job()
+    found = CheckpointFailure(1, 30, 3, "/staging/slot-1: q (master) changed after it was sealed")
+    seen = Progress("a", damaged=(found,))
+    for _ in range(2):
+        desk.report("n1", AttemptPhase.RUNNING, progress=(seen,))
+    other = replace(found, rank=2)
+    desk.report("n1", AttemptPhase.RUNNING, progress=(replace(seen, damaged=(found, other)),))
+    found_lines = lines(desk, "SNAPSHOT_DAMAGED")
+    assert len(found_lines) == 2
+    assert "step 30 in the memory of n1 is damaged (rank 3): /staging/slot-1" in found_lines[0]
+    job = desk.job()
+    assert job.phase is JobPhase.RUNNING
+    stored = codec.load(Job, codec.dump(job), config=job.config, attempts=job.attempts)
+    assert stored.damaged_snapshots == ((1, 30, 3), (1, 30, 2))

@@ -25,9 +25,10 @@ from megascale_common.service import status
 from megascale_common.service.clock import SystemClock, VirtualClock
 from megascale_common.service.errors import CodecError, ExpiredError
 from megascale_driver import wire
+from megascale_driver.core.checkpoint_progress import SealedSnapshot
 from megascale_driver.core.events import Audit, Evidence, JobSubmitted
 from megascale_driver.core.policy import Policy
-from megascale_driver.core.state import Identity, Job, Node, NodeSlot, SealedSnapshot, differs
+from megascale_driver.core.state import Identity, Job, Node, NodeSlot, differs
 from megascale_driver.feeds import ENDED_UPDATES, KEPT_ENDED, RING_UPDATES, JobFeeds
 from megascale_driver.journal import codec, predecessor
 from megascale_driver.journal.store import MAX_BYTES_PER_TXN, MAX_KEYS_PER_TXN, chunks

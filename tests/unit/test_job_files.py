@@ -185,7 +185,7 @@ def test_the_plan_agrees_with_figures_computed_by_hand() -> None:
             size for name, size in need.items() if name != "total_bytes"
         )
         assert need["peer_memory_bytes"] == 0
-    assert plan["staging_bytes_of_a_rank"] == 0
+    assert plan["staging_bytes_of_a_rank"] == plan["replica_bytes_of_a_rank"] == 0
     overlapped = plan_job(spec(parallelism={"overlap": {"tp": True}}), 5, 0)
     # Two slots of 16 tokens, 2 sequences, 8 columns, 4 bytes; the rest stays.
     for need, plain in zip(overlapped["memory_of_a_rank"], plan["memory_of_a_rank"], strict=True):
@@ -194,6 +194,17 @@ def test_the_plan_agrees_with_figures_computed_by_hand() -> None:
             "peer_memory_bytes": 2048,
             "total_bytes": plain["total_bytes"] + 2048,
         }
+
+
+def test_replicas_take_two_slots_of_memory_more() -> None:
+    job = spec()
+    job.checkpoint.uri, job.checkpoint.interval_steps = "/checkpoints", 5
+    without = plan_job(job, 5, 0)
+    job.checkpoint.replicas = 1
+    plan = plan_job(job, 5, 0)
+    state_bytes = max(need["optimizer_bytes"] for need in plan["memory_of_a_rank"])
+    assert plan["replica_bytes_of_a_rank"] == 2 * state_bytes
+    assert plan["staging_bytes_of_a_rank"] == without["staging_bytes_of_a_rank"] + 2 * state_bytes
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from typing import Any
 
@@ -185,11 +186,20 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("trainer.data.tokenizer.path", {"data__tokenizer": {"kind": "bpe"}}, "tokenizer"),
     ("trainer.data.tokenizer.sha256", {"data__tokenizer": {"sha256": "xyz"}}, "64"),
     ("checkpoint.uri", {"checkpoint__uri": ""}, "folder"),
-    ("checkpoint.uri", {"checkpoint__uri": "s3://bucket/a"}, "file://"),
+    ("checkpoint.uri", {"checkpoint__uri": "s3://"}, "s3://bucket/prefix"),
+    ("checkpoint.uri", {"checkpoint__uri": "s3://Bucket/a"}, "s3://bucket/prefix"),
+    ("checkpoint.uri", {"checkpoint__uri": "hdfs:///a"}, "hdfs://host:port"),
+    ("checkpoint.uri", {"checkpoint__uri": "a b://c"}, "file:///path"),
     ("checkpoint.uri", {"checkpoint__uri": "relative/path"}, "absolute"),
     ("checkpoint.interval_steps", {"checkpoint__interval_steps": -1}, "0"),
     ("checkpoint.load_uri", {"checkpoint__load_uri": "file:///checkpoints/demo/"}, "another job"),
-    ("checkpoint.load_uri", {"checkpoint__load_uri": "s3://bucket/a"}, "file://"),
+    ("checkpoint.load_uri", {"checkpoint__load_uri": "https://bucket/a"}, "file://"),
+    ("checkpoint.keep_latest", {"checkpoint__keep_latest": -1}, "0 to"),
+    ("checkpoint.keep_every_steps", {"checkpoint__keep_every_steps": -5}, "0 to"),
+    ("checkpoint.keep_every_hours", {"checkpoint__keep_every_hours": 0.001}, "no rule"),
+    ("checkpoint.keep_every_hours", {"checkpoint__keep_every_hours": math.nan}, "0 to"),
+    ("checkpoint.max_write_mib_per_s", {"checkpoint__max_write_mib_per_s": 0.5}, "no limit"),
+    ("checkpoint.max_write_mib_per_s", {"checkpoint__max_write_mib_per_s": math.inf}, "0 to"),
     ("checkpoint.uri", {"checkpoint": {"load_uri": "/checkpoints/other"}}, "own"),
     ("trainer.evaluation.sources", {"evaluation__interval_steps": 5}, "held-out"),
     (
@@ -199,7 +209,29 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("trainer.evaluation.interval_steps", {"evaluation__interval_steps": -1}, "0"),
     ("trainer.evaluation.batches", {"evaluation__batches": 0}, "at least 1"),
-    ("checkpoint.slots", {"checkpoint__slots": 9}, "2 to 4"),
+    ("checkpoint.slots", {"checkpoint__slots": 9}, "2 to 6"),
+    ("checkpoint.replicas", {"checkpoint__uri": "/c", "checkpoint__replicas": 2}, "give 1"),
+    ("checkpoint.uri", {"checkpoint__uri": "", "checkpoint__replicas": 1}, "a folder"),
+    (
+        "checkpoint.max_replicate_mib_per_s",
+        {"checkpoint__uri": "/c", "checkpoint__max_replicate_mib_per_s": float("nan")},
+        "no limit",
+    ),
+    ("checkpoint.verify_d2h", {"checkpoint__verify_d2h": 1.5}, "0 to 1"),
+    (
+        "checkpoint.snapshot_interval_steps",
+        {"checkpoint__uri": "/c", "checkpoint__snapshot_interval_steps": -1},
+        "give 1",
+    ),
+    (
+        "checkpoint.snapshot_interval_steps",
+        {
+            "checkpoint__uri": "/c",
+            "checkpoint__interval_steps": 10,
+            "checkpoint__snapshot_interval_steps": 4,
+        },
+        "a divisor",
+    ),
     ("recovery.max_restarts", {"recovery__max_restarts": -1}, "0"),
     ("recovery.spare_nodes", {"recovery__spare_nodes": -2}, "0"),
     ("recovery.divergence_steps", {"recovery__divergence_steps": -1}, "0"),

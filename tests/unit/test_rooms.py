@@ -18,6 +18,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "megascale_common.job.wire": (*PURE, "megascale.v1", "google.protobuf"),
     "megascale_common.sizes": PURE,
     "megascale_common.node": PURE,
+    **{
+        f"megascale_common.sizes.{name}": ("numpy", *PURE)
+        for name in ("piece_runs", "read_plan", "read_rounds")
+    },
     "megascale_kernels": ("megascale_kernels", "torch", "triton"),
     "megascale_client": (
         *("megascale_client", "megascale.v1", "grpc", "grpc_status", "google", "yaml", "xxhash"),
@@ -31,6 +35,22 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "megascale_driver.core": (
         *("megascale_driver.core", "megascale_driver.analysis", "megascale_driver.placement"),
         *PURE,
+    ),
+    "megascale_checkpoint.export": (
+        *("megascale_checkpoint", "megascale_common.service.errors", *PURE),
+        *("numpy", "xxhash", "typer", "rich", "yaml"),
+    ),
+    "megascale_checkpoint.export.dcp": (
+        *("megascale_checkpoint", "megascale_common.service.errors", *PURE),
+        "torch",
+    ),
+    **dict.fromkeys(
+        (
+            "megascale_checkpoint.export.architectures",
+            "megascale_checkpoint.export.foreign_config",
+            "megascale_checkpoint.export.tensors",
+        ),
+        ("megascale_checkpoint.export", "megascale_common.service.errors", *PURE),
     ),
     "megascale_trainer": ("megascale_trainer", "megascale_kernels", "torch", "numpy", *PURE),
     "megascale_trainer.data": (

@@ -37,7 +37,10 @@ class Slots:
     def reserve_or_wait(self, step: int, timeout_s: float) -> int:
         return self.reserve(step)
 
-    def take(self, step: int, small_state: dict[str, Any], *, votes: int) -> bool:
+    def ask_ahead(self, step: int) -> None:
+        assert step not in self.reserved
+
+    def take(self, step: int, small_state: dict[str, Any], *, votes: int, persist: bool) -> bool:
         self.reserved.discard(step)
         (self.skipped if votes else self.taken).append(step)
         return not votes

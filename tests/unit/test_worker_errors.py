@@ -7,7 +7,7 @@ import torch
 
 from megascale_trainer.data.errors import CorpusError, DataError
 from megascale_trainer.process.worker import JobRefused, _classify
-from megascale_trainer.snapshot import RestoreRefused
+from megascale_trainer.restore import RestoreRefused
 
 
 @pytest.mark.parametrize(

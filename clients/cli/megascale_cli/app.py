@@ -125,7 +125,7 @@ def build_app() -> typer.Typer:
     app.add_typer(
         checkpoint,
         name="checkpoint",
-        help="List a job's checkpoints, fetch one, verify them on storage.",
+        help="List, fetch, verify, export and import checkpoints.",
         rich_help_panel=JOBS,
     )
     config = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")

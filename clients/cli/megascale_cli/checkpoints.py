@@ -1,6 +1,6 @@
 """Commands about a job's checkpoints: list and fetch.
 
-The command verify reads storage and belongs to the checkpoint service; see
+The others read storage and belong to the checkpoint service; see
 :mod:`megascale_cli.plugins`.
 """
 
@@ -21,17 +21,33 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from megascale_cli.completion import job_names
 from megascale_cli.exits import with_client
 from megascale_cli.options import MAX_NUMBER, Cluster, JobName, Json
 from megascale_cli.output import console, local_time, print_json, print_table, size_text
+from megascale_cli.plugins import CHECKPOINT, run_plugin
 from megascale_client import AsyncClient
 
+JobOrFolder = Annotated[
+    str,
+    typer.Argument(
+        metavar="JOB_OR_FOLDER",
+        help="Name of the job, or a folder (./NAME for one beside) or URI of checkpoints.",
+        autocompletion=job_names,
+    ),
+]
 
-def list_checkpoints(name: JobName, cluster: Cluster = None, as_json: Json = False) -> None:
-    """List a job's complete checkpoints, newest first.
+
+def list_checkpoints(
+    context: typer.Context, name: JobOrFolder, cluster: Cluster = None, as_json: Json = False
+) -> None:
+    """List the complete checkpoints of a job or in a folder, newest first.
 
     Example: [bold]megascale checkpoint list example[/bold]
     """
+    if "/" in name or name.startswith(("~", ".")):
+        arguments = ["list", name, *(["--json"] if as_json else [])]
+        run_plugin("checkpoint", CHECKPOINT, arguments, context.command_path.rsplit(" ", 1)[0])
 
     async def action(client: AsyncClient) -> None:
         listed = [checkpoint async for checkpoint in client.checkpoints(name)]
@@ -39,7 +55,7 @@ def list_checkpoints(name: JobName, cluster: Cluster = None, as_json: Json = Fal
             for checkpoint in listed:
                 print_json(checkpoint)
             return
-        columns = ("STEP", "ATTEMPT", "RANKS", "SIZE", "COMMITTED", "MANIFEST")
+        columns = ("STEP", "ATTEMPT", "RANKS", "SIZE", "COMMITTED", "MANIFEST", "PIN")
         rows = [
             (
                 str(item.step),
@@ -48,6 +64,7 @@ def list_checkpoints(name: JobName, cluster: Cluster = None, as_json: Json = Fal
                 size_text(item.size_bytes),
                 local_time(item.committed_at),
                 escape(item.manifest_uri),
+                escape(item.pin),
             )
             for item in listed
         ]

@@ -7,6 +7,7 @@ The formulas and the fields are the services'; the CLI loads them by name
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -76,12 +77,15 @@ def plan(
             help="Memory of one device in GiB; a job that needs more is refused; 0: no check.",
         ),
     ] = 0,
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Do not try whether checkpoint.uri can be used.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Show what a job needs, and what would be refused and why; no cluster is needed.
 
-    Parameters, memory of a rank, FLOPs per token, batch sizes, nodes. The exit status is 2 if the
-    job is refused.
+    Parameters, memory of a rank, FLOPs per token, batch sizes, nodes; whether checkpoint.uri can be
+    reached and written from here, if it is on a server. The exit status is 2 if the job is refused.
 
     Example: [bold]megascale plan job.yaml --devices-per-node 8 --device-memory-gib 80[/bold]
     """
@@ -92,6 +96,9 @@ def plan(
     facts: dict[str, Any] = load_function("plan")(
         spec, devices_per_node, int(device_memory_gib * 2**30)
     )
+    uri = spec.checkpoint.uri
+    if not offline and "://" in uri and not uri.startswith("file://"):
+        _check_storage(uri, facts)
     if as_json:
         print_json(facts)
     else:
@@ -102,6 +109,19 @@ def plan(
             console.print(f"[bold red]refused[/bold red] {escape(text + remedy)}", soft_wrap=True)
     if facts["refused"]:
         raise typer.Exit(USAGE)
+
+
+def _check_storage(uri: str, facts: dict[str, Any]) -> None:
+    """Add what keeps this machine from using the storage to what is refused."""
+    if any(problem["field"] == "checkpoint.uri" for problem in facts["refused"]):
+        return
+    try:
+        problem = load_function("storage_problem")(uri)
+    except InvalidRequest as error:  # a machine without the checkpoint extra, such as a laptop
+        print(f"checkpoint.uri is not tried: {error}", file=sys.stderr)
+        return
+    if problem is not None:
+        facts["refused"].append(problem)
 
 
 def _lines(facts: dict[str, Any]) -> list[str]:
@@ -131,8 +151,17 @@ def _lines(facts: dict[str, Any]) -> list[str]:
         in_memory = (
             f"; up to {size_text(staging)} of host memory a rank for staging" if staging else ""
         )
+        if staging:
+            in_memory += f", {_replicas(facts.get('replica_bytes_of_a_rank', 0))}"
         lines.append(f"checkpoint   {size_text(facts['checkpoint_bytes'])}{in_memory}")
     return lines
+
+
+def _replicas(size_bytes: int) -> str:
+    """What replicas cost, or what is lost without them."""
+    if size_bytes:
+        return f"{size_text(size_bytes)} of it for replicas of another node"
+    return "none of it for replicas: after the loss of a node the job restores from storage"
 
 
 def _memory(stage: int, need: dict[str, int]) -> str:

@@ -223,10 +223,10 @@ def job_lines(job: Job) -> list[str]:
         f"layout tp {parallelism.tp or 1}, pp {parallelism.pp or 1}, dp {parallelism.dp or 1}",
         f"nodes {', '.join(job.nodes) or 'none'}; spares {', '.join(job.spare_nodes) or 'none'}; "
         f"evicted {', '.join(job.evicted_nodes) or 'none'}",
-        f"newest complete checkpoint: step {job.committed_step}"
-        if job.committed_step
-        else "no checkpoint yet",
+        _checkpoint_text(job),
     ]
+    if job.spec.checkpoint.replicas:
+        lines.append(_replica_text(job))
     if job.restored_step:
         source = short(job.restore_source)
         lines.append(f"restored from step {job.restored_step} ({source})")
@@ -235,6 +235,22 @@ def job_lines(job: Job) -> list[str]:
     if job.HasField("goodput"):
         lines.append(_goodput_text(job.goodput))
     return lines
+
+
+def _replica_text(job: Job) -> str:
+    """How far the copies on other nodes are, and why one is missing."""
+    newest = f"step {job.replicated_step}" if job.replicated_step else "none yet"
+    problem = f"; [bold red]{escape(job.replica_problem)}[/bold red]" if job.replica_problem else ""
+    return f"newest replicas on other nodes: {newest}{problem}"
+
+
+def _checkpoint_text(job: Job) -> str:
+    if not job.committed_step:
+        return "no checkpoint yet"
+    text = f"newest complete checkpoint: step {job.committed_step}"
+    if not job.HasField("committed_at"):
+        return text
+    return f"{text}, {age(job.committed_at)} ago"
 
 
 def _goodput_text(goodput: driver_pb2.Goodput) -> str:

@@ -7,16 +7,18 @@ the package to install. How to add one: docs/how-to/add-a-cli-command.md.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
+from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import typer
 
-from megascale_cli.exits import UsageError, report
+from megascale_cli.exits import RETRY_FOR_S, UsageError, report
 from megascale_cli.options import FIRST_STEPS, HELP_OPTIONS, JSON_OPTION
-from megascale_client import FieldProblem, InvalidRequest
+from megascale_client import AsyncClient, FieldProblem, InvalidRequest, NotPossible
 
 GROUP = "megascale.commands"
 
@@ -54,16 +56,26 @@ KNOWN = {
         "Draw a pipeline schedule and its bubble.", "megascale_trainer.commands.pipeline:app"
     ),
 }
-CHECKPOINT = Plugin(
-    "Check every byte of checkpoints on storage, without a cluster.",
-    "megascale_checkpoint.commands:app",
-    "checkpoint",
-)
+CHECKPOINT = Plugin("", "megascale_checkpoint.commands:app", "checkpoint")
+# Commands of that one plug-in, by name.
+ON_STORAGE = {
+    "show": "Show one checkpoint: its layout, its files, and whether it stays.",
+    "verify": "Check every byte of checkpoints on storage.",
+    "gc": "Remove checkpoints that no rule keeps, and files that belong to none.",
+    "pin": "Keep a checkpoint whatever the job's rules are.",
+    "unpin": "Let the job's rules hold for a pinned checkpoint again.",
+    "repair": "Repair a commit log of which a record is damaged or missing.",
+    "export": "Write a checkpoint for Hugging Face or torch.distributed.checkpoint.",
+    "import": "Make a Hugging Face model a checkpoint that a job starts from.",
+}
 # Functions behind the CLI's own commands init, plan and config, which need the services' formulas.
 FUNCTIONS = {
     "init": Plugin("", "megascale_driver.commands.init:job_template"),
     "plan": Plugin("", "megascale_driver.commands.plan:plan_job"),
     "effective": Plugin("", "megascale_driver.commands.effective:effective_job"),
+    "storage_problem": Plugin(
+        "", "megascale_checkpoint.storage.reach:storage_problem", "checkpoint"
+    ),
 }
 
 # The added command gets the rest of the command line unparsed, --help included.
@@ -71,13 +83,14 @@ _FORWARD = {"allow_extra_args": True, "ignore_unknown_options": True, "help_opti
 
 
 def add_plugins(app: typer.Typer, checkpoint: typer.Typer) -> None:
-    """Add the commands of other packages to ``app``, and verify to ``checkpoint``."""
+    """Add the commands of other packages to ``app``, and those on storage to ``checkpoint``."""
     found = {entry.name for entry in metadata.entry_points(group=GROUP)}
     for name, known in KNOWN.items():
         _add(app, name, known)
     for name in sorted(found - {*KNOWN, *FUNCTIONS, "checkpoint"}):
         _add(app, name, Plugin("Added by an installed package."))
-    _add(checkpoint, "verify", CHECKPOINT, plugin="checkpoint")
+    for name, summary in ON_STORAGE.items():
+        _add(checkpoint, name, replace(CHECKPOINT, summary=summary), plugin="checkpoint")
 
 
 def load_function(name: str) -> Callable[..., Any]:
@@ -117,7 +130,8 @@ def run_plugin(name: str, known: Plugin, arguments: list[str], program: str) -> 
     try:
         if isinstance(app, typer.Typer):
             # So an error of usage reaches the root of the commands, as one of our own does.
-            with command.make_context(program, arguments) as context:
+            found = {"checkpoint_uri": checkpoint_uri}
+            with command.make_context(program, arguments, obj=found) as context:
                 command.invoke(context)
         else:
             command(args=arguments, prog_name=program)
@@ -129,6 +143,23 @@ def run_plugin(name: str, known: Plugin, arguments: list[str], program: str) -> 
             raise
         raise SystemExit(status) from None
     raise SystemExit(0)
+
+
+def checkpoint_uri(name: str, cluster: Path | None) -> str:
+    """Where a job's checkpoints are, for commands on storage that are given a job's name.
+
+    Raises:
+        MegascaleError: no cluster, no such job, or it has none.
+    """
+
+    async def ask() -> str:
+        async with AsyncClient.from_run_folder(cluster, retry_for_s=RETRY_FOR_S) as client:
+            return (await client.get(name)).spec.checkpoint.uri
+
+    uri = asyncio.run(ask())
+    if not uri:
+        raise NotPossible(f"job {name} has no checkpoints: its checkpoint.uri is empty")
+    return uri
 
 
 def _load(name: str, known: Plugin) -> Any:

@@ -101,7 +101,9 @@ def _copy(spec: job_pb2.JobSpec, name: str, settings: list[str]) -> job_pb2.JobS
     values["name"] = name
     if uri := values.get("checkpoint", {}).get("uri"):
         folder, _, last = uri.rstrip("/").rpartition("/")
-        own = name if last == spec.name else f"{last}-{name}"
+        if folder.endswith(":/"):  # a bucket or host without a folder, which is kept
+            folder, last = f"{folder}/{last}", ""
+        own = name if last in (spec.name, "") else f"{last}-{name}"
         values["checkpoint"]["uri"] = f"{folder}/{own}"
     for setting in settings:
         set_value(values, setting)

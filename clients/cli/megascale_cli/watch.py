@@ -19,7 +19,7 @@ from megascale_cli.output import (
     print_json,
     step_text,
 )
-from megascale_client import TERMINAL_PHASES, AsyncClient, Job, JobPhase
+from megascale_client import TERMINAL_PHASES, AsyncClient, Job, JobConditionType, JobPhase
 
 # Far longer than the restart of a driver takes, so a watch survives one.
 WATCH_RETRY_FOR_S = 120.0
@@ -63,7 +63,8 @@ def _status(job: Job) -> int:
     # The watch has ended, so the job has: without a driver it would have raised an error.
     # A job may be allowed to succeed without its last checkpoint: a script must not take the model
     # for saved.
-    succeeded = job.phase == JobPhase.SUCCEEDED and not job.conditions
+    not_saved = any(item.type == JobConditionType.NOT_SAVED for item in job.conditions)
+    succeeded = job.phase == JobPhase.SUCCEEDED and not not_saved
     return OK if succeeded else FAILED
 
 

@@ -169,9 +169,13 @@ def details_of(error: grpc.aio.AioRpcError) -> RpcDetails:
 
 
 def _problem(violation: error_details_pb2.BadRequest.FieldViolation) -> FieldProblem:
+    return _described(violation.field, violation.description)
+
+
+def _described(field: str, description: str) -> FieldProblem:
     # A service describes a field as "problem; remedy".
-    problem, _, remedy = violation.description.partition("; ")
-    return FieldProblem(violation.field, problem, remedy or "give another value")
+    problem, _, remedy = description.partition("; ")
+    return FieldProblem(field, problem, remedy or "give another value")
 
 
 def from_rpc(error: grpc.aio.AioRpcError) -> MegascaleError:
@@ -187,9 +191,9 @@ def from_rpc(error: grpc.aio.AioRpcError) -> MegascaleError:
 def from_service(error: Exception) -> MegascaleError | None:
     """The error of this tree for one that a service's own code raised in this process.
 
-    Such an error has a ``reason`` and may have the name of a gRPC code as ``code``; without one, as
-    for a file that cannot be read, it is an InvalidRequest. None for any other exception, which is
-    a defect.
+    Such an error has a ``reason`` and may have the name of a gRPC code as ``code``, and ``fields``
+    that are refused; without a code, as for a file that cannot be read, it is an InvalidRequest.
+    None for any other exception, which is a defect.
     """
     reason, code = getattr(error, "reason", None), getattr(error, "code", None)
     if isinstance(error, MegascaleError):
@@ -201,5 +205,9 @@ def from_service(error: Exception) -> MegascaleError | None:
         return None
     if isinstance(code, str):
         kind = next((k for c, k in _BY_CODE.items() if c.name == code), ServiceFailure)
+        if issubclass(kind, InvalidRequest):
+            fields = getattr(error, "fields", ())
+            problems = [_described(field, description) for field, description in fields]
+            return kind(str(error), problems=problems, reason=reason)
         return kind(str(error), reason=reason)
     return InvalidRequest(str(error), reason=reason)

@@ -73,6 +73,8 @@ class JobConditionType(NamedEnum):
     UNSPECIFIED = 0
     # The job has succeeded, but the state after its last step is not in a checkpoint.
     NOT_SAVED = 1
+    # The newest checkpoint was not saved, or the storage does not answer; training goes on.
+    CHECKPOINT_FAILING = 2
 
 
 class JobPhase(NamedEnum):
@@ -224,6 +226,9 @@ class Job(View, of=driver_pb2.Job):
     profile: Profile
     conditions: Sequence[JobCondition]
     goodput: driver_pb2.Goodput
+    replicated_step: int
+    replica_problem: str
+    committed_at: timestamp_pb2.Timestamp
 
 
 class WatchJobResponse(View, of=driver_pb2.WatchJobResponse):

@@ -36,20 +36,33 @@ class OpenAttemptRequest(google.protobuf.message.Message):
     REFUSED_STEPS_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     LOAD_URI_FIELD_NUMBER: builtins.int
+    KEEP_LATEST_FIELD_NUMBER: builtins.int
+    KEEP_EVERY_STEPS_FIELD_NUMBER: builtins.int
+    KEEP_EVERY_HOURS_FIELD_NUMBER: builtins.int
     job: builtins.str
     """Name of the job."""
     uri: builtins.str
-    """Folder of the job's checkpoints: an absolute path or file:///path."""
+    """Where the job's checkpoints are: the checkpoint.uri of its spec."""
     attempt: builtins.int
     """Number of the attempt; counts from 1."""
     world_size: builtins.int
     """Number of ranks of the attempt."""
     sealed_step: builtins.int
-    """Newest step that all ranks hold sealed in staging memory under one attempt and layout; 0: none."""
+    """Newest step that all ranks hold sealed in staging memory, or a peer for them, under one attempt
+    and layout; 0: none.
+    """
     sealed_by_attempt: builtins.int
     """Attempt that sealed sealed_step."""
     load_uri: builtins.str
     """Folder of another job to start from while this job has no checkpoint of its own; empty: none."""
+    keep_latest: builtins.int
+    """What is kept of the job's checkpoints: keep_latest, keep_every_steps and keep_every_hours of its
+    CheckpointSpec.
+    """
+    keep_every_steps: builtins.int
+    """See keep_latest."""
+    keep_every_hours: builtins.float
+    """See keep_latest."""
     @property
     def refused_steps(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Steps that were found damaged before; they are passed over."""
@@ -70,9 +83,12 @@ class OpenAttemptRequest(google.protobuf.message.Message):
         refused_steps: collections.abc.Iterable[builtins.int] | None = ...,
         epoch: megascale.v1.types_pb2.Epoch | None = ...,
         load_uri: builtins.str = ...,
+        keep_latest: builtins.int = ...,
+        keep_every_steps: builtins.int = ...,
+        keep_every_hours: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["epoch", b"epoch"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "epoch", b"epoch", "job", b"job", "load_uri", b"load_uri", "refused_steps", b"refused_steps", "sealed_by_attempt", b"sealed_by_attempt", "sealed_step", b"sealed_step", "uri", b"uri", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "epoch", b"epoch", "job", b"job", "keep_every_hours", b"keep_every_hours", "keep_every_steps", b"keep_every_steps", "keep_latest", b"keep_latest", "load_uri", b"load_uri", "refused_steps", b"refused_steps", "sealed_by_attempt", b"sealed_by_attempt", "sealed_step", b"sealed_step", "uri", b"uri", "world_size", b"world_size"]) -> None: ...
 
 Global___OpenAttemptRequest: typing_extensions.TypeAlias = OpenAttemptRequest
 
@@ -208,6 +224,9 @@ class WatchProgressResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     JOBS_FIELD_NUMBER: builtins.int
+    REPLICA_ENDPOINT_FIELD_NUMBER: builtins.int
+    replica_endpoint: builtins.str
+    """Address (host:port) of the daemon's replica server."""
     @property
     def jobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[megascale.v1.link_pb2.CheckpointProgress]:
         """All jobs of this node, by name."""
@@ -216,10 +235,39 @@ class WatchProgressResponse(google.protobuf.message.Message):
         self,
         *,
         jobs: collections.abc.Iterable[megascale.v1.link_pb2.CheckpointProgress] | None = ...,
+        replica_endpoint: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["jobs", b"jobs"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["jobs", b"jobs", "replica_endpoint", b"replica_endpoint"]) -> None: ...
 
 Global___WatchProgressResponse: typing_extensions.TypeAlias = WatchProgressResponse
+
+@typing.final
+class CheckStorageRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    URI_FIELD_NUMBER: builtins.int
+    uri: builtins.str
+    """A checkpoint.uri."""
+    def __init__(
+        self,
+        *,
+        uri: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["uri", b"uri"]) -> None: ...
+
+Global___CheckStorageRequest: typing_extensions.TypeAlias = CheckStorageRequest
+
+@typing.final
+class CheckStorageResponse(google.protobuf.message.Message):
+    """The storage can be used."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___CheckStorageResponse: typing_extensions.TypeAlias = CheckStorageResponse
 
 @typing.final
 class ListCommitsRequest(google.protobuf.message.Message):

@@ -59,6 +59,11 @@ class CheckpointServiceStub(object):
                 request_serializer=megascale_dot_v1_dot_checkpoint__pb2.ListCommitsRequest.SerializeToString,
                 response_deserializer=megascale_dot_v1_dot_checkpoint__pb2.ListCommitsResponse.FromString,
                 _registered_method=True)
+        self.CheckStorage = channel.unary_unary(
+                '/megascale.v1.CheckpointService/CheckStorage',
+                request_serializer=megascale_dot_v1_dot_checkpoint__pb2.CheckStorageRequest.SerializeToString,
+                response_deserializer=megascale_dot_v1_dot_checkpoint__pb2.CheckStorageResponse.FromString,
+                _registered_method=True)
 
 
 class CheckpointServiceServicer(object):
@@ -85,7 +90,11 @@ class CheckpointServiceServicer(object):
         - FAILED_PRECONDITION (UNUSABLE): the job has checkpoints and none of them can be restored.
         - PERMISSION_DENIED (FORBIDDEN): the daemon may not read or write the folder.
         - UNAVAILABLE (STORAGE_UNAVAILABLE): storage does not answer; try again.
-        - DATA_LOSS (DAMAGED): the commit log is damaged.
+        - UNAVAILABLE (NOT_READY): the checkpoint of load_uri was removed while it was chosen; try again.
+        - DATA_LOSS (DAMAGED): a record of the commit log is damaged or missing. It may have been a fence,
+        so nothing is appended until `megascale checkpoint repair` has put a record in its place.
+        - DATA_LOSS (NEWER_VERSION): a newer build has written to the commit log.
+        - DATA_LOSS (DATA_LOSS): the commit log was repaired where a later attempt may have been opened.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -103,7 +112,8 @@ class CheckpointServiceServicer(object):
         - PERMISSION_DENIED (FORBIDDEN): the committer may not read or write the folder.
         - UNAVAILABLE (NOT_READY): this daemon does not know the attempt yet; try again.
         - UNAVAILABLE (STORAGE_UNAVAILABLE): storage does not answer; try again.
-        - DATA_LOSS (DAMAGED): the committer does not find a file that a rank has reported.
+        - DATA_LOSS (DAMAGED): the committer does not find a file that a rank has reported, or a record of
+        the commit log is damaged or missing.
         - DATA_LOSS (DATA_LOSS): the commit failed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -129,7 +139,24 @@ class CheckpointServiceServicer(object):
         - INVALID_ARGUMENT (BAD_REQUEST): the uri is not supported.
         - PERMISSION_DENIED (FORBIDDEN): the daemon may not read the folder.
         - UNAVAILABLE (STORAGE_UNAVAILABLE): storage does not answer; try again.
-        - DATA_LOSS (DATA_LOSS): the commit log has a gap.
+        - DATA_LOSS (DAMAGED): a record of the commit log is damaged or missing, so there may be more.
+        - DATA_LOSS (NEWER_VERSION): a newer build has written to the commit log.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CheckStorage(self, request, context):
+        """Finds out whether this node can reach and write a storage: writes a small file and removes it.
+        On a file system it makes the folder.
+
+        Callers: driver, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): the uri is not supported, its package is not installed on this
+        node, or there is no such bucket.
+        - INVALID_ARGUMENT (NO_FOLDER): no folder can be created at the uri.
+        - PERMISSION_DENIED (FORBIDDEN): the node may not write there.
+        - UNAVAILABLE (STORAGE_UNAVAILABLE): storage does not answer; try again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -157,6 +184,11 @@ def add_CheckpointServiceServicer_to_server(servicer, server):
                     servicer.ListCommits,
                     request_deserializer=megascale_dot_v1_dot_checkpoint__pb2.ListCommitsRequest.FromString,
                     response_serializer=megascale_dot_v1_dot_checkpoint__pb2.ListCommitsResponse.SerializeToString,
+            ),
+            'CheckStorage': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckStorage,
+                    request_deserializer=megascale_dot_v1_dot_checkpoint__pb2.CheckStorageRequest.FromString,
+                    response_serializer=megascale_dot_v1_dot_checkpoint__pb2.CheckStorageResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -272,6 +304,33 @@ class CheckpointService(object):
             '/megascale.v1.CheckpointService/ListCommits',
             megascale_dot_v1_dot_checkpoint__pb2.ListCommitsRequest.SerializeToString,
             megascale_dot_v1_dot_checkpoint__pb2.ListCommitsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckStorage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/megascale.v1.CheckpointService/CheckStorage',
+            megascale_dot_v1_dot_checkpoint__pb2.CheckStorageRequest.SerializeToString,
+            megascale_dot_v1_dot_checkpoint__pb2.CheckStorageResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -91,7 +91,23 @@ _CheckpointServiceListCommitsType = typing_extensions.TypeVar(
     ],
 )
 
-class CheckpointServiceStub(typing.Generic[_CheckpointServiceOpenAttemptType, _CheckpointServiceReportPreparedType, _CheckpointServiceWatchProgressType, _CheckpointServiceListCommitsType]):
+_CheckpointServiceCheckStorageType = typing_extensions.TypeVar(
+    '_CheckpointServiceCheckStorageType',
+    grpc.UnaryUnaryMultiCallable[
+        megascale.v1.checkpoint_pb2.CheckStorageRequest,
+        megascale.v1.checkpoint_pb2.CheckStorageResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.checkpoint_pb2.CheckStorageRequest,
+        megascale.v1.checkpoint_pb2.CheckStorageResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        megascale.v1.checkpoint_pb2.CheckStorageRequest,
+        megascale.v1.checkpoint_pb2.CheckStorageResponse,
+    ],
+)
+
+class CheckpointServiceStub(typing.Generic[_CheckpointServiceOpenAttemptType, _CheckpointServiceReportPreparedType, _CheckpointServiceWatchProgressType, _CheckpointServiceListCommitsType, _CheckpointServiceCheckStorageType]):
     """Two-stage asynchronous persistence (MegaScale section 4.4), served by the checkpoint daemon of
     every node. The daemon of the first node of an attempt is its committer.
 
@@ -117,6 +133,10 @@ class CheckpointServiceStub(typing.Generic[_CheckpointServiceOpenAttemptType, _C
             megascale.v1.checkpoint_pb2.ListCommitsRequest,
             megascale.v1.checkpoint_pb2.ListCommitsResponse,
         ],
+        grpc.UnaryUnaryMultiCallable[
+            megascale.v1.checkpoint_pb2.CheckStorageRequest,
+            megascale.v1.checkpoint_pb2.CheckStorageResponse,
+        ],
     ], channel: grpc.Channel) -> None: ...
 
     @typing.overload
@@ -137,6 +157,10 @@ class CheckpointServiceStub(typing.Generic[_CheckpointServiceOpenAttemptType, _C
             megascale.v1.checkpoint_pb2.ListCommitsRequest,
             megascale.v1.checkpoint_pb2.ListCommitsResponse,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            megascale.v1.checkpoint_pb2.CheckStorageRequest,
+            megascale.v1.checkpoint_pb2.CheckStorageResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     OpenAttempt: _CheckpointServiceOpenAttemptType
@@ -155,7 +179,11 @@ class CheckpointServiceStub(typing.Generic[_CheckpointServiceOpenAttemptType, _C
     - FAILED_PRECONDITION (UNUSABLE): the job has checkpoints and none of them can be restored.
     - PERMISSION_DENIED (FORBIDDEN): the daemon may not read or write the folder.
     - UNAVAILABLE (STORAGE_UNAVAILABLE): storage does not answer; try again.
-    - DATA_LOSS (DAMAGED): the commit log is damaged.
+    - UNAVAILABLE (NOT_READY): the checkpoint of load_uri was removed while it was chosen; try again.
+    - DATA_LOSS (DAMAGED): a record of the commit log is damaged or missing. It may have been a fence,
+      so nothing is appended until `megascale checkpoint repair` has put a record in its place.
+    - DATA_LOSS (NEWER_VERSION): a newer build has written to the commit log.
+    - DATA_LOSS (DATA_LOSS): the commit log was repaired where a later attempt may have been opened.
     """
 
     ReportPrepared: _CheckpointServiceReportPreparedType
@@ -170,7 +198,8 @@ class CheckpointServiceStub(typing.Generic[_CheckpointServiceOpenAttemptType, _C
     - PERMISSION_DENIED (FORBIDDEN): the committer may not read or write the folder.
     - UNAVAILABLE (NOT_READY): this daemon does not know the attempt yet; try again.
     - UNAVAILABLE (STORAGE_UNAVAILABLE): storage does not answer; try again.
-    - DATA_LOSS (DAMAGED): the committer does not find a file that a rank has reported.
+    - DATA_LOSS (DAMAGED): the committer does not find a file that a rank has reported, or a record of
+      the commit log is damaged or missing.
     - DATA_LOSS (DATA_LOSS): the commit failed.
     """
 
@@ -190,7 +219,21 @@ class CheckpointServiceStub(typing.Generic[_CheckpointServiceOpenAttemptType, _C
     - INVALID_ARGUMENT (BAD_REQUEST): the uri is not supported.
     - PERMISSION_DENIED (FORBIDDEN): the daemon may not read the folder.
     - UNAVAILABLE (STORAGE_UNAVAILABLE): storage does not answer; try again.
-    - DATA_LOSS (DATA_LOSS): the commit log has a gap.
+    - DATA_LOSS (DAMAGED): a record of the commit log is damaged or missing, so there may be more.
+    - DATA_LOSS (NEWER_VERSION): a newer build has written to the commit log.
+    """
+
+    CheckStorage: _CheckpointServiceCheckStorageType
+    """Finds out whether this node can reach and write a storage: writes a small file and removes it.
+    On a file system it makes the folder.
+
+    Callers: driver, operator
+    Errors:
+    - INVALID_ARGUMENT (BAD_REQUEST): the uri is not supported, its package is not installed on this
+      node, or there is no such bucket.
+    - INVALID_ARGUMENT (NO_FOLDER): no folder can be created at the uri.
+    - PERMISSION_DENIED (FORBIDDEN): the node may not write there.
+    - UNAVAILABLE (STORAGE_UNAVAILABLE): storage does not answer; try again.
     """
 
 CheckpointServiceAsyncStub: typing_extensions.TypeAlias = CheckpointServiceStub[
@@ -209,6 +252,10 @@ CheckpointServiceAsyncStub: typing_extensions.TypeAlias = CheckpointServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         megascale.v1.checkpoint_pb2.ListCommitsRequest,
         megascale.v1.checkpoint_pb2.ListCommitsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.checkpoint_pb2.CheckStorageRequest,
+        megascale.v1.checkpoint_pb2.CheckStorageResponse,
     ],
 ]
 
@@ -241,7 +288,11 @@ class CheckpointServiceServicer(metaclass=abc.ABCMeta):
         - FAILED_PRECONDITION (UNUSABLE): the job has checkpoints and none of them can be restored.
         - PERMISSION_DENIED (FORBIDDEN): the daemon may not read or write the folder.
         - UNAVAILABLE (STORAGE_UNAVAILABLE): storage does not answer; try again.
-        - DATA_LOSS (DAMAGED): the commit log is damaged.
+        - UNAVAILABLE (NOT_READY): the checkpoint of load_uri was removed while it was chosen; try again.
+        - DATA_LOSS (DAMAGED): a record of the commit log is damaged or missing. It may have been a fence,
+          so nothing is appended until `megascale checkpoint repair` has put a record in its place.
+        - DATA_LOSS (NEWER_VERSION): a newer build has written to the commit log.
+        - DATA_LOSS (DATA_LOSS): the commit log was repaired where a later attempt may have been opened.
         """
 
     @abc.abstractmethod
@@ -261,7 +312,8 @@ class CheckpointServiceServicer(metaclass=abc.ABCMeta):
         - PERMISSION_DENIED (FORBIDDEN): the committer may not read or write the folder.
         - UNAVAILABLE (NOT_READY): this daemon does not know the attempt yet; try again.
         - UNAVAILABLE (STORAGE_UNAVAILABLE): storage does not answer; try again.
-        - DATA_LOSS (DAMAGED): the committer does not find a file that a rank has reported.
+        - DATA_LOSS (DAMAGED): the committer does not find a file that a rank has reported, or a record of
+          the commit log is damaged or missing.
         - DATA_LOSS (DATA_LOSS): the commit failed.
         """
 
@@ -291,7 +343,26 @@ class CheckpointServiceServicer(metaclass=abc.ABCMeta):
         - INVALID_ARGUMENT (BAD_REQUEST): the uri is not supported.
         - PERMISSION_DENIED (FORBIDDEN): the daemon may not read the folder.
         - UNAVAILABLE (STORAGE_UNAVAILABLE): storage does not answer; try again.
-        - DATA_LOSS (DATA_LOSS): the commit log has a gap.
+        - DATA_LOSS (DAMAGED): a record of the commit log is damaged or missing, so there may be more.
+        - DATA_LOSS (NEWER_VERSION): a newer build has written to the commit log.
+        """
+
+    @abc.abstractmethod
+    def CheckStorage(
+        self,
+        request: megascale.v1.checkpoint_pb2.CheckStorageRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[megascale.v1.checkpoint_pb2.CheckStorageResponse, collections.abc.Awaitable[megascale.v1.checkpoint_pb2.CheckStorageResponse]]:
+        """Finds out whether this node can reach and write a storage: writes a small file and removes it.
+        On a file system it makes the folder.
+
+        Callers: driver, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): the uri is not supported, its package is not installed on this
+          node, or there is no such bucket.
+        - INVALID_ARGUMENT (NO_FOLDER): no folder can be created at the uri.
+        - PERMISSION_DENIED (FORBIDDEN): the node may not write there.
+        - UNAVAILABLE (STORAGE_UNAVAILABLE): storage does not answer; try again.
         """
 
 def add_CheckpointServiceServicer_to_server(servicer: CheckpointServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -48,6 +48,9 @@ class Job(google.protobuf.message.Message):
     PROFILE_FIELD_NUMBER: builtins.int
     CONDITIONS_FIELD_NUMBER: builtins.int
     GOODPUT_FIELD_NUMBER: builtins.int
+    REPLICATED_STEP_FIELD_NUMBER: builtins.int
+    REPLICA_PROBLEM_FIELD_NUMBER: builtins.int
+    COMMITTED_AT_FIELD_NUMBER: builtins.int
     spec_revision: builtins.int
     """Revision of the spec; counts from 1 and rises with every change of the spec."""
     etag: builtins.str
@@ -68,6 +71,12 @@ class Job(google.protobuf.message.Message):
     """Step of the newest complete checkpoint; 0: none."""
     restarts: builtins.int
     """Restarts that faults have cost so far."""
+    replicated_step: builtins.int
+    """Newest step of the attempt of which every rank has a replica on another node; 0: none. With
+    checkpoint.replicas.
+    """
+    replica_problem: builtins.str
+    """Why the attempt's snapshots have no replicas, or the newest has none; empty: all is well."""
     @property
     def spec(self) -> megascale.v1.job_pb2.JobSpec:
         """The specification as submitted, with every default filled in."""
@@ -110,6 +119,10 @@ class Job(google.protobuf.message.Message):
         which did not account for it.
         """
 
+    @property
+    def committed_at(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When the driver got to know of the newest complete checkpoint; absent: none."""
+
     def __init__(
         self,
         *,
@@ -133,9 +146,12 @@ class Job(google.protobuf.message.Message):
         profile: Global___Profile | None = ...,
         conditions: collections.abc.Iterable[Global___JobCondition] | None = ...,
         goodput: Global___Goodput | None = ...,
+        replicated_step: builtins.int = ...,
+        replica_problem: builtins.str = ...,
+        committed_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["created_at", b"created_at", "goodput", b"goodput", "last_record", b"last_record", "profile", b"profile", "spec", b"spec", "updated_at", b"updated_at"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "committed_step", b"committed_step", "conditions", b"conditions", "created_at", b"created_at", "etag", b"etag", "evicted_nodes", b"evicted_nodes", "goodput", b"goodput", "last_record", b"last_record", "nodes", b"nodes", "phase", b"phase", "phase_reason", b"phase_reason", "profile", b"profile", "restarts", b"restarts", "restore_source", b"restore_source", "restored_step", b"restored_step", "spare_nodes", b"spare_nodes", "spec", b"spec", "spec_revision", b"spec_revision", "step", b"step", "updated_at", b"updated_at"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["committed_at", b"committed_at", "created_at", b"created_at", "goodput", b"goodput", "last_record", b"last_record", "profile", b"profile", "spec", b"spec", "updated_at", b"updated_at"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "committed_at", b"committed_at", "committed_step", b"committed_step", "conditions", b"conditions", "created_at", b"created_at", "etag", b"etag", "evicted_nodes", b"evicted_nodes", "goodput", b"goodput", "last_record", b"last_record", "nodes", b"nodes", "phase", b"phase", "phase_reason", b"phase_reason", "profile", b"profile", "replica_problem", b"replica_problem", "replicated_step", b"replicated_step", "restarts", b"restarts", "restore_source", b"restore_source", "restored_step", b"restored_step", "spare_nodes", b"spare_nodes", "spec", b"spec", "spec_revision", b"spec_revision", "step", b"step", "updated_at", b"updated_at"]) -> None: ...
 
 Global___Job: typing_extensions.TypeAlias = Job
 
@@ -454,6 +470,7 @@ class Checkpoint(google.protobuf.message.Message):
     SIZE_BYTES_FIELD_NUMBER: builtins.int
     COMMITTED_AT_FIELD_NUMBER: builtins.int
     WORLD_SIZE_FIELD_NUMBER: builtins.int
+    PIN_FIELD_NUMBER: builtins.int
     job: builtins.str
     """Job that wrote it."""
     step: builtins.int
@@ -466,6 +483,8 @@ class Checkpoint(google.protobuf.message.Message):
     """Bytes of all its files."""
     world_size: builtins.int
     """Number of ranks that wrote it."""
+    pin: builtins.str
+    """Why it is pinned, which keeps it from being removed; empty: it is not."""
     @property
     def committed_at(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When it became complete."""
@@ -480,9 +499,10 @@ class Checkpoint(google.protobuf.message.Message):
         size_bytes: builtins.int = ...,
         committed_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         world_size: builtins.int = ...,
+        pin: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["committed_at", b"committed_at"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "committed_at", b"committed_at", "job", b"job", "manifest_uri", b"manifest_uri", "size_bytes", b"size_bytes", "step", b"step", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "committed_at", b"committed_at", "job", b"job", "manifest_uri", b"manifest_uri", "pin", b"pin", "size_bytes", b"size_bytes", "step", b"step", "world_size", b"world_size"]) -> None: ...
 
 Global___Checkpoint: typing_extensions.TypeAlias = Checkpoint
 

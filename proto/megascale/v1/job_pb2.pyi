@@ -1019,12 +1019,24 @@ class CheckpointSpec(google.protobuf.message.Message):
     LOAD_URI_FIELD_NUMBER: builtins.int
     REQUIRE_FINAL_FIELD_NUMBER: builtins.int
     FINAL_TIMEOUT_S_FIELD_NUMBER: builtins.int
+    KEEP_LATEST_FIELD_NUMBER: builtins.int
+    KEEP_EVERY_STEPS_FIELD_NUMBER: builtins.int
+    KEEP_EVERY_HOURS_FIELD_NUMBER: builtins.int
+    MAX_WRITE_MIB_PER_S_FIELD_NUMBER: builtins.int
+    SNAPSHOT_INTERVAL_STEPS_FIELD_NUMBER: builtins.int
+    VERIFY_D2H_FIELD_NUMBER: builtins.int
+    REPLICAS_FIELD_NUMBER: builtins.int
+    MAX_REPLICATE_MIB_PER_S_FIELD_NUMBER: builtins.int
     uri: builtins.str
-    """Folder (file path) that holds the job's checkpoints; empty: none."""
+    """Where the job's checkpoints are: an absolute path, file:///path, s3://bucket/prefix,
+    hdfs://host:port/path, or a scheme that a package on the nodes adds; empty: none.
+    """
     interval_steps: builtins.int
-    """Take a snapshot after every so many steps, and after the last one; 0: only after the last one."""
+    """Persist a snapshot after every so many steps, and the one of the last step; 0: only the last."""
     slots: builtins.int
-    """Staging slots per rank; default: three where memory allows, else two."""
+    """Staging slots per rank, 2 to 6; default: where memory allows three, with snapshots at every
+    second step four and at every step five, else fewer. With fewer, more snapshots are skipped.
+    """
     load_uri: builtins.str
     """Folder of another job's checkpoints. The job starts from the newest complete one, in any
     layout, as long as it has no checkpoint of its own.
@@ -1037,6 +1049,34 @@ class CheckpointSpec(google.protobuf.message.Message):
     """Seconds after the last step in which its checkpoint must be complete; default 300. A write that
     fails is tried again until then, and the job keeps its devices.
     """
+    keep_latest: builtins.int
+    """What is kept of the checkpoints; without any of these three all are. A checkpoint is kept that
+    one of them keeps, that is pinned (`megascale checkpoint pin`), that is the newest complete one
+    or that a job is starting from. The others are removed after a commit.
+    Keep the newest so many; 0: no rule. 1 leaves nothing else when the newest is damaged.
+    """
+    keep_every_steps: builtins.int
+    """Keep the first one at or after every multiple of so many steps; 0: no rule."""
+    keep_every_hours: builtins.float
+    """Keep the first one of every so many hours (of UTC); 0: no rule."""
+    max_write_mib_per_s: builtins.float
+    """Most MiB per second that the job writes to storage from one node, all its ranks together; 0: no
+    limit.
+    """
+    snapshot_interval_steps: builtins.int
+    """Take a snapshot into the memory of the node after every so many steps; a divisor of
+    `interval_steps`. A worker that fails costs the steps since the newest. 0: as `interval_steps`.
+    """
+    verify_d2h: builtins.float
+    """Share of a snapshot's bytes, 0 to 1, that is compared with the device's after the copy to the
+    host, other ones each time; a snapshot that differs is not kept. Default 0.01.
+    """
+    replicas: builtins.int
+    """Copies of each snapshot in the memory of another node, 0 or 1; default 0. With 1 the loss of a
+    node costs no read from storage; each node keeps two more slots for each rank of another.
+    """
+    max_replicate_mib_per_s: builtins.float
+    """Most MiB per second that a node sends to the node with its replicas, 1 or more; 0: no limit."""
     def __init__(
         self,
         *,
@@ -1046,15 +1086,25 @@ class CheckpointSpec(google.protobuf.message.Message):
         load_uri: builtins.str = ...,
         require_final: builtins.bool | None = ...,
         final_timeout_s: builtins.float | None = ...,
+        keep_latest: builtins.int = ...,
+        keep_every_steps: builtins.int = ...,
+        keep_every_hours: builtins.float = ...,
+        max_write_mib_per_s: builtins.float = ...,
+        snapshot_interval_steps: builtins.int = ...,
+        verify_d2h: builtins.float | None = ...,
+        replicas: builtins.int = ...,
+        max_replicate_mib_per_s: builtins.float = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_final_timeout_s", b"_final_timeout_s", "_require_final", b"_require_final", "_slots", b"_slots", "final_timeout_s", b"final_timeout_s", "require_final", b"require_final", "slots", b"slots"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_final_timeout_s", b"_final_timeout_s", "_require_final", b"_require_final", "_slots", b"_slots", "final_timeout_s", b"final_timeout_s", "interval_steps", b"interval_steps", "load_uri", b"load_uri", "require_final", b"require_final", "slots", b"slots", "uri", b"uri"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_final_timeout_s", b"_final_timeout_s", "_require_final", b"_require_final", "_slots", b"_slots", "_verify_d2h", b"_verify_d2h", "final_timeout_s", b"final_timeout_s", "require_final", b"require_final", "slots", b"slots", "verify_d2h", b"verify_d2h"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_final_timeout_s", b"_final_timeout_s", "_require_final", b"_require_final", "_slots", b"_slots", "_verify_d2h", b"_verify_d2h", "final_timeout_s", b"final_timeout_s", "interval_steps", b"interval_steps", "keep_every_hours", b"keep_every_hours", "keep_every_steps", b"keep_every_steps", "keep_latest", b"keep_latest", "load_uri", b"load_uri", "max_replicate_mib_per_s", b"max_replicate_mib_per_s", "max_write_mib_per_s", b"max_write_mib_per_s", "replicas", b"replicas", "require_final", b"require_final", "slots", b"slots", "snapshot_interval_steps", b"snapshot_interval_steps", "uri", b"uri", "verify_d2h", b"verify_d2h"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_final_timeout_s", b"_final_timeout_s"]) -> typing.Literal["final_timeout_s"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_require_final", b"_require_final"]) -> typing.Literal["require_final"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_slots", b"_slots"]) -> typing.Literal["slots"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_verify_d2h", b"_verify_d2h"]) -> typing.Literal["verify_d2h"] | None: ...
 
 Global___CheckpointSpec: typing_extensions.TypeAlias = CheckpointSpec
 

@@ -425,6 +425,8 @@ class AttemptAssignment(google.protobuf.message.Message):
     STORE_ENDPOINT_FIELD_NUMBER: builtins.int
     RESTORE_FIELD_NUMBER: builtins.int
     COMMITTER_ENDPOINT_FIELD_NUMBER: builtins.int
+    REPLICA_TARGET_FIELD_NUMBER: builtins.int
+    REPLICA_SOURCES_FIELD_NUMBER: builtins.int
     job: builtins.str
     """Name of the job."""
     attempt: builtins.int
@@ -435,6 +437,8 @@ class AttemptAssignment(google.protobuf.message.Message):
     """Address (host:port) of the rendezvous store. With START."""
     committer_endpoint: builtins.str
     """Address of the checkpoint daemon that commits for this attempt. With START."""
+    replica_target: builtins.str
+    """Address (host:port) of the replica server of the node's peer; empty: no replicas. With START."""
     @property
     def spec(self) -> megascale.v1.job_pb2.JobSpec:
         """Specification of the job."""
@@ -455,6 +459,12 @@ class AttemptAssignment(google.protobuf.message.Message):
     def restore(self) -> Global___RestorePlan:
         """What all ranks restore. With START."""
 
+    @property
+    def replica_sources(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ReplicaSource]:
+        """Where the replicas lie that ranks of this node restore; the other ranks have the state in
+        memory, or read storage. With START.
+        """
+
     def __init__(
         self,
         *,
@@ -468,11 +478,35 @@ class AttemptAssignment(google.protobuf.message.Message):
         store_endpoint: builtins.str = ...,
         restore: Global___RestorePlan | None = ...,
         committer_endpoint: builtins.str = ...,
+        replica_target: builtins.str = ...,
+        replica_sources: collections.abc.Iterable[Global___ReplicaSource] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["restore", b"restore", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "committer_endpoint", b"committer_endpoint", "devices", b"devices", "job", b"job", "rank_nodes", b"rank_nodes", "ranks", b"ranks", "restore", b"restore", "spec", b"spec", "spec_revision", b"spec_revision", "store_endpoint", b"store_endpoint"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "committer_endpoint", b"committer_endpoint", "devices", b"devices", "job", b"job", "rank_nodes", b"rank_nodes", "ranks", b"ranks", "replica_sources", b"replica_sources", "replica_target", b"replica_target", "restore", b"restore", "spec", b"spec", "spec_revision", b"spec_revision", "store_endpoint", b"store_endpoint"]) -> None: ...
 
 Global___AttemptAssignment: typing_extensions.TypeAlias = AttemptAssignment
+
+@typing.final
+class ReplicaSource(google.protobuf.message.Message):
+    """Where one rank's state lies in the memory of another node."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    ENDPOINT_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    """Global rank."""
+    endpoint: builtins.str
+    """Address (host:port) of that node's replica server."""
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        endpoint: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["endpoint", b"endpoint", "rank", b"rank"]) -> None: ...
+
+Global___ReplicaSource: typing_extensions.TypeAlias = ReplicaSource
 
 @typing.final
 class RestorePlan(google.protobuf.message.Message):
@@ -484,6 +518,7 @@ class RestorePlan(google.protobuf.message.Message):
     STEP_FIELD_NUMBER: builtins.int
     WRITTEN_BY_ATTEMPT_FIELD_NUMBER: builtins.int
     MANIFEST_URI_FIELD_NUMBER: builtins.int
+    MANIFEST_XXH3_FIELD_NUMBER: builtins.int
     source: megascale.v1.types_pb2.RestoreSource.ValueType
     """Where the state is."""
     step: builtins.int
@@ -491,7 +526,9 @@ class RestorePlan(google.protobuf.message.Message):
     written_by_attempt: builtins.int
     """Attempt of this job that wrote the state; 0 where another job did (load_uri)."""
     manifest_uri: builtins.str
-    """Address of the manifest. With source STORAGE."""
+    """Address of the manifest. With source STORAGE; with MEMORY where the step is committed as well."""
+    manifest_xxh3: builtins.str
+    """xxh3-128 of the manifest as its COMMIT record has it, hexadecimal; empty: not known."""
     def __init__(
         self,
         *,
@@ -499,8 +536,9 @@ class RestorePlan(google.protobuf.message.Message):
         step: builtins.int = ...,
         written_by_attempt: builtins.int = ...,
         manifest_uri: builtins.str = ...,
+        manifest_xxh3: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["manifest_uri", b"manifest_uri", "source", b"source", "step", b"step", "written_by_attempt", b"written_by_attempt"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["manifest_uri", b"manifest_uri", "manifest_xxh3", b"manifest_xxh3", "source", b"source", "step", b"step", "written_by_attempt", b"written_by_attempt"]) -> None: ...
 
 Global___RestorePlan: typing_extensions.TypeAlias = RestorePlan
 
@@ -617,6 +655,10 @@ class CheckpointProgress(google.protobuf.message.Message):
     FAILURES_FIELD_NUMBER: builtins.int
     SKIPPED_STEP_FIELD_NUMBER: builtins.int
     SKIPPED_BY_ATTEMPT_FIELD_NUMBER: builtins.int
+    DAMAGED_FIELD_NUMBER: builtins.int
+    REPLICAS_FIELD_NUMBER: builtins.int
+    REPLICA_FAILURE_FIELD_NUMBER: builtins.int
+    REPLICA_FAILURES_FIELD_NUMBER: builtins.int
     job: builtins.str
     """Name of the job."""
     committed_step: builtins.int
@@ -635,6 +677,8 @@ class CheckpointProgress(google.protobuf.message.Message):
     """Step of the newest skipped snapshot; 0: none."""
     skipped_by_attempt: builtins.int
     """Attempt that skipped it."""
+    replica_failures: builtins.int
+    """Copies to the peer that have failed since the daemon started."""
     @property
     def sealed(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SealedSnapshot]:
         """Sealed snapshots in the node's staging memory."""
@@ -642,6 +686,20 @@ class CheckpointProgress(google.protobuf.message.Message):
     @property
     def failure(self) -> Global___CheckpointFailure:
         """The newest failure since the newest commit."""
+
+    @property
+    def damaged(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DamagedSnapshot]:
+        """Sealed snapshots that were found damaged since the daemon started, the newest 16."""
+
+    @property
+    def replicas(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SealedSnapshot]:
+        """Sealed replicas of other nodes' ranks in this node's staging memory."""
+
+    @property
+    def replica_failure(self) -> Global___CheckpointFailure:
+        """The newest snapshot of a rank of this node that could not be copied to the peer, since the
+        newest copy of that rank.
+        """
 
     def __init__(
         self,
@@ -657,11 +715,47 @@ class CheckpointProgress(google.protobuf.message.Message):
         failures: builtins.int = ...,
         skipped_step: builtins.int = ...,
         skipped_by_attempt: builtins.int = ...,
+        damaged: collections.abc.Iterable[Global___DamagedSnapshot] | None = ...,
+        replicas: collections.abc.Iterable[Global___SealedSnapshot] | None = ...,
+        replica_failure: Global___CheckpointFailure | None = ...,
+        replica_failures: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["failure", b"failure"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["committed_by_attempt", b"committed_by_attempt", "committed_step", b"committed_step", "failure", b"failure", "failures", b"failures", "job", b"job", "manifest_uri", b"manifest_uri", "persist_error", b"persist_error", "sealed", b"sealed", "skipped_by_attempt", b"skipped_by_attempt", "skipped_snapshots", b"skipped_snapshots", "skipped_step", b"skipped_step"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["failure", b"failure", "replica_failure", b"replica_failure"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["committed_by_attempt", b"committed_by_attempt", "committed_step", b"committed_step", "damaged", b"damaged", "failure", b"failure", "failures", b"failures", "job", b"job", "manifest_uri", b"manifest_uri", "persist_error", b"persist_error", "replica_failure", b"replica_failure", "replica_failures", b"replica_failures", "replicas", b"replicas", "sealed", b"sealed", "skipped_by_attempt", b"skipped_by_attempt", "skipped_snapshots", b"skipped_snapshots", "skipped_step", b"skipped_step"]) -> None: ...
 
 Global___CheckpointProgress: typing_extensions.TypeAlias = CheckpointProgress
+
+@typing.final
+class DamagedSnapshot(google.protobuf.message.Message):
+    """A sealed slot in staging memory whose bytes are not those that were sealed. Nothing restores from
+    it.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    """Global rank."""
+    attempt: builtins.int
+    """Attempt that sealed it."""
+    step: builtins.int
+    """Step of the snapshot."""
+    error: builtins.str
+    """The slot and what in it is damaged."""
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        attempt: builtins.int = ...,
+        step: builtins.int = ...,
+        error: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "error", b"error", "rank", b"rank", "step", b"step"]) -> None: ...
+
+Global___DamagedSnapshot: typing_extensions.TypeAlias = DamagedSnapshot
 
 @typing.final
 class CheckpointFailure(google.protobuf.message.Message):
@@ -701,17 +795,21 @@ class CheckpointDaemonState(google.protobuf.message.Message):
 
     RESTARTS_FIELD_NUMBER: builtins.int
     EXIT_STATUS_FIELD_NUMBER: builtins.int
+    REPLICA_ENDPOINT_FIELD_NUMBER: builtins.int
     restarts: builtins.int
     """How often the agent has restarted it since the agent's own start."""
     exit_status: builtins.int
     """Exit status of the one before, or minus the number of the signal."""
+    replica_endpoint: builtins.str
+    """Address (host:port) of its replica server."""
     def __init__(
         self,
         *,
         restarts: builtins.int = ...,
         exit_status: builtins.int = ...,
+        replica_endpoint: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["exit_status", b"exit_status", "restarts", b"restarts"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["exit_status", b"exit_status", "replica_endpoint", b"replica_endpoint", "restarts", b"restarts"]) -> None: ...
 
 Global___CheckpointDaemonState: typing_extensions.TypeAlias = CheckpointDaemonState
 

@@ -214,6 +214,8 @@ class _JobConditionTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrappe
     JOB_CONDITION_TYPE_UNSPECIFIED: _JobConditionType.ValueType  # 0
     JOB_CONDITION_TYPE_NOT_SAVED: _JobConditionType.ValueType  # 1
     """The job has succeeded, but the state after its last step is not in a checkpoint."""
+    JOB_CONDITION_TYPE_CHECKPOINT_FAILING: _JobConditionType.ValueType  # 2
+    """The newest checkpoint was not saved, or the storage does not answer; training goes on."""
 
 class JobConditionType(_JobConditionType, metaclass=_JobConditionTypeEnumTypeWrapper):
     """What a condition of a job is about."""
@@ -221,6 +223,8 @@ class JobConditionType(_JobConditionType, metaclass=_JobConditionTypeEnumTypeWra
 JOB_CONDITION_TYPE_UNSPECIFIED: JobConditionType.ValueType  # 0
 JOB_CONDITION_TYPE_NOT_SAVED: JobConditionType.ValueType  # 1
 """The job has succeeded, but the state after its last step is not in a checkpoint."""
+JOB_CONDITION_TYPE_CHECKPOINT_FAILING: JobConditionType.ValueType  # 2
+"""The newest checkpoint was not saved, or the storage does not answer; training goes on."""
 Global___JobConditionType: typing_extensions.TypeAlias = JobConditionType
 
 class _RestoreSource:

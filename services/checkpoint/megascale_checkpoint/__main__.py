@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import signal
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from megascale_checkpoint.concurrency import Pools
 from megascale_checkpoint.jobs import Jobs
 from megascale_checkpoint.local_server import LocalServer
 from megascale_checkpoint.metrics import CheckpointMetrics
+from megascale_checkpoint.replicas.node_replicas import NodeReplicas
 from megascale_checkpoint.service import SERVICE, CheckpointService
 from megascale_checkpoint.staging import StagingFolder, default_base
 from megascale_common.job.names import is_dns_label
@@ -32,6 +34,7 @@ from megascale_common.service.server import RpcServer
 from megascale_common.service.start import ends_with_a_sentence, read_token, write_address
 
 DRAIN_S = 3.0
+REPLICA_HOST = "127.0.0.1"
 log = logs.get("main")
 
 
@@ -49,21 +52,29 @@ def main(arguments: list[str] | None = None) -> None:
             options.incarnation,
             options.staging_limit_bytes,
         )
+        stopped = True
         try:
-            uvloop.run(_serve(options, token, staging))
+            stopped = uvloop.run(_serve(options, token, staging))
         finally:
             staging.remove()
+    if not stopped:
+        # A thread that a storage holds for ever would keep the interpreter from ending.
+        log.error("ended although a storage does not answer")
+        os._exit(1)
 
 
-async def _serve(options: argparse.Namespace, token: str, staging: StagingFolder) -> None:
+async def _serve(options: argparse.Namespace, token: str, staging: StagingFolder) -> bool:
+    """Serve until asked to stop; returns whether all threads have ended."""
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
     pools, committers = Pools(), CommitterClient(token)
     jobs = Jobs(staging, pools, committers)
-    server = RpcServer(token)
-    service = CheckpointService(jobs, Committer(pools, jobs.registration))
+    replicas = jobs.replicas = NodeReplicas(jobs, staging, pools, token)
+    replicas.start(REPLICA_HOST, options.address_file.with_suffix(".replicas"))
+    server, committer = RpcServer(token), Committer(jobs.registration)
+    service = CheckpointService(jobs, committer, replicas.endpoint)
     checkpoint_pb2_grpc.add_CheckpointServiceServicer_to_server(service, server.server)
     try:
         local = LocalServer(options.socket, jobs)
@@ -72,7 +83,7 @@ async def _serve(options: argparse.Namespace, token: str, staging: StagingFolder
             f"--socket: {options.socket} cannot be used ({error.strerror or error}): "
             "give a short path in a folder that exists and that you may write to"
         ) from None
-    metrics = MetricsServer(registry_of("checkpoint", CheckpointMetrics(jobs, staging)))
+    metrics = MetricsServer(registry_of("checkpoint", CheckpointMetrics(jobs, staging, replicas)))
     try:
         if options.metrics_bind:
             await metrics.start(options.metrics_bind, options.metrics_address_file)
@@ -87,12 +98,14 @@ async def _serve(options: argparse.Namespace, token: str, staging: StagingFolder
         accepting.cancel()
         # The gRPC server stays up meanwhile: this daemon may be the committer that its own last
         # reports wait for.
-        await jobs.close(DRAIN_S)
+        return await jobs.close(DRAIN_S)
     finally:
+        await replicas.close()
         await local.close()
         await server.stop()
         await metrics.stop()
         await committers.close()
+        committer.close()
         pools.close()
 
 

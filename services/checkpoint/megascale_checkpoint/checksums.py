@@ -7,6 +7,7 @@ an adversary who can write the files.
 
 from __future__ import annotations
 
+import heapq
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -37,6 +38,24 @@ def piece_view(piece: ShardPiece, image: memoryview) -> memoryview:
 def piece_checksums(layout: ShardLayout, image: memoryview) -> tuple[str, ...]:
     """Checksum of every piece of a slot image, in the layout's order."""
     return tuple(checksum(piece_view(piece, image)) for piece in layout.pieces)
+
+
+def shares(layout: ShardLayout, count: int) -> list[list[int]]:
+    """The pieces' indices in ``count`` shares of about equal bytes: one for each thread."""
+    heaps = [(0, number, list[int]()) for number in range(max(1, count))]
+    sizes = [piece.size_bytes for piece in layout.pieces]
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        total, number, share = heaps[0]
+        share.append(index)
+        heapq.heapreplace(heaps, (total + sizes[index], number, share))
+    return [share for _, _, share in heaps if share]
+
+
+def share_checksums(
+    layout: ShardLayout, image: memoryview, share: list[int]
+) -> list[tuple[int, str]]:
+    """Index and checksum of the pieces of one share."""
+    return [(index, checksum(piece_view(layout.pieces[index], image))) for index in share]
 
 
 def verify_image(

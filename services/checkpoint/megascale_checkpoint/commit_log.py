@@ -6,90 +6,167 @@ next free number only after it has read every record below it. If a later OPEN t
 first, the create fails, and the writer reads the OPEN and stops as superseded. Create-if-absent of
 the storage is the only primitive: no lock, no lease, no clock. The log therefore survives the loss
 of etcd and a copy of the whole folder.
+
+A record that is damaged or missing may have been such a fence. So it is one: nothing behind it is
+read, and nothing is appended until ``megascale checkpoint repair`` has put a REPAIR in its place.
+
+Every SNAPSHOT_EVERY records what they mean is written to ``snapshots/{seq:012d}.json``; opening a
+log of any length reads the newest snapshot and the records behind it.
 """
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megascale_checkpoint import commit_record as records
 from megascale_checkpoint import manifest as manifests
-from megascale_checkpoint.checksums import dump_record, load_record
-from megascale_checkpoint.storage import Storage
+from megascale_checkpoint.checksums import checksum
+from megascale_checkpoint.commit_record import LogState, Record
+from megascale_checkpoint.storage import Storage, settle
+from megascale_common.service import logs
 from megascale_common.service.errors import (
     DamagedError,
     DataLossError,
     SupersededError,
 )
 
-FOLDER = "commits"
-VERSION = 1
+__all__ = ["CommitLog", "Record"]
+
+SNAPSHOTS = "snapshots"
+DAMAGED = "damaged"  # what a repair keeps: {seq:012d}-{hash}.json
+SNAPSHOT_EVERY = 256
+KEPT_SNAPSHOTS = 2  # the one before serves when the newest is damaged
 MAX_LOST_RACES = 100  # another writer appended each time; more than this is a defect
+Make = Callable[[], dict[str, Any] | Record]
+
+log = logs.get("commit-log")
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """One record; ``values`` holds the fields of its kind (OPEN or COMMIT)."""
+@dataclass(slots=True)
+class _Unsettled:
+    """An append whose outcome is not known: it is found out before anything else is appended."""
 
     seq: int
-    kind: str
-    attempt: int
-    values: dict[str, Any]
+    data: bytes
 
-    @property
-    def step(self) -> int:
-        """Step of a COMMIT."""
-        return int(self.values["step"])
+
+def kept_damaged(storage: Storage) -> dict[int, str]:
+    """Files with the bytes of records that were, or were about to be, repaired, by number."""
+    names = storage.names(DAMAGED)
+    numbers = [records.seq_of(f"{name[:12]}.json") for name in names]
+    return {seq: f"{DAMAGED}/{name}" for seq, name in zip(numbers, names, strict=True) if seq}
 
 
 class CommitLog:
-    """One job's log as read so far; it only grows. Calls block; not for concurrent callers."""
+    """One job's log as read so far; it only grows. Calls block; not for concurrent callers.
+
+    Attributes:
+        state: what the records read so far mean.
+        records: those that were read one by one: all behind the snapshot that it began with.
+        damaged: the damaged or missing record at which reading has stopped, if there is one.
+    """
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        self._next = 1
+        self._begun = False
+        self._highest = 0  # that the listings have shown
+        self._snapshot = 0  # the newest one: up to which record it goes
+        self._unsettled: _Unsettled | None = None
+        # The newest record where another writer wrote it: it may not be durable yet.
+        self._unconfirmed: tuple[str, bytes] | None = None
+        self._writer = uuid.uuid4().hex
+        self.state = LogState()
         self.records: list[Record] = []
         self.damaged: list[DamagedError] = []
 
-    def refresh(self) -> None:
+    @property
+    def uri(self) -> str:
+        """Where the log is: the job's uri."""
+        return self._storage.uri
+
+    def refresh(self, *, whole: bool = False) -> None:
         """Read the records that were appended since the last call.
 
-        A record that was damaged after it was written is skipped and kept in ``damaged``.
+        Reading stops before a record that is damaged or missing, which is kept in ``damaged``.
+
+        Args:
+            whole: on the first call, read every record instead of beginning with a snapshot.
 
         Raises:
-            ServiceError: a record was removed. It may have been a fence, so nothing may be
-                appended.
+            NewerVersionError: a newer build has appended.
             OSError: the storage does not answer.
         """
-        # Reading by number stops at the first missing file, so a gap would hide every later record,
-        # a fence among them: the listing rules gaps out before anything is read.
-        if self._next == 1:
-            self._check_contiguous()
-        while True:
-            path = _path(self._next)
+        self.settle()
+        if self.damaged:
+            return
+        if not self._begun:
+            self._begin(whole)
+        while not self.damaged:
+            seq = self.state.seq + 1
             try:
-                data = self._storage.read(path)
+                data = self._storage.read(records.path_of(seq))
             except FileNotFoundError:
+                if seq <= self._highest:
+                    problem = "is missing although later records exist"
+                    self.damaged.append(DamagedError(records.path_of(seq), problem))
                 return
-            try:
-                self.records.append(_decode(data, path, self._next))
-            except DamagedError as error:
-                # Its number is taken all the same: the next append goes behind it.
-                self.damaged.append(error)
-            self._next += 1
+            self._take(seq, data)
+            self._unconfirmed = (records.path_of(seq), data)
+
+    @property
+    def settled(self) -> bool:
+        """Whether no append of unknown outcome is left to find out about."""
+        return self._unsettled is None
+
+    def settle(self) -> bool:
+        """Find out what became of an append whose outcome is unknown, and take it up.
+
+        Returns:
+            Whether there was one and it stands.
+
+        Raises:
+            OSError: its outcome is still unknown.
+        """
+        unsettled = self._unsettled
+        if unsettled is None:
+            return False
+        stands = settle(self._storage, records.path_of(unsettled.seq), unsettled.data)
+        self._unsettled = None
+        if not stands:
+            return False
+        self._take(unsettled.seq, unsettled.data)
+        self._unconfirmed = None
+        if self.state.seq - self._snapshot >= SNAPSHOT_EVERY:
+            self._write_snapshot()
+        return True
+
+    def refuse_damaged(self) -> None:
+        """Raise DamagedError, with the remedy, where reading has stopped at a damaged record."""
+        for error in self.damaged:
+            problem = (
+                f"{error.problem}; nothing is appended behind it: look at it with "
+                f"`megascale checkpoint repair {self._storage.uri}`"
+            )
+            raise DamagedError(f"{self._storage.uri}/{error.file}", problem)
 
     def commits(self) -> list[Record]:
-        """COMMIT records, newest first."""
-        return [record for record in reversed(self.records) if record.kind == "COMMIT"]
+        """COMMIT records that are not retired, newest first."""
+        return list(reversed(self.state.live.values()))
+
+    def pins(self) -> dict[records.Checkpoint, str]:
+        """Names of the pinned checkpoints, by attempt and step."""
+        return dict(self.state.pins)
 
     def find_open(self, attempt: int) -> Record | None:
-        """The OPEN record of an attempt."""
-        return next((r for r in self.records if r.kind == "OPEN" and r.attempt == attempt), None)
+        """The OPEN record of an attempt, where it is one of the newest."""
+        return self.state.opens.get(attempt)
 
     def find_commit(self, attempt: int, step: int) -> Record | None:
-        """The COMMIT record of a checkpoint."""
-        return next((r for r in self.commits() if (r.attempt, r.step) == (attempt, step)), None)
+        """The COMMIT record of a checkpoint that is not retired."""
+        return self.state.live.get((attempt, step))
 
     def append_open(self, attempt: int, decide: Callable[[], dict[str, Any]]) -> Record:
         """Append OPEN(attempt) with the fields that ``decide`` returns.
@@ -99,12 +176,13 @@ class CommitLog:
 
         Raises:
             SupersededError: a later attempt has been opened.
+            DamagedError: the log is damaged.
         """
 
         def make() -> dict[str, Any] | Record:
             return self.find_open(attempt) or {**decide(), "kind": "OPEN"}
 
-        return self._append(attempt, make)
+        return self.append(attempt, make)
 
     def append_commit(self, attempt: int, step: int, fields: dict[str, Any]) -> Record:
         """Append COMMIT(attempt, step), or return the record of an earlier commit of the step.
@@ -112,6 +190,7 @@ class CommitLog:
         Raises:
             SupersededError: a later attempt has been opened, or a later step of this one is
                 committed.
+            DamagedError: the log is damaged.
             ServiceError: the attempt was never opened.
         """
 
@@ -124,69 +203,128 @@ class CommitLog:
                     f"attempt {attempt} was never opened in this log: call OpenAttempt first"
                 )
             # Readers take the last COMMIT as the newest state, so steps must not go backwards.
-            newest = max((r.step for r in self.commits() if r.attempt == attempt), default=0)
-            if newest > step:
+            newest = self.state.newest_step(attempt)
+            if newest >= step:
                 raise SupersededError(
                     f"step {step} comes too late: step {newest} of attempt {attempt} is committed"
                 )
             return {**fields, "kind": "COMMIT", "step": step}
 
-        return self._append(attempt, make)
+        return self.append(attempt, make)
 
-    def _append(self, attempt: int, make: Callable[[], dict[str, Any] | Record]) -> Record:
+    def append(self, attempt: int | None, make: Make) -> Record:
+        """Append the record whose kind and fields ``make`` returns.
+
+        ``make`` is called with the log read to its end, and again whenever another writer has
+        appended first: what it checks holds for the record. It returns a Record where one of the
+        log serves.
+
+        Args:
+            attempt: that for which the record is written; None for an administrator's, which no
+                attempt fences.
+
+        Raises:
+            SupersededError: a later attempt has been opened.
+            DamagedError: the log is damaged; nothing is appended until it is repaired.
+            OSError: the storage does not answer. The outcome may be unknown; the next call finds it
+                out first.
+        """
         for _ in range(MAX_LOST_RACES):
             # The order is what fences: read to the end of the log, check for a later attempt, then
             # create the next number. An OPEN that lands in between takes that number, the create
             # fails, and the next round reads it.
             self.refresh()
-            latest = max((record.attempt for record in self.records), default=0)
-            if latest > attempt:
-                raise SupersededError(
-                    f"attempt {attempt} is superseded: attempt {latest} has been opened in "
-                    f"{self._storage.uri}"
-                )
+            self.refuse_damaged()
+            self._confirm_end()
+            if attempt is not None:
+                self._refuse_fenced(attempt)
             made = make()
             if isinstance(made, Record):  # appended before, by this writer or another
                 return made
-            values = {
-                "version": VERSION,
-                "seq": self._next,
-                "attempt": attempt,
-                "time": manifests.now(),
-                **made,
-            }
-            path = _path(self._next)
-            if self._storage.create(path, dump_record(values)):
-                # Decoded from the bytes, so that the writer holds what every reader will.
-                record = _decode(dump_record(values), path, self._next)
-                self.records.append(record)
-                self._next += 1
+            record = self._create(self.state.attempt if attempt is None else attempt, made)
+            if record is not None:
                 return record
         raise DataLossError(
             f"given up after losing {MAX_LOST_RACES} races for the end of "
-            f"{self._storage.uri}/{FOLDER}"
+            f"{self._storage.uri}/{records.FOLDER}"
         )
 
-    def _check_contiguous(self) -> None:
-        names = self._storage.names(FOLDER)
-        for seq, name in enumerate(names, start=1):
-            if name != f"{seq:012d}.json":
-                raise DataLossError(
-                    f"{self._storage.uri}/{_path(seq)} is missing although later records exist: "
-                    "restore it from a backup, or start in a new folder"
-                )
+    def _create(self, attempt: int, made: dict[str, Any]) -> Record | None:
+        """Create the next record; None when another writer has taken its number."""
+        seq = self.state.seq + 1
+        # The writer's name makes the bytes unlike those of any other, so that a record whose reply
+        # was lost is known as this writer's.
+        values = {"time": manifests.now(), "writer": self._writer, **made}
+        self._unsettled = _Unsettled(seq, records.encode(values, seq, attempt, self.state.previous))
+        return self.records[-1] if self.settle() else None
 
+    def _take(self, seq: int, data: bytes) -> None:
+        try:
+            record = records.decode(data, seq, self.state.previous)
+        except DamagedError as error:
+            self.damaged.append(error)
+            return
+        self.records.append(record)
+        self.state.apply(record, data)
 
-def _path(seq: int) -> str:
-    return f"{FOLDER}/{seq:012d}.json"
+    def _confirm_end(self) -> None:
+        """Make sure that the record is durable on which the next one, or an answer, will stand."""
+        if self._unconfirmed is None:
+            return
+        path, data = self._unconfirmed
+        if not self._storage.confirm(path, data):
+            self.damaged.append(DamagedError(path, "was changed or removed while it was read"))
+            self.refuse_damaged()
+        self._unconfirmed = None
 
+    def _refuse_fenced(self, attempt: int) -> None:
+        if self.state.attempt > attempt:
+            raise SupersededError(
+                f"attempt {attempt} is superseded: attempt {self.state.attempt} has been opened in "
+                f"{self._storage.uri}"
+            )
+        if self.state.closed >= attempt:
+            raise DataLossError(
+                f"attempt {attempt} may append no more, because {self._storage.uri} was repaired "
+                "where a later attempt may have been opened: stop the job and submit it again"
+            )
 
-def _decode(data: bytes, path: str, seq: int) -> Record:
-    values = load_record(data, path)
-    if (
-        values.get("version") != VERSION
-        or values.get("seq") != seq
-        or values.get("kind") not in ("OPEN", "COMMIT")
-    ):
-        raise DamagedError(path, f"is not record {seq} of a log of version {VERSION}")
-    return Record(seq, values["kind"], int(values["attempt"]), values)
+    def _begin(self, whole: bool) -> None:
+        """Take up a snapshot, and find out up to which number there are records."""
+        snapshots = [seq for seq in map(records.seq_of, self._storage.names(SNAPSHOTS)) if seq]
+        if not whole:
+            self._begin_with_snapshot(sorted(snapshots, reverse=True))
+        # Reading by number stops at the first missing file, so a gap would hide every later record,
+        # a fence among them. A record that is listed, has a snapshot or was about to be repaired
+        # was there before its number was read.
+        listed = self._storage.names(records.FOLDER, after=records.name_of(self.state.seq))
+        numbers = [seq for seq in map(records.seq_of, listed) if seq]
+        self._highest = max([*snapshots, *numbers, *kept_damaged(self._storage)], default=0)
+        self._begun = True
+
+    def _begin_with_snapshot(self, snapshots: list[int]) -> None:
+        """Take up the newest snapshot that is whole and belongs to the record that it names."""
+        for seq in snapshots:
+            path = f"{SNAPSHOTS}/{records.name_of(seq)}"
+            try:
+                state = records.decode_state(self._storage.read(path), path)
+                end = checksum(self._storage.read(records.path_of(seq)))
+            except (DamagedError, FileNotFoundError) as error:
+                log.warning("snapshot of the commit log is passed over", error=str(error))
+                continue
+            if (state.seq, state.end) == (seq, end):
+                self.state, self._snapshot = state, seq
+                return
+            log.warning("snapshot of the commit log is passed over", error=f"{path}: of another")
+
+    def _write_snapshot(self) -> None:
+        # It only saves time: one that cannot be written now is written with the next record.
+        seq = self.state.seq
+        data = records.encode_state(self.state)
+        try:
+            self._storage.create(f"{SNAPSHOTS}/{records.name_of(seq)}", data)
+            self._snapshot = seq
+            for name in self._storage.names(SNAPSHOTS)[:-KEPT_SNAPSHOTS]:
+                self._storage.delete(f"{SNAPSHOTS}/{name}")
+        except OSError as error:
+            log.warning("snapshot of the commit log is not written", seq=seq, error=str(error))

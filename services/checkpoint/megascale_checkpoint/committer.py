@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,37 +18,50 @@ from megascale.v1 import checkpoint_pb2
 from megascale_checkpoint import manifest as manifests
 from megascale_checkpoint.checksums import checksum
 from megascale_checkpoint.commit_log import CommitLog, Record
-from megascale_checkpoint.concurrency import Pools, Signal, in_pool
+from megascale_checkpoint.commit_writer import LogWriters
+from megascale_checkpoint.concurrency import Signal
 from megascale_checkpoint.manifest import File, Manifest
 from megascale_checkpoint.registration import RegisteredRank
 from megascale_checkpoint.restore_decision import RestoreDecision, SealedStep, decide
+from megascale_checkpoint.retention import loads
+from megascale_checkpoint.retention.collector import Collector, Run
+from megascale_checkpoint.retention.policy import Retention
 from megascale_checkpoint.storage import Storage, join, open_storage
 from megascale_common.service import logs
 from megascale_common.service.errors import (
     DamagedError,
-    DataLossError,
     NotReadyError,
     RequestError,
     SupersededError,
+    UnavailableError,
 )
 
 log = logs.get("committer")
 # Steps of an attempt that may wait for reports at once; the number of slots keeps it far lower.
 MAX_OPEN_STEPS = 16
+# How long a call waits for the storage: less than its caller waits for the call (the driver 20 s
+# for an OpenAttempt and 10 s for a list, a daemon CALL_TIMEOUT_S), so that it learns the reason.
+OPEN_S, COMMIT_S, LIST_S = 18.0, 10.0, 8.0
 Report = checkpoint_pb2.ReportPreparedRequest
 Epoch = tuple[int, int]
 
 
 @dataclass(slots=True)
 class _Attempt:
-    """The attempt that this daemon commits for."""
+    """The attempt that this daemon commits for.
+
+    Attributes:
+        reports: by step and rank, while the step waits for ranks.
+        committing: the commits that are under way, by step.
+        committed: addresses of the manifests, by step.
+    """
 
     number: int
     uri: str
     world_size: int
-    log: CommitLog
     layout: dict[str, int] = field(default_factory=dict)
     reports: dict[int, dict[int, Report]] = field(default_factory=dict)
+    committing: dict[int, asyncio.Task[str]] = field(default_factory=dict)
     committed: dict[int, str] = field(default_factory=dict)
 
 
@@ -60,11 +72,12 @@ class Committer:
         registration: returns what a worker of this node registered for a job's newest attempt.
     """
 
-    def __init__(self, pools: Pools, registration: Callable[[str], RegisteredRank | None]) -> None:
+    def __init__(self, registration: Callable[[str], RegisteredRank | None]) -> None:
         self.changed = Signal()
-        self._pools, self._registration = pools, registration
+        self._registration = registration
         self._attempts: dict[str, _Attempt] = {}
-        self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._writers, self._readers = LogWriters(), LogWriters()
+        self._collector = Collector(self._writers)
 
     async def open_attempt(
         self,
@@ -76,6 +89,7 @@ class Committer:
         refused: frozenset[int],
         epoch: Epoch,
         load_uri: str = "",
+        retention: Retention = Retention(),
     ) -> tuple[Record, RestoreDecision]:
         """Append OPEN(attempt), which fences all earlier attempts, and decide what to restore.
 
@@ -86,34 +100,45 @@ class Committer:
             RequestError: a uri is not supported, or the folder belongs to another job.
             UnusableError: the job has checkpoints, and none of them can be restored.
             NotFoundError: the job was to start from ``load_uri``, which holds no usable checkpoint.
-            ServiceError: the log is damaged.
+            UnavailableError: the storage takes longer than OPEN_S; call again.
+            DataLossError: the log is damaged.
             OSError: the storage does not answer.
         """
-        storage = open_storage(uri)
-        async with self._locks[job]:
-            commit_log = CommitLog(storage)
 
+        def append(commit_log: CommitLog) -> Record:
             def make() -> dict[str, Any]:
+                _refuse_foreign(commit_log, job)
                 _refuse_stale(commit_log, epoch)
                 # Stored in the record: ranks of one attempt must all restore the same step, even if
                 # the driver repeats the call after the storage has changed.
-                decision = decide(commit_log, uri, sealed, refused, load_uri).to_record()
+                decision = decide(commit_log, uri, sealed, refused, load_uri)
+                loads.hold(job, load_uri, decision.plan)
                 return {
                     "job": job,
                     "world_size": world_size,
                     "epoch": list(epoch),
-                    "restored_from": decision,
+                    "restored_from": decision.to_record(),
+                    "load_uri": load_uri,
+                    "retention": retention.to_record(),
                 }
 
-            await in_pool(self._pools.commits, commit_log.refresh)
+            # Before anything is trained: also what is only needed later, such as large files.
+            open_storage(uri).check()
+            commit_log.refresh()
             _refuse_foreign(commit_log, job)
-            record = await in_pool(self._pools.commits, commit_log.append_open, attempt, make)
-            # Checked again: another job may have appended its OPEN in between, and append_open
-            # returns the record of the attempt number whichever job wrote it.
+            record = commit_log.append_open(attempt, make)
+            # Checked again: append_open returns the record of the attempt number whichever job
+            # wrote it.
             _refuse_foreign(commit_log, job)
-            self._attempts[job] = _Attempt(attempt, uri, world_size, commit_log)
+            _remove_unfinished(open_storage(uri), commit_log, attempt)
+            return record
+
+        # Anew: what this daemon has read before may have been damaged or repaired since.
+        record = await self._writers.of(uri).call(append, OPEN_S, anew=True)
+        known = self._attempts.get(job)
+        if known is None or known.uri != uri or known.number < attempt:
+            self._attempts[job] = _Attempt(attempt, uri, world_size)
         decision = RestoreDecision.from_record(record.values["restored_from"])
-        await in_pool(self._pools.commits, _remove_unfinished, storage, commit_log, attempt)
         log.info(
             "attempt opened",
             job=job,
@@ -132,43 +157,96 @@ class Committer:
             SupersededError: a later attempt is open, or a later step is committed.
             RequestError: the report does not fit the attempt.
             DamagedError: a file that a rank reported cannot be seen from this node.
+            UnavailableError: the commit takes longer than COMMIT_S. It goes on; report again.
             ServiceError, OSError: the commit failed; the same report may be sent again.
         """
-        # One lock per job, held over the commit: a CommitLog takes one caller at a time, and two
-        # reports must not both complete a step.
-        async with self._locks[report.job]:
-            attempt = await self._attempt_of(report)
-            if report.step in attempt.committed:
-                return attempt.committed[report.step]
-            _check(report, attempt)
-            reports = attempt.reports.setdefault(report.step, {})
-            reports[report.rank] = report
-            if len(attempt.reports) > MAX_OPEN_STEPS:
-                del attempt.reports[min(attempt.reports)]
-            if len(reports) < attempt.world_size:
-                return ""
-            manifest_uri = await in_pool(
-                self._pools.commits, self._commit, attempt, report, reports
-            )
-            attempt.committed[report.step] = manifest_uri
-            # append_commit refuses steps older than the newest commit: drop what waits for them.
-            for step in [step for step in attempt.reports if step <= report.step]:
-                del attempt.reports[step]
-        self.changed.notify()
-        return manifest_uri
+        attempt = self._attempt_of(report)
+        if report.step in attempt.committed:
+            return attempt.committed[report.step]
+        _check(report, attempt)
+        reports = attempt.reports.setdefault(report.step, {})
+        reports[report.rank] = report
+        if len(attempt.reports) > MAX_OPEN_STEPS:
+            del attempt.reports[min(attempt.reports)]
+        if len(reports) < attempt.world_size:
+            return ""
+        # A task of its own: a caller that is cancelled, or has waited long enough, does not end it,
+        # and the next report of the step waits for it instead of beginning another.
+        commit = attempt.committing.get(report.step)
+        if commit is None:
+            commit = asyncio.create_task(self._commit_step(attempt, report, dict(reports)))
+            attempt.committing[report.step] = commit
+            commit.add_done_callback(_retrieve)
+        try:
+            async with asyncio.timeout(COMMIT_S) as limit:
+                return await asyncio.shield(commit)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise UnavailableError(
+                f"{attempt.uri}: the storage has not answered for {COMMIT_S:.0f} s",
+                reason="STORAGE_UNAVAILABLE",
+            ) from error
 
-    async def commits(self, uri: str) -> list[tuple[Record, str]]:
-        """COMMIT records of a log, newest first, each with its manifest's address."""
-        commit_log = CommitLog(open_storage(uri))
-        await in_pool(self._pools.commits, commit_log.refresh)
-        return [(record, join(uri, record.values["manifest"])) for record in commit_log.commits()]
+    async def commits(self, uri: str) -> list[tuple[Record, str, str]]:
+        """COMMIT records of a log, newest first, each with its manifest's address and its pin.
+
+        Raises:
+            DamagedError: the log is damaged, so there may be more.
+            UnavailableError, OSError: the storage does not answer.
+        """
+
+        def read(commit_log: CommitLog) -> list[tuple[Record, str, str]]:
+            commit_log.refresh()
+            commit_log.refuse_damaged()
+            pins = commit_log.pins()
+            return [
+                (record, join(uri, record.values["manifest"]), pins.get(record.checkpoint, ""))
+                for record in commit_log.commits()
+            ]
+
+        # Not the writer's lane: reading neither waits for an append nor holds it up.
+        return await self._readers.of(uri).call(read, LIST_S, anew=True)
+
+    async def check(self, uri: str) -> None:
+        """Find out whether the storage at ``uri`` can be reached and written.
+
+        Raises:
+            RequestError: it cannot be right.
+            UnavailableError, OSError: it does not answer, or refuses.
+        """
+        await self._readers.of(uri).call(lambda _: open_storage(uri).check(), LIST_S)
+
+    def close(self) -> None:
+        """Begin no more commits."""
+        for attempt in self._attempts.values():
+            for commit in attempt.committing.values():
+                commit.cancel()
+        self._collector.close()
 
     def committed_uri(self, job: str, attempt: int, step: int) -> str:
         """Address of a manifest that this committer committed, "" if it has not."""
         known = self._attempts.get(job)
         return known.committed.get(step, "") if known and known.number == attempt else ""
 
-    async def _attempt_of(self, report: Report) -> _Attempt:
+    async def _commit_step(
+        self, attempt: _Attempt, report: Report, reports: dict[int, Report]
+    ) -> str:
+        try:
+            manifest_uri = await self._writers.of(attempt.uri).call(
+                lambda commit_log: _commit(commit_log, attempt, report, reports)
+            )
+        finally:
+            del attempt.committing[report.step]
+        attempt.committed[report.step] = manifest_uri
+        self._collector.begin(Run(attempt.uri, (attempt.number, report.step)))
+        # append_commit refuses steps older than the newest commit: drop what waits for them.
+        for step in [step for step in attempt.reports if step <= report.step]:
+            del attempt.reports[step]
+        self.changed.notify()
+        return manifest_uri
+
+    def _attempt_of(self, report: Report) -> _Attempt:
         known = self._attempts.get(report.job)
         local = self._registration(report.job)
         if (
@@ -178,9 +256,7 @@ class Committer:
         ):
             # This daemon was restarted within the attempt. A commit still requires OPEN(attempt)
             # in the log, so resuming on a worker's word cannot commit anything that is fenced.
-            known = _Attempt(
-                local.attempt, local.uri, local.world_size, CommitLog(open_storage(local.uri))
-            )
+            known = _Attempt(local.attempt, local.uri, local.world_size)
             self._attempts[report.job] = known
         if known is None or known.number < report.attempt:
             raise NotReadyError(
@@ -194,40 +270,38 @@ class Committer:
             known.layout = local.layout_info
         return known
 
-    @staticmethod
-    def _commit(attempt: _Attempt, report: Report, reports: dict[int, Report]) -> str:
-        # Order: every rank's file is durable (it reported), then the manifest, then the COMMIT
-        # record. A crash before the last of these leaves files that no record names: no checkpoint.
-        manifest = _manifest(attempt, report, reports)
-        folder = manifests.step_folder(report.attempt, report.step)
-        path = f"{folder}/{manifests.NAME}"
-        storage = open_storage(attempt.uri)
-        try:
-            manifests.check_sizes(open_storage(join(attempt.uri, folder)), manifest)
-        except DamagedError as error:
-            # The rank reported its file as durable, so it wrote to another disk.
-            problem = (
-                f"{error.problem} on rank 0's node: is the checkpoint folder shared by all nodes?"
-            )
-            raise DamagedError(error.file, problem) from error
-        data = manifests.encode(manifest)
-        if not storage.create(path, data):
-            # An earlier committer wrote it and failed before the COMMIT. Files are never
-            # overwritten, so its manifest must name the same ones.
-            data = storage.read(path)
-            if manifests.decode(data, path).files != manifest.files:
-                raise DataLossError(
-                    f"{attempt.uri}/{path} names other files than the ranks reported"
-                )
-        fields = {
-            "job": report.job,
-            "manifest": path,
-            "manifest_xxh3": checksum(data),
-            "world_size": attempt.world_size,
-            "size_bytes": manifest.size_bytes,
-        }
-        attempt.log.append_commit(report.attempt, report.step, fields)
-        return join(attempt.uri, path)
+
+def _commit(
+    commit_log: CommitLog, attempt: _Attempt, report: Report, reports: dict[int, Report]
+) -> str:
+    """Commit a step whose ranks have all reported; returns the manifest's address. Blocking."""
+    # Order: every rank's file is durable (it reported), then the manifest, then the COMMIT
+    # record. A crash before the last of these leaves files that no record names: no checkpoint.
+    manifest = _manifest(attempt, report, reports)
+    folder = manifests.step_folder(report.attempt, report.step)
+    path = f"{folder}/{manifests.NAME}"
+    try:
+        manifests.check_sizes(open_storage(join(attempt.uri, folder)), manifest)
+    except DamagedError as error:
+        # The rank reported its file as durable, so it wrote to another disk.
+        problem = f"{error.problem} on rank 0's node: is the checkpoint folder shared by all nodes?"
+        raise DamagedError(error.file, problem) from error
+    data = manifests.write(open_storage(attempt.uri), path, manifest)
+    fields = {
+        "job": report.job,
+        "manifest": path,
+        "manifest_xxh3": checksum(data),
+        "world_size": attempt.world_size,
+        "size_bytes": manifest.size_bytes,
+    }
+    commit_log.append_commit(report.attempt, report.step, fields)
+    return join(attempt.uri, path)
+
+
+def _retrieve(commit: asyncio.Task[str]) -> None:
+    """Mark a commit's error as retrieved: its callers may have gone, and ranks report again."""
+    if not commit.cancelled() and (error := commit.exception()) is not None:
+        log.info("commit not done", error=str(error))
 
 
 def _manifest(attempt: _Attempt, report: Report, reports: dict[int, Report]) -> Manifest:
@@ -274,10 +348,7 @@ def _check(report: Report, attempt: _Attempt) -> None:
 
 def _remove_unfinished(storage: Storage, commit_log: CommitLog, attempt: int) -> None:
     """Remove temporary files of killed writers of the previous attempt, which is fenced by now."""
-    before = max(
-        (r.attempt for r in commit_log.records if r.kind == "OPEN" and r.attempt < attempt),
-        default=0,
-    )
+    before = max((number for number in commit_log.state.opens if number < attempt), default=0)
     if not before:
         return
     folder = manifests.attempt_folder(before)
@@ -297,9 +368,7 @@ def _remove_unfinished(storage: Storage, commit_log: CommitLog, attempt: int) ->
 
 def _refuse_foreign(commit_log: CommitLog, job: str) -> None:
     """Raise RequestError where another job has written: two jobs would fence each other."""
-    owner = next(
-        (record.values["job"] for record in commit_log.records if record.values["job"] != job), None
-    )
+    owner = next((name for name in commit_log.state.jobs if name != job), None)
     if owner is not None:
         raise RequestError(
             f"checkpoint.uri: the checkpoint folder belongs to job {owner}: give {job} a "
@@ -309,10 +378,9 @@ def _refuse_foreign(commit_log: CommitLog, job: str) -> None:
 
 def _refuse_stale(commit_log: CommitLog, epoch: Epoch) -> None:
     """Raise SupersededError for a driver that lost its leadership: its epoch is lower."""
-    for record in commit_log.records:
-        if record.kind == "OPEN" and tuple(record.values["epoch"]) > epoch:
-            newer = tuple(record.values["epoch"])
-            raise SupersededError(
-                f"a driver of epoch {newer} opened attempt {record.attempt}; "
-                f"this call carries the older epoch {epoch}"
-            )
+    newer = commit_log.state.epoch
+    if newer > epoch:
+        raise SupersededError(
+            f"a driver of epoch {newer} has opened an attempt; "
+            f"this call carries the older epoch {epoch}"
+        )

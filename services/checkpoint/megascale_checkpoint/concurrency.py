@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
-from megascale_common.service.errors import SupersededError
+from megascale_common.service.errors import SupersededError, UnavailableError
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
+MOST_WAITING = 64  # pieces of work in a lane; more means that its storage is stuck
+IDLE_S = 30.0  # after which the thread of a lane ends
 MOST_THREADS = 8  # per pool; fewer already saturate a node's memory with copies and checksums
 
 
@@ -64,23 +67,111 @@ class Cancellation:
             )
 
 
+class Lane:
+    """One thread that does one piece of work after the other, in the order given.
+
+    A caller may stop waiting; what has begun is finished before the next piece begins. The thread
+    starts with the first piece and ends after IDLE_S without one; a stuck one does not keep the
+    process from ending.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._waiting = 0
+        self._lock = threading.Lock()
+
+    @property
+    def waiting(self) -> int:
+        """Pieces of work that have not ended."""
+        return self._waiting
+
+    async def run(self, call: Callable[[], T], timeout_s: float | None = None) -> T:
+        """The result of ``call``, in the lane's thread.
+
+        Work that has not begun when the caller is cancelled or times out never begins.
+
+        Raises:
+            UnavailableError: it took longer than ``timeout_s``, or too much work waits.
+        """
+        future = self._submit(call)
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                return await asyncio.wrap_future(future)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise UnavailableError(
+                f"{self._name}: the storage has not answered for {timeout_s:.0f} s",
+                reason="STORAGE_UNAVAILABLE",
+            ) from error
+
+    def _submit(self, call: Callable[[], T]) -> Future[T]:
+        with self._lock:
+            if self._waiting >= MOST_WAITING:
+                raise UnavailableError(
+                    f"{self._name}: {self._waiting} calls wait for the storage",
+                    reason="STORAGE_UNAVAILABLE",
+                )
+            self._waiting += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+                self._thread.start()
+        future: Future[T] = Future()
+
+        def work() -> None:
+            try:
+                if future.set_running_or_notify_cancel():
+                    try:
+                        result = call()
+                    except BaseException as error:
+                        future.set_exception(error)
+                    else:
+                        future.set_result(result)
+            finally:
+                with self._lock:
+                    self._waiting -= 1
+
+        self._queue.put(work)
+        return future
+
+    def _work(self) -> None:
+        while True:
+            try:
+                work = self._queue.get(timeout=IDLE_S)
+            except queue.Empty:
+                with self._lock:
+                    if self._waiting == 0:
+                        self._thread = None
+                        return
+            else:
+                work()
+
+
 class Pools:
     """Bounded thread pools, one per kind of work: a slow disk never delays the seal of a snapshot.
 
-    ``memory``: allocation and checksums. ``storage``: rank files, read and written. ``commits``:
-    commit log and manifests.
+    ``memory``: allocation and checksums. ``storage``: rank files, read and written; each job has
+    threads of its own (:meth:`for_job`), because one job's storage may hang. The commit log has a
+    :class:`Lane` for each job.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memory: ThreadPoolExecutor | None = None) -> None:
         count = min(MOST_THREADS, max(2, os.cpu_count() or 1))
-        self.memory = ThreadPoolExecutor(count, "memory")
+        self._owns_memory = memory is None
+        self.memory = memory or ThreadPoolExecutor(count, "memory")
         self.storage = ThreadPoolExecutor(count, "storage")
-        self.commits = ThreadPoolExecutor(2, "commits")
+
+    def for_job(self) -> Pools:
+        """Pools with threads of their own for storage, to be closed by the caller."""
+        return Pools(self.memory)
 
     def close(self) -> None:
         """Drop queued work; running work ends by itself."""
-        for pool in (self.memory, self.storage, self.commits):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self.storage.shutdown(wait=False, cancel_futures=True)
+        if self._owns_memory:
+            self.memory.shutdown(wait=False, cancel_futures=True)
 
 
 async def in_pool(

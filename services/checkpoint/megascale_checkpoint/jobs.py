@@ -10,19 +10,23 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from megascale.v1 import link_pb2
 from megascale_checkpoint.committer_client import CommitterClient
 from megascale_checkpoint.concurrency import Pools, Signal, in_pool
+from megascale_checkpoint.rank_restore import ReplicaReader
 from megascale_checkpoint.rank_snapshots import Owner, RankSnapshots
 from megascale_checkpoint.registration import RegisteredRank
-from megascale_checkpoint.staging import LEAST_SLOTS, StagingFolder
+from megascale_checkpoint.staging import StagingFolder
 from megascale_common.service import logs
 from megascale_common.service.errors import LimitError, RequestError
+from megascale_common.sizes.staging import KEPT_SLOTS
 
 log = logs.get("jobs")
 KEPT_JOBS = 32  # jobs without slots; a heartbeat has room for the progress of this many
 MAX_ERROR_CHARS = 500
+KEPT_DAMAGED = 16
 KEPT_BUSY_STEPS = 16  # recent steps that a rank may still ask a slot for
 
 
@@ -60,6 +64,7 @@ class JobCheckpoints:
         busy_ranks: the ranks that got no slot, by (attempt, step).
         failure: the newest since the newest commit.
         failures: persists and commits that failed.
+        damaged: sealed slots that were found damaged, the newest KEPT_DAMAGED.
     """
 
     name: str
@@ -73,6 +78,7 @@ class JobCheckpoints:
     failures: int = 0
     persists: WorkTotal = field(default_factory=WorkTotal)
     restores: dict[str, WorkTotal] = field(default_factory=dict)
+    damaged: list[link_pb2.DamagedSnapshot] = field(default_factory=list)
 
     def note_commit(self, step: int, attempt: int, manifest_uri: str) -> None:
         """A checkpoint is complete."""
@@ -99,6 +105,16 @@ class JobCheckpoints:
         """A rank's state was restored into a slot."""
         self.restores.setdefault(source, WorkTotal()).add(duration_s, size_bytes)
 
+    def note_damaged(self, rank: int, attempt: int, step: int, problem: str) -> None:
+        """A sealed slot is not what was sealed: no restart may use it."""
+        error = problem[:MAX_ERROR_CHARS]
+        self.damaged.append(
+            link_pb2.DamagedSnapshot(rank=rank, attempt=attempt, step=step, error=error)
+        )
+        del self.damaged[:-KEPT_DAMAGED]
+        log.warning("snapshot damaged", job=self.name, step=step, rank=rank, error=problem)
+        self.changed.notify()
+
     def note_busy(self, attempt: int, step: int, rank: int, busy: bool) -> None:
         """Count a step as skipped while any of its ranks has no slot.
 
@@ -124,6 +140,7 @@ class JobCheckpoints:
             skipped_snapshots=self.skipped_before + sum(map(bool, self.busy_ranks.values())),
             failure=self.failure,
             failures=self.failures,
+            damaged=self.damaged,
         )
         if self.failure is not None:
             error = self.failure.error
@@ -141,6 +158,16 @@ class JobCheckpoints:
         return message
 
 
+class Replicas(ReplicaReader, Protocol):
+    """The replicas of this node (:mod:`megascale_checkpoint.replicas.node_replicas`)."""
+
+    def report(self, message: link_pb2.CheckpointProgress) -> None:
+        """Add the replicas of a job to its progress."""
+
+    async def retire(self) -> None:
+        """Free the replicas of jobs that have no slots here any more."""
+
+
 class Jobs:
     """All jobs of the node. ``changed`` fires on every change that WatchProgress shows."""
 
@@ -148,6 +175,8 @@ class Jobs:
         self.changed = Signal()
         self._staging, self._pools, self._committer = staging, pools, committer
         self._jobs: dict[str, JobCheckpoints] = {}
+        self.replicas: Replicas | None = None
+        self._job_pools: dict[str, Pools] = {}
         self._registering: dict[tuple[str, int], asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def job(self, name: str) -> JobCheckpoints:
@@ -159,6 +188,8 @@ class Jobs:
         without_ranks = [other for other, job in self._jobs.items() if not job.ranks]
         for other in without_ranks[:-KEPT_JOBS]:
             del self._jobs[other]
+            if other in self._job_pools:
+                self._job_pools.pop(other).close()
         return self._jobs[name]
 
     def all(self) -> list[JobCheckpoints]:
@@ -175,7 +206,11 @@ class Jobs:
 
     def progress(self) -> list[link_pb2.CheckpointProgress]:
         """Progress of every job, by name."""
-        return [self._jobs[name].progress() for name in sorted(self._jobs)]
+        messages = [self._jobs[name].progress() for name in sorted(self._jobs)]
+        if self.replicas is not None:
+            for message in messages:
+                self.replicas.report(message)
+        return messages
 
     async def register(self, registration: RegisteredRank, owner: Owner) -> RankSnapshots:
         """The snapshots of a rank, owned by the worker's connection ``owner`` from now on.
@@ -187,11 +222,7 @@ class Jobs:
             LimitError: there is no room for the slots.
         """
         job = self.job(registration.job)
-        if registration.attempt < job.attempt:
-            raise RequestError(
-                f"attempt {registration.attempt} is superseded: "
-                f"attempt {job.attempt} has registered"
-            )
+        _refuse_superseded(job, registration)
         if registration.attempt > job.attempt:
             job.attempt = registration.attempt
             # All ranks of the node, not only the one that registers: any of them may still persist
@@ -199,26 +230,39 @@ class Jobs:
             for other in job.ranks.values():
                 other.supersede(registration.attempt)
         await self._free_idle(registration.job)
+        if self.replicas is not None:
+            await self.replicas.retire()
         # Two connections of one rank may register at the same time, an old worker's and its
         # successor's: slots are allocated, or taken over, by one of them at a time.
         async with self._registering[registration.job, registration.rank]:
             snapshots = job.ranks.get(registration.rank)
+            # Checked again: while this one waited, its successor may have registered.
+            _refuse_superseded(job, registration)
+            if snapshots is not None and snapshots.owner is not None:
+                _refuse_older(snapshots.owner, owner)
             if snapshots is None or not await self._keep(job, snapshots, registration):
                 snapshots = await RankSnapshots.create(
-                    registration, job, self._staging, self._pools, self._committer
+                    registration, job, self._staging, self._pools_of(job.name), self._committer
                 )
                 self._log_loss_bound(registration, len(snapshots.memories))
                 job.ranks[registration.rank] = snapshots
+            snapshots.restores.replicas = self.replicas
             snapshots.take_over(registration, owner)
         self.changed.notify()
         return snapshots
 
-    async def close(self, drain_s: float) -> None:
-        """Stop persisting; work in progress has ``drain_s`` to finish."""
+    async def close(self, drain_s: float) -> bool:
+        """Stop persisting; work in progress has ``drain_s`` to finish.
+
+        Returns whether no thread is left in a storage, which would keep the process from ending.
+        """
         all_snapshots = [
             snapshots for job in self._jobs.values() for snapshots in job.ranks.values()
         ]
-        await asyncio.gather(*(snapshots.stop(drain_s) for snapshots in all_snapshots))
+        ended = await asyncio.gather(*(snapshots.stop(drain_s) for snapshots in all_snapshots))
+        for pools in self._job_pools.values():
+            pools.close()
+        return all(ended)
 
     async def _free_idle(self, registering: str) -> None:
         for job in list(self._jobs.values()):
@@ -253,17 +297,38 @@ class Jobs:
         snapshots = job.ranks.pop(rank, None)
         if snapshots is not None:
             snapshots.owner = None
-            await snapshots.stop(0.0)
-            await in_pool(self._pools.memory, self._staging.free, snapshots.memories)
+            if await snapshots.stop(0.0):
+                await in_pool(self._pools.memory, self._staging.free, snapshots.memories)
+            else:
+                # Its memory stays accounted for: the thread still reads it.
+                log.error("slots are lost: a storage holds a thread", job=job.name, rank=rank)
+
+    def _pools_of(self, job: str) -> Pools:
+        if job not in self._job_pools:
+            self._job_pools[job] = self._pools.for_job()
+        return self._job_pools[job]
 
     @staticmethod
     def _log_loss_bound(registration: RegisteredRank, slots: int) -> None:
         bound = "none: a snapshot is taken while the one before is persisted"
-        if slots == LEAST_SLOTS:
+        if slots < registration.in_flight + KEPT_SLOTS:
             bound = (
-                "a snapshot is skipped when persisting takes longer than the interval "
-                "between snapshots"
+                "snapshots are skipped while one is persisted, or while more than "
+                f"{max(1, slots - KEPT_SLOTS + 1)} are copied and not sealed"
             )
         size_bytes = registration.layout.slot_bytes
         who = {"job": registration.job, "rank": registration.rank}
         log.info("slots ready", **who, slots=slots, slot_bytes=size_bytes, loss_bound=bound)
+
+
+def _refuse_superseded(job: JobCheckpoints, registration: RegisteredRank) -> None:
+    if registration.attempt < job.attempt:
+        raise RequestError(
+            f"attempt {registration.attempt} is superseded: attempt {job.attempt} has registered"
+        )
+
+
+def _refuse_older(present: Owner, owner: Owner) -> None:
+    """A worker that connected again may be served before the registration that it gave up."""
+    if owner.serial < present.serial:
+        raise RequestError("this connection is superseded: the rank has registered on a newer one")

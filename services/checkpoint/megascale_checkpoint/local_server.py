@@ -15,8 +15,13 @@ from typing import Any
 
 from megascale_checkpoint.jobs import Jobs
 from megascale_checkpoint.rank_snapshots import RankSnapshots
-from megascale_checkpoint.registration import RegisteredRank, field, parse
-from megascale_common.job.restore import RestorePlan, RestoreSource
+from megascale_checkpoint.registration import (
+    RegisteredRank,
+    RegistrationFrames,
+    field,
+    parse,
+)
+from megascale_checkpoint.restore_requests import RestoreRequests
 from megascale_common.node import framing
 from megascale_common.node.framing import Message
 from megascale_common.node.messages import (
@@ -24,17 +29,14 @@ from megascale_common.node.messages import (
     Busy,
     DaemonAnswer,
     Drained,
-    ErrorKind,
-    Refused,
     Registered,
     Released,
     RequestFailed,
-    Restored,
     Sealed,
 )
 from megascale_common.node.unix_socket import listen
 from megascale_common.service import logs
-from megascale_common.service.errors import DamagedError, RequestError, ServiceError
+from megascale_common.service.errors import RequestError, ServiceError
 
 log = logs.get("local_server")
 MAX_CONNECTIONS = 64  # workers of one node, and those of the previous attempt that are exiting
@@ -52,6 +54,7 @@ class LocalServer:
         self._path = path
         self._listener = listen(path, "checkpoint daemon", MAX_CONNECTIONS)
         self._listener.setblocking(False)
+        self._accepted = 0
         self._connections: dict[asyncio.Task[None], _WorkerConnection] = {}
 
     async def serve(self) -> None:
@@ -69,7 +72,8 @@ class LocalServer:
                 sock.close()
                 continue
             sock.setblocking(False)
-            connection = _WorkerConnection(sock, self._jobs)
+            self._accepted += 1
+            connection = _WorkerConnection(sock, self._jobs, self._accepted)
             task = asyncio.create_task(connection.serve())
             self._connections[task] = connection
             task.add_done_callback(self._connections.pop)
@@ -87,14 +91,18 @@ class LocalServer:
 class _WorkerConnection:
     """The connection of one worker; ``_held`` are the slots that it writes or reads."""
 
-    def __init__(self, sock: socket.socket, jobs: Jobs) -> None:
-        self._sock, self._jobs = sock, jobs
+    def __init__(self, sock: socket.socket, jobs: Jobs, serial: int) -> None:
+        self._sock, self._jobs, self.serial = sock, jobs, serial
         self._registration: RegisteredRank | None = None
         self._snapshots: RankSnapshots | None = None
+        self._registering = RegistrationFrames()
         self._held: set[int] = set()
         self._task: asyncio.Task[Any] | None = None
+        self._restores = RestoreRequests(
+            lambda: self._current().restores, self._registered, lambda: self._held
+        )
         self._handlers: Mapping[str, Callable[[Message], Awaitable[DaemonAnswer]]] = {
-            "restore": self._restore,
+            **self._restores.handlers,
             "acquire": self._acquire,
             "seal": self._seal,
             "release": self._release,
@@ -135,9 +143,9 @@ class _WorkerConnection:
     async def _answer(self, message: Message) -> None:
         kind = message.get("kind")
         if self._snapshots is None:
-            if kind != "register":
-                raise RequestError(f"the first message is {kind!r}; register first")
-            await self._register(message)
+            whole = self._registering.feed(message)
+            if whole is not None:
+                await self._register(whole)
             return
         handler = self._handlers.get(str(kind))
         if handler is None:
@@ -154,42 +162,19 @@ class _WorkerConnection:
         answer = Registered(kind="registered", slots=len(descriptors), slot_bytes=size_bytes)
         await self._send(answer, descriptors)
 
-    async def _restore(self, message: Message) -> Restored | Refused:
-        try:
-            plan = RestorePlan.from_mapping(field(message, "plan", dict))
-        except ValueError as error:
-            raise RequestError(str(error)) from error
-        if plan.source is RestoreSource.NONE:
-            raise RequestError("restore.plan.source is none; it must be memory or storage")
-        try:
-            restored = await self._current().restore(plan)
-        except DamagedError as error:
-            return _refused("CHECKPOINT_CORRUPT", error, error.file)
-        except RequestError as error:  # of another model, say: no attempt could restore it
-            return _refused("BAD_JOB", error, "")
-        except (ServiceError, OSError) as error:
-            return _refused("OTHER", error, "")
-        self._held.add(restored.slot)
-        return Restored(
-            kind="restored",
-            slot=restored.slot,
-            source=restored.source,
-            small_state=restored.small_state,
-            bytes_read=restored.bytes_read,
-        )
-
     async def _acquire(self, message: Message) -> Acquired | Busy:
         step = field(message, "step", int)
         if step < 1:
             raise RequestError(f"acquire.step is {step}; steps count from 1")
-        index = self._current().acquire(step)
+        snapshots = self._current()
+        index = snapshots.acquire(step)
         assert self._registration is not None
         given = self._registration
         self._jobs.job(given.job).note_busy(given.attempt, step, given.rank, index is None)
         if index is None:
             return Busy(kind="busy")
         self._held.add(index)
-        return Acquired(kind="acquired", slot=index)
+        return Acquired(kind="acquired", slot=index, store_ready=snapshots.store_ready)
 
     async def _seal(self, message: Message) -> Sealed:
         index, step = field(message, "slot", int), field(message, "step", int)
@@ -197,12 +182,18 @@ class _WorkerConnection:
         # The slot is not held from here on: if the worker dies during the checksums, it is sealed
         # all the same, because the whole state is in it.
         self._give_up_hold(index)
-        await self._current().seal(index, step, small_state, finite)
+        persist, problem = message.get("persist", True), message.get("problem", "")
+        if not isinstance(persist, bool) or not isinstance(problem, str):
+            raise RequestError("seal.persist must be true or false, and seal.problem a string")
+        self._current().seal(
+            index, step, small_state, finite=finite, persist=persist, problem=problem
+        )
         return Sealed(kind="sealed", step=step)
 
     async def _release(self, message: Message) -> Released:
         index = field(message, "slot", int)
         self._give_up_hold(index)
+        self._restores.released(index)
         self._current().release(index)
         return Released(kind="released")
 
@@ -223,9 +214,10 @@ class _WorkerConnection:
             problem = snapshots.failure(step) or (
                 f"step {step} is not complete: other ranks have not saved their part in time"
             )
-        committed = self._jobs.job(self._registration.job).committed.step
-        answer = Drained(kind="drained", committed_step=committed)
-        if committed < step:
+        committed = self._jobs.job(self._registration.job).committed
+        answer = Drained(kind="drained", committed_step=committed.step)
+        # After a rollback an earlier attempt's commit may be of a later step, and of another state.
+        if committed.step < step or committed.attempt != self._registration.attempt:
             answer["error"] = problem
             answer["waiting"] = waiting
         return answer
@@ -240,6 +232,10 @@ class _WorkerConnection:
         if self._snapshots.owner is not self:
             raise RequestError("this worker is superseded: a newer one has registered for its rank")
         return self._snapshots
+
+    def _registered(self) -> RegisteredRank:
+        assert self._registration is not None
+        return self._registration
 
     def _give_up_hold(self, index: int) -> None:
         if index not in self._held:
@@ -276,7 +272,3 @@ class _WorkerConnection:
         if given is None:
             return {}
         return {"job": given.job, "attempt": given.attempt, "rank": given.rank}
-
-
-def _refused(kind: ErrorKind, error: Exception, file: str) -> Refused:
-    return Refused(kind="refused", error_kind=kind, error=str(error), file=file)

@@ -11,9 +11,14 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from megascale_checkpoint.checksums import dump_record, load_record
+from megascale_checkpoint.checksums import checksum, dump_record, load_record
 from megascale_checkpoint.storage import Storage, open_storage, split
-from megascale_common.service.errors import DamagedError, MissingFileError, RequestError
+from megascale_common.service.errors import (
+    DamagedError,
+    DataLossError,
+    MissingFileError,
+    RequestError,
+)
 
 SCHEMA_VERSION = 1
 NAME = "manifest.json"
@@ -120,12 +125,41 @@ def decode(data: bytes, file: str) -> Manifest:
     return Manifest(**values)
 
 
-def load(uri: str) -> tuple[Storage, Manifest]:
+def write(storage: Storage, path: str, manifest: Manifest) -> bytes:
+    """Write a manifest durably, or find the one that names the same files; returns its bytes.
+
+    Raises:
+        DataLossError: another one stands there.
+        OSError: the storage does not answer; the manifest may stand there all the same.
+    """
+    data = encode(manifest)
+    try:
+        if storage.create(path, data):
+            return data
+    except OSError:
+        # The reply may be lost, or the name not be durable.
+        if storage.size(path) is None:
+            raise
+    # An earlier committer, or an earlier try, wrote it and failed before the COMMIT. Files are
+    # never overwritten, so it must name the same ones.
+    found = storage.read(path)
+    if decode(found, path).files != manifest.files:
+        raise DataLossError(f"{storage.uri}/{path} names other files than the ranks reported")
+    if not storage.confirm(path, found):
+        raise DataLossError(f"{storage.uri}/{path} was changed or removed while it was committed")
+    return found
+
+
+def load(uri: str, xxh3: str = "") -> tuple[Storage, Manifest]:
     """The storage rooted at the folder of the manifest ``uri``, and the manifest.
+
+    Args:
+        xxh3: checksum of the manifest's bytes in the COMMIT record; "" where the caller has none,
+            as for a plan that an older build has stored.
 
     Raises:
         MissingFileError: there is no manifest.
-        DamagedError: it is not what was written.
+        DamagedError: it is not what was written, or not what was committed.
         RequestError: the uri is not supported.
         OSError: the storage does not answer, which is no evidence of damage.
     """
@@ -137,7 +171,10 @@ def load(uri: str) -> tuple[Storage, Manifest]:
         data = storage.read(name)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise MissingFileError(uri, "is missing") from error
-    return storage, decode(data, uri)
+    manifest = decode(data, uri)
+    if xxh3 and checksum(data) != xxh3:
+        raise DamagedError(uri, "is not the manifest that was committed")
+    return storage, manifest
 
 
 def check_sizes(storage: Storage, manifest: Manifest) -> None:

@@ -9,6 +9,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from megascale_checkpoint.jobs import Jobs
+from megascale_checkpoint.replicas.node_replicas import NodeReplicas
 from megascale_checkpoint.staging import StagingFolder
 
 _PREFIX = "megascale_checkpoint"
@@ -17,14 +18,14 @@ _PREFIX = "megascale_checkpoint"
 class CheckpointMetrics(Collector):
     """Figures of one node's daemon, read at each scrape. Counters start at 0 with the daemon."""
 
-    def __init__(self, jobs: Jobs, staging: StagingFolder) -> None:
-        self._jobs, self._staging = jobs, staging
+    def __init__(self, jobs: Jobs, staging: StagingFolder, replicas: NodeReplicas) -> None:
+        self._jobs, self._staging, self._replicas = jobs, staging, replicas
 
     def collect(self) -> Iterator[Metric]:
         """All metrics, with their current values."""
         yield GaugeMetricFamily(
             f"{_PREFIX}_staging_used_bytes",
-            "Staging memory held by slots.",
+            "Staging memory held by slots and replicas.",
             value=float(self._staging.used_bytes),
         )
         yield GaugeMetricFamily(
@@ -33,7 +34,9 @@ class CheckpointMetrics(Collector):
             value=float(self._staging.room_bytes()),
         )
         yield from self._progress()
+        yield from self._ranks()
         yield from self._work()
+        yield from self._replication()
 
     def _progress(self) -> Iterator[Metric]:
         labels = ["job"]
@@ -69,6 +72,34 @@ class CheckpointMetrics(Collector):
             failures.add_metric([job.job], job.failures)
         yield from (sealed, committed, failing, skipped, failures)
 
+    def _ranks(self) -> Iterator[Metric]:
+        labels = ["job", "rank"]
+        durable = GaugeMetricFamily(
+            f"{_PREFIX}_rank_durable_step",
+            "Newest step whose file a rank of this node has written.",
+            labels=labels,
+        )
+        written = GaugeMetricFamily(
+            f"{_PREFIX}_rank_written_ratio",
+            "How much of the step that a rank persists now is written, 0 to 1.",
+            labels=labels,
+        )
+        still = GaugeMetricFamily(
+            f"{_PREFIX}_rank_storage_silent_seconds",
+            "For how long the storage has taken nothing of the step that a rank persists now.",
+            labels=labels,
+        )
+        for job in self._jobs.all():
+            for rank, snapshots in sorted(job.ranks.items()):
+                who = [job.name, str(rank)]
+                durable.add_metric(who, snapshots.durable_step)
+                progress = snapshots.persisting
+                if progress is not None:
+                    share = progress.written_bytes / max(1, progress.total_bytes)
+                    written.add_metric(who, min(1.0, share))
+                    still.add_metric(who, progress.still_s)
+        yield from (durable, written, still)
+
     def _work(self) -> Iterator[Metric]:
         persist = SummaryMetricFamily(
             f"{_PREFIX}_persist_duration_seconds",
@@ -83,10 +114,41 @@ class CheckpointMetrics(Collector):
             "Time to restore one rank's state into a slot.",
             labels=["job", "source"],
         )
+        read = CounterMetricFamily(
+            f"{_PREFIX}_restored_bytes",
+            "Bytes read to restore ranks: from storage, or from the memory of a peer.",
+            labels=["job", "source"],
+        )
         for job in self._jobs.all():
             if job.persists.count:
                 persist.add_metric([job.name], job.persists.count, job.persists.sum_s)
                 size.add_metric([job.name], job.persists.size_bytes)
             for source, work in sorted(job.restores.items()):
                 restore.add_metric([job.name, source], work.count, work.sum_s)
-        yield from (persist, size, restore)
+                read.add_metric([job.name, source], work.size_bytes)
+        yield from (persist, size, restore, read)
+
+    def _replication(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily(
+            f"{_PREFIX}_replica_used_bytes",
+            "Staging memory held by replicas of other nodes.",
+            value=float(self._replicas.store.used_bytes),
+        )
+        sent = SummaryMetricFamily(
+            f"{_PREFIX}_replicate_duration_seconds",
+            "Time to copy one rank's snapshot to its peer.",
+            labels=["job"],
+        )
+        size = CounterMetricFamily(
+            f"{_PREFIX}_replicated_bytes", "Bytes copied to peers.", labels=["job"]
+        )
+        failures = CounterMetricFamily(
+            f"{_PREFIX}_replica_failures",
+            "Snapshots of a rank whose copy to the peer failed or was overtaken.",
+            labels=["job"],
+        )
+        for job, totals in sorted(self._replicas.sender.totals.items()):
+            sent.add_metric([job], totals.count, totals.sum_s)
+            size.add_metric([job], totals.size_bytes)
+            failures.add_metric([job], totals.failures)
+        yield from (sent, size, failures)

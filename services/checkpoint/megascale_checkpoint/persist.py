@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from megascale_checkpoint.registration import RegisteredRank
 from megascale_checkpoint.shard_file import Origin, encode_header, file_chunks, primary
 from megascale_checkpoint.slots import SlotSeal
 from megascale_checkpoint.storage import Storage, open_storage
+from megascale_checkpoint.write_limit import LIMITS
 from megascale_common.service import logs
 from megascale_common.service.errors import DataLossError
 
@@ -47,8 +49,38 @@ class Prepared:
     request: checkpoint_pb2.ReportPreparedRequest
 
 
+class Progress:
+    """How far a file is, and when the storage last took a piece of it.
+
+    Written by one thread, read by another.
+    """
+
+    def __init__(self, total_bytes: int = 0) -> None:
+        self.moved_s = time.monotonic()
+        self.total_bytes, self.written_bytes = total_bytes, 0
+
+    def begin(self) -> None:
+        """A try begins: its file is written from the start."""
+        self.moved()
+        self.written_bytes = 0
+
+    def moved(self, size_bytes: int = 0) -> None:
+        """The storage has taken a piece."""
+        self.moved_s = time.monotonic()
+        self.written_bytes += size_bytes
+
+    @property
+    def still_s(self) -> float:
+        """For how long it has taken nothing."""
+        return time.monotonic() - self.moved_s
+
+
 def persist(
-    registration: RegisteredRank, seal: SlotSeal, image: memoryview, cancelled: Cancellation
+    registration: RegisteredRank,
+    seal: SlotSeal,
+    image: memoryview,
+    cancelled: Cancellation,
+    progress: Progress,
 ) -> Prepared:
     """:func:`write_rank_file` with retries while the storage may be failing over; same errors."""
     # Each try writes a new temporary file. A failed fsync is never repeated on the same descriptor:
@@ -56,10 +88,11 @@ def persist(
     # them.
     for pause_s in RETRY_PAUSES_S:
         try:
-            return write_rank_file(registration, seal, image, cancelled)
+            return write_rank_file(registration, seal, image, cancelled, progress)
         except OSError as error:
             if error.errno not in TRANSIENT:
                 raise
+            progress.begin()
             log.warning(
                 "write failed, retrying",
                 job=registration.job,
@@ -67,11 +100,15 @@ def persist(
                 error=str(error),
             )
         cancelled.pause(pause_s)
-    return write_rank_file(registration, seal, image, cancelled)
+    return write_rank_file(registration, seal, image, cancelled, progress)
 
 
 def write_rank_file(
-    registration: RegisteredRank, seal: SlotSeal, image: memoryview, cancelled: Cancellation
+    registration: RegisteredRank,
+    seal: SlotSeal,
+    image: memoryview,
+    cancelled: Cancellation,
+    progress: Progress | None = None,
 ) -> Prepared:
     """Write the primary pieces of a sealed slot under the job's uri, straight from the slot.
 
@@ -91,10 +128,14 @@ def write_rank_file(
 
     # The file's checksum is computed from the bytes as they are written, in one pass over the slot.
     def chunks() -> Iterator[memoryview]:
-        for chunk in file_chunks(encode_header(origin, pieces), pieces, image):
+        written = file_chunks(encode_header(origin, pieces), pieces, image)
+        limit = registration.max_write_mib_per_s
+        for chunk in LIMITS.paced(registration.job, limit, written, cancelled):
             cancelled.check()
             hasher.update(chunk)
             yield chunk
+            if progress is not None:
+                progress.moved(len(chunk))
 
     size_bytes = _write(storage, path, chunks())
     request = checkpoint_pb2.ReportPreparedRequest(

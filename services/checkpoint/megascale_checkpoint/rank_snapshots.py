@@ -13,34 +13,34 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import replace
 from typing import Any, Protocol
 
-from megascale_checkpoint import persist, restore
-from megascale_checkpoint.checksums import piece_checksums, verify_image
+from megascale_checkpoint import persist
+from megascale_checkpoint.checksums import share_checksums, shares
 from megascale_checkpoint.committer_client import CommitterClient
-from megascale_checkpoint.concurrency import Cancellation, Pools, Signal, in_pool
+from megascale_checkpoint.concurrency import Cancellation, Pools, in_pool
+from megascale_checkpoint.rank_restore import RankRestores, RestoreListener
 from megascale_checkpoint.registration import RegisteredRank
 from megascale_checkpoint.slots import Slot, SlotPhase, SlotSeal, SlotTable
 from megascale_checkpoint.staging import SlotMemory, StagingFolder
-from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_common.service import logs
 from megascale_common.service.errors import (
-    DamagedError,
-    RequestError,
     ServiceError,
     SupersededError,
 )
 
 log = logs.get("stage")
 KEPT_FAILURES = 16  # steps whose failure is kept for a later Drain
+SEALING_THREADS = 4  # for one state: checksums run at some 20 GB/s in each
+STORE_SILENT_S = 20.0  # without a byte taken: the storage is reported as hung
+STOP_S = 5.0  # for threads to see that they are cancelled; one in a hung storage does not
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 10.0  # pauses of a Drain between two writes of a step
 
 
-class ProgressListener(Protocol):
+class ProgressListener(RestoreListener, Protocol):
     """What a rank's snapshots report to their job."""
-
-    changed: Signal
 
     def note_commit(self, step: int, attempt: int, manifest_uri: str) -> None:
         """A checkpoint is complete."""
@@ -51,29 +51,26 @@ class ProgressListener(Protocol):
     def note_persisted(self, duration_s: float, size_bytes: int) -> None:
         """A step's file is durable."""
 
-    def note_restored(self, source: str, duration_s: float, size_bytes: int) -> None:
-        """A state was restored into a slot."""
-
 
 class Owner(Protocol):
-    """The connection of the worker that owns a rank's snapshots."""
+    """The connection of the worker that owns a rank's snapshots.
+
+    ``serial`` is higher for a connection that was accepted later.
+    """
+
+    serial: int
 
     def end(self) -> set[int]:
         """Close it; the caller releases the slots that are returned."""
 
 
-@dataclass(frozen=True, slots=True)
-class Restoration:
-    """A restored state: the worker reads ``slot``, then releases it."""
-
-    slot: int
-    source: RestoreSource
-    small_state: dict[str, Any]
-    bytes_read: int
-
-
 class RankSnapshots:
-    """The snapshots of one (job, rank), kept across workers and attempts of the same layout."""
+    """The snapshots of one (job, rank), kept across workers and attempts of the same layout.
+
+    ``store_silent_s``: a storage that takes nothing for so long is reported.
+    """
+
+    store_silent_s = STORE_SILENT_S
 
     def __init__(
         self,
@@ -87,14 +84,17 @@ class RankSnapshots:
         self.memories = memories
         self.table = SlotTable(len(memories))
         self.owner: Owner | None = None
+        self.persisting: persist.Progress | None = None
+        self.durable_step = 0  # the newest whose file this rank has written
         self._listener, self._pools, self._committer = listener, pools, committer
         self._wake = asyncio.Event()
         self._cancelled = Cancellation()
         self._seals: set[asyncio.Task[None]] = set()
-        self._restores: dict[asyncio.Task[Restoration], Cancellation] = {}
         self._reports: dict[tuple[int, int], asyncio.Task[None]] = {}
+        self._committed: deque[tuple[int, int]] = deque(maxlen=KEPT_FAILURES)
         self._failures: dict[tuple[int, int], str] = {}
         self._storage_failed: set[tuple[int, int]] = set()  # these may succeed when tried again
+        self.restores = RankRestores(self, listener, pools)
         self._worker = asyncio.create_task(
             self._persist_all(), name=f"persist {registration.job}/{registration.rank}"
         )
@@ -112,7 +112,15 @@ class RankSnapshots:
         size_bytes = registration.layout.slot_bytes
         count = registration.slots
         job, rank = registration.job, registration.rank
-        memories = await in_pool(pools.memory, staging.allocate, job, rank, size_bytes, count)
+        memories = await in_pool(
+            pools.memory,
+            staging.allocate,
+            job,
+            rank,
+            size_bytes,
+            count,
+            registration.in_flight,
+        )
         return cls(registration, memories, listener, pools, committer)
 
     def fits(self, registration: RegisteredRank) -> bool:
@@ -156,7 +164,7 @@ class RankSnapshots:
         in_progress = (
             self._reports
             or self._seals
-            or self._restores
+            or self.restores.in_progress
             or any(slot.in_use for slot in self.table.slots)
         )
         return self.owner is None and not in_progress
@@ -165,81 +173,56 @@ class RankSnapshots:
         """A slot for the state after ``step``; None when all are needed."""
         return self.table.acquire(step)
 
-    async def seal(self, index: int, step: int, small_state: dict[str, Any], finite: bool) -> None:
-        """The slot holds the whole state: compute its checksums, seal it, queue it for storage.
+    @property
+    def store_ready(self) -> bool:
+        """Whether a state that is sealed now would be written at once."""
+        return self.table.store_ready
 
-        A state with values that are not finite is not kept: no restart may resume from it.
+    def seal(
+        self,
+        index: int,
+        step: int,
+        small_state: dict[str, Any],
+        *,
+        finite: bool,
+        persist: bool = True,
+        problem: str = "",
+    ) -> None:
+        """The slot holds the whole state: seal it, and queue it for storage if ``persist``.
+
+        Returns at once; threads compute the checksums first. A state with values that are not
+        finite, or whose copy has a ``problem``, is not kept: no restart may resume from it.
 
         Raises:
             RequestError: the slot is not being written for ``step``.
         """
-        self.table.begin_seal(index, step)
         # Taken now: before the task runs, a successor may have registered under another attempt.
         registration = self.registration
-        if not finite:
-            self._abandon(
-                index, (registration.attempt, step), "the state holds values that are not finite"
-            )
+        self.table.begin_seal(index, step, persist=persist and bool(registration.uri))
+        if problem or not finite:
+            why = problem or "the state holds values that are not finite"
+            self._abandon(index, (registration.attempt, step), why)
             return
+        # A task of its own: the state is whole, so it is sealed even if the worker disconnects.
         task = asyncio.create_task(self._seal(registration, index, step, small_state))
         self._seals.add(task)
         task.add_done_callback(self._seals.discard)
-        # Shielded: the state is whole, so it is sealed even if the worker disconnects meanwhile.
-        await asyncio.shield(task)
+
+    async def sealed(self) -> None:
+        """Wait until no checksums are being computed any more."""
+        while self._seals:
+            await asyncio.wait(set(self._seals))
+
+    def adopt(self, index: int) -> None:
+        """The present attempt goes on from this state: have it persisted as this attempt's own."""
+        if self.registration.uri:
+            self.table.adopt(index, self.registration.attempt)
+            self._wake.set()
 
     def release(self, index: int) -> None:
         """See :meth:`SlotTable.release`."""
         self.table.release(index)
         self._listener.changed.notify()
-
-    async def restore(self, plan: RestorePlan) -> Restoration:
-        """Restore a state: from the own sealed slot if it holds exactly that state, else storage.
-
-        When the caller is cancelled, the slot is released once the thread that uses it has ended.
-
-        Raises:
-            DamagedError: a file, or with source memory the slot, is not what was written.
-            RequestError: the source is memory, but no slot holds the state; or the uri is not
-                supported.
-            OSError: the storage does not answer.
-        """
-        # A task of its own: cancelling it would leave the thread running, and release a slot that
-        # the thread still fills. The caller's cancellation only asks the thread to stop.
-        began_s, cancelled = time.monotonic(), Cancellation()
-        task = asyncio.create_task(self._restore(plan, cancelled))
-        self._restores[task] = cancelled
-        task.add_done_callback(self._restores.pop)
-        try:
-            found = await asyncio.shield(task)
-        except asyncio.CancelledError:
-            cancelled.cancel()
-            task.add_done_callback(self._give_back)
-            raise
-        self._listener.note_restored(found.source, time.monotonic() - began_s, found.bytes_read)
-        return found
-
-    def _give_back(self, task: asyncio.Task[Restoration]) -> None:
-        """Release the slot of a restore whose caller is gone."""
-        if not task.cancelled() and task.exception() is None:
-            self.release(task.result().slot)
-
-    async def _restore(self, plan: RestorePlan, cancelled: Cancellation) -> Restoration:
-        slot = self.table.find(plan.written_by_attempt, plan.step, self.registration.digest)
-        if slot is not None and slot.seal is not None:
-            try:
-                return await self._restore_from_memory(slot, slot.seal)
-            except DamagedError as error:
-                self.table.discard(slot.index)
-                self._listener.changed.notify()
-                if plan.source is RestoreSource.MEMORY:
-                    raise
-                log.warning("sealed slot is damaged; reading storage instead", error=str(error))
-        if plan.source is RestoreSource.MEMORY:
-            raise RequestError(
-                f"step {plan.step} of attempt {plan.written_by_attempt} is not sealed here in this "
-                "layout"
-            )
-        return await self._restore_from_storage(plan.step, plan.manifest_uri, cancelled)
 
     async def drain(self, step: int) -> str:
         """Wait until nothing more happens to ``step``; tries a write again that the storage failed.
@@ -270,10 +253,11 @@ class RankSnapshots:
         """Why ``step`` of the present attempt failed so far; "" if it has not."""
         return self._failures.get((self.registration.attempt, step), "")
 
-    async def stop(self, drain_s: float) -> None:
+    async def stop(self, drain_s: float) -> bool:
         """Stop persisting, after at most ``drain_s`` for work in progress.
 
-        On return no thread uses a slot, so its memory can be freed.
+        Returns whether no thread uses a slot any more, so that its memory can be freed; one that a
+        storage holds does not end. It takes STOP_S more at most.
         """
         busy = [task for task in self._reports.values() if not task.done()]
         if drain_s and (busy or self.table.next_pending()):
@@ -287,39 +271,48 @@ class RankSnapshots:
         tasks = [self._worker, *self._reports.values()]
         for task in tasks:
             task.cancel()
-        for cancelled in self._restores.values():
-            cancelled.cancel()
-        await asyncio.gather(*tasks, *self._seals, *self._restores, return_exceptions=True)
+        ending = [*tasks, *self._seals, *self.restores.cancel()]
+        _, stuck = await asyncio.wait(ending, timeout=STOP_S)
+        return not stuck
 
     async def _seal(
         self, registration: RegisteredRank, index: int, step: int, small_state: dict[str, Any]
     ) -> None:
-        memory = self.memories[index]
+        key = (registration.attempt, step)
         try:
-            checksums = await in_pool(
-                self._pools.memory, piece_checksums, registration.layout, memory.view
-            )
-            seal = SlotSeal(registration.attempt, step, registration.digest, checksums, small_state)
-        except BaseException:
-            self.table.release(index)
-            raise
+            checksums = await self._checksums(registration, self.memories[index].view)
+        except Exception as error:
+            log.exception("defect while sealing", job=registration.job, step=step)
+            self._abandon(index, key, f"defect in the checkpoint daemon, see its log: {error!r}")
+            return
         # Sealed in any case, because a restart can restore it from memory; persisted only while its
-        # attempt is the current one and may still commit.
-        persisted = bool(registration.uri) and self._is_current(registration)
-        self.table.finish_seal(index, seal, persist=persisted)
+        # attempt is the current one and may still commit (see supersede).
+        seal = SlotSeal(registration.attempt, step, registration.digest, checksums, small_state)
+        self.table.finish_seal(index, seal)
         self._wake.set()
         self._listener.changed.notify()
+
+    async def _checksums(self, registration: RegisteredRank, image: memoryview) -> tuple[str, ...]:
+        """Checksums of all pieces, computed by several threads at once."""
+        pool, layout = self._pools.memory, registration.layout
+        parts = await asyncio.gather(
+            *(
+                in_pool(pool, share_checksums, layout, image, share)
+                for share in shares(layout, SEALING_THREADS)
+            )
+        )
+        found = dict(item for part in parts for item in part)
+        return tuple(found[index] for index in range(len(layout.pieces)))
 
     def _abandon(self, index: int, key: tuple[int, int], why: str) -> None:
         self.table.release(index)
         self._fail(key, why)
 
     def _is_pending(self, key: tuple[int, int]) -> bool:
+        if self.table.sealing(key[1]):
+            return True
         slot = self.table.find(*key, self.registration.digest)
         return slot is not None and slot.pending
-
-    def _is_current(self, registration: RegisteredRank) -> bool:
-        return registration.attempt >= self.registration.attempt
 
     def _remember(self, key: tuple[int, int], why: str) -> None:
         self._failures[key] = why
@@ -334,46 +327,6 @@ class RankSnapshots:
         self._remember(key, why)
         self._listener.note_failure(self.registration.rank, *key, why)
 
-    async def _restore_from_memory(self, slot: Slot, seal: SlotSeal) -> Restoration:
-        self.table.lend(slot.index)
-        memory = self.memories[slot.index]
-        layout = self.registration.layout
-        try:
-            await in_pool(
-                self._pools.memory,
-                verify_image,
-                layout,
-                memory.view,
-                seal.checksums,
-                str(memory.path),
-            )
-        except BaseException:
-            self.table.release(slot.index)
-            raise
-        return Restoration(slot.index, RestoreSource.MEMORY, seal.small_state, 0)
-
-    async def _restore_from_storage(
-        self, step: int, manifest_uri: str, cancelled: Cancellation
-    ) -> Restoration:
-        index = self.table.take_for_restore()
-        memory, given = self.memories[index], self.registration
-        self._listener.changed.notify()
-        try:
-            filled = await in_pool(
-                self._pools.storage,
-                restore.fill,
-                manifest_uri,
-                step,
-                given.rank,
-                given.layout,
-                memory.view,
-                cancelled,
-            )
-        except BaseException:
-            self.table.release(index)
-            raise
-        return Restoration(index, RestoreSource.STORAGE, filled.small_state, filled.bytes_read)
-
     async def _persist_all(self) -> None:
         while True:
             await self._wake.wait()
@@ -382,14 +335,24 @@ class RankSnapshots:
                 await self._persist(slot, slot.seal)
 
     async def _persist(self, slot: Slot, seal: SlotSeal) -> None:
+        if slot.adopter:
+            seal = replace(seal, attempt=slot.adopter)
         key = (seal.attempt, seal.step)
+        if key in self._reports or key in self._committed:
+            slot.pending = False  # an adopted state that was taken again
+            self._listener.changed.notify()
+            return
+        sealed = slot.seal
         registration, cancelled = self.registration, self._cancelled
         slot.busy += 1  # before the thread starts: from now on nobody may acquire the slot
         began_s = time.monotonic()
         image = self.memories[slot.index].view
+        pool, progress = self._pools.storage, self._progress_of(registration)
+        self.persisting = progress
         running = asyncio.ensure_future(
-            in_pool(self._pools.storage, persist.persist, registration, seal, image, cancelled)
+            in_pool(pool, persist.persist, registration, seal, image, cancelled, progress)
         )
+        watching = asyncio.create_task(self._watch_storage(key, progress))
         try:
             # The thread reads the slot until it sees the cancellation: the slot must not be written
             # or freed before.
@@ -409,6 +372,7 @@ class RankSnapshots:
             self._fail(key, f"defect in the checkpoint daemon, see its log: {error!r}")
         else:
             self._forget(key)
+            self.durable_step = seal.step
             size_bytes = sum(file.size_bytes for file in prepared.request.files)
             self._listener.note_persisted(time.monotonic() - began_s, size_bytes)
             # Not awaited: the commit waits for all ranks, and the next step can be persisted
@@ -416,11 +380,28 @@ class RankSnapshots:
             task = asyncio.create_task(self._report(key, prepared, registration.committer_endpoint))
             self._reports[key] = task
         finally:
+            watching.cancel()
+            self.persisting = None
             # The slot may have been discarded as damaged, and reused, in the meantime.
-            if slot.seal is seal:
+            if slot.seal is sealed:
                 slot.busy -= 1
                 slot.pending = False
             self._listener.changed.notify()
+
+    @staticmethod
+    def _progress_of(registration: RegisteredRank) -> persist.Progress:
+        pieces = registration.layout.pieces
+        return persist.Progress(sum(piece.size_bytes for piece in pieces if piece.primary))
+
+    async def _watch_storage(self, key: tuple[int, int], progress: persist.Progress) -> None:
+        """Report a storage that takes nothing, again whenever twice the time has passed."""
+        limit_s = self.store_silent_s
+        while True:
+            await asyncio.sleep(max(limit_s - progress.still_s, limit_s / 10))
+            if progress.still_s >= limit_s:
+                still_s, uri = progress.still_s, self.registration.uri
+                self._fail(key, f"the storage {uri} has not answered for {still_s:.0f} s")
+                limit_s *= 2
 
     async def _report(
         self, key: tuple[int, int], prepared: persist.Prepared, endpoint: str
@@ -429,6 +410,7 @@ class RankSnapshots:
             manifest_uri = await self._committer.report_prepared(
                 prepared.request, endpoint, lambda problem: self._fail(key, problem)
             )
+            self._committed.append(key)
             self._listener.note_commit(key[1], key[0], manifest_uri)
         except SupersededError as error:
             self._remember(key, str(error))

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from megascale_checkpoint.staging import LEAST_SLOTS, MOST_SLOTS
 from megascale_checkpoint.storage import open_storage
 from megascale_common.job.names import is_dns_label
 from megascale_common.node.framing import PROTOCOL_VERSION
+from megascale_common.node.messages import PIECES_IN_A_FRAME
 from megascale_common.service.errors import RequestError
 from megascale_common.sizes.checkpoint_layout import ShardLayout, layout_from_dict
+from megascale_common.sizes.staging import LEAST_SLOTS, MOST_SLOTS
 
 T = TypeVar("T")
+MOST_PIECES = 1 << 20  # of one rank: some thousand layers, in memory a few hundred MiB
+MOST_IN_FLIGHT = 4
 
 
 def field(message: Mapping[str, Any], name: str, kind: type[T]) -> T:
@@ -39,9 +43,14 @@ class RegisteredRank:
         uri: the job's checkpoint folder; empty keeps snapshots in memory only.
         committer_endpoint: host:port of the attempt's committer.
         slots: how many slots the rank gets; 0 lets the daemon choose.
+        in_flight: how many snapshots may be reserved, copied or unsettled at once.
         layout: what the rank's slots hold.
         digest: the layout's digest.
+        replica_target: host:port of the node that keeps this rank's replicas; empty: none.
+        replica_source: host:port of the node whose replica of this rank is restored; empty: none.
+        replica_bytes_per_s: what all ranks of the node together may send to peers; 0: no limit.
         layout_info: the sizes of tp, cp, dp and pp, for the manifest.
+        max_write_mib_per_s: most that the job's ranks of this node write to storage; 0: no limit.
     """
 
     job: str
@@ -54,6 +63,51 @@ class RegisteredRank:
     layout: ShardLayout
     digest: str
     layout_info: dict[str, int]
+    in_flight: int = 1
+    max_write_mib_per_s: float = 0.0
+    replica_target: str = ""
+    replica_source: str = ""
+    replica_bytes_per_s: int = 0
+
+
+class RegistrationFrames:
+    """A Register and the Pieces that follow it, put together as they arrive."""
+
+    def __init__(self) -> None:
+        self._register: dict[str, Any] | None = None
+        self._missing = 0
+
+    def feed(self, message: dict[str, Any]) -> dict[str, Any] | None:
+        """One message; returns the Register with all its pieces, once it is whole.
+
+        Raises:
+            RequestError: another message comes, or more pieces than were announced.
+        """
+        kind = message.get("kind")
+        if self._register is None:
+            if kind != "register":
+                raise RequestError(f"the first message is {kind!r}; register first")
+            self._missing = message.get("further_pieces", 0)
+            if not isinstance(self._missing, int) or not 0 <= self._missing <= MOST_PIECES:
+                raise RequestError(
+                    f"register.further_pieces is {self._missing!r}; give 0 to {MOST_PIECES}"
+                )
+            field(field(message, "layout", dict), "pieces", list)
+            self._register = message
+        else:
+            if kind != "pieces":
+                raise RequestError(
+                    f"{self._missing} pieces of the layout are missing before {kind!r}"
+                )
+            pieces = field(message, "pieces", list)
+            if not 0 < len(pieces) <= min(self._missing, PIECES_IN_A_FRAME):
+                raise RequestError(
+                    f"pieces.pieces has {len(pieces)} entries; {self._missing} are missing, and a "
+                    f"message takes {PIECES_IN_A_FRAME}"
+                )
+            self._register["layout"]["pieces"] += pieces
+            self._missing -= len(pieces)
+        return None if self._missing else self._register
 
 
 def parse(message: Mapping[str, Any]) -> RegisteredRank:
@@ -80,9 +134,29 @@ def parse(message: Mapping[str, Any]) -> RegisteredRank:
         layout=layout,
         digest=layout.digest(),
         layout_info=field(message, "layout_info", dict),
+        in_flight=field({"in_flight": 1, **message}, "in_flight", int),
+        max_write_mib_per_s=field(
+            {"max_write_mib_per_s": 0.0, **message}, "max_write_mib_per_s", float
+        ),
+        **_replicas(message.get("replicas", {"target": "", "source": "", "bytes_per_s": 0})),
     )
     _check(registration)
     return registration
+
+
+def _replicas(orders: object) -> dict[str, Any]:
+    if isinstance(orders, dict):
+        target, source, rate = (orders.get(name) for name in ("target", "source", "bytes_per_s"))
+        if isinstance(target, str) and isinstance(source, str) and type(rate) is int and rate >= 0:
+            return {
+                "replica_target": target,
+                "replica_source": source,
+                "replica_bytes_per_s": rate,
+            }
+    raise RequestError(
+        f"register.replicas is {orders!r}; give target and source (host:port or empty) and "
+        "bytes_per_s of 0 or more"
+    )
 
 
 def _layout(values: dict[str, Any]) -> ShardLayout:
@@ -95,6 +169,10 @@ def _layout(values: dict[str, Any]) -> ShardLayout:
 def _check(given: RegisteredRank) -> None:
     if not is_dns_label(given.job):
         raise RequestError(f"register.job {given.job!r} is not a DNS-1123 label")
+    if not 0 <= given.max_write_mib_per_s < math.inf:
+        raise RequestError(
+            f"register.max_write_mib_per_s is {given.max_write_mib_per_s}; give 0 or more"
+        )
     if given.attempt < 1:
         raise RequestError(f"register.attempt is {given.attempt}; attempts count from 1")
     if not 0 <= given.rank < given.world_size:
@@ -106,6 +184,8 @@ def _check(given: RegisteredRank) -> None:
             f"register.slots is {given.slots}; "
             f"give {LEAST_SLOTS} to {MOST_SLOTS}, or 0 for the default"
         )
+    if not 1 <= given.in_flight <= MOST_IN_FLIGHT:
+        raise RequestError(f"register.in_flight is {given.in_flight}; give 1 to {MOST_IN_FLIGHT}")
     if given.uri:
         open_storage(given.uri)
         if not given.committer_endpoint:

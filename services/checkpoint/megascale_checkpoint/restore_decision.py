@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megascale_checkpoint import manifest as manifests
-from megascale_checkpoint.checksums import checksum
 from megascale_checkpoint.commit_log import CommitLog, Record
 from megascale_checkpoint.storage import join, open_storage
 from megascale_common.job.restore import RestorePlan, RestoreSource
@@ -43,6 +42,7 @@ class RestoreDecision:
             "step": plan.step,
             "attempt": plan.written_by_attempt,
             "manifest_uri": plan.manifest_uri,
+            "manifest_xxh3": plan.manifest_xxh3,
             "passed_over": list(self.passed_over),
         }
 
@@ -54,6 +54,7 @@ class RestoreDecision:
             values["step"],
             values["attempt"],
             values["manifest_uri"],
+            values.get("manifest_xxh3", ""),  # older builds wrote none
         )
         return cls(plan, tuple(values["passed_over"]))
 
@@ -82,13 +83,14 @@ def decide(
     if committed is not None:
         return RestoreDecision(committed, tuple(passed_over[:MAX_NAMED]))
     if in_memory:
-        plan = RestorePlan(RestoreSource.MEMORY, sealed.step, sealed.attempt)
+        plan = _with_stored_copy(log, uri, sealed)
         return RestoreDecision(plan, tuple(passed_over[:MAX_NAMED]))
     _refuse_to_start_over(log, uri, refused_steps, passed_over)
     if load_uri:
         other = CommitLog(open_storage(load_uri))
         other.refresh()
-        loaded = _newest_whole(other, load_uri, 0, refused_steps, passed_over)
+        # An imported model is step 0 there.
+        loaded = _newest_whole(other, load_uri, -1, refused_steps, passed_over)
         if loaded is None:
             damaged = f": {'; '.join(passed_over[:MAX_NAMED])}" if passed_over else ""
             raise NotFoundError(
@@ -99,6 +101,40 @@ def decide(
         plan = replace(loaded, written_by_attempt=0)
         return RestoreDecision(plan, tuple(passed_over[:MAX_NAMED]))
     return RestoreDecision(RestorePlan(), tuple(passed_over[:MAX_NAMED]))
+
+
+def _with_stored_copy(log: CommitLog, uri: str, sealed: SealedStep) -> RestorePlan:
+    """The plan from memory; with the manifest of the same state, where it is committed and whole.
+
+    A rank whose memory turns out to be damaged or lost then reads storage in the same attempt.
+    """
+    record = _stored_copy(log, sealed)
+    if record is not None:
+        manifest_uri = join(uri, record.values["manifest"])
+        try:
+            check_commit(record, manifest_uri)
+        except DamagedError:
+            record = None  # memory may still be whole, and is read first
+    if record is None:
+        return RestorePlan(RestoreSource.MEMORY, sealed.step, sealed.attempt)
+    digest = record.values["manifest_xxh3"]
+    return RestorePlan(RestoreSource.MEMORY, sealed.step, sealed.attempt, manifest_uri, digest)
+
+
+def _stored_copy(log: CommitLog, sealed: SealedStep) -> Record | None:
+    """The COMMIT of the sealed state: by its own attempt, or by one that went on from it.
+
+    An attempt that restores from memory a step that is not stored commits it as its own.
+    """
+    for record in log.commits():
+        if record.step != sealed.step:
+            continue
+        opened = log.find_open(record.attempt)
+        source = opened.values.get("restored_from", {}) if opened is not None else {}
+        adopted = (source.get("step"), source.get("attempt")) == (sealed.step, sealed.attempt)
+        if record.attempt == sealed.attempt or adopted:
+            return record
+    return None
 
 
 def _refuse_to_start_over(
@@ -136,7 +172,8 @@ def _newest_whole(
         except DamagedError as error:
             passed_over.append(str(error))
             continue
-        return RestorePlan(RestoreSource.STORAGE, record.step, record.attempt, manifest_uri)
+        xxh3 = record.values["manifest_xxh3"]
+        return RestorePlan(RestoreSource.STORAGE, record.step, record.attempt, manifest_uri, xxh3)
     return None
 
 
@@ -147,8 +184,6 @@ def check_commit(record: Record, manifest_uri: str) -> manifests.Manifest:
         DamagedError: the manifest is not the one committed, or a file is missing or has another
             size.
     """
-    storage, manifest = manifests.load(manifest_uri)
-    if checksum(storage.read(manifests.NAME)) != record.values["manifest_xxh3"]:
-        raise DamagedError(manifest_uri, "is not the manifest that was committed")
+    storage, manifest = manifests.load(manifest_uri, record.values["manifest_xxh3"])
     manifests.check_sizes(storage, manifest)
     return manifest

@@ -17,6 +17,7 @@ from megascale_checkpoint.committer import Committer
 from megascale_checkpoint.committer_client import HOLD_S
 from megascale_checkpoint.jobs import Jobs
 from megascale_checkpoint.restore_decision import SealedStep
+from megascale_checkpoint.retention.policy import Retention
 from megascale_common.job.names import is_dns_label
 from megascale_common.job.restore import RestoreSource
 from megascale_common.job.wire import restore
@@ -36,8 +37,9 @@ _NO_FOLDER = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.E
 class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
     """The calls of proto/megascale/v1/checkpoint.proto."""
 
-    def __init__(self, jobs: Jobs, committer: Committer) -> None:
+    def __init__(self, jobs: Jobs, committer: Committer, replica_endpoint: str = "") -> None:
         self._jobs, self._committer = jobs, committer
+        self._replica_endpoint = replica_endpoint
 
     @answers
     async def OpenAttempt(
@@ -45,7 +47,7 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
     ) -> checkpoint_pb2.OpenAttemptResponse:
         """See proto/megascale/v1/checkpoint.proto."""
         _check_open(request)
-        with _storage_errors(), _place_errors():
+        with _storage_errors(), _place_errors(request.uri):
             record, decision = await self._committer.open_attempt(
                 request.job,
                 request.uri,
@@ -55,6 +57,7 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
                 frozenset(request.refused_steps),
                 (request.epoch.cluster_generation, request.epoch.create_revision),
                 request.load_uri,
+                Retention(request.keep_latest, request.keep_every_steps, request.keep_every_hours),
             )
         plan = decision.plan
         # Attempt 0: another job wrote it, so it is no commit of this one.
@@ -90,7 +93,9 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
         while True:
             # Taken before the state is read: the send awaits, and a change during it must wake us.
             changed = self._jobs.changed.next()
-            response = checkpoint_pb2.WatchProgressResponse(jobs=self._jobs.progress())
+            response = checkpoint_pb2.WatchProgressResponse(
+                jobs=self._jobs.progress(), replica_endpoint=self._replica_endpoint
+            )
             if response != sent:
                 yield response
                 sent = response
@@ -104,7 +109,7 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
         with _storage_errors():
             found = await self._committer.commits(request.uri)
         response = checkpoint_pb2.ListCommitsResponse()
-        for record, manifest_uri in found:
+        for record, manifest_uri, pin in found:
             if request.job and record.values["job"] != request.job:
                 continue
             checkpoint = driver_pb2.Checkpoint(
@@ -114,10 +119,20 @@ class CheckpointService(checkpoint_pb2_grpc.CheckpointServiceServicer):
                 manifest_uri=manifest_uri,
                 size_bytes=record.values["size_bytes"],
                 world_size=record.values["world_size"],
+                pin=pin,
             )
             checkpoint.committed_at.FromDatetime(datetime.fromisoformat(record.values["time"]))
             response.checkpoints.append(checkpoint)
         return response
+
+    @answers
+    async def CheckStorage(
+        self, request: checkpoint_pb2.CheckStorageRequest, context: Context
+    ) -> checkpoint_pb2.CheckStorageResponse:
+        """See proto/megascale/v1/checkpoint.proto."""
+        with _storage_errors(), _place_errors(request.uri):
+            await self._committer.check(request.uri)
+        return checkpoint_pb2.CheckStorageResponse()
 
     async def _await_commit(self, request: checkpoint_pb2.ReportPreparedRequest) -> str:
         try:
@@ -145,14 +160,14 @@ def _storage_errors() -> Iterator[None]:
 
 
 @contextmanager
-def _place_errors() -> Iterator[None]:
+def _place_errors(uri: str) -> Iterator[None]:
     """A path at which no folder can be is the request's fault, and not the storage's."""
     try:
         yield
     except OSError as error:
         if error.errno not in _NO_FOLDER:
             raise
-        text = f"{error}: give a folder that every node can create"
+        text = f"{uri}: {error}: give a folder that every node can create"
         raise RequestError(text, reason="NO_FOLDER") from error
 
 

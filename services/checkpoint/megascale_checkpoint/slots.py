@@ -4,6 +4,8 @@
       ▲                  │ release, lost connection                      │ discard
       └──────────────────┴───────────────────────────────────────────────┘
     free ──take_for_restore──▶ restoring ──release──▶ free
+    restoring ──finish_fetch──▶ sealed
+    sealed by attempt n ──adopt──▶ queued for storage by attempt n + 1, which restored it
 
 A sealed slot is kept for restores from memory until a newer one replaces it. Three rules make that
 safe: sealed slots are persisted in the order of their steps, and none is written again before that;
@@ -55,7 +57,9 @@ class Slot:
     """One slot.
 
     Attributes:
+        persist: is to be persisted once it is sealed.
         pending: waits to be persisted.
+        adopter: the attempt that persists the state in place of the one that sealed it; 0: none.
         busy: number of readers (persistence, a restoring worker).
     """
 
@@ -63,7 +67,9 @@ class Slot:
     phase: SlotPhase = SlotPhase.FREE
     step: int = 0
     seal: SlotSeal | None = None
+    persist: bool = False
     pending: bool = False
+    adopter: int = 0
     busy: int = 0
 
     @property
@@ -127,8 +133,13 @@ class SlotTable:
         self._reuse(slot, SlotPhase.RESTORING, 0)
         return slot.index
 
-    def begin_seal(self, index: int, step: int) -> None:
-        """The writer has finished; its checksums are computed next.
+    @property
+    def store_ready(self) -> bool:
+        """Whether no state waits for storage or is being written to it."""
+        return not any(slot.persist or slot.pending for slot in self.slots)
+
+    def begin_seal(self, index: int, step: int, *, persist: bool) -> None:
+        """The writer has finished; its checksums are computed next, then ``persist`` queues it.
 
         Raises:
             RequestError: the slot is not being written, or is written for another step.
@@ -139,13 +150,33 @@ class SlotTable:
                 f"slot {index} is {slot.phase.value} (step {slot.step}): "
                 f"acquire it for step {step} first"
             )
-        slot.phase = SlotPhase.SEALING
+        slot.phase, slot.persist = SlotPhase.SEALING, persist
 
-    def finish_seal(self, index: int, seal: SlotSeal, *, persist: bool) -> None:
-        """The checksums are known: seal the slot, and queue it for storage if ``persist``."""
+    def finish_seal(self, index: int, seal: SlotSeal) -> None:
+        """The checksums are known: seal the slot, and queue it for storage where that is wanted."""
         slot = self.at(index)
         assert slot.phase is SlotPhase.SEALING
-        slot.phase, slot.seal, slot.pending = SlotPhase.SEALED, seal, persist
+        slot.phase, slot.seal = SlotPhase.SEALED, seal
+        slot.pending, slot.persist = slot.persist, False
+
+    def finish_fetch(self, index: int, seal: SlotSeal) -> None:
+        """A slot that was taken for a restore holds a state of a peer: it counts as sealed here."""
+        slot = self.at(index)
+        assert slot.phase is SlotPhase.RESTORING
+        slot.phase, slot.step, slot.seal = SlotPhase.SEALED, seal.step, seal
+
+    def sealing(self, step: int) -> bool:
+        """Whether the checksums of ``step`` are being computed."""
+        return any(s.phase is SlotPhase.SEALING and s.step == step for s in self.slots)
+
+    def adopt(self, index: int, attempt: int) -> None:
+        """Persist a sealed state of an earlier attempt as ``attempt``'s, which goes on from it.
+
+        The seal stays what it is: until every rank has restored, the next attempt may need it.
+        """
+        slot = self.at(index)
+        assert slot.phase is SlotPhase.SEALED
+        slot.adopter, slot.pending = attempt, True
 
     def release(self, index: int) -> None:
         """Give back a slot that was acquired or restored into, or end the reading of a sealed one.
@@ -185,8 +216,10 @@ class SlotTable:
         """Do not persist states of earlier attempts: they can no longer be committed."""
         # They stay sealed: the new attempt may restore from them.
         for slot in self.slots:
-            if slot.seal and slot.seal.attempt < attempt:
+            if slot.seal and max(slot.seal.attempt, slot.adopter) < attempt:
                 slot.pending = False
+            if slot.phase is SlotPhase.SEALING:
+                slot.persist = False
 
     def at(self, index: int) -> Slot:
         """The slot with this number.
@@ -216,4 +249,5 @@ class SlotTable:
 
     @staticmethod
     def _reuse(slot: Slot, phase: SlotPhase, step: int) -> None:
-        slot.phase, slot.step, slot.seal, slot.pending, slot.busy = phase, step, None, False, 0
+        slot.phase, slot.step, slot.seal = phase, step, None
+        slot.persist, slot.pending, slot.adopter, slot.busy = False, False, 0, 0

@@ -4,11 +4,13 @@ The daemon owns them, so they survive the death of a trainer. They are plain fil
 multiprocessing.shared_memory, whose resource tracker unlinks segments of other processes on Python
 3.11 and 3.12. The tree is ``BASE/CLUSTER/NODE/INCARNATION/JOB/rank-00003/slot-0``. Seal records are
 kept in the daemon's own memory, because a sealed slot is used only while its daemon runs. A daemon
-that starts removes its node's folders whose owner has ended.
+that starts removes the folders whose owner has ended: its node's, and those of any other name, to
+which no daemon may ever come back. The owner is a process of one boot of the host.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import json
@@ -23,13 +25,15 @@ from typing import Any
 
 from megascale_common.node.host import memory_bytes
 from megascale_common.node.incarnation import boot_id
+from megascale_common.node.memory_limit import left_bytes as cgroups_left_bytes
 from megascale_common.node.process import start_ticks
 from megascale_common.service.errors import LimitError
+from megascale_common.sizes.staging import KEPT_SLOTS, LEAST_SLOTS
 
 OWNER_FILE = "owner.json"
 LOCK_FILE = ".lock"
 FULL_HOST_RANKS = 8  # ranks of a full host, for the choice between three slots and two
-PREFERRED_SLOTS, LEAST_SLOTS, MOST_SLOTS = 3, 2, 8
+MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's mmap
 
 
 def default_base() -> Path:
@@ -48,14 +52,13 @@ class SlotMemory:
             # Reserve the pages now: a full tmpfs raises an error here, while a hole in the file
             # would kill the writer with SIGBUS later.
             os.posix_fallocate(self.descriptor, 0, size_bytes)
-            self._map = mmap.mmap(
-                self.descriptor, size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE
-            )
+            self._map = mmap.mmap(self.descriptor, size_bytes, flags=mmap.MAP_SHARED)
         except OSError:
             os.close(self.descriptor)
             path.unlink()
             raise
         self.view = memoryview(self._map)
+        _populate(self.view)
 
     def close(self) -> None:
         """Unmap and remove the file, once; its memory is freed when no process maps it any more."""
@@ -95,6 +98,7 @@ class StagingFolder:
                 self._remove_stale()
                 self.path.mkdir(mode=0o700)
                 (self.path / OWNER_FILE).write_text(json.dumps(_identity(os.getpid())))
+            self._remove_other_names()
         except FileExistsError as error:
             raise LimitError(
                 f"another checkpoint daemon uses {error.filename}: stop it first"
@@ -104,20 +108,21 @@ class StagingFolder:
                 f"staging folder {base} cannot be used ({error}): give another --staging-folder"
             ) from error
 
-    def allocate(self, job: str, rank: int, size_bytes: int, count: int) -> list[SlotMemory]:
+    def allocate(
+        self, job: str, rank: int, size_bytes: int, count: int, in_flight: int = 1
+    ) -> list[SlotMemory]:
         """Allocate ``count`` slots for a rank.
 
-        A count of 0 means three where the ranks of a full host have room for three each, else two.
+        A count of 0 means ``in_flight`` + KEPT_SLOTS where the ranks of a full host have room for
+        that many each, else fewer, down to LEAST_SLOTS.
 
         Raises:
             LimitError: there is no room; the message gives the fix.
         """
         size_bytes = max(size_bytes, mmap.PAGESIZE)
         if count == 0:
-            all_ranks = FULL_HOST_RANKS * PREFERRED_SLOTS * size_bytes
-            count = (
-                PREFERRED_SLOTS if all_ranks <= self.room_bytes() + self.used_bytes else LEAST_SLOTS
-            )
+            affordable = (self.room_bytes() + self.used_bytes) // (FULL_HOST_RANKS * size_bytes)
+            count = max(LEAST_SLOTS, min(in_flight + KEPT_SLOTS, affordable))
         # Reserved before it is allocated: ranks register at the same time, each in its own thread,
         # and allocating gigabytes takes seconds.
         with self._reserving:
@@ -162,9 +167,12 @@ class StagingFolder:
             slot.close()
 
     def room_bytes(self) -> int:
-        """Bytes that may still be allocated within the limit, the file system and host memory."""
+        """Bytes that may still be allocated within the limit, the file system, host memory
+        and the memory cgroups of this process."""
         system = os.statvfs(self.path)
-        room = min(system.f_bavail * system.f_frsize, memory_bytes("MemAvailable"))
+        room = min(
+            system.f_bavail * system.f_frsize, memory_bytes("MemAvailable"), cgroups_left_bytes()
+        )
         return room if self._limit_bytes is None else min(room, self._limit_bytes - self.used_bytes)
 
     def remove(self) -> None:
@@ -187,13 +195,35 @@ class StagingFolder:
             if folder.is_dir() and not _owner_lives(folder):
                 shutil.rmtree(folder)
 
+    def _remove_other_names(self) -> None:
+        """Remove what ended daemons of other nodes and clusters of this user left in memory."""
+        for node_folder in self._base.glob("*/*"):
+            if node_folder == self._node_folder or not node_folder.is_dir():
+                continue
+            # A daemon of that name may be starting: it removes them itself.
+            with suppress(OSError), _locked(node_folder, wait=False):
+                for folder in node_folder.iterdir():
+                    if folder.is_dir() and not _owner_lives(folder):
+                        shutil.rmtree(folder, ignore_errors=True)
+
     def _no_room(self, job: str, rank: int, wanted_bytes: int) -> str:
         return (
             f"no room for the snapshot slots of rank {rank} of {job}: {wanted_bytes} bytes needed, "
             f"{max(self.room_bytes(), 0)} left in {self.path} ({self.used_bytes} used). "
-            "Raise the size of the tmpfs (containers start with 64 MiB of /dev/shm) or "
+            "Raise the size of the tmpfs (containers start with 64 MiB of /dev/shm), the memory "
+            "limit of the daemon's cgroup or "
             f"--staging-limit-bytes, or set checkpoint.slots to {LEAST_SLOTS}"
         )
+
+
+def _populate(view: memoryview) -> None:
+    """Map all pages of ``view`` now. Does nothing on an older kernel."""
+    # Through ctypes, which releases the interpreter lock meanwhile: with MAP_POPULATE, mmap holds
+    # it for seconds.
+    address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+    ctypes.CDLL(None).madvise(
+        ctypes.c_void_p(address), ctypes.c_size_t(len(view)), MADV_POPULATE_WRITE
+    )
 
 
 def _private_folder(base: Path) -> None:
@@ -208,11 +238,11 @@ def _private_folder(base: Path) -> None:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
     # flock and not a file's existence: the kernel releases it when its holder dies.
     descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         yield
     finally:
         os.close(descriptor)

@@ -61,7 +61,7 @@ def missing_files(config: JobConfig) -> Iterator[JobProblem]:
     if config.evaluates:
         yield from _missing_sources("trainer.evaluation.sources", config.evaluation.sources)
     folder = _path(config.checkpoint.load_uri)
-    if folder and _absent(Path(folder)):
+    if folder.startswith("/") and _absent(Path(folder)):  # of another storage, the nodes find out
         yield JobProblem(
             "checkpoint.load_uri",
             f"there is no folder {folder}",

@@ -305,7 +305,7 @@ class Engine:
     def _publish_job(self, name: str) -> None:
         job = self.state.jobs[name]
         feed = self.feeds.of(name)
-        message = wire.job_message(job, feed.last_record, self.clock.now_s())
+        message = wire.job_message(job, feed.last_record, self.clock.now_s(), self.state.nodes)
         feed.add_job(message, job.terminal)
         if job.terminal:
             self.feeds.release(name)

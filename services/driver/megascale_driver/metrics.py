@@ -203,6 +203,11 @@ def _jobs(state: Cluster) -> Iterator[Metric]:
         "Newest complete checkpoint of a job that has not ended.",
         labels=["job"],
     )
+    committed_at = GaugeMetricFamily(
+        "megascale_job_committed_timestamp_seconds",
+        "When the newest complete checkpoint of a job that has not ended became known.",
+        labels=["job"],
+    )
     spares = GaugeMetricFamily(
         "megascale_job_spare_nodes", "Spares that stand by for a job.", labels=["job"]
     )
@@ -210,8 +215,10 @@ def _jobs(state: Cluster) -> Iterator[Metric]:
         if not job.terminal:
             restarts.add_metric([job.name], job.restarts)
             committed.add_metric([job.name], job.committed_step)
+            if job.committed_at_s:
+                committed_at.add_metric([job.name], job.committed_at_s)
             spares.add_metric([job.name], len(job.spares))
-    yield from (restarts, committed, spares)
+    yield from (restarts, committed, committed_at, spares)
 
 
 def _goodput(state: Cluster, now_s: float) -> Iterator[Metric]:

@@ -63,6 +63,9 @@ class NodeCalls:
             sealed_step=wanted.sealed_step,
             sealed_by_attempt=wanted.sealed_by_attempt,
             refused_steps=wanted.refused_steps,
+            keep_latest=wanted.keep_latest,
+            keep_every_steps=wanted.keep_every_steps,
+            keep_every_hours=wanted.keep_every_hours,
             epoch=epoch,
         )
         channel = open_channel(endpoint, self._token)
@@ -97,6 +100,22 @@ class NodeCalls:
             stub = checkpoint_pb2_grpc.CheckpointServiceStub(channel)
             request = checkpoint_pb2.ListCommitsRequest(job=job, uri=uri)
             return list((await stub.ListCommits(request, timeout=LIST_TIMEOUT_S)).checkpoints)
+        finally:
+            await channel.close()
+
+    async def check_storage(self, node: Node, uri: str) -> None:
+        """Have the node's daemon find out whether it can reach and write a checkpoint.uri.
+
+        Raises:
+            grpc.aio.AioRpcError: it cannot, or the daemon does not answer.
+        """
+        channel = open_channel(
+            await self._daemon_endpoint(node) or node.identity.checkpoint_endpoint, self._token
+        )
+        try:
+            stub = checkpoint_pb2_grpc.CheckpointServiceStub(channel)
+            request = checkpoint_pb2.CheckStorageRequest(uri=uri)
+            await stub.CheckStorage(request, timeout=LIST_TIMEOUT_S)
         finally:
             await channel.close()
 

@@ -12,7 +12,7 @@ from megascale_common.job.wire import spec as job_spec
 from megascale_common.service.build import build_version
 from megascale_common.service.errors import invalid
 from megascale_common.service.handlers import answers
-from megascale_driver import admission, profile_request, wire
+from megascale_driver import admission, profile_request, storage_reach, wire
 from megascale_driver.core.events import (
     CancelRequested,
     JobSubmitted,
@@ -48,6 +48,10 @@ class DriverService(NodeMethods, WatchMethods, driver_pb2_grpc.DriverServiceServ
         # A job that is there already is refused for its name, or the request was carried out.
         known = config.name in self.engine.state.jobs
         warnings = [] if known else await admission.examine(config, self.engine.state)
+        if not known:
+            warnings += await storage_reach.check(
+                config, self.engine.state, self.engine.node_calls.check_storage
+            )
         if request.validate_only:
             return driver_pb2.SubmitJobResponse(
                 job=driver_pb2.Job(spec=job_spec.to_proto(config)), warnings=warnings

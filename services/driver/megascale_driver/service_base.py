@@ -84,7 +84,7 @@ class ServiceBase:
 
     def _message(self, job: Job) -> driver_pb2.Job:
         record = self.engine.feeds.record_of(job.name)
-        return wire.job_message(job, record, self.engine.clock.now_s())
+        return wire.job_message(job, record, self.engine.clock.now_s(), self.engine.state.nodes)
 
     def _epoch(self) -> types_pb2.Epoch:
         return self.engine.term.epoch if self.engine.term is not None else types_pb2.Epoch()

@@ -15,7 +15,8 @@ from megascale_common.job.wire import restore
 from megascale_common.job.wire import spec as job_spec
 from megascale_driver.analysis.divergence import StepSample
 from megascale_driver.analysis.progress import OperationCount, RankStatus
-from megascale_driver.core import events, goodput
+from megascale_driver.core import events, goodput, replicas
+from megascale_driver.core.checkpoint_progress import Progress, SealedSnapshot
 from megascale_driver.core.conditions import CheckpointFailure
 from megascale_driver.core.explain import Explanation
 from megascale_driver.core.goodput import PARTS, Ledger
@@ -29,9 +30,7 @@ from megascale_driver.core.state import (
     Job,
     Node,
     Profile,
-    Progress,
     Report,
-    SealedSnapshot,
     TraceReport,
     TraceState,
     WorkerReport,
@@ -120,6 +119,7 @@ def report(beat: link_pb2.Heartbeat, epoch: types_pb2.Epoch) -> Report:
         traces=tuple(_trace(item) for item in beat.traces[:MAX_TRACES]),
         daemon_restarts=beat.checkpoint_daemon.restarts,
         daemon_exit_status=beat.checkpoint_daemon.exit_status,
+        replica_endpoint=beat.checkpoint_daemon.replica_endpoint[:MAX_LABEL],
     )  # fmt: skip
 
 
@@ -148,6 +148,11 @@ def desired_state(node: Node, job: Job | None, epoch: types_pb2.Epoch) -> link_p
                 rank_nodes=rank_nodes,
                 store_endpoint=wanted.store_endpoint,
                 committer_endpoint=wanted.committer_endpoint,
+                replica_target=wanted.replicas.target,
+                replica_sources=[
+                    link_pb2.ReplicaSource(rank=source.rank, endpoint=source.endpoint)
+                    for source in wanted.replicas.sources
+                ],
             )
         )
         if wanted.restore is not None:
@@ -222,9 +227,15 @@ def goodput_message(ledger: Ledger) -> driver_pb2.Goodput:
 
 
 def job_message(
-    job: Job, record: types_pb2.StepRecord | None, now_s: float = 0.0
+    job: Job,
+    record: types_pb2.StepRecord | None,
+    now_s: float = 0.0,
+    nodes: Mapping[str, Node] | None = None,
 ) -> driver_pb2.Job:
-    """A job for clients at ``now_s``; ``record`` is its newest step record."""
+    """A job for clients at ``now_s``; ``record`` is its newest step record.
+
+    ``nodes`` are those of the cluster; without them nothing is said about replicas.
+    """
     step = job.step
     if record is not None and record.attempt == job.attempt:
         step = max(step, record.step)
@@ -257,6 +268,8 @@ def job_message(
             for item in job.conditions
         ],
     )
+    if job.committed_at_s:
+        message.committed_at.CopyFrom(timestamp(job.committed_at_s))
     if job.restore is not None:
         message.restored_step = job.restore.step
         message.restore_source = restore.source_to_proto(job.restore.source)
@@ -264,6 +277,9 @@ def job_message(
         message.last_record.CopyFrom(record)
     if job.profile is not None:
         message.profile.CopyFrom(profile_message(job.profile))
+    if nodes is not None and job.config.checkpoint.replicas:
+        message.replicated_step = replicas.replicated_step(job, nodes)
+        message.replica_problem = replicas.problem(job, nodes)
     if job.goodput.since_us:
         message.goodput.CopyFrom(goodput_message(goodput.at(job.goodput, now_s)))
     return message
@@ -403,15 +419,22 @@ def _progress(item: link_pb2.CheckpointProgress) -> Progress:
         committed_step=item.committed_step,
         committed_by_attempt=item.committed_by_attempt,
         manifest_uri=item.manifest_uri,
-        failure=CheckpointFailure(
-            item.failure.attempt,
-            item.failure.step,
-            item.failure.rank,
-            item.failure.error[:MAX_TEXT],
-        )
-        if item.HasField("failure")
-        else None,
+        failure=_failure(item.failure) if item.HasField("failure") else None,
         skipped_snapshots=item.skipped_snapshots,
         skipped_step=item.skipped_step,
         skipped_by_attempt=item.skipped_by_attempt,
+        replicas=tuple(
+            SealedSnapshot(s.rank, s.attempt, s.step, s.layout_digest) for s in item.replicas
+        ),
+        replica_failure=_failure(item.replica_failure)
+        if item.HasField("replica_failure")
+        else None,
+        damaged=tuple(
+            CheckpointFailure(found.attempt, found.step, found.rank, found.error[:MAX_TEXT])
+            for found in item.damaged
+        ),
     )
+
+
+def _failure(item: link_pb2.CheckpointFailure) -> CheckpointFailure:
+    return CheckpointFailure(item.attempt, item.step, item.rank, item.error[:MAX_TEXT])

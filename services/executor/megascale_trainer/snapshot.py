@@ -2,61 +2,40 @@
 
 The daemon owns the memory (slots), so a sealed snapshot survives this process. All ranks take a
 snapshot together or skip it together: each reserves a slot one step ahead, and its vote rides in
-the gradient-norm all-reduce. Busy slots skip and count; nothing blocks. A daemon that ends costs
-snapshots, never the run.
+the gradient-norm all-reduce. Busy slots skip and count. Nothing waits: a request to a daemon that
+hangs holds up a step for daemon_link.LONGEST_HOLD_S once, then snapshots pause until it answers. A
+daemon that ends costs snapshots, never the run.
 
-On CUDA the copy runs on a side stream into pinned slots during the next forward and backward; the
-next optimizer update waits for it on the device (:attr:`Snapshotter.copied`), the host never does.
+The copy runs on a side stream into pinned slots (CUDA) or in a thread (CPU) during the next forward
+and backward; the next optimizer update waits for it (:attr:`Snapshotter.copied`).
+:mod:`megascale_trainer.snapshot_schedule` decides; this module carries it out.
 """
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-import os
-import socket
-import sys
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
 
-from megascale_common.job.restore import RestorePlan
 from megascale_common.node import framing
-from megascale_common.node.messages import (
-    Acquire,
-    Acquired,
-    Busy,
-    DaemonRequest,
-    Drain,
-    ErrorKind,
-    Refused,
-    Register,
-    Release,
-    Restore,
-    Restored,
-    Seal,
-)
+from megascale_common.node.messages import Acquire, Acquired, Busy, Drain, Release, Seal
 from megascale_common.sizes.checkpoint_layout import ShardLayout
+from megascale_trainer.copy_check import CopyCheck
+from megascale_trainer.daemon_link import (
+    LONGEST_HOLD_S,
+    START_TIMEOUT_S,
+    DaemonLink,
+    RankRegistration,
+)
+from megascale_trainer.host_copy import CopyEnd, HostCopies
+from megascale_trainer.snapshot_schedule import SnapshotSchedule, ToSeal, Votes
 
-# At the start: the first registration clears memory, a restore reads storage, and no peer waits.
-START_TIMEOUT_S = 600.0
-# Later the peers wait in their collectives for the answer, which takes milliseconds, or the time of
-# a slot's checksums.
-LONGEST_ANSWER_S, SHARE_OF_COLLECTIVE_TIMEOUT = 30.0, 4
 ACQUIRE_RETRY_S = 0.2
-
-
-class RestoreRefused(Exception):
-    """The daemon cannot give the planned state: ``kind`` is why, ``file`` which file is damaged."""
-
-    def __init__(self, kind: ErrorKind, problem: str, file: str) -> None:
-        super().__init__(problem)
-        self.kind = kind
-        self.file = file
+# Small slots are prepared by then; with large ones the first steps run beside it.
+PREPARE_WAIT_S = 2.0
 
 
 class TrainingState(Protocol):
@@ -65,39 +44,20 @@ class TrainingState(Protocol):
     def shard_layout(self) -> ShardLayout:
         """How this rank's state lies in a slot."""
 
+    def state_image(self) -> torch.Tensor:
+        """The states' bytes on the device, uint8, as they lie in a slot."""
+
     def state_copy_to(self, slot: torch.Tensor) -> None:
         """Copy the state into ``slot`` (uint8, host), on the current stream."""
 
-    def load_from(self, slot: torch.Tensor) -> None:
-        """Take the state from ``slot`` (uint8, host)."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankRegistration:
-    """What a rank registers with. ``sizes`` are those of the parallel axes, for the manifest."""
-
-    job: str
-    attempt: int
-    rank: int
-    world_size: int
-    uri: str
-    committer_endpoint: str
-    slots: int
-    sizes: Mapping[str, int]
-
 
 @dataclass(slots=True)
-class _Pending:
-    """A copy that was started and is not sealed; ``done`` is None on CPU: it is complete at once.
+class _Copy:
+    """A copy that was started; its small state is complete once its step's result was read."""
 
-    ``finite`` is None until the result of the step has been read.
-    """
-
-    slot: int
-    step: int
     small_state: dict[str, Any]
-    done: torch.cuda.Event | None
-    finite: bool | None = None
+    ended: CopyEnd
+    checks: list[CopyCheck]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +69,7 @@ class Drainage:
 
 
 class Snapshotter:
-    """Connection of one rank to the checkpoint daemon of its node.
+    """The snapshots of one rank; ``link`` is its connection to its node's checkpoint daemon.
 
     Raises:
         OSError: the daemon is not running, or refuses the registration; the message has its reason.
@@ -123,275 +83,230 @@ class Snapshotter:
         device: torch.device,
         *,
         collective_timeout_s: float,
+        verified_share: float = 0.0,
     ) -> None:
-        self._path, self._registration, self._state = socket_path, registration, state
-        self._device = device
+        self._state, self._device, self._verified_share = state, device, verified_share
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._socket: socket.socket | None = None
-        self._slots: list[torch.Tensor] = []
-        self._pinned: list[torch.Tensor] = []
-        # By step: the next slot is reserved before the snapshot of this step is taken.
-        self._reserved: dict[int, int] = {}
-        self._pending: deque[_Pending] = deque()
-        self._seal_unanswered = False
-        self._answer_timeout_s = min(
-            LONGEST_ANSWER_S, collective_timeout_s / SHARE_OF_COLLECTIVE_TIMEOUT
-        )
+        self._host_copies = HostCopies()
+        self._schedule = SnapshotSchedule()
+        self._copies: dict[int, _Copy] = {}
+        self._said_hung = False
         self.skipped = 0
-        self._connect(START_TIMEOUT_S)
+        self.link = DaemonLink(
+            socket_path,
+            registration,
+            state.shard_layout(),
+            device,
+            collective_timeout_s=collective_timeout_s,
+        )
+        self.link.connect(START_TIMEOUT_S)
+        self.link.wait_prepared(PREPARE_WAIT_S)
 
-    def restore(self, plan: RestorePlan) -> dict[str, Any]:
-        """Load the planned state into the trainer; returns the small state that was sealed with it.
-
-        Raises:
-            RestoreRefused: the daemon cannot give it (damaged or missing file, lost memory).
-        """
-        request = Restore(kind="restore", plan=plan.to_mapping())
-        answer = cast(Restored | Refused, self._request(request, START_TIMEOUT_S))
-        if answer["kind"] == "refused":
-            raise RestoreRefused(answer["error_kind"], answer["error"], answer["file"])
-        self._state.load_from(self._slots[answer["slot"]])
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # the copy must end before the slot is released
-        self._request(Release(kind="release", slot=answer["slot"]))
-        return answer["small_state"]
+    def ask_ahead(self, step: int) -> None:
+        """Ask for the slot of a later ``step``; the answer is read before its vote."""
+        if self._usable():
+            self._ask(step)
 
     def reserve(self, step: int) -> int:
-        """Reserve a slot for the snapshot after ``step``; the vote: 0 ready, 1 must skip."""
+        """Reserve a slot for the snapshot after ``step``; returns this rank's vote.
+
+        0: ready; see :mod:`megascale_trainer.snapshot_schedule` for the others.
+        """
         self.seal_if_copied()
-        try:
-            if self._socket is None:
-                self._connect(self._answer_timeout_s)
-            if self._pending:
-                return 1  # the previous snapshot is still being copied or settled
-            answer = cast(Acquired | Busy, self._request(Acquire(kind="acquire", step=step)))
-        except OSError as error:
-            self._lost(error)
-            return 1
-        if answer["kind"] != "acquired":
-            return 1
-        self._reserved[step] = answer["slot"]
-        return 0
+        if self._usable():
+            self._ask(step)
+            if self._schedule.awaited(step):
+                self._read_answers(LONGEST_HOLD_S)
+        return self._schedule.vote(step)
 
     def reserve_or_wait(self, step: int, timeout_s: float) -> int:
         """As :meth:`reserve`, but wait for a busy slot: the last step delays no other."""
         deadline = time.monotonic() + timeout_s
         while True:
             self.seal_if_copied(wait=True)
-            if self.reserve(step) == 0:
-                return 0
-            if time.monotonic() > deadline:
-                return 1
+            vote = self.reserve(step)
+            if Votes.of(vote).must_skip == 0 or time.monotonic() > deadline:
+                return vote
             time.sleep(ACQUIRE_RETRY_S)
 
-    def take(self, step: int, small_state: dict[str, Any], *, votes: int) -> bool:
+    def take(
+        self, step: int, small_state: dict[str, Any], *, votes: int, persist: bool = True
+    ) -> bool:
         """After ``step``: start the copy into the reserved slot, or skip if ``votes`` is above 0.
 
-        It is sealed after :meth:`settle`. Returns whether a snapshot was started.
+        ``votes`` ranks must skip. It is sealed after :meth:`settle`, and persisted where all ranks
+        agree to ``persist`` it. Returns whether a snapshot was started.
         """
-        slot = self._reserved.pop(step, None)
         if votes:
-            self.skipped += 1
-            print(
-                f"step {step}: no snapshot, {votes} ranks have no slot "
-                f"({self.skipped} skipped so far)",
-                flush=True,
-            )
+            self._skip(f"step {step}: no snapshot, {votes} ranks have no slot")
+            slot = self._schedule.skip(step)
             if slot is not None:
-                self._try(Release(kind="release", slot=slot))
+                self._give_back(slot)
             return False
+        slot = self._schedule.launch(step, persist=persist)
         # The daemon ended after the vote: the other ranks take their part, and the step cannot be
         # committed without this one's. Training goes on.
         if slot is None:
-            self.skipped += 1
-            print(
-                f"step {step}: no snapshot here, the slot is lost ({self.skipped} skipped so far)",
-                flush=True,
-            )
+            self._skip(f"step {step}: no snapshot here, the slot is lost")
             return False
-        self._pending.append(_Pending(slot, step, small_state, self._copy(self._slots[slot])))
+        checks: list[CopyCheck] = []
+        ended = self._copy(self.link.slot(slot), step, checks)
+        self._copies[step] = _Copy(small_state, ended, checks)
         return True
 
     def settle(self, step: int, small_state: Mapping[str, Any], *, finite: bool) -> None:
         """The result of ``step`` was read: complete its snapshot's small state and finite flag."""
-        for pending in self._pending:
-            if pending.step == step:
-                pending.small_state |= small_state
-                pending.finite = finite
+        if step in self._copies:
+            self._copies[step].small_state |= small_state
+            self._schedule.settle(step, finite=finite)
 
     @property
-    def copied(self) -> torch.cuda.Event | None:
-        """Event that the next optimizer update must wait for; None when no copy is in progress."""
-        # All copies are on one stream, so the newest one ends last.
-        return self._pending[-1].done if self._pending else None
+    def copied(self) -> CopyEnd | None:
+        """The copy that the next optimizer update must wait for; None when none is in progress."""
+        # Copies run one after the other, so the newest one ends last.
+        return self._copies[max(self._copies)].ended if self._copies else None
 
     def seal_if_copied(self, *, wait: bool = False) -> None:
         """Have finished and settled copies sealed; with ``wait``, wait for the copies first.
 
         A copy is sealed only when it has ended on the device *and* its step's result was read: the
-        seal carries ``finite``. The daemon answers when it has checksummed the slot; training does
-        not wait for that (the next request does).
+        seal carries ``finite``. The daemon computes the checksums behind its answer.
         """
-        while self._pending and self._pending[0].finite is not None:
-            done = self._pending[0].done
-            if done is not None and wait:
-                done.synchronize()
-            elif done is not None and not done.query():  # type: ignore[no-untyped-call]
-                return
-            # From here on the slot belongs to the daemon: the next update may overwrite the states.
-            self._seal(self._pending.popleft())
-
-    def _seal(self, copied: _Pending) -> None:
-        assert copied.finite is not None
-        message = Seal(
-            kind="seal",
-            slot=copied.slot,
-            step=copied.step,
-            small_state=copied.small_state,
-            finite=copied.finite,
-        )
-        try:
-            self._take_seal_answer()
-            framing.send(self._connected(), message)
-            self._seal_unanswered = True
-        except OSError as error:
-            self._lost(error)
+        for step in self._schedule.copying():
+            ended = self._copies[step].ended
+            if wait and self._schedule.settled(step):
+                ended.synchronize()
+            if not ended.query():
+                break
+            self._schedule.copied(step)
+        while (sealed := self._schedule.next_seal()) is not None:
+            # The slot belongs to the daemon now: the next update may overwrite the states.
+            self._seal(sealed, self._copies.pop(sealed.step))
+        self._read_answers()
 
     @property
     def connected(self) -> bool:
         """Whether the daemon was there at the last request."""
-        return self._socket is not None
+        return self.link.connected
 
     def drain(self, step: int, timeout_s: float) -> Drainage:
         """Wait until ``step`` is committed, but at most ``timeout_s``."""
         message = Drain(kind="drain", step=step, timeout_s=timeout_s)
-        answer = self._try(message, timeout_s + self._answer_timeout_s)
-        if answer is None:
+        try:
+            answer = self.link.ask(message, timeout_s + self.link.answer_timeout_s)
+        except OSError as error:
+            self._lost(error)
             return Drainage("the checkpoint daemon is gone", waiting=False)
         return Drainage(str(answer.get("error", "")), waiting=bool(answer.get("waiting")))
 
     def close(self) -> None:
         """Close the connection; sealed snapshots stay with the daemon."""
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        self._join_copies()
+        self.link.close()
 
-    def _copy(self, slot: torch.Tensor) -> torch.cuda.Event | None:
-        if self._stream is None:
+    def _usable(self) -> bool:
+        """Whether requests may be sent; a lost connection is opened again beside training."""
+        try:
+            if not self.link.connected:
+                self.link.begin_connect(self.link.answer_timeout_s)
+                if not self.link.finish_connect():
+                    return False
+        except OSError as error:
+            self._lost(error)
+            return False
+        self._read_answers()
+        return self.link.prepared and not self.link.hung
+
+    def _ask(self, step: int) -> None:
+        def answered(message: framing.Message) -> None:
+            answer = cast(Acquired | Busy, message)
+            if answer["kind"] == "busy":
+                self._schedule.refused(step)
+                return
+            unneeded = self._schedule.granted(
+                step, answer["slot"], store_ready=answer["store_ready"]
+            )
+            if unneeded is not None:
+                self._give_back(unneeded)
+
+        if self._schedule.ask(step):
+            try:
+                self.link.post(Acquire(kind="acquire", step=step), answered)
+            except OSError as error:
+                self._lost(error)
+
+    def _seal(self, sealed: ToSeal, copy: _Copy) -> None:
+        message = Seal(
+            kind="seal",
+            slot=sealed.slot,
+            step=sealed.step,
+            small_state=copy.small_state,
+            finite=sealed.finite,
+            persist=sealed.persist,
+            problem="".join(check.problem() for check in copy.checks),
+        )
+        try:
+            self.link.post(message)
+        except OSError as error:
+            self._lost(error)
+
+    def _give_back(self, slot: int) -> None:
+        try:
+            self.link.post(Release(kind="release", slot=slot))
+        except OSError as error:
+            self._lost(error)
+
+    def _read_answers(self, wait_s: float = 0.0) -> None:
+        """Read what has arrived, or arrives within ``wait_s``."""
+        if not self.link.connected:
+            return
+        # While it hangs nothing more is asked, so that no step waits for it again.
+        wait_s = 0.0 if self.link.hung else wait_s
+        try:
+            self.link.read_answers(wait_s)
+        except OSError as error:
+            self._lost(error)
+            return
+        if self.link.hung is not self._said_hung:
+            self._said_hung = self.link.hung
+            print(
+                "snapshots pause: the checkpoint daemon does not answer; training goes on"
+                if self._said_hung
+                else "snapshots go on: the checkpoint daemon has answered",
+                flush=True,
+            )
+
+    def _skip(self, why: str) -> None:
+        self.skipped += 1
+        print(f"{why} ({self.skipped} skipped so far)", flush=True)
+
+    def _copy(self, slot: torch.Tensor, step: int, checks: list[CopyCheck]) -> CopyEnd:
+        """Start the copy and its check, which is added to ``checks``."""
+
+        def copy() -> None:
             self._state.state_copy_to(slot)
-            return None
+            checks.append(CopyCheck(self._state.state_image(), slot, self._verified_share, step))
+
+        if self._stream is None:
+            return self._host_copies.start(copy)
         # Behind the update that made these states, and beside everything that follows it; the next
         # update waits for ``done`` (Trainer.wait_before_update), because it overwrites them.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            self._state.state_copy_to(slot)
+            copy()
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)
-        return done
-
-    def _connect(self, timeout_s: float) -> None:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.settimeout(self._answer_timeout_s)
-        connection.connect(self._path)
-        self._socket = connection
-        who, layout = self._registration, self._state.shard_layout()
-        message = Register(
-            kind="register",
-            version=framing.PROTOCOL_VERSION,
-            job=who.job,
-            attempt=who.attempt,
-            rank=who.rank,
-            world_size=who.world_size,
-            uri=who.uri,
-            committer_endpoint=who.committer_endpoint,
-            slots=who.slots,
-            layout=layout.to_dict(),
-            layout_info=dict(who.sizes),
-        )
-        answer, descriptors = self._exchange(message, timeout_s)
-        self._slots = [_map_slot(descriptor, answer["slot_bytes"]) for descriptor in descriptors]
-        if self._stream is not None:
-            self._pinned = [slot for slot in self._slots if _pin(slot, self._device)]
-
-    def _request(self, message: DaemonRequest, timeout_s: float | None = None) -> framing.Message:
-        return self._exchange(message, timeout_s or self._answer_timeout_s)[0]
-
-    def _exchange(
-        self, message: DaemonRequest, timeout_s: float
-    ) -> tuple[framing.Message, Sequence[int]]:
-        connection = self._connected()
-        connection.settimeout(timeout_s)
-        try:
-            self._take_seal_answer()
-            framing.send(connection, message)
-            return self._answer(message["kind"])
-        finally:
-            connection.settimeout(self._answer_timeout_s)
-
-    def _take_seal_answer(self) -> None:
-        # Answers arrive in order: that of a seal, which has not been read, comes before the next.
-        if self._seal_unanswered:
-            self._seal_unanswered = False
-            self._answer("seal")
-
-    def _answer(self, request: str) -> tuple[framing.Message, Sequence[int]]:
-        answer = framing.receive(self._connected())
-        if answer is None:
-            raise ConnectionError("the checkpoint daemon closed the connection")
-        if answer[0]["kind"] == "error":
-            raise ConnectionError(f"the checkpoint daemon refused {request}: {answer[0]['error']}")
-        return answer
-
-    def _connected(self) -> socket.socket:
-        if self._socket is None:
-            raise ConnectionError("not connected to the checkpoint daemon")
-        return self._socket
-
-    def _try(
-        self, message: DaemonRequest, timeout_s: float | None = None
-    ) -> framing.Message | None:
-        """Send a message whose loss only costs a snapshot."""
-        try:
-            return self._request(message, timeout_s)
-        except OSError as error:
-            self._lost(error)
-            return None
+        return cast(CopyEnd, done)
 
     def _lost(self, error: OSError) -> None:
-        print(f"snapshots pause: {error}; training goes on", file=sys.stderr, flush=True)
-        self.close()
-        self._reserved.clear()
-        self._pending.clear()
-        self._seal_unanswered = False
-        self._unmap()
+        self._join_copies()
+        self._schedule.lose()
+        self._copies.clear()
+        self._said_hung = False
+        self.link.lost(error)
 
-    def _unmap(self) -> None:
-        """Unmap the slots: the daemon's memory is freed only when no process maps it any more."""
+    def _join_copies(self) -> None:
+        """A copy may still write into a slot, which is about to be unmapped."""
         if self._stream is not None:
-            self._stream.synchronize()  # a copy may still write into a slot
-        for slot in self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(slot.data_ptr())  # type: ignore[no-untyped-call]
-        self._pinned, self._slots = [], []
-
-
-def _map_slot(descriptor: int, size_bytes: int) -> torch.Tensor:
-    memory = mmap.mmap(descriptor, size_bytes)
-    os.close(descriptor)
-    return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def _pin(slot: torch.Tensor, device: torch.device) -> bool:
-    """Pin a slot, so that the copy engine writes into it directly; returns whether that worked."""
-    status = torch.cuda.cudart().cudaHostRegister(slot.data_ptr(), slot.numel(), 0)  # type: ignore[no-untyped-call]
-    if int(status) == 0:
-        return True
-    print(
-        f"slot is not pinned (cudaHostRegister status {int(status)}): "
-        "training waits for each snapshot",
-        flush=True,
-    )
-    # CUDA keeps the failure and would report it at the next launch of a kernel: launch one here
-    # that takes it.
-    with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device=device)
-    return False
+            self._stream.synchronize()
+        self._host_copies.join()

@@ -20,6 +20,7 @@ from megascale_common.sizes.checkpoint_layout import ShardLayout
 from megascale_common.sizes.parameter_table import parameter_table, shard_layout
 from megascale_kernels.operators import choose
 from megascale_trainer.batch import MicroBatch
+from megascale_trainer.host_copy import CopyEnd
 from megascale_trainer.model.initial_values import fill_shard
 from megascale_trainer.optimizer.interface import OptimizerSetup
 from megascale_trainer.optimizer.learning_rate import learning_rate
@@ -135,7 +136,7 @@ class Trainer:
         set_determinism(config, device)
         self.config, self.step = config, 0
         self._groups, self._device, self._status = groups, device, status
-        self._copied: torch.cuda.Event | None = None
+        self._copied: CopyEnd | None = None
         self._table = parameter_table(config, rank)
         dtype = DTYPES[config.training.precision]
         place = (self._table, dtype, device, groups.tp, groups.dp)
@@ -260,17 +261,24 @@ class Trainer:
         """Where every logical parameter's states lie in a slot of this rank."""
         return self._layout
 
+    def state_image(self) -> torch.Tensor:
+        """The states as they lie in a slot, uint8 on the device; a view.
+
+        A restore writes the pieces of the layout into it, and zeros between them.
+        """
+        return self._states.view(-1).view(torch.uint8)
+
     def state_copy_to(self, slot: torch.Tensor) -> None:
         """Enqueue a copy of the states into ``slot``, uint8 [slot_bytes], on the current stream.
 
         The slot may be on any device.
         """
-        image = self._image()
+        image = self.state_image()
         self._check_slot(slot)
         slot[: image.numel()].copy_(image, non_blocking=True)
 
-    def wait_before_update(self, copied: torch.cuda.Event) -> None:
-        """Have the device, not the host, hold the next update until ``copied``.
+    def wait_before_update(self, copied: CopyEnd) -> None:
+        """Have the next update held until ``copied``; on CUDA by the device, not the host.
 
         A snapshot that is still being copied reads the states, which the update overwrites.
         """
@@ -283,7 +291,7 @@ class Trainer:
 
         The parameters themselves follow with :meth:`finish_load`, which all ranks call together.
         """
-        image = self._image()
+        image = self.state_image()
         self._check_slot(slot)
         end = 0
         image.zero_()
@@ -318,9 +326,6 @@ class Trainer:
     def _master(self) -> torch.Tensor:
         """float32 master parameters of the shard."""
         return self._states[0]
-
-    def _image(self) -> torch.Tensor:
-        return self._states.view(-1).view(torch.uint8)
 
     def _check_slot(self, slot: torch.Tensor) -> None:
         if slot.dtype != torch.uint8 or slot.dim() != 1 or slot.numel() < self._layout.slot_bytes:

@@ -246,9 +246,15 @@ class CheckpointConfig:
     """Where and how often checkpoints are written.
 
     There are none if ``uri`` is empty; at ``interval_steps`` 0 only the last step is saved.
-    ``slots`` is the number of staging slots; at 0 the daemon chooses it. ``load_uri`` is the folder
-    of another job's checkpoints, from which this job starts while it has none of its own. A job
-    whose last step is not saved within ``final_timeout_s`` fails, unless ``require_final`` is off.
+    ``snapshot_interval_steps`` 0 takes snapshots into memory as often as they are persisted.
+    ``verify_d2h`` is the share of a snapshot's bytes that is compared with the device's.
+    Each snapshot has ``replicas`` (0 or 1) copies on another node; a node sends at most
+    ``max_replicate_mib_per_s`` (0: any). ``slots`` is the number of staging slots; at 0 the daemon
+    chooses it. ``load_uri`` is the folder of another job's checkpoints, from which this job starts
+    while it has none of its own. A job whose last step is not saved within ``final_timeout_s``
+    fails, unless ``require_final`` is off. The three ``keep_...`` are rules of which checkpoints
+    are kept; without any, all are. ``max_write_mib_per_s`` bounds what the ranks of one node write
+    to storage; 0 is no bound.
     """
 
     uri: str = ""
@@ -257,6 +263,19 @@ class CheckpointConfig:
     load_uri: str = ""
     require_final: bool = True
     final_timeout_s: float = 300.0
+    snapshot_interval_steps: int = 0
+    keep_latest: int = 0
+    keep_every_steps: int = 0
+    keep_every_hours: float = 0.0
+    max_write_mib_per_s: float = 0.0
+    verify_d2h: float = 0.01
+    replicas: int = 0
+    max_replicate_mib_per_s: float = 0.0
+
+    @property
+    def memory_interval_steps(self) -> int:
+        """Steps between snapshots into memory; 0: only after the last step."""
+        return self.snapshot_interval_steps or self.interval_steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

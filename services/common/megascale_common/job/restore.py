@@ -30,13 +30,16 @@ class RestoreSource(enum.StrEnum):
 class RestorePlan:
     """``step`` as attempt ``written_by_attempt`` wrote it; attempt 0 if another job wrote it.
 
-    ``manifest_uri`` is the manifest of a step on storage; a step in memory may have none.
+    ``manifest_uri`` is the manifest of a step on storage; a step in memory may have none. With one,
+    ranks whose memory does not hold the step read storage. ``manifest_xxh3`` is the hash that the
+    COMMIT record has of it, "" where that is not known (a plan of an earlier version).
     """
 
     source: RestoreSource = RestoreSource.NONE
     step: int = 0
     written_by_attempt: int = 0
     manifest_uri: str = ""
+    manifest_xxh3: str = ""
 
     def to_mapping(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -57,4 +60,5 @@ class RestorePlan:
             raise ValueError(f"restore plan {dict(values)!r}: {error}") from error
         if not (isinstance(step, int) and isinstance(attempt, int)):
             raise ValueError(f"restore plan {dict(values)!r}: step and attempt are whole numbers")
-        return cls(source, step, attempt, str(manifest_uri))
+        manifest_xxh3 = str(values.get("manifest_xxh3", ""))
+        return cls(source, step, attempt, str(manifest_uri), manifest_xxh3)

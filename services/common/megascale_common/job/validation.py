@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import posixpath
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -16,15 +17,20 @@ from megascale_common.job.names import is_dns_label
 from megascale_common.job.problems import JobProblem
 
 if TYPE_CHECKING:  # config imports this module
-    from megascale_common.job.config import DataSource, JobConfig, OptimizerConfig
+    from megascale_common.job.config import CheckpointConfig, DataSource, JobConfig, OptimizerConfig
 
 _MAX_LABELS = 64
 _MAX_TEXT = 1024
 _MAX_PATH = 4096  # the kernel's own limit
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]{0,31}")
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/|$)")  # S3's own rule
 _MAX_SOURCES = 1024
 _MAX_OPTIONS, _MAX_OPTION_NAME = 64, 63
 _MAX_COLLECTIVE_TIMEOUT_S = 86_400
+_MAX_REPLICATE_MIB_PER_S = 1e6
 _MAX_FINAL_TIMEOUT_S = 3600
+_MIN_HOURS, _MAX_HOURS = 0.02, 24 * 366
+_MAX_MIB_PER_S = 2**20  # a TiB per second
 _SHA256_DIGITS = 64
 _MAX_LOSS_RISE = 10**6
 NO_SOURCES = JobProblem(
@@ -230,6 +236,28 @@ def _evaluation(config: JobConfig) -> Iterator[JobProblem]:
         )
 
 
+def _replicas(checkpoint: CheckpointConfig) -> Iterator[JobProblem]:
+    if checkpoint.replicas not in (0, 1):
+        yield JobProblem(
+            "checkpoint.replicas",
+            f"{checkpoint.replicas} is out of range",
+            "give 1 for a copy of each snapshot on another node, or 0 for none",
+        )
+    elif checkpoint.replicas and not checkpoint.uri:
+        yield JobProblem(
+            "checkpoint.uri",
+            "empty although checkpoint.replicas is set",
+            "give a folder that all nodes share",
+        )
+    rate = checkpoint.max_replicate_mib_per_s
+    if rate != 0 and not 1 <= rate <= _MAX_REPLICATE_MIB_PER_S:
+        yield JobProblem(
+            "checkpoint.max_replicate_mib_per_s",
+            f"{rate} is out of range",
+            f"give 1 to {_MAX_REPLICATE_MIB_PER_S:g} MiB per second, or 0 for no limit",
+        )
+
+
 def _checkpoint(config: JobConfig) -> Iterator[JobProblem]:
     checkpoint = config.checkpoint
     if checkpoint.interval_steps < 0:
@@ -237,6 +265,25 @@ def _checkpoint(config: JobConfig) -> Iterator[JobProblem]:
             "checkpoint.interval_steps",
             f"{checkpoint.interval_steps} is negative",
             "give 0 (off) or more",
+        )
+    snapshots = checkpoint.snapshot_interval_steps
+    if snapshots < 0:
+        yield JobProblem(
+            "checkpoint.snapshot_interval_steps",
+            f"{snapshots} is negative",
+            "give 1 for a snapshot after every step, or leave it out for interval_steps",
+        )
+    elif snapshots > 0 and not checkpoint.uri:
+        yield JobProblem(
+            "checkpoint.uri",
+            "empty although checkpoint.snapshot_interval_steps is set",
+            "give a folder that all nodes share",
+        )
+    elif snapshots > 0 and checkpoint.interval_steps % snapshots:
+        yield JobProblem(
+            "checkpoint.snapshot_interval_steps",
+            f"{snapshots} does not divide checkpoint.interval_steps {checkpoint.interval_steps}",
+            "give a divisor: what is persisted is one of the snapshots",
         )
     if checkpoint.interval_steps > 0 and not checkpoint.uri:
         yield JobProblem(
@@ -258,11 +305,18 @@ def _checkpoint(config: JobConfig) -> Iterator[JobProblem]:
             "is checkpoint.uri itself",
             "give another job's folder: a job resumes from its own without load_uri",
         )
-    if checkpoint.slots not in (0, 2, 3, 4):
+    yield from _replicas(checkpoint)
+    if not 0 <= checkpoint.verify_d2h <= 1:
+        yield JobProblem(
+            "checkpoint.verify_d2h",
+            f"{checkpoint.verify_d2h:g} is out of range",
+            "give 0 to 1, a share of the bytes of a snapshot",
+        )
+    if checkpoint.slots != 0 and not 2 <= checkpoint.slots <= 6:
         yield JobProblem(
             "checkpoint.slots",
             f"{checkpoint.slots} is out of range",
-            "give 2 to 4, or leave it out",
+            "give 2 to 6, or leave it out",
         )
     if not 1 <= checkpoint.final_timeout_s <= _MAX_FINAL_TIMEOUT_S:
         yield JobProblem(
@@ -270,19 +324,54 @@ def _checkpoint(config: JobConfig) -> Iterator[JobProblem]:
             f"{checkpoint.final_timeout_s:g} is out of range",
             f"give 1 to {_MAX_FINAL_TIMEOUT_S} seconds",
         )
+    yield from _retention(checkpoint)
+
+
+def _retention(checkpoint: CheckpointConfig) -> Iterator[JobProblem]:
+    limits = {
+        "keep_latest": (0, 2**31 - 1),
+        "keep_every_steps": (0, 2**63 - 1),
+        "keep_every_hours": (0, _MAX_HOURS),
+        "max_write_mib_per_s": (0, _MAX_MIB_PER_S),
+    }
+    for name, (least, most) in limits.items():
+        value = getattr(checkpoint, name)
+        if not least <= value <= most:
+            yield JobProblem(
+                f"checkpoint.{name}", f"{value} is out of range", f"give {least} to {most}"
+            )
+    if 0 < checkpoint.keep_every_hours < _MIN_HOURS:
+        yield JobProblem(
+            "checkpoint.keep_every_hours",
+            f"{checkpoint.keep_every_hours:g} is less than a minute",
+            f"give at least {_MIN_HOURS}, or 0 for no rule",
+        )
+    if 0 < checkpoint.max_write_mib_per_s < 1:
+        yield JobProblem(
+            "checkpoint.max_write_mib_per_s",
+            f"{checkpoint.max_write_mib_per_s:g} is less than 1",
+            "give at least 1, or 0 for no limit",
+        )
 
 
 def _storage(field: str, uri: str) -> Iterator[JobProblem]:
     if len(uri) > _MAX_PATH:
         yield JobProblem(field, "too long", f"use at most {_MAX_PATH} characters")
         return
-    scheme = uri.split("://", 1)[0] if "://" in uri else ""
-    if scheme and scheme != "file":
+    scheme, _, rest = uri.partition("://") if "://" in uri else ("", "", "")
+    if scheme in ("http", "https", "ftp") or (scheme and not _SCHEME.fullmatch(scheme)):
         yield JobProblem(
-            field, f"storage {scheme}:// is not built yet", "use an absolute path or file://"
+            field,
+            f"{scheme}:// is no storage of checkpoints",
+            "use an absolute path, file:///path, s3://bucket/prefix or hdfs://host:port/path",
         )
-    elif uri and not uri.removeprefix("file://").startswith("/"):
+    elif scheme == "s3" and not _BUCKET.match(rest):
+        yield JobProblem(field, f"{uri!r} names no bucket", "use s3://bucket/prefix")
+    elif scheme == "hdfs" and not re.match(r"[^/?#]+(/|$)", rest):
+        yield JobProblem(field, f"{uri!r} names no host", "use hdfs://host:port/path")
+    elif uri and scheme in ("", "file") and not uri.removeprefix("file://").startswith("/"):
         yield JobProblem(field, f"{uri!r} is relative", "give an absolute path that all nodes see")
+    # Any other scheme may be one that a package on the nodes adds: they find out.
 
 
 def _folder(uri: str) -> str:

@@ -20,8 +20,9 @@ Agent and worker, over the socket passed with Fork:
         inside a hung call.
     Or, instead of Assignment, agent: SelfCheck (-> fds: the store's listening socket, on rank 0 of
     several only); the forked process answers SelfChecked and exits.
-Worker and checkpoint daemon, over the daemon's unix socket, strictly request and answer:
-    Register -> Registered (-> fds: one per slot), Restore -> Restored | Refused,
+Worker and checkpoint daemon, over the daemon's unix socket; answers come in the requests' order:
+    Register, Pieces... -> Registered (-> fds: one per slot), Restore -> Restored | Refused,
+    those of :mod:`megascale_common.node.restore_messages`,
     Acquire -> Acquired | Busy, Seal -> Sealed, Release -> Released, Drain -> Drained.
     Any request that breaks the contract -> RequestFailed, after which the daemon closes the
     connection. Closing it releases what is neither sealed nor being persisted.
@@ -32,9 +33,13 @@ from __future__ import annotations
 import signal
 from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
 
+from megascale_common.node.restore_messages import RestoreAnswer, RestoreRequest
+
 STACKS_SIGNAL = signal.SIGUSR1
 # BAD_JOB: the job itself cannot run here, and another attempt would find the same.
 ErrorKind = Literal["BAD_JOB", "CHECKPOINT_CORRUPT", "DATA", "COLLECTIVE", "OUT_OF_MEMORY", "OTHER"]
+
+PIECES_IN_A_FRAME = 2000  # some 250 bytes each: half of a frame's limit
 
 
 class TemplateHello(TypedDict):
@@ -72,6 +77,18 @@ class Exited(TypedDict):
     peak_bytes: NotRequired[int]
 
 
+class ReplicaOrders(TypedDict):
+    """Where the replicas of one rank go and come from: host:port of peers' replica servers.
+
+    ``target`` keeps the rank's snapshots from now on, ``source`` has the one that it restores; ""
+    is none. All ranks of a node together send at most ``bytes_per_s``; 0 is no limit.
+    """
+
+    target: str
+    source: str
+    bytes_per_s: int
+
+
 class Assignment(TypedDict):
     """Agent to worker: all that a rank needs.
 
@@ -98,6 +115,7 @@ class Assignment(TypedDict):
     reader: int
     checkpoint_socket: str
     committer_endpoint: str
+    replicas: ReplicaOrders
     restore: dict[str, Any]
     reports: bool
     run_folder: str
@@ -209,8 +227,11 @@ class Finished(TypedDict):
 class Register(TypedDict):
     """Worker to daemon: who the rank is, and the layout of its slots.
 
-    ``layout`` is the value of megascale_common.sizes.checkpoint_layout.ShardLayout.to_dict;
-    ``slots`` 0 leaves their number to the daemon.
+    ``layout`` is the value of megascale_common.sizes.checkpoint_layout.ShardLayout.to_dict; of its
+    pieces, ``further_pieces`` follow in Pieces messages, because a frame is bounded. ``slots`` 0
+    leaves their number to the daemon, which then counts ``in_flight`` for snapshots that are
+    reserved, copied or unsettled at the same time (default 1). ``max_write_mib_per_s`` bounds what
+    the daemon writes for the job (0, the default, is no bound).
     """
 
     kind: Literal["register"]
@@ -222,8 +243,19 @@ class Register(TypedDict):
     uri: str
     committer_endpoint: str
     slots: int
+    in_flight: NotRequired[int]
+    max_write_mib_per_s: NotRequired[float]
+    replicas: NotRequired[ReplicaOrders]
     layout: dict[str, Any]
+    further_pieces: NotRequired[int]
     layout_info: dict[str, int]
+
+
+class Pieces(TypedDict):
+    """Worker to daemon, after Register: at most PIECES_IN_A_FRAME more pieces of its layout."""
+
+    kind: Literal["pieces"]
+    pieces: list[dict[str, Any]]
 
 
 class Registered(TypedDict):
@@ -268,10 +300,14 @@ class Acquire(TypedDict):
 
 
 class Acquired(TypedDict):
-    """Daemon to worker: ``slot`` is being written from now on."""
+    """Daemon to worker: ``slot`` is being written from now on.
+
+    ``store_ready``: no state of this rank waits for storage or is being written to it.
+    """
 
     kind: Literal["acquired"]
     slot: int
+    store_ready: bool
 
 
 class Busy(TypedDict):
@@ -285,6 +321,8 @@ class Seal(TypedDict):
 
     ``finite``: the update of that step had a finite loss and gradient, or was masked, which leaves
     the state as it was. It is the same on all ranks. A state that is not finite is not kept.
+    ``persist`` false keeps it in memory only; default true. ``problem``: the copy is not what was
+    on the device, and is not kept.
     """
 
     kind: Literal["seal"]
@@ -292,10 +330,12 @@ class Seal(TypedDict):
     step: int
     small_state: dict[str, Any]
     finite: bool
+    persist: NotRequired[bool]
+    problem: NotRequired[str]
 
 
 class Sealed(TypedDict):
-    """Daemon to worker: the slot's checksums are taken; it is persisted in the background."""
+    """Daemon to worker: the slot is the daemon's, which computes its checksums and persists it."""
 
     kind: Literal["sealed"]
     step: int
@@ -344,7 +384,18 @@ class RequestFailed(TypedDict):
 
 TemplateMessage: TypeAlias = TemplateHello | Forked | Exited
 WorkerMessage: TypeAlias = Running | StepDone | Profiled | Failed | Finished
-DaemonRequest: TypeAlias = Register | Restore | Acquire | Seal | Release | Drain
+DaemonRequest: TypeAlias = (
+    Register | Pieces | Restore | Acquire | Seal | Release | Drain | RestoreRequest
+)
 DaemonAnswer: TypeAlias = (
-    Registered | Restored | Refused | Acquired | Busy | Sealed | Released | Drained | RequestFailed
+    Registered
+    | Restored
+    | Refused
+    | Acquired
+    | Busy
+    | Sealed
+    | Released
+    | Drained
+    | RequestFailed
+    | RestoreAnswer
 )

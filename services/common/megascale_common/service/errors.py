@@ -30,6 +30,7 @@ This module does not import grpc: the agent imports it before it sets what gRPC 
     ├── DataLossError              DATA_LOSS, DATA_LOSS: what was stored cannot be read
     │   ├── DamagedError           DAMAGED: a file or slot holds other bytes than were written
     │   │   └── MissingFileError   MISSING_FILE: a file is gone
+    │   ├── NewerVersionError      NEWER_VERSION: a newer build wrote it
     │   └── CodecError             BAD_STORED_VALUE: a value in etcd
     ├── CoverageError              NOT_COVERED: pieces do not cover a tensor
     ├── TemplateError              TEMPLATE: the template process failed
@@ -199,6 +200,12 @@ class DataLossError(ServiceError):
 
     code = "DATA_LOSS"
     default_reason = "DATA_LOSS"
+
+
+class NewerVersionError(DataLossError):
+    """What is stored was written by a newer build, so this one may neither read nor append."""
+
+    default_reason = "NEWER_VERSION"
 
 
 class DamagedError(DataLossError):

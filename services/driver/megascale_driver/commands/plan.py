@@ -17,8 +17,7 @@ from megascale_common.job.wire import spec as job_spec
 from megascale_common.sizes.flops import flops_per_token
 from megascale_common.sizes.memory import RankMemory, rank_memory
 from megascale_common.sizes.parameter_table import DEFAULT_STATES, STATE_BYTES, parameter_table
-
-DEFAULT_SLOTS = 3  # of staging memory, if there is enough
+from megascale_common.sizes.staging import wanted_replica_slots, wanted_slots
 
 
 def plan_job(
@@ -112,15 +111,17 @@ def _nodes(config: JobConfig, devices_per_node: int) -> tuple[dict[str, Any], li
 
 
 def _memory(config: JobConfig, stages: list[RankMemory]) -> dict[str, Any]:
-    slots = config.checkpoint.slots or DEFAULT_SLOTS
-    staged = config.checkpoint.interval_steps > 0
+    state_bytes, slots = (
+        max(need.optimizer_bytes for need in stages),
+        wanted_slots(config.checkpoint),
+    )
+    kept = wanted_replica_slots(config.checkpoint)
     return {
         "memory_of_a_rank": [
             {**dataclasses.asdict(need), "total_bytes": need.total_bytes} for need in stages
         ],
-        "staging_bytes_of_a_rank": max(need.optimizer_bytes for need in stages) * slots
-        if staged
-        else 0,
+        "staging_bytes_of_a_rank": state_bytes * (slots + kept),
+        "replica_bytes_of_a_rank": state_bytes * kept,
     }
 
 

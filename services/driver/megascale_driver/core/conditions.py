@@ -10,6 +10,7 @@ class ConditionType(enum.StrEnum):
     """What a condition of a job is about."""
 
     NOT_SAVED = "NOT_SAVED"
+    CHECKPOINT_FAILING = "CHECKPOINT_FAILING"
 
 
 @dataclass(frozen=True, slots=True)

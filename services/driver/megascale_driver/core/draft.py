@@ -177,5 +177,6 @@ def _role(job: Job) -> tuple[object, ...]:
         job.store_endpoint,
         job.restore,
         job.committer_endpoint,
+        job.replica_orders,
         job.profile,
     )

@@ -33,7 +33,9 @@ Reason = Literal[
     "CHECKPOINT_REFUSED",
     "CHECKPOINT_FAILED",
     "CHECKPOINT_SKIPPED",
+    "SNAPSHOT_DAMAGED",
     "CHECKPOINT_DAEMON_RESTARTED",
+    "REPLICA_FAILED",
     "PROFILE_REQUESTED",
     "PROFILE_WRITTEN",
     "PROFILE_MISSED",
@@ -314,6 +316,9 @@ class OpenAttempt:
     sealed_by_attempt: int
     refused_steps: tuple[int, ...]
     load_uri: str = ""
+    keep_latest: int = 0
+    keep_every_steps: int = 0
+    keep_every_hours: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 
 from megascale_driver.analysis.progress import suspects
 from megascale_driver.core import hang, recovery
+from megascale_driver.core.conditions import ConditionType
 from megascale_driver.core.events import Audit
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.scheduling import candidate, usable
@@ -142,12 +143,26 @@ def explain(state: Cluster, name: str, now_s: float, policy: Policy) -> str:
         text = (
             f"job {name} runs attempt {job.attempt} on {nodes}{restarts}; "
             f"its last known step is {job.step}"
+            f"{_failing_checkpoint(job, now_s)}"
         )
         standstill = hang.describe(state.nodes, job, now_s, policy)
         return f"{text}; {standstill}" if standstill else text
     if job.phase is JobPhase.STOPPING:
         return f"job {name} is stopping attempt {job.attempt} because {job.stop_reason}"
     return f"job {name} has {job.phase.lower()}: {job.reason}"
+
+
+def _failing_checkpoint(job: Job, now_s: float) -> str:
+    """What is wrong with the job's checkpoints, and how old the newest complete one is."""
+    found = next((i for i in job.conditions if i.type is ConditionType.CHECKPOINT_FAILING), None)
+    if found is None:
+        return ""
+    newest = "none is complete"
+    if job.committed_step:
+        age_s = max(0.0, now_s - job.committed_at_s)
+        newest = f"the newest complete one is that of step {job.committed_step}"
+        newest += f", {age_s:.0f} s old" if job.committed_at_s else ""
+    return f"; {found.message} ({newest})"
 
 
 def needs(job: Job, nodes: list[Node]) -> str:

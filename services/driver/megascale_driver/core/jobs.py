@@ -20,7 +20,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from megascale_common.job.restore import RestorePlan, RestoreSource
-from megascale_driver.core import accounting, goodput, hang, job_faults, profiles, recovery, saving
+from megascale_driver.core import (
+    accounting,
+    goodput,
+    hang,
+    job_faults,
+    profiles,
+    recovery,
+    replicas,
+    saving,
+)
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import (
     AttemptOpened,
@@ -31,6 +40,7 @@ from megascale_driver.core.events import (
     OpenFailed,
     Reason,
 )
+from megascale_driver.core.replica_orders import ReplicaOrders, ReplicaSource
 from megascale_driver.core.restore import sealed_everywhere
 from megascale_driver.core.state import (
     AttemptPhase,
@@ -123,7 +133,9 @@ def opened(draft: Draft, event: AttemptOpened) -> None:
             subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt, policy="commit-log",
             outcome="an older one is restored",
         )  # fmt: skip
+    sources = replicas.sources(job, draft.nodes, event.restore)
     what = f"restores step {event.restore.step} from {event.restore.source}"
+    what += replicas.describe(sources)
     if event.restore.source is RestoreSource.NONE:
         what = "starts from step 0"
     draft.log(
@@ -138,7 +150,7 @@ def opened(draft: Draft, event: AttemptOpened) -> None:
     if end is not None:
         stop(draft, draft.jobs[job.name], *end)
     else:
-        _start(draft, draft.jobs[job.name], event.restore, event.committer_endpoint)
+        _start(draft, draft.jobs[job.name], event.restore, event.committer_endpoint, sources)
 
 
 def open_failed(draft: Draft, event: OpenFailed) -> None:
@@ -211,13 +223,23 @@ def _advance_preparing(draft: Draft, job: Job) -> None:
                 sealed_by_attempt=attempt,
                 refused_steps=job.refused_steps,
                 load_uri=job.config.checkpoint.load_uri,
+                keep_latest=job.config.checkpoint.keep_latest,
+                keep_every_steps=job.config.checkpoint.keep_every_steps,
+                keep_every_hours=job.config.checkpoint.keep_every_hours,
             )
         )
 
 
-def _start(draft: Draft, job: Job, restore: RestorePlan, committer_endpoint: str) -> None:
+def _start(
+    draft: Draft,
+    job: Job,
+    restore: RestorePlan,
+    committer_endpoint: str,
+    sources: tuple[ReplicaSource, ...] = (),
+) -> None:
     first = draft.nodes[job.slots[0].node]
     store = first.report.store_endpoint if first.report is not None else ""
+    peers, targets = replicas.peers(job, draft.nodes)
     draft.job(
         job.name,
         phase=JobPhase.STARTING,
@@ -225,6 +247,7 @@ def _start(draft: Draft, job: Job, restore: RestorePlan, committer_endpoint: str
         restore=restore,
         store_endpoint=store,
         committer_endpoint=committer_endpoint,
+        replica_orders=ReplicaOrders(peers, targets, sources),
     )
 
 

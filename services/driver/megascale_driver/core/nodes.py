@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megascale_driver.core import breaker, profiles, saving
+from megascale_driver.core.checkpoint_progress import Progress
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import (
     CordonRequested,
@@ -11,7 +12,7 @@ from megascale_driver.core.events import (
     NodeReport,
     UncordonRequested,
 )
-from megascale_driver.core.state import Disposition, Job, Liveness, Node, Progress, Report
+from megascale_driver.core.state import Disposition, Job, Liveness, Node, Report
 
 SELF_CHECK = "self-check"  # the policy of a quarantine after a failed self-check
 
@@ -137,7 +138,9 @@ def _committed(draft: Draft, node: str, progress: Progress) -> None:
         job.name,
         committed_step=progress.committed_step,
         committed_by_attempt=progress.committed_by_attempt,
+        committed_at_s=draft.now_s,
         manifest_uri=progress.manifest_uri,
+        conditions=saving.without_failing(job),
     )
     draft.log(
         "CHECKPOINT_COMMITTED",

@@ -8,20 +8,17 @@ not saved, and one for each power of ten of skipped snapshots.
 from __future__ import annotations
 
 from megascale_common.job.restore import RestorePlan, RestoreSource
-from megascale_driver.core.conditions import Condition, ConditionType
+from megascale_driver.core import replicas
+from megascale_driver.core.checkpoint_progress import Progress
+from megascale_driver.core.conditions import CheckpointFailure, Condition, ConditionType
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import Evidence
-from megascale_driver.core.state import (
-    Job,
-    JobPhase,
-    Node,
-    Progress,
-    Report,
-)
+from megascale_driver.core.state import Job, JobPhase, Node, Report
 
 MAX_CAUSE = 500  # characters of an error that a reason repeats
 # Failed steps in a row that have a line each; from then on one for each power of ten.
 FIRST_FAILURES = 10
+KEPT_DAMAGED = 256  # damaged snapshots that are known to have a line
 
 
 def ending(draft: Draft, job: Job) -> tuple[JobPhase, str] | None:
@@ -38,13 +35,20 @@ def ending(draft: Draft, job: Job) -> tuple[JobPhase, str] | None:
         # daemon that was restarted since then no longer has a record of it.
         if draft.now_s - job.finished_at_s < draft.policy.commit_report_s:
             return None
-        draft.job(job.name, committed_step=steps, committed_by_attempt=job.attempt)
+        draft.job(
+            job.name,
+            committed_step=steps,
+            committed_by_attempt=job.attempt,
+            committed_at_s=draft.now_s,
+            conditions=without_failing(job),
+        )
         return JobPhase.SUCCEEDED, done
     why = f"the checkpoint of step {steps} was not saved: {_cause(job, reports)}"
     if job.config.checkpoint.require_final:
+        draft.job(job.name, conditions=without_failing(job))  # the reason says it all
         return JobPhase.FAILED, f"{done}, but {why}"
     condition = Condition(ConditionType.NOT_SAVED, "FINAL_CHECKPOINT_FAILED", why, draft.now_s)
-    draft.job(job.name, conditions=(*job.conditions, condition))
+    draft.job(job.name, conditions=(*without_failing(job), condition))
     return JobPhase.SUCCEEDED, f"{done}, but {why}"
 
 
@@ -71,6 +75,12 @@ def ending_of_restored(draft: Draft, job: Job, restore: RestorePlan) -> tuple[Jo
     return JobPhase.SUCCEEDED, text
 
 
+def without_failing(job: Job) -> tuple[Condition, ...]:
+    """The job's conditions without that of a failing checkpoint: one has been committed."""
+    failing = ConditionType.CHECKPOINT_FAILING
+    return tuple(item for item in job.conditions if item.type is not failing)
+
+
 def report(draft: Draft, node: Node, after: Report) -> None:
     """Log what a heartbeat of ``node`` shows about checkpoints that its last report did not."""
     before = node.report
@@ -78,7 +88,9 @@ def report(draft: Draft, node: Node, after: Report) -> None:
         job = draft.jobs.get(progress.job)
         if job is None or job.terminal:
             continue
-        _failed(draft, node.name, job, progress)
+        _damaged(draft, node.name, job, progress)
+        _failed(draft, node.name, draft.jobs[job.name], progress)
+        replicas.report(draft, node.name, draft.jobs[job.name], progress)
         if before is not None:
             old = next((item for item in before.progress if item.job == job.name), None)
             _skipped(draft, node.name, draft.jobs[job.name], old, progress)
@@ -115,6 +127,7 @@ def _failed(draft: Draft, node: str, job: Job, progress: Progress) -> None:
     in_a_row = job.failed_checkpoints + 1 if job.failed_since_step == job.committed_step else 1
     draft.job(
         job.name,
+        conditions=_failing(draft, job, failure),
         failed_checkpoint=(failure.attempt, failure.step),
         failed_checkpoints=in_a_row,
         failed_since_step=job.committed_step,
@@ -130,6 +143,40 @@ def _failed(draft: Draft, node: str, job: Job, progress: Progress) -> None:
         evidence=(Evidence("persist-error", f"nodes/{node}", failure.error[:MAX_CAUSE]),),
         outcome=_what_follows(job, last),
     )  # fmt: skip
+
+
+def _failing(draft: Draft, job: Job, failure: CheckpointFailure) -> tuple[Condition, ...]:
+    if job.committed_by_attempt == job.attempt and failure.step <= job.committed_step:
+        return job.conditions  # another node has reported a newer commit before
+    kind = ConditionType.CHECKPOINT_FAILING
+    since_s = next((item.since_s for item in job.conditions if item.type is kind), draft.now_s)
+    message = (
+        f"the checkpoint of step {failure.step} is not saved by rank {failure.rank}: "
+        f"{failure.error[:MAX_CAUSE]}"
+    )
+    return (*without_failing(job), Condition(kind, "PERSIST_FAILED", message, since_s))
+
+
+def _damaged(draft: Draft, node: str, job: Job, progress: Progress) -> None:
+    """One line for each damaged snapshot, also when a new leader gets it again."""
+    known = job.damaged_snapshots
+    for found in progress.damaged:
+        key = (found.attempt, found.step, found.rank)
+        if key in known or found.attempt > job.attempt:
+            continue
+        known = (*known, key)[-KEPT_DAMAGED:]
+        draft.log(
+            "SNAPSHOT_DAMAGED",
+            f"the snapshot of step {found.step} in the memory of {node} is damaged (rank "
+            f"{found.rank}): {found.error[:MAX_CAUSE]}",
+            subject=f"jobs/{job.name}", job=job.name, actor=f"nodes/{node}", attempt=job.attempt,
+            policy="checksum",
+            evidence=(Evidence("checksum", f"nodes/{node}", found.error[:MAX_CAUSE]),),
+            outcome="nothing restores from it: the stored copy of the step is used, else an older "
+            "checkpoint",
+        )  # fmt: skip
+    if known != job.damaged_snapshots:
+        draft.job(job.name, damaged_snapshots=known)
 
 
 def _what_follows(job: Job, last: bool) -> str:
@@ -173,7 +220,7 @@ def _daemon_restarted(draft: Draft, node: str, after: Report) -> None:
     draft.log(
         "CHECKPOINT_DAEMON_RESTARTED",
         f"the checkpoint daemon of node {node} ended with status {after.daemon_exit_status} and "
-        "was restarted; the snapshots in its memory are lost",
+        "was restarted; the snapshots and replicas in its memory are lost",
         subject=f"nodes/{node}", job=job.name if job is not None else "", actor=f"nodes/{node}",
         attempt=job.attempt if job is not None else 0,
         outcome="training continues; the next snapshot is taken as usual" if job else "",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megascale_driver.core.draft import Draft
+from megascale_driver.core.replica_orders import ReplicaOrders
 from megascale_driver.core.state import (
     AttemptPhase,
     AttemptRecord,
@@ -114,6 +115,7 @@ def _place_job(draft: Draft, job: Job) -> None:
         store_endpoint="",
         committer_endpoint="",
         restore=None,
+        replica_orders=ReplicaOrders(),
         open_asked=False,
         open_failures=0,
         open_not_before_s=0.0,

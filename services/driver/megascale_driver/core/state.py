@@ -16,8 +16,10 @@ from typing import Any
 from megascale_common.job.config import JobConfig
 from megascale_common.job.restore import RestorePlan
 from megascale_driver.analysis.progress import RankStatus
-from megascale_driver.core.conditions import CheckpointFailure, Condition
+from megascale_driver.core.checkpoint_progress import Progress
+from megascale_driver.core.conditions import Condition
 from megascale_driver.core.goodput import Ledger
+from megascale_driver.core.replica_orders import FailedCopies, NodeReplicaOrders, ReplicaOrders
 
 VOLATILE: Mapping[str, bool] = {"volatile": True}
 RIDES: Mapping[str, bool] = {"rides": True}
@@ -148,31 +150,6 @@ class WorkerReport:
 
 
 @dataclass(frozen=True, slots=True)
-class SealedSnapshot:
-    """A complete snapshot of one rank in its node's staging memory."""
-
-    rank: int
-    attempt: int
-    step: int
-    layout_digest: str
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Snapshots and checkpoints of one job as a node's daemon reports them."""
-
-    job: str
-    sealed: tuple[SealedSnapshot, ...] = ()
-    committed_step: int = 0
-    committed_by_attempt: int = 0
-    manifest_uri: str = ""
-    failure: CheckpointFailure | None = None
-    skipped_snapshots: int = 0
-    skipped_step: int = 0
-    skipped_by_attempt: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class TraceReport:
     """One rank's trace as its node reports it.
 
@@ -207,6 +184,7 @@ class Report:
     traces: tuple[TraceReport, ...] = ()
     daemon_restarts: int = 0
     daemon_exit_status: int = 0
+    replica_endpoint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +239,7 @@ class Desired:
     restore: RestorePlan | None = None
     committer_endpoint: str = ""
     profile: ProfileCommand | None = None
+    replicas: NodeReplicaOrders = field(default_factory=NodeReplicaOrders)
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,6 +343,7 @@ class Job:
     store_endpoint: str = ""
     committer_endpoint: str = ""
     restore: RestorePlan | None = None
+    replica_orders: ReplicaOrders = field(default_factory=ReplicaOrders)
     refused_steps: tuple[int, ...] = ()
     faults: tuple[Fault, ...] = ()
     after_stop: JobPhase = JobPhase.QUEUED
@@ -377,6 +357,7 @@ class Job:
     progress_mark: int = 0
     committed_step: int = 0
     committed_by_attempt: int = 0
+    committed_at_s: float = 0.0
     manifest_uri: str = ""
     conditions: tuple[Condition, ...] = ()
     # The newest (attempt, step) whose checkpoint failed, how many failed in a row up to it, and the
@@ -384,11 +365,14 @@ class Job:
     failed_checkpoint: tuple[int, int] = (0, 0)
     failed_checkpoints: int = 0
     failed_since_step: int = 0
+    # (attempt, step, rank) of damaged snapshots that have a line in the log.
+    damaged_snapshots: tuple[tuple[int, int, int], ...] = ()
     # The newest profile requested, of this attempt or an earlier one.
     profile: Profile | None = None
     # The newest (attempt, step) whose snapshot was skipped, and how many of the attempt were.
     skipped_snapshot: tuple[int, int] = field(default=(0, 0), metadata=VOLATILE)
     skipped_snapshots: int = field(default=0, metadata=VOLATILE)
+    failed_copies: FailedCopies = field(default_factory=FailedCopies, metadata=VOLATILE)
     # When all nodes had finished, while the commit of the last step was not known; 0 before.
     finished_at_s: float = field(default=0.0, metadata=VOLATILE)
     # When the fields that ride were last stored for their own sake (core.accounting).

@@ -86,6 +86,8 @@ def worker_assignments(
     ranks = list(assignment.ranks)
     readers = readers_of(ranks, config.layout)
     values = job_config.to_mapping(config)
+    sources = {source.rank: source.endpoint for source in assignment.replica_sources}
+    rate = int(config.checkpoint.max_replicate_mib_per_s * (1 << 20))
     messages: list[tuple[Assignment, Path]] = []
     for local_rank, (rank, device) in enumerate(zip(ranks, assignment.devices, strict=True)):
         reader, count = readers[rank]
@@ -109,6 +111,11 @@ def worker_assignments(
             "reader": reader,
             "checkpoint_socket": str(sockets.checkpoint),
             "committer_endpoint": assignment.committer_endpoint,
+            "replicas": {
+                "target": assignment.replica_target,
+                "source": sources.get(rank, ""),
+                "bytes_per_s": rate,
+            },
             "restore": restore.from_proto(assignment.restore).to_mapping(),
             "reports": rank == 0,
             "run_folder": str(folder.path),

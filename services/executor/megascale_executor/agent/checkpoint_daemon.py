@@ -56,7 +56,7 @@ class CheckpointDaemon:
         self._ready = asyncio.Event()
         self._started_at_s = 0.0
         self._exit_status = 0
-        self.endpoint = ""
+        self.endpoint = self.replica_endpoint = ""
         self.progress: list[link_pb2.CheckpointProgress] = []
 
     @property
@@ -68,7 +68,9 @@ class CheckpointDaemon:
     def state(self) -> link_pb2.CheckpointDaemonState:
         """How often it was restarted, and why the last time."""
         return link_pb2.CheckpointDaemonState(
-            restarts=self._child.restarts, exit_status=self._exit_status
+            restarts=self._child.restarts,
+            exit_status=self._exit_status,
+            replica_endpoint=self.replica_endpoint,
         )
 
     def begin(self) -> None:
@@ -144,7 +146,7 @@ class CheckpointDaemon:
 
     def _on_exit(self, status: int) -> None:
         # The snapshots that it held in memory are gone with it.
-        self.endpoint, self.progress = "", []
+        self.endpoint, self.replica_endpoint, self.progress = "", "", []
         self._exit_status = status
         self._ready.clear()
         self._on_change()
@@ -177,7 +179,7 @@ class CheckpointDaemon:
             await channel.close()
 
     def _take(self, response: checkpoint_pb2.WatchProgressResponse) -> None:
-        self.progress = list(response.jobs)
+        self.progress, self.replica_endpoint = list(response.jobs), response.replica_endpoint
         self._on_change()
 
 

@@ -123,6 +123,24 @@ class Group:
         compat.reduce_scatter(output, source, self._handle)
         self._leave(source)
 
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        receive_sizes: list[int],
+        send_sizes: list[int],
+    ) -> None:
+        """Send ``send_sizes[i]`` values of ``source`` to rank i, ``receive_sizes[i]`` come from it.
+
+        Both 1-D; the parts lie in the order of the ranks.
+        """
+        if self._handle is None:
+            output.copy_(source)
+            return
+        self._enter()
+        dist.all_to_all_single(output, source, receive_sizes, send_sizes, group=self._handle)
+        self._leave(source)
+
     def start_all_gather(self, output: torch.Tensor, source: torch.Tensor) -> Pending | None:
         """:meth:`all_gather` in place that returns at once; None in a group of one.
 

@@ -3,7 +3,8 @@
 All ranks take a snapshot together or skip it together, and no rank waits for it. Around the
 snapshot after step s (on CUDA, where a step's result is read after the next one was launched):
 
-    step s - 1   reserve a slot; the vote (0 ready, 1 must skip) rides in the step's all-reduce
+    before       ask the daemon for a slot, a few steps ahead
+    step s - 1   with a slot reserved the vote is 0; it rides in the step's all-reduce
     step s       launched; the result of s - 1 is read, and with it the sum of votes: the copy
                  starts on a side stream behind step s, or all ranks skip
     step s + 1   launched; its update waits on the device for the copy; the result of s is read:
@@ -15,6 +16,7 @@ The last step has no step behind it to hide in: its vote is about itself, and it
 from __future__ import annotations
 
 import base64
+import dataclasses
 import math
 import time
 
@@ -22,8 +24,10 @@ import torch
 
 from megascale_common.job.config import JobConfig
 from megascale_common.node.status_page import Phase, StatusPageWriter
+from megascale_trainer.host_copy import CopyEnd
 from megascale_trainer.parallel.groups import Group
 from megascale_trainer.snapshot import Snapshotter
+from megascale_trainer.snapshot_schedule import Cadence, Votes
 
 # The last step waits this long for a slot while its peers wait in the all-reduce of the votes.
 LAST_SLOT_TIMEOUT_S, SHARE_OF_COLLECTIVE_TIMEOUT = 60.0, 2
@@ -33,17 +37,30 @@ RECONNECT_S = 0.5
 
 
 class SnapshotSteps:
-    """Votes, copies and seals for the steps of one rank; without ``snapshots`` it does nothing."""
+    """Votes, copies and seals for the steps of one rank; without ``snapshots`` it does nothing.
+
+    ``done`` is the step that the run starts from.
+    """
 
     def __init__(
-        self, config: JobConfig, status: StatusPageWriter, snapshots: Snapshotter | None
+        self,
+        config: JobConfig,
+        status: StatusPageWriter,
+        snapshots: Snapshotter | None,
+        done: int = 0,
     ) -> None:
         self._config, self._status, self._snapshots = config, status, snapshots
         # of the newest step whose result was read: (step, skipped updates, its values are finite)
         self._settled: tuple[int, int, bool] | None = None
-        # By step: number of ranks that must skip the snapshot after it. With short intervals the
-        # votes on the next one are known before this one is taken.
-        self._decided: dict[int, int] = {}
+        # By step: what the ranks voted on the snapshot after it. With short intervals the votes on
+        # the next one are known before this one is taken.
+        self._decided: dict[int, Votes] = {}
+        self._cadence = Cadence(
+            snapshot_interval=config.checkpoint.memory_interval_steps,
+            persist_interval=config.checkpoint.interval_steps,
+            last_step=config.training.steps,
+            done=done,
+        )
         self._last_missed = False  # some rank had no slot for the last step
         self._slot_timeout_s = min(
             LAST_SLOT_TIMEOUT_S,
@@ -52,23 +69,13 @@ class SnapshotSteps:
         )
 
     @property
-    def copied(self) -> torch.cuda.Event | None:
-        """What the next update must wait for on the device: a copy still reads the states."""
+    def copied(self) -> CopyEnd | None:
+        """What the next update must wait for: a copy still reads the states."""
         return None if self._snapshots is None else self._snapshots.copied
 
-    def subject(self, step: int) -> int | None:
-        """The step whose snapshot is voted on in ``step``: the next one, or the last itself."""
-        last, interval = self._config.training.steps, self._config.checkpoint.interval_steps
-        if self._snapshots is None:
-            return None
-        if step == last:
-            return step
-        following = step + 1
-        return following if interval and following % interval == 0 and following < last else None
-
     def vote(self, step: int) -> int:
-        """This rank's vote in ``step``: 0 a slot is reserved (or nothing is due), 1 must skip."""
-        subject = self.subject(step)
+        """This rank's vote in ``step`` (:mod:`megascale_trainer.snapshot_schedule`)."""
+        subject = self._cadence.subject(step)
         if self._snapshots is None or subject is None:
             return 0
         if subject != step:
@@ -81,9 +88,9 @@ class SnapshotSteps:
     def settle(self, step: int, votes: int, skipped_updates: int, *, finite: bool) -> None:
         """The result of ``step`` was read; its snapshot may have started before, or follow."""
         self._settle(step, skipped_updates, finite=finite)
-        subject = self.subject(step)
-        if subject is not None:
-            self._decided[subject] = votes
+        subject = self._cadence.subject(step)
+        if self._snapshots is not None and subject is not None:
+            self._decided[subject] = Votes.of(votes)
 
     def after(self, step: int, skipped_updates: int) -> None:
         """``step`` was launched: seal what was copied; start or skip its snapshot as decided."""
@@ -91,10 +98,12 @@ class SnapshotSteps:
             return
         self._snapshots.seal_if_copied()
         votes = self._decided.pop(step, None)
-        if votes is None:
-            return
-        self._take(step, votes, skipped_updates)
-        self._snapshots.seal_if_copied()
+        if votes is not None:
+            self._take(step, votes, skipped_updates)
+            self._snapshots.seal_if_copied()
+        ahead = self._cadence.ahead(step)
+        if ahead is not None:
+            self._snapshots.ask_ahead(ahead)
 
     def take_last_again(self, world: Group, device: torch.device, skipped_updates: int) -> None:
         """Snapshot the last step of a run that was restored from memory with all its steps done.
@@ -143,28 +152,31 @@ class SnapshotSteps:
     def _take_last_alone(self, skipped_updates: int) -> None:
         assert self._snapshots is not None
         steps = self._config.training.steps
-        if self._snapshots.reserve(steps) == 0:
-            self._take(steps, 0, skipped_updates)
+        if Votes.of(self._snapshots.reserve(steps)).must_skip == 0:
+            self._take(steps, Votes(0, 0), skipped_updates)
 
     def _vote_and_take_last(self, world: Group, device: torch.device, skipped_updates: int) -> None:
         assert self._snapshots is not None
         steps = self._config.training.steps
         self._status.update(phase=Phase.SNAPSHOT)
-        votes = torch.zeros(1, device=device)
+        votes = torch.zeros(1, device=device, dtype=torch.float64)
         votes += self._snapshots.reserve_or_wait(steps, self._slot_timeout_s)
         world.all_reduce(votes)
-        self._take(steps, round(votes.item()), skipped_updates)
+        self._take(steps, Votes.of(round(votes.item())), skipped_updates)
 
-    def _take(self, step: int, votes: int, skipped_updates: int) -> None:
+    def _take(self, step: int, votes: Votes, skipped_updates: int) -> None:
         assert self._snapshots is not None
         if step == self._config.training.steps:
-            self._last_missed = votes > 0
+            self._last_missed = votes.must_skip > 0
+        persist = not votes.must_skip and self._cadence.persists(step, votes)
         small_state = {
             "skipped_updates": skipped_updates,
             "consumed_samples": step * self._config.training.global_batch_size,
+            # What an export cannot see in the parameters' shapes: heads, windows, angles.
+            "model": dataclasses.asdict(self._config.model),
             "cpu_rng": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
         }
-        if self._snapshots.take(step, small_state, votes=votes):
+        if self._snapshots.take(step, small_state, votes=votes.must_skip, persist=persist):
             print(f"step {step}: snapshot started", flush=True)
         # Where the result was read before the copy started (CPU, last step), it is settled here.
         if self._settled is not None and self._settled[0] == step:

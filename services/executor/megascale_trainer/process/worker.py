@@ -34,16 +34,20 @@ from megascale_common.node.messages import (
     Running,
 )
 from megascale_common.node.status_page import Phase, StatusPageWriter
+from megascale_common.sizes.staging import snapshots_in_flight
+from megascale_trainer.daemon_link import RankRegistration
 from megascale_trainer.data.client import LoaderClient, RingRequest
 from megascale_trainer.data.device_batches import StepBatches, step_batches
 from megascale_trainer.data.errors import CorpusError, DataError
 from megascale_trainer.parallel.groups import Groups
 from megascale_trainer.process import title
 from megascale_trainer.process.bootstrap import create_groups
+from megascale_trainer.process.loaded_model import differences
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
 from megascale_trainer.process.step_loop import StepLoop
 from megascale_trainer.process.step_records import StepRecords
-from megascale_trainer.snapshot import RankRegistration, RestoreRefused, Snapshotter
+from megascale_trainer.restore import RestoreRefused, restore
+from megascale_trainer.snapshot import Snapshotter
 from megascale_trainer.telemetry.profiling import StepProfiler
 from megascale_trainer.trainer import Trainer
 
@@ -126,7 +130,7 @@ class _Worker:
         if config.checkpoint.uri:
             self._snapshots = self._register(trainer)
         done = self._restore(trainer)
-        loop = self._step_loop(trainer)
+        loop = self._step_loop(trainer, done)
         # From here on garbage is only collected at chosen steps (see step_loop).
         gc.collect()
         gc.freeze()
@@ -204,6 +208,9 @@ class _Worker:
                 "pp": sizes.pp,
                 "vpp": sizes.virtual_stages,
             },
+            in_flight=snapshots_in_flight(self._config.checkpoint.memory_interval_steps),
+            max_write_mib_per_s=self._config.checkpoint.max_write_mib_per_s,
+            replicas=who["replicas"],
         )
         timeout_s = self._config.recovery.collective_timeout_s
         return Snapshotter(
@@ -212,6 +219,7 @@ class _Worker:
             trainer,
             self._device,
             collective_timeout_s=timeout_s,
+            verified_share=self._config.checkpoint.verify_d2h,
         )
 
     def _restore(self, trainer: Trainer) -> int:
@@ -226,9 +234,18 @@ class _Worker:
                 "OTHER", "the plan restores a step, but the job has no checkpoint uri", ""
             )
         self._status.update(phase=Phase.RESTORE)
-        small_state = self._snapshots.restore(plan)
+        world = self._groups.world
+        restored = restore(self._snapshots.link, plan, trainer, self._device, world)
+        if restored.damage:
+            print(f"memory is damaged, storage was read: {restored.damage}", flush=True)
+        small_state = restored.small_state
+        refused, changed = differences(small_state.get("model"), self._config.model)
+        if refused:
+            raise JobRefused(f"{'; '.join(refused)}; set them as in the job that wrote it")
+        for difference in changed:
+            print(f"{difference}: this job goes on with its own", flush=True)
         consumed, expected = (
-            small_state["consumed_samples"],
+            int(small_state.get("consumed_samples", 0)),
             plan.step * self._config.training.global_batch_size,
         )
         if consumed != expected:
@@ -238,11 +255,15 @@ class _Worker:
                 f"make it {expected}; keep the batch size of the job that wrote it"
             )
         trainer.finish_load(plan.step)
-        self._skipped, self._consumed = int(small_state["skipped_updates"]), consumed
-        torch.set_rng_state(
-            torch.frombuffer(bytearray(base64.b64decode(small_state["cpu_rng"])), dtype=torch.uint8)
+        self._skipped, self._consumed = int(small_state.get("skipped_updates", 0)), consumed
+        if "cpu_rng" in small_state:  # an imported model has none: the job's seed holds
+            random_state = bytearray(base64.b64decode(small_state["cpu_rng"]))
+            torch.set_rng_state(torch.frombuffer(random_state, dtype=torch.uint8))
+        print(
+            f"restored step {plan.step} from {restored.source}: {restored.read_bytes} bytes read "
+            f"here; {restored.timeline}",
+            flush=True,
         )
-        print(f"restored step {plan.step} from {plan.source}", flush=True)
         return plan.step
 
     def _open_data(
@@ -259,7 +280,7 @@ class _Worker:
         loader = LoaderClient(Path(who["loader_socket"]), config, ring, LOADER_TIMEOUT_S)
         return step_batches(loader, self._device)
 
-    def _step_loop(self, trainer: Trainer) -> StepLoop:
+    def _step_loop(self, trainer: Trainer, done: int) -> StepLoop:
         config, device = self._config, self._device
         return StepLoop(
             trainer=trainer,
@@ -268,7 +289,7 @@ class _Worker:
             status=self._status,
             data=self._open_data("training", self._consumed),
             held_out=self._open_data("evaluation", 0) if config.evaluates else None,
-            snapshots=SnapshotSteps(config, self._status, self._snapshots),
+            snapshots=SnapshotSteps(config, self._status, self._snapshots, done),
             records=StepRecords(self._agent, self._assignment, config, device),
             profiler=StepProfiler(self._agent, device),
             skipped=self._skipped,

@@ -22,7 +22,9 @@ def from_proto(plan: link_pb2.RestorePlan) -> RestorePlan:
     source = RestoreSource.NONE
     if plan.source:
         source = RestoreSource[types_pb2.RestoreSource.Name(plan.source).removeprefix(_PREFIX)]
-    return RestorePlan(source, plan.step, plan.written_by_attempt, plan.manifest_uri)
+    return RestorePlan(
+        source, plan.step, plan.written_by_attempt, plan.manifest_uri, plan.manifest_xxh3
+    )
 
 
 def to_proto(plan: RestorePlan) -> link_pb2.RestorePlan:
@@ -32,4 +34,5 @@ def to_proto(plan: RestorePlan) -> link_pb2.RestorePlan:
         step=plan.step,
         written_by_attempt=plan.written_by_attempt,
         manifest_uri=plan.manifest_uri,
+        manifest_xxh3=plan.manifest_xxh3,
     )

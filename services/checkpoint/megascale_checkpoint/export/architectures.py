@@ -1,0 +1,234 @@
+"""Which Hugging Face architecture holds which model: a pure table, read in both directions.
+
+An entry states what `trainer.model` must be for the architecture to compute the same function, how
+its tensors are named, and what its config.json says. To add an architecture, add an entry: names of
+tensors are folded from it in :mod:`megascale_checkpoint.export.tensors`, config.json in
+:mod:`megascale_checkpoint.export.foreign_config`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from megascale_common.job.config import ModelConfig
+from megascale_common.service.errors import RequestError
+
+# What the logical parameters of a layer are called in nearly all architectures.
+_ATTENTION = {
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "attention_out": "self_attn.o_proj",
+}
+_GATED = {**_ATTENTION, "gate": "mlp.gate_proj", "up": "mlp.up_proj", "ffn_out": "mlp.down_proj"}
+_TWO_NORMS = {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_ONE_NORM = {"norm": "input_layernorm"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Architecture:
+    """One architecture of `transformers`.
+
+    Attributes:
+        name: its class there; ``model_type`` its name in config.json.
+        needs: fields of trainer.model, each with the only value that fits.
+        layer_names: what follows ``model.layers.N.``, by the logical name.
+        epsilon: what config.json calls norm_epsilon.
+        activations: the values of hidden_act that fit; the first one is written.
+        windows: ``none``: full attention; ``uniform``: one window for all layers; ``mixed``: each
+            layer has that window or none.
+        bias: of projections: ``set``: config.json says it in ``bias_fields``.
+        bias_fields: those fields, each with the architecture's default.
+        norm_bias: whether norms have a bias; ``head_bias``: whether the head has.
+        rotation: which columns of a head rotary embedding turns together: ``halves`` as in a job,
+            (i, i + d/2), or ``pairs``, (2 i, 2 i + 1).
+        fixed: further fields of config.json, each with the only value that fits.
+        absent: what fields of a config.json stand for that are left out.
+    """
+
+    name: str
+    model_type: str
+    needs: Mapping[str, str]
+    layer_names: Mapping[str, str]
+    epsilon: str
+    final_norm: str = "model.norm"
+    activations: tuple[str, ...] = ("silu", "swish")
+    windows: Literal["none", "uniform", "mixed"] = "none"
+    bias: Literal["none", "set", "always"] = "none"
+    bias_fields: Mapping[str, bool] = field(default_factory=dict)
+    norm_bias: bool = False
+    head_bias: bool = False
+    rotation: Literal["halves", "pairs"] = "halves"
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    absent: Mapping[str, Any] = field(default_factory=dict)
+
+
+_HEADS_ALIKE = {"num_key_value_heads": None}  # as many as query heads
+_LLAMA_LIKE = {"block": "serial", "mlp": "swiglu", "norm": "rmsnorm"}
+_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")  # three names of the tanh form
+
+# The first one that fits is written.
+ARCHITECTURES = (
+    Architecture(
+        name="LlamaForCausalLM",
+        model_type="llama",
+        needs=_LLAMA_LIKE,
+        layer_names={**_GATED, **_TWO_NORMS},
+        epsilon="rms_norm_eps",
+        bias="set",
+        bias_fields={"attention_bias": False, "mlp_bias": False},
+        absent={**_HEADS_ALIKE, "rope_theta": 10_000.0},
+    ),
+    Architecture(
+        name="MistralForCausalLM",
+        model_type="mistral",
+        needs=_LLAMA_LIKE,
+        layer_names={**_GATED, **_TWO_NORMS},
+        epsilon="rms_norm_eps",
+        windows="uniform",
+        absent={"sliding_window": 4096},
+    ),
+    Architecture(
+        name="MinistralForCausalLM",
+        model_type="ministral",
+        needs=_LLAMA_LIKE,
+        layer_names={**_GATED, **_TWO_NORMS},
+        epsilon="rms_norm_eps",
+        windows="mixed",
+        absent={"sliding_window": 4096},
+    ),
+    Architecture(
+        name="CohereForCausalLM",
+        model_type="cohere",
+        needs={"block": "parallel", "mlp": "swiglu", "norm": "layernorm"},
+        layer_names={**_GATED, **_ONE_NORM},
+        epsilon="layer_norm_eps",
+        rotation="pairs",
+        fixed={"use_qk_norm": False, "attention_bias": False},
+        absent={**_HEADS_ALIKE, "use_qk_norm": False, "attention_bias": False},
+    ),
+    Architecture(
+        name="StableLmForCausalLM",
+        model_type="stablelm",
+        needs={"block": "parallel", "mlp": "swiglu", "norm": "layernorm"},
+        layer_names={**_GATED, **_ONE_NORM},
+        epsilon="layer_norm_eps",
+        norm_bias=True,
+        fixed={
+            "use_parallel_residual": True,
+            "use_qkv_bias": False,
+            "qk_layernorm": False,
+            "partial_rotary_factor": 1.0,
+        },
+        absent={
+            "use_parallel_residual": False,
+            "use_qkv_bias": False,
+            "qk_layernorm": False,
+            "partial_rotary_factor": 0.25,
+        },
+    ),
+    Architecture(
+        name="PhiForCausalLM",
+        model_type="phi",
+        needs={"block": "parallel", "mlp": "gelu", "norm": "layernorm"},
+        layer_names={
+            **_ATTENTION,
+            **_ONE_NORM,
+            "attention_out": "self_attn.dense",
+            "up": "mlp.fc1",
+            "ffn_out": "mlp.fc2",
+        },
+        epsilon="layer_norm_eps",
+        final_norm="model.final_layernorm",
+        activations=("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
+        bias="always",
+        norm_bias=True,
+        head_bias=True,
+        fixed={"qk_layernorm": False, "partial_rotary_factor": 1.0},
+        absent={**_HEADS_ALIKE, "qk_layernorm": False, "partial_rotary_factor": 0.5},
+    ),
+    Architecture(
+        name="Starcoder2ForCausalLM",
+        model_type="starcoder2",
+        needs={"block": "serial", "mlp": "gelu", "norm": "layernorm"},
+        layer_names={**_ATTENTION, **_TWO_NORMS, "up": "mlp.c_fc", "ffn_out": "mlp.c_proj"},
+        epsilon="norm_epsilon",
+        activations=_GELU,
+        windows="uniform",
+        bias="set",
+        bias_fields={"use_bias": True},
+        norm_bias=True,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Misfit:
+    """Why an architecture cannot hold a model: a field of trainer.model and what it must be."""
+
+    field: str
+    value: object
+    needed: str
+
+    def __str__(self) -> str:
+        return f"{self.field} is {self.value} where it needs {self.needed}"
+
+
+def misfits(architecture: Architecture, model: ModelConfig) -> list[Misfit]:
+    """Every field of trainer.model for which ``architecture`` has no place."""
+    found = [
+        Misfit(name, getattr(model, name), needed)
+        for name, needed in architecture.needs.items()
+        if getattr(model, name) != needed
+    ]
+    if model.positions != "rope":
+        found.append(Misfit("positions", model.positions, "rope"))
+    if model.bias and architecture.bias == "none":
+        found.append(Misfit("bias", "true", "false"))
+    if model.norm == "layernorm" and model.norm_bias and not architecture.norm_bias:
+        found.append(Misfit("norm_bias", "true", "false"))
+    windows = {model.window_of(layer) for layer in range(model.layers)}
+    name = "layer_windows" if model.layer_windows else "window"
+    shown = list(model.layer_windows) or model.window
+    if architecture.windows == "none" and windows != {0}:
+        found.append(Misfit(name, shown, "0"))
+    elif architecture.windows == "uniform" and len(windows) > 1:
+        found.append(Misfit(name, shown, "one window for all layers"))
+    elif architecture.windows == "mixed" and len(windows - {0}) > 1:
+        found.append(Misfit(name, shown, "one window, or 0, for each layer"))
+    return found
+
+
+def choose(model: ModelConfig) -> Architecture:
+    """The architecture that holds ``model``.
+
+    Raises:
+        RequestError: none does; names the fields in which the nearest one differs.
+    """
+    fitting = next((each for each in ARCHITECTURES if not misfits(each, model)), None)
+    if fitting is not None:
+        return fitting
+    # Of several as near the last one: the first ones hold less.
+    nearest = min(reversed(ARCHITECTURES), key=lambda each: _distance(each, model))
+    wrong = misfits(nearest, model)
+    remedy = "export with --format dcp, which holds any model"
+    fields = [
+        (
+            f"trainer.model.{each.field}",
+            f"{each.value}, where the nearest Hugging Face architecture, {nearest.name}, needs "
+            f"{each.needed}",
+        )
+        for each in wrong
+    ]
+    raise RequestError(
+        "; ".join([*(f"{path}: {problem}" for path, problem in fields), remedy]),
+        fields=[(path, f"{problem}; {remedy}") for path, problem in fields],
+    )
+
+
+def _distance(architecture: Architecture, model: ModelConfig) -> tuple[bool, bool, int]:
+    """What a user would change last counts most: the block, then the FFN."""
+    wrong = [each.field for each in misfits(architecture, model)]
+    return "block" in wrong, "mlp" in wrong, len(wrong)

@@ -1,0 +1,229 @@
+"""``megascale checkpoint export`` and ``import``: models to and from other software."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from megascale_checkpoint.export.progress import Report, bar
+from megascale_checkpoint.export.stored import ParameterReader, model_of, open_checkpoint
+from megascale_common.job.config import ModelConfig
+from megascale_common.service.errors import ServiceError, invalid
+
+
+class ExportFormat(StrEnum):
+    """What an export can be written for."""
+
+    HF = "hf"
+    DCP = "dcp"
+    MEGATRON = "megatron"
+
+
+class ImportFormat(StrEnum):
+    """What can be imported."""
+
+    HF = "hf"
+
+
+class Dtype(StrEnum):
+    """Of exported weights."""
+
+    BF16 = "bf16"
+    FP32 = "fp32"
+
+
+def _absolute(uri: str) -> str:
+    # Storage refuses relative paths, because each node would resolve them in its own working
+    # directory; this command runs on one machine.
+    return uri if "://" in uri else str(Path(uri).expanduser().absolute())
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object; no progress bar.")]
+From = Annotated[
+    str,
+    typer.Argument(
+        metavar="URI_OR_FOLDER",
+        callback=_absolute,
+        help="A job's checkpoint.uri, or a folder that `megascale checkpoint fetch` wrote.",
+    ),
+]
+ToFolder = Annotated[Path, typer.Option(metavar="FOLDER", help="New folder for the export.")]
+FormatTo = Annotated[
+    ExportFormat,
+    typer.Option(
+        "--format",
+        help="hf: Hugging Face transformers, weights alone; dcp: torch.distributed.checkpoint, "
+        "with optimizer states; megatron is not built.",
+    ),
+]
+Step = Annotated[
+    int | None, typer.Option(min=0, help="Its step; default: the newest complete one.")
+]
+WeightDtype = Annotated[
+    Dtype | None, typer.Option(help="Of hf's weights, by default bf16; dcp is always in fp32.")
+]
+JobFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--job",
+        metavar="FILE",
+        help="The job's file, for hf of a checkpoint that an earlier version wrote.",
+    ),
+]
+Model = Annotated[
+    Path, typer.Argument(metavar="FOLDER", help="A Hugging Face model: config.json, safetensors.")
+]
+ToUri = Annotated[
+    str,
+    typer.Option(
+        metavar="URI", callback=_absolute, help="New folder of checkpoints, for load_uri."
+    ),
+]
+FormatFrom = Annotated[
+    ImportFormat, typer.Option("--format", help="hf: Hugging Face transformers.")
+]
+
+
+def export_checkpoint(
+    uri: From,
+    to: ToFolder,
+    form: FormatTo,
+    step: Step = None,
+    dtype: WeightDtype = None,
+    job: JobFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a complete checkpoint in the form of other software, without a cluster.
+
+    hf: a folder for from_pretrained of transformers: Llama or Mistral (serial
+    block, RMSNorm, SwiGLU), Cohere (parallel block, SwiGLU), Phi (parallel
+    block, GELU) and others. A model that none computes is refused by field.
+
+    dcp: a folder for torch.distributed.checkpoint.load on any layout, with the
+    keys "model", "optimizer" and "step".
+
+    Every byte read is compared with its checksum, one parameter at a time is
+    in memory, and FOLDER appears when it is complete.
+
+    Example: megascale checkpoint export /data/example --to out --format hf
+    """
+    _refuse(form, dtype)
+    stored = open_checkpoint(uri, step)
+    manifest = stored.manifest
+    with bar(f"step {manifest.step} of {manifest.job}", quiet=as_json) as progress:
+        if form is ExportFormat.HF:
+            facts = _hugging_face(stored, model_of(stored, job), to, dtype or Dtype.BF16, progress)
+        else:
+            facts = _dcp(stored, to, progress)
+    facts |= {"format": form.value, "folder": str(to.absolute())}
+    facts |= {"job": manifest.job, "step": manifest.step, "attempt": manifest.attempt}
+    if as_json:
+        typer.echo(json.dumps(facts))
+        return
+    what = facts.get("architecture") or f"torch.distributed.checkpoint ({', '.join(stored.states)})"
+    typer.echo(
+        f"step {facts['step']} of job {facts['job']} is in {to}: {what}, {facts['dtype']}, "
+        f"{facts['size_bytes'] / 2**20:.1f} MiB"
+    )
+
+
+def import_checkpoint(folder: Model, to: ToUri, form: FormatFrom, as_json: AsJson = False) -> None:
+    """Write a Hugging Face model as the checkpoint of step 0, from which a job starts.
+
+    It reads Llama, Mistral, Ministral, Cohere, StableLM, Phi and Starcoder2 in
+    safetensors, and prints what belongs into the job file; the job's own
+    checkpoint.uri is another folder.
+
+    What a job cannot compute is refused by the field of config.json. Pickled
+    weights are never loaded.
+
+    Example: megascale checkpoint import llama/ --format hf --to /data/llama
+    """
+    from megascale_checkpoint.export.hugging_face_import import import_hugging_face
+
+    with bar(f"import of {folder}", quiet=as_json) as progress:
+        done = import_hugging_face(folder, to, progress)
+    if as_json:
+        facts = {
+            "uri": to,
+            "step": 0,
+            "manifest_uri": done.manifest_uri,
+            "architecture": done.foreign.architecture.name,
+            "parameters": done.parameters,
+            "head_is_copy_of_embedding": done.foreign.tied,
+            "model": asdict(done.foreign.model),
+        }
+        typer.echo(json.dumps(facts))
+        return
+    typer.echo(
+        f"# {done.foreign.architecture.name} with {done.parameters:,} parameters is the checkpoint "
+        f"of step 0 in {to}"
+    )
+    if done.foreign.tied:
+        typer.echo("# Its head was tied to the embedding; a job trains a copy of its own.")
+    typer.echo("# Put this into the job file:")
+    section = {
+        "trainer": {"model": _fields(done.foreign.model)},
+        "checkpoint": {"load_uri": to},
+    }
+    typer.echo(yaml.safe_dump(section, sort_keys=False).rstrip())
+
+
+def _refuse(form: ExportFormat, dtype: Dtype | None) -> None:
+    """Raise RequestError for what cannot be exported."""
+    if form is ExportFormat.MEGATRON:
+        raise invalid(
+            "--format",
+            "megatron is not built: Megatron's files differ with its version and with the layout "
+            "that is to read them",
+            "export with --format hf and convert that with Megatron's loader of Hugging Face "
+            "models (its tools/checkpoint/convert.py), or with --format dcp",
+        )
+    if form is ExportFormat.DCP and dtype is Dtype.BF16:
+        raise invalid(
+            "--dtype",
+            "dcp holds the float32 parameters that the optimizer updates",
+            "leave the option out, or use --format hf",
+        )
+
+
+def _hugging_face(
+    stored: ParameterReader, model: ModelConfig, to: Path, dtype: Dtype, progress: Report
+) -> dict[str, Any]:
+    from megascale_checkpoint.export.hugging_face import export_hugging_face
+
+    done = export_hugging_face(stored, model, to, dtype.value, progress)
+    return {
+        "architecture": done.architecture.name,
+        "dtype": dtype.value,
+        "size_bytes": done.size_bytes,
+    }
+
+
+def _dcp(stored: ParameterReader, to: Path, progress: Report) -> dict[str, Any]:
+    try:
+        from megascale_checkpoint.export.dcp import export_dcp
+    except ImportError as error:
+        raise ServiceError(
+            f"--format dcp needs torch ({error}): pip install 'megascale[executor]'",
+            reason="NOT_INSTALLED",
+        ) from error
+    size = export_dcp(stored, to, progress)
+    return {"states": list(stored.states), "dtype": "fp32", "size_bytes": size}
+
+
+def _fields(model: ModelConfig) -> dict[str, Any]:
+    """The fields of trainer.model that are not at their default."""
+    chosen = {each.name: getattr(model, each.name) for each in fields(model)}
+    defaults = {each.name: each.default for each in fields(model)}
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in chosen.items()
+        if value != defaults[name]
+    }

@@ -1,0 +1,211 @@
+"""config.json of a Hugging Face model: from a job's model, and back. Pure.
+
+What a reader would otherwise fill in from the architecture's defaults is written out, such as
+tokens that the job does not know: a default end token would cut texts short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megascale_checkpoint.export.architectures import ARCHITECTURES, Architecture
+from megascale_common.job.config import ModelConfig
+from megascale_common.service.errors import RequestError, invalid
+
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+_ROPE = "rope_parameters"  # since version 5 of transformers; before, its fields stood at the root
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignModel:
+    """A Hugging Face model that a job can train.
+
+    ``head_scale`` multiplies the head's weights, for a job has no scale of logits; ``tied``: the
+    head is the embedding, of which a job gets a copy.
+    """
+
+    architecture: Architecture
+    model: ModelConfig
+    head_scale: float
+    tied: bool
+
+
+def config_values(architecture: Architecture, model: ModelConfig, dtype: str) -> dict[str, Any]:
+    """config.json for ``model``; ``dtype`` is bf16 or fp32."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
+    if "partial_rotary_factor" in architecture.fixed:
+        rope["partial_rotary_factor"] = architecture.fixed["partial_rotary_factor"]
+    values = {
+        "architectures": [architecture.name],
+        "model_type": architecture.model_type,
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_width,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.key_value_heads,
+        "head_dim": model.head_size,
+        "hidden_act": architecture.activations[0],
+        "max_position_embeddings": model.sequence_length,
+        "initializer_range": model.initializer_std,
+        architecture.epsilon: model.norm_epsilon,
+        "rope_theta": model.rope_theta,
+        _ROPE: rope,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "attention_dropout": 0.0,
+        "use_cache": True,
+        # Both names: "dtype" since version 4.56 of transformers.
+        "dtype": DTYPES[dtype],
+        "torch_dtype": DTYPES[dtype],
+        **architecture.fixed,
+        **dict.fromkeys(architecture.bias_fields, model.bias),
+        **_window_values(architecture, model),
+    }
+    if architecture.model_type == "cohere":
+        values["logit_scale"] = 1.0
+    return values
+
+
+def _window_values(architecture: Architecture, model: ModelConfig) -> dict[str, Any]:
+    if architecture.windows == "none":
+        return {}
+    windows = [model.window_of(layer) for layer in range(model.layers)]
+    values: dict[str, Any] = {"sliding_window": max(windows) or None}
+    if architecture.windows == "mixed":
+        values["layer_types"] = [
+            "sliding_attention" if window else "full_attention" for window in windows
+        ]
+    return values
+
+
+def read_config(values: Mapping[str, Any], *, head_stored: bool) -> ForeignModel:
+    """The model that config.json describes; ``head_stored``: the files have a tensor lm_head.
+
+    Raises:
+        RequestError: what a job cannot compute; names the field of config.json.
+    """
+    model_type = values.get("model_type")
+    found = next((each for each in ARCHITECTURES if each.model_type == model_type), None)
+    if found is None:
+        known = ", ".join(each.model_type for each in ARCHITECTURES)
+        raise invalid(
+            "config.json: model_type",
+            f"{model_type!r} cannot be imported",
+            f"give a model of one of these: {known}",
+        )
+    # Version 5 of transformers has some fields in rope_parameters, earlier ones at the root.
+    values = {**found.absent, **values, **(values.get(_ROPE) or {})}
+    _check_fixed(found, values)
+    heads, hidden = _whole(values, "num_attention_heads"), _whole(values, "hidden_size")
+    head_dim = values.get("head_dim") or hidden // heads
+    _need(
+        "head_dim", head_dim, head_dim * heads == hidden, f"hidden_size / heads, {hidden}/{heads}"
+    )
+    layers = _whole(values, "num_hidden_layers")
+    window, layer_windows = _windows(found, values, layers)
+    model = ModelConfig(
+        layers=layers,
+        hidden_size=hidden,
+        heads=heads,
+        vocab_size=_whole(values, "vocab_size"),
+        sequence_length=_whole(values, "max_position_embeddings"),
+        ffn_size=_whole(values, "intermediate_size"),
+        kv_heads=_key_value_heads(values, heads),
+        bias=_bias(found, values),
+        norm_bias=found.norm_bias or found.needs["norm"] == "rmsnorm",  # the default: of no effect
+        rope_theta=_rope_theta(values),
+        window=window,
+        layer_windows=layer_windows,
+        norm_epsilon=_number(values, found.epsilon),
+        initializer_std=float(values.get("initializer_range", 0.02)),
+        **found.needs,  # type: ignore[arg-type]  # block, mlp and norm
+    )
+    scale = values.get("logit_scale", 0.0625) if model_type == "cohere" else 1.0
+    # Versions of transformers differ in what an absent field means; the files say it.
+    tied = values.get("tie_word_embeddings", not head_stored)
+    return ForeignModel(found, model, float(scale), bool(tied))
+
+
+def _check_fixed(architecture: Architecture, values: Mapping[str, Any]) -> None:
+    for name, needed in architecture.fixed.items():
+        value = values.get(name)
+        _need(name, value, value == needed, repr(needed))
+    activation = values.get("hidden_act", architecture.activations[0])
+    choices = " or ".join(dict.fromkeys(architecture.activations))
+    _need("hidden_act", activation, activation in architecture.activations, choices)
+    quantized = values.get("quantization_config")
+    _need("quantization_config", "set", quantized is None, "to be absent: unquantized weights")
+
+
+def _rope_theta(values: Mapping[str, Any]) -> float:
+    scaling = values.get("rope_scaling") or {}
+    kind = values.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"
+    _need("rope_type", kind, kind == "default", "'default': a job's positions are not scaled")
+    return _number(values, "rope_theta")
+
+
+def _key_value_heads(values: Mapping[str, Any], heads: int) -> int:
+    if values.get("num_key_value_heads", 0) is None:
+        return heads
+    return _whole(values, "num_key_value_heads")
+
+
+def _bias(architecture: Architecture, values: Mapping[str, Any]) -> bool:
+    if architecture.bias != "set":
+        return architecture.bias == "always"
+    found = {
+        name: bool(values.get(name, default)) for name, default in architecture.bias_fields.items()
+    }
+    names = ", ".join(found)
+    _need(names, found, len(set(found.values())) == 1, "one value: a job has all biases or none")
+    return next(iter(found.values()))
+
+
+def _windows(
+    architecture: Architecture, values: Mapping[str, Any], layers: int
+) -> tuple[int, tuple[int, ...]]:
+    """window and layer_windows of the job."""
+    window = values.get("sliding_window") or 0
+    kinds = values.get("layer_types") or []
+    if architecture.windows == "none" or not isinstance(window, int):
+        _need("sliding_window", window, window == 0, "null")
+    if not kinds:
+        return window, ()
+    _need("layer_types", kinds, len(kinds) == layers, f"{layers} entries, one for each layer")
+    known = {"full_attention": 0, "sliding_attention": window}
+    _need("layer_types", kinds, set(kinds) <= set(known), " or ".join(known))
+    chosen = tuple(known[kind] for kind in kinds)
+    return (chosen[0], ()) if len(set(chosen)) == 1 else (0, chosen)
+
+
+def _need(name: str, value: object, fits: bool, needed: str) -> None:
+    if not fits:
+        raise invalid(
+            f"config.json: {name}",
+            f"{value!r} where a job needs {needed}",
+            "such a model cannot be imported",
+        )
+
+
+def _whole(values: Mapping[str, Any], name: str) -> int:
+    value = values.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise _missing(name, value, "a whole number above 0")
+    return value
+
+
+def _number(values: Mapping[str, Any], name: str) -> float:
+    value = values.get(name)
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise _missing(name, value, "a number")
+    return float(value)
+
+
+def _missing(name: str, value: object, wanted: str) -> RequestError:
+    problem = "missing" if value is None else f"{value!r} is not {wanted}"
+    return invalid(f"config.json: {name}", problem, f"set it to {wanted}, as the model was trained")

@@ -1,0 +1,91 @@
+"""Export to a folder for `from_pretrained` of transformers: config.json and safetensors."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from megascale_checkpoint.export.architectures import Architecture, choose
+from megascale_checkpoint.export.foreign_config import config_values
+from megascale_checkpoint.export.new_folder import new_folder
+from megascale_checkpoint.export.progress import Report
+from megascale_checkpoint.export.safetensors_files import TensorToWrite, write_files
+from megascale_checkpoint.export.stored import ParameterReader
+from megascale_checkpoint.export.tensors import Transfer, parameter_shapes, transfers
+from megascale_checkpoint.export.values import narrow, to_foreign
+from megascale_common.job.config import ModelConfig
+from megascale_common.service.errors import RequestError
+
+SHARD_BYTES = 5_000_000_000  # of transformers' own save_pretrained
+NAMES = {"bf16": "BF16", "fp32": "F32"}
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written: ``size_bytes`` counts the tensors."""
+
+    architecture: Architecture
+    tensors: int
+    size_bytes: int
+
+
+def export_hugging_face(
+    stored: ParameterReader,
+    model: ModelConfig,
+    to: Path,
+    dtype: str,
+    progress: Report,
+    shard_bytes: int = SHARD_BYTES,
+) -> Exported:
+    """Write the float32 parameters of a checkpoint in ``dtype`` (bf16, fp32) into folder ``to``.
+
+    Raises:
+        RequestError: no architecture holds the model, or the checkpoint is of another one.
+        ExistsError: ``to`` is taken.
+        DamagedError: a file of the checkpoint is missing, cut short or changed.
+        OSError: a file cannot be read or written.
+    """
+    architecture = choose(model)
+    check_model(stored, model)
+    done, total = 0, stored.size_bytes(("master",))
+
+    def make(transfer: Transfer) -> memoryview:
+        nonlocal done
+        if not transfer.logical:
+            return narrow(np.zeros(transfer.shape, np.float32), NAMES[dtype])
+        values = to_foreign(stored.read(transfer.logical), transfer.change, model.head_size)
+        done += values.nbytes
+        progress(done, total)
+        return narrow(values, NAMES[dtype])
+
+    chosen = transfers(architecture, model)
+    tensors = [TensorToWrite(each.foreign, each.shape, partial(make, each)) for each in chosen]
+    with new_folder(to) as folder:
+        size = write_files(folder, tensors, NAMES[dtype], shard_bytes)
+        values = config_values(architecture, model, dtype)
+        for name, content in (
+            ("config.json", values),
+            ("generation_config.json", {"_from_model_config": True}),
+        ):
+            (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+    return Exported(architecture, len(tensors), size)
+
+
+def check_model(stored: ParameterReader, model: ModelConfig) -> None:
+    """Raise RequestError where the checkpoint's parameters are not those of ``model``."""
+    wanted = parameter_shapes(model)
+    for name in sorted({*wanted, *stored.shapes}):
+        here, there = wanted.get(name), stored.shapes.get(name)
+        if here != there:
+            raise RequestError(
+                f"--job: {name} is {_shown(there)} in the checkpoint and {_shown(here)} in the "
+                "model; give the file of the job that wrote it"
+            )
+
+
+def _shown(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else f"of shape {list(shape)}"

@@ -1,0 +1,166 @@
+"""Import of a Hugging Face model: the checkpoint of step 0 that a job can start from.
+
+Only safetensors and JSON are read: a pickle of elsewhere is never loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megascale_checkpoint.export.first_checkpoint import (
+    FILE_BYTES,
+    Parameter,
+    write_first_checkpoint,
+)
+from megascale_checkpoint.export.foreign_config import ForeignModel, read_config
+from megascale_checkpoint.export.progress import Report
+from megascale_checkpoint.export.safetensors_files import (
+    INDEX,
+    SINGLE,
+    TensorInFile,
+    read_tensors,
+)
+from megascale_checkpoint.export.tensors import EMBEDDING, HEAD, Transfer, transfers
+from megascale_checkpoint.export.values import Floats, to_logical
+from megascale_common.service.errors import DamagedError, MissingFileError, RequestError, invalid
+
+_FOREIGN_HEAD = "lm_head.weight"
+# Computed from config.json; some versions of transformers stored it.
+_IGNORED = ("rotary_emb.inv_freq",)
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """What was imported, and the address of the manifest."""
+
+    foreign: ForeignModel
+    parameters: int
+    manifest_uri: str
+
+
+def import_hugging_face(
+    folder: Path, uri: str, progress: Report, file_bytes: int = FILE_BYTES
+) -> Imported:
+    """Write the model in ``folder`` as the checkpoint of step 0 below ``uri``.
+
+    Memory holds one parameter at a time.
+
+    Raises:
+        RequestError: it is no such model, or one that a job cannot compute; names the field.
+        DamagedError: a file is missing, cut short, or not of its format.
+        ExistsError: ``uri`` holds checkpoints, or belongs to a job.
+        OSError: a file cannot be read or written.
+    """
+    tensors = _tensors(folder)
+    config = _json(folder / "config.json")
+    foreign = read_config(config, head_stored=_FOREIGN_HEAD in tensors)
+    wanted = transfers(foreign.architecture, foreign.model)
+    if foreign.tied:
+        wanted = tuple(_tied(each, wanted) for each in wanted)
+    _check(folder, wanted, tensors, tied=foreign.tied)
+    parameters = [
+        Parameter(each.logical, _logical_shape(each), partial(_read, each, tensors, foreign))
+        for each in wanted
+        if each.logical
+    ]
+    manifest_uri = write_first_checkpoint(uri, foreign.model, parameters, progress, file_bytes)
+    return Imported(foreign, sum(math.prod(each.shape) for each in parameters), manifest_uri)
+
+
+def _tensors(folder: Path) -> dict[str, TensorInFile]:
+    """All tensors of the model, by name."""
+    if not folder.is_dir():
+        raise invalid("FOLDER", f"{folder} is not a folder", "give that of a Hugging Face model")
+    if not (folder / INDEX).exists():
+        if not (folder / SINGLE).exists():
+            pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
+            reason = (
+                "holds pickled weights, which are never loaded"
+                if pickled
+                else "holds no safetensors"
+            )
+            raise invalid(
+                "FOLDER",
+                f"{folder} {reason}",
+                f"{SINGLE} or {INDEX} is needed: save the model with save_pretrained",
+            )
+        return dict(read_tensors(folder / SINGLE))
+    places = _json(folder / INDEX).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(each, str) for each in places.values()):
+        raise DamagedError(str(folder / INDEX), "has no weight_map of names to files")
+    found: dict[str, TensorInFile] = {}
+    for name in sorted(set(places.values())):
+        if name != Path(name).name:  # nothing outside of the folder is read
+            raise DamagedError(str(folder / INDEX), f"names {name!r}, which is not in the folder")
+        if not (folder / name).exists():
+            raise MissingFileError(str(folder / name), "is missing")
+        found |= read_tensors(folder / name)
+    return found
+
+
+def _json(path: Path) -> Mapping[str, Any]:
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise MissingFileError(str(path), "is missing") from error
+    except ValueError as error:
+        raise DamagedError(str(path), f"is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise DamagedError(str(path), "is not a JSON object")
+    return values
+
+
+def _tied(transfer: Transfer, wanted: tuple[Transfer, ...]) -> Transfer:
+    """The head is read from the embedding."""
+    if transfer.logical != HEAD:
+        return transfer
+    embedding = next(each for each in wanted if each.logical == EMBEDDING)
+    return Transfer(embedding.foreign, transfer.shape, HEAD, "none")
+
+
+def _check(
+    folder: Path,
+    wanted: tuple[Transfer, ...],
+    tensors: Mapping[str, TensorInFile],
+    *,
+    tied: bool,
+) -> None:
+    """Raise where a tensor is missing, has another shape, or has no place in a job."""
+    for each in wanted:
+        found = tensors.get(each.foreign)
+        if found is None:
+            raise DamagedError(str(folder), f"{each.foreign} is missing")
+        if found.shape != each.shape:
+            raise DamagedError(
+                str(found.file),
+                f"{each.foreign} is of shape {list(found.shape)}, and config.json makes it "
+                f"{list(each.shape)}",
+            )
+        if not each.logical and np.any(found.read()):
+            raise invalid(each.foreign, "holds values", "a job has no such parameter")
+    known = {each.foreign for each in wanted} | ({_FOREIGN_HEAD} if tied else set())
+    extra = [n for n in sorted(tensors) if n not in known and not n.endswith(_IGNORED)]
+    if extra:
+        raise RequestError(
+            f"{extra[0]}: no parameter of a job; such a model cannot be imported",
+            fields=[(extra[0], "no parameter of a job; such a model cannot be imported")],
+        )
+
+
+def _logical_shape(transfer: Transfer) -> tuple[int, ...]:
+    return transfer.shape[::-1] if transfer.change == "transposed" else transfer.shape
+
+
+def _read(transfer: Transfer, tensors: Mapping[str, TensorInFile], foreign: ForeignModel) -> Floats:
+    values = to_logical(tensors[transfer.foreign].read(), transfer.change, foreign.model.head_size)
+    if transfer.logical == HEAD and foreign.head_scale != 1.0:
+        values = values * np.float32(foreign.head_scale)
+    return values

@@ -1,0 +1,159 @@
+"""Safetensors files tensor by tensor: written in one pass, read by ranges; nothing is unpickled.
+
+The safetensors library writes a file from tensors that are all in memory, and numpy has no bfloat16
+for it to read, so the format (https://github.com/huggingface/safetensors) is spoken here: the
+length of a JSON header, the header, then the tensors' bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megascale_checkpoint.export.values import CARRIERS, Floats, widen
+from megascale_common.service.errors import DamagedError
+
+ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+MAX_HEADER_BYTES = 100 << 20  # the limit of the safetensors library
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_ALIGNMENT = 8
+_LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorToWrite:
+    """A tensor of known size whose bytes are made when its turn comes."""
+
+    name: str
+    shape: tuple[int, ...]
+    make: Callable[[], memoryview]
+
+
+def write_files(
+    folder: Path, tensors: Iterable[TensorToWrite], dtype: str, shard_bytes: int
+) -> int:
+    """Write ``tensors`` of ``dtype`` into files of at most ``shard_bytes``, with an index.
+
+    A tensor larger than that has a file of its own. One file needs no index. Returns the bytes of
+    all tensors.
+    """
+    shards: list[list[TensorToWrite]] = [[]]
+    room = shard_bytes
+    for tensor in tensors:
+        size = _size(tensor, dtype)
+        if shards[-1] and size > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(tensor)
+        room -= size
+    if len(shards) == 1:
+        return _write(folder / SINGLE, shards[0], dtype)
+    total, places = 0, dict[str, str]()
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        total += _write(folder / name, shard, dtype)
+        places |= {tensor.name: name for tensor in shard}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return total
+
+
+def _size(tensor: TensorToWrite, dtype: str) -> int:
+    return math.prod(tensor.shape) * ITEM_BYTES[dtype]
+
+
+def _write(path: Path, tensors: list[TensorToWrite], dtype: str) -> int:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+    offset = 0
+    for tensor in tensors:
+        end = offset + _size(tensor, dtype)
+        header[tensor.name] = {
+            "dtype": dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    body = json.dumps(header, separators=(",", ":")).encode()
+    body += b" " * (-len(body) % _ALIGNMENT)
+    with path.open("xb") as file:
+        file.write(_LENGTH.pack(len(body)) + body)
+        for tensor in tensors:
+            data = tensor.make()
+            assert len(data) == _size(tensor, dtype), tensor.name
+            file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return offset
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInFile:
+    """Where a tensor lies: ``start`` counts from the beginning of ``file``."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    size_bytes: int
+
+    def read(self) -> Floats:
+        """The values in float32, in the tensor's shape.
+
+        Raises:
+            DamagedError: the file is cut short.
+            OSError: it cannot be read.
+        """
+        data = bytearray(self.size_bytes)
+        with self.file.open("rb", buffering=0) as file:
+            view, done = memoryview(data), 0
+            while done < self.size_bytes:
+                count = os.preadv(file.fileno(), [view[done:]], self.start + done)
+                if count == 0:
+                    raise DamagedError(str(self.file), f"ends at byte {self.start + done}")
+                done += count
+        return widen(memoryview(data), self.dtype).reshape(self.shape)
+
+
+def read_tensors(file: Path) -> Mapping[str, TensorInFile]:
+    """The tensors of a file, by name; only its header is read.
+
+    Raises:
+        DamagedError: it is not a safetensors file, cut short, or holds other than floats.
+        OSError: it cannot be read.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        prefix = opened.read(_LENGTH.size)
+        length = _LENGTH.unpack(prefix)[0] if len(prefix) == _LENGTH.size else size
+        if length > min(size - len(prefix), MAX_HEADER_BYTES):
+            raise DamagedError(str(file), "is not a safetensors file, or is cut short")
+        body = opened.read(length)
+    try:
+        header = json.loads(body)
+        header.pop("__metadata__", None)
+        found = {
+            name: _tensor(file, name, entry, _LENGTH.size + length, size)
+            for name, entry in header.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(str(file), f"its safetensors header cannot be read: {error}") from error
+    return found
+
+
+def _tensor(file: Path, name: str, entry: Mapping[str, Any], start: int, size: int) -> TensorInFile:
+    dtype, shape = entry["dtype"], tuple(entry["shape"])
+    low, high = entry["data_offsets"]
+    if dtype not in CARRIERS:
+        known = ", ".join(CARRIERS)
+        raise DamagedError(str(file), f"{name} is of type {dtype}, and only {known} can be read")
+    fits = all(isinstance(each, int) and each >= 0 for each in (low, high, *shape))
+    if not fits or high - low != math.prod(shape) * ITEM_BYTES[dtype] or start + high > size:
+        raise DamagedError(str(file), f"{name} does not lie in the file as its header says")
+    return TensorInFile(file, dtype, shape, start + low, high - low)

@@ -1,0 +1,191 @@
+"""One complete checkpoint, read parameter by parameter: memory holds one parameter at a time.
+
+Every piece is verified against its checksum as it is read. What is exported is thus what was
+committed, or the export fails.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from megascale_checkpoint import manifest as manifests
+from megascale_checkpoint import reshard
+from megascale_checkpoint.checksums import checksum
+from megascale_checkpoint.commit_log import CommitLog
+from megascale_checkpoint.export.values import Floats
+from megascale_checkpoint.manifest import Manifest
+from megascale_checkpoint.shard_file import Origin, StoredPiece, read_exactly, read_header
+from megascale_checkpoint.storage import Storage, join, open_storage
+from megascale_common.job.config import ModelConfig, from_accepted
+from megascale_common.job.problems import JobError
+from megascale_common.service.errors import (
+    CoverageError,
+    DamagedError,
+    NotFoundError,
+    RequestError,
+    invalid,
+)
+from megascale_common.sizes.checkpoint_layout import DTYPE_BYTES, MASTER
+
+MODEL = "model"  # of the small state: the fields of trainer.model
+
+
+class ParameterReader:
+    """A checkpoint whose manifest was read.
+
+    Attributes:
+        manifest: what it consists of.
+        shapes: global shape of each parameter, in the order of the files.
+        states: names of the optimizer states, the float32 parameters ("master") first.
+    """
+
+    def __init__(self, storage: Storage, manifest: Manifest) -> None:
+        self._storage, self.manifest = storage, manifest
+        self._pieces: dict[tuple[str, str], list[StoredPiece]] = defaultdict(list)
+        for file in manifest.files:
+            manifests.check_size(storage, file)
+            origin = Origin(manifest.job, manifest.attempt, manifest.step, file.rank)
+            try:
+                pieces = read_header(storage, file.path, origin)
+            except DamagedError as error:
+                raise self._located(error) from error
+            for stored in pieces:
+                self._pieces[stored.piece.name, stored.piece.state].append(stored)
+        self.shapes = {
+            name: pieces[0].piece.global_shape
+            for (name, state), pieces in self._pieces.items()
+            if state == MASTER
+        }
+        others = {state for _, state in self._pieces} - {MASTER}
+        self.states = (MASTER, *sorted(others))
+
+    @property
+    def model(self) -> ModelConfig | None:
+        """The model as the job that wrote the checkpoint described it; None if it did not."""
+        values = self.manifest.small_state.get(MODEL)
+        return None if values is None else _model(values, "manifest.json")
+
+    def read(self, name: str, state: str = MASTER) -> Floats:
+        """A whole parameter, float32 in its global shape.
+
+        Raises:
+            DamagedError: a file is missing, cut short or changed, or the pieces are incomplete.
+            OSError: the storage does not answer.
+        """
+        stored = self._pieces.get((name, state), [])
+        try:
+            reshard.check_coverage(each.piece for each in stored)
+        except CoverageError as error:
+            raise DamagedError(self._storage.uri, f"{name} ({state}): {error}") from error
+        first = stored[0].piece
+        if first.dtype != "float32":
+            raise DamagedError(self._storage.uri, f"{name} ({state}) is {first.dtype}, not float32")
+        whole = np.empty(first.global_shape, np.float32)
+        for each in stored:
+            reshard.put(whole, each.piece, np.frombuffer(self._bytes(each), np.float32))
+        return whole
+
+    def size_bytes(self, states: tuple[str, ...]) -> int:
+        """Bytes of these states of all parameters."""
+        values = sum(math.prod(shape) for shape in self.shapes.values())
+        return values * DTYPE_BYTES["float32"] * len(states)
+
+    def _bytes(self, stored: StoredPiece) -> bytearray:
+        piece = stored.piece
+        buffer = bytearray((piece.flat_stop - piece.flat_start) * DTYPE_BYTES[piece.dtype])
+        try:
+            read_exactly(self._storage, stored.file, piece.slot_offset_bytes, memoryview(buffer))
+            if checksum(memoryview(buffer)) != stored.checksum:
+                raise DamagedError(stored.file, f"{piece.name} ({piece.state}) fails its checksum")
+        except DamagedError as error:
+            raise self._located(error) from error
+        return buffer
+
+    def _located(self, error: DamagedError) -> DamagedError:
+        return DamagedError(f"{self._storage.uri}/{error.file}", error.problem)
+
+
+def open_checkpoint(uri: str, step: int | None = None) -> ParameterReader:
+    """The newest complete checkpoint below ``uri``, or that of ``step``.
+
+    ``uri`` is a job's checkpoint.uri, or a folder that holds one checkpoint with its manifest, as
+    `megascale checkpoint fetch` writes it.
+
+    Raises:
+        NotFoundError: it holds no such checkpoint.
+        DamagedError: a file is missing, cut short or changed.
+        RequestError: the uri is not supported.
+        OSError: the storage does not answer.
+    """
+    storage = open_storage(uri)
+    if storage.size(manifests.NAME) is not None:
+        storage, manifest = manifests.load(join(uri, manifests.NAME))
+        if step not in (None, manifest.step):
+            raise NotFoundError(
+                f"--step: {uri} holds step {manifest.step} alone; leave the option out"
+            )
+        return ParameterReader(storage, manifest)
+    log = CommitLog(storage)
+    log.refresh(whole=step is not None)  # a snapshot of the log leaves out the oldest
+    commits = log.commits()
+    if step is None or step not in {each.step for each in commits}:
+        log.refuse_damaged()  # what was asked for may stand behind the damage
+    if not commits:
+        raise NotFoundError(
+            f"{uri} holds no complete checkpoint: give a job's checkpoint.uri, or a folder that "
+            "`megascale checkpoint fetch` wrote"
+        )
+    record = next((each for each in commits if step in (None, each.step)), None)
+    if record is None:
+        steps = sorted({each.step for each in commits})
+        shown = ", ".join(map(str, steps[-10:]))
+        raise NotFoundError(
+            f"--step: {uri} has no complete checkpoint of step {step}; give one of {shown}"
+        )
+    manifest_uri = join(uri, record.values["manifest"])
+    xxh3 = record.values["manifest_xxh3"]
+    return ParameterReader(*manifests.load(manifest_uri, xxh3))
+
+
+def model_of(stored: ParameterReader, job_file: Path | None) -> ModelConfig:
+    """The model of a checkpoint, from the job file where one is given.
+
+    Raises:
+        RequestError: neither describes it, or the file is no job.
+        OSError: the file cannot be read.
+    """
+    if job_file is None:
+        if stored.model is None:
+            raise invalid(
+                "--job",
+                "missing, and an earlier version wrote this checkpoint without its model",
+                "give the file of the job that wrote it",
+            )
+        return stored.model
+    try:
+        values = yaml.safe_load(job_file.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise invalid(
+            "--job", f"{job_file} is not valid YAML: {error}", "give a job file"
+        ) from error
+    try:
+        return from_accepted(values).model
+    except JobError as error:
+        raise RequestError(f"--job: {job_file}: {error}") from error
+
+
+def _model(values: Mapping[str, Any], file: str) -> ModelConfig:
+    job = {"name": "model", "model": values, "training": {"steps": 1, "global_batch_size": 1}}
+    try:
+        return from_accepted(job).model
+    except JobError as error:
+        raise RequestError(
+            f"{file}: {error}: a newer version wrote this checkpoint; give the job file with --job"
+        ) from error

@@ -1,0 +1,387 @@
+"""One rank's restores: a state is brought into a slot, from sealed memory or from storage.
+
+Threads only read or fill the memory of a slot, and the slot counts as in use until its thread has
+ended. :mod:`megascale_checkpoint.rank_snapshots` owns the slots.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from megascale_checkpoint import restore
+from megascale_checkpoint.checksums import verify_image
+from megascale_checkpoint.concurrency import Cancellation, Pools, Signal, in_pool
+from megascale_checkpoint.registration import RegisteredRank
+from megascale_checkpoint.replicas.protocol import SealedState, StateKey
+from megascale_checkpoint.slots import Slot, SlotPhase, SlotSeal, SlotTable
+from megascale_checkpoint.staging import SlotMemory
+from megascale_checkpoint.stored_checkpoint import StoredCheckpoint
+from megascale_common.job.restore import RestorePlan, RestoreSource
+from megascale_common.service.errors import (
+    DamagedError,
+    NotReadyError,
+    RequestError,
+    ServiceError,
+)
+from megascale_common.sizes.piece_runs import Runs
+from megascale_common.sizes.read_rounds import Read
+
+T = TypeVar("T")
+SLOT_WAIT_S = 30.0  # what persists for the attempt before has been asked to stop
+PEER = "peer"  # as a source of restores in metrics; to its rank the state is memory then
+READERS = 4  # threads that fill one window
+
+
+class RestoreListener(Protocol):
+    """What a rank's restores report to their job."""
+
+    changed: Signal
+
+    def note_restored(self, source: str, duration_s: float, size_bytes: int) -> None:
+        """A state was restored into a slot, or windows of one were read through it."""
+
+    def note_damaged(self, rank: int, attempt: int, step: int, problem: str) -> None:
+        """A sealed slot is not what was sealed, and has been discarded."""
+
+
+class ReplicaReader(Protocol):
+    """Reads the replica of a state from the node that keeps it."""
+
+    async def fetch(
+        self, given: RegisteredRank, key: StateKey, image: memoryview, cancelled: Cancellation
+    ) -> SealedState:
+        """Fill ``image``, and verify it; raises ServiceError where that is not possible."""
+
+
+class RankSlots(Protocol):
+    """The slots that a rank's restores read and fill."""
+
+    registration: RegisteredRank
+    memories: list[SlotMemory]
+    table: SlotTable
+
+    def release(self, index: int) -> None:
+        """See :meth:`SlotTable.release`."""
+
+    async def sealed(self) -> None:
+        """Wait until no checksums are being computed any more."""
+
+    def adopt(self, index: int) -> None:
+        """The attempt goes on from this state, which is in memory alone: persist it as its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restoration:
+    """A restored state: the worker reads ``slot``, then releases it."""
+
+    slot: int
+    source: RestoreSource
+    small_state: dict[str, Any]
+    bytes_read: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryProblem:
+    """Why memory does not hold a state; ``damage`` where a slot did, and is damaged."""
+
+    text: str
+    damage: DamagedError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredReads:
+    """An open checkpoint, and the slot that its windows are read into."""
+
+    slot: int
+    stored: StoredCheckpoint
+    cancelled: Cancellation
+    began_s: float
+
+
+class RankRestores:
+    """The restores of one (job, rank)."""
+
+    def __init__(self, slots: RankSlots, listener: RestoreListener, pools: Pools) -> None:
+        self._slots, self._listener, self._pools = slots, listener, pools
+        self._running: dict[asyncio.Task[Any], Cancellation] = {}
+        self.replicas: ReplicaReader | None = None
+
+    @property
+    def in_progress(self) -> bool:
+        """Whether a thread may still fill or read a slot."""
+        return bool(self._running)
+
+    def cancel(self) -> Iterable[asyncio.Task[Any]]:
+        """Ask all to stop; the caller awaits the tasks that are returned."""
+        for cancelled in self._running.values():
+            cancelled.cancel()
+        return list(self._running)
+
+    async def restore(self, plan: RestorePlan) -> Restoration:
+        """Restore a state: from the own sealed slot if it holds exactly that state, else storage.
+
+        This is the restore of a rank alone. Ranks that restore together ask for their memory
+        (:meth:`look_in_memory`) and read what none has with :meth:`open_stored`.
+
+        Raises:
+            DamagedError: a file, or where nothing is stored the slot, is not what was written.
+            RequestError: nothing is stored, and no slot holds the state; or the uri is not
+                supported.
+            OSError: the storage does not answer.
+        """
+        began_s, cancelled = time.monotonic(), Cancellation()
+        found = await self._shielded(self._restore(plan, cancelled), cancelled, _slot_of)
+        self._listener.note_restored(found.source, time.monotonic() - began_s, found.bytes_read)
+        return found
+
+    async def look_in_memory(self, plan: RestorePlan) -> Restoration | MemoryProblem:
+        """The own sealed slot that holds the state of ``plan``, verified; or why there is none.
+
+        A damaged slot is discarded and reported.
+        """
+        began_s = time.monotonic()
+        cancelled = Cancellation()
+        found = await self._shielded(self._from_memory(plan, cancelled), cancelled, _slot_of)
+        if isinstance(found, Restoration):
+            self._listener.note_restored(found.source, time.monotonic() - began_s, 0)
+        return found
+
+    async def open_stored(self, plan: RestorePlan) -> StoredReads:
+        """Open the checkpoint of ``plan``, and reserve a slot for windows of it.
+
+        Raises:
+            DamagedError: the manifest is not the one that was committed.
+            RequestError: there is none on this node, the uri is not supported, or no slot is free.
+            OSError: the storage does not answer.
+        """
+        began_s, cancelled = time.monotonic(), Cancellation()
+        opening = in_pool(self._pools.storage, StoredCheckpoint.open, plan, cancelled)
+        stored = await self._shielded(opening, cancelled, lambda _: None)
+        slot = await self._take_slot()
+        return StoredReads(slot, stored, cancelled, began_s)
+
+    async def index(
+        self, reads: StoredReads, file: int, first: int, count: int
+    ) -> tuple[Runs, int]:
+        """Part of the index of a file, and the next piece to ask for (-1: none is left).
+
+        Raises: as :meth:`StoredCheckpoint.index`.
+        """
+
+        def read() -> tuple[Runs, int]:
+            following, all_pieces = first + count, reads.stored.piece_count(file)
+            runs = reads.stored.index(file, first, count)
+            return runs, following if following < all_pieces else -1
+
+        work = in_pool(self._pools.storage, read)
+        return await self._shielded(work, reads.cancelled, lambda _: reads.slot)
+
+    async def read(self, reads: StoredReads, at: int, wanted: Sequence[Read]) -> int:
+        """Fill the slot from byte ``at`` on; returns how many bytes were read.
+
+        Raises: as :meth:`StoredCheckpoint.read`.
+        """
+        image = self._slots.memories[reads.slot].view
+
+        def fill(part: Sequence[Read]) -> None:
+            for read in part:
+                begin = at + read.at
+                reads.stored.read(read, image[begin : begin + read.stop - read.start])
+
+        async def fill_all() -> int:
+            parts = _shares(wanted)
+            work = [in_pool(self._pools.storage, fill, part) for part in parts]
+            # All threads end before an error is raised: none may write into the slot afterwards.
+            for result in await asyncio.gather(*work, return_exceptions=True):
+                if isinstance(result, BaseException):
+                    raise result
+            return sum(read.stop - read.start for read in wanted)
+
+        return await self._shielded(fill_all(), reads.cancelled, lambda _: reads.slot)
+
+    def end_reads(self, reads: StoredReads) -> None:
+        """The windows are done with; the caller releases the slot."""
+        self._listener.note_restored(
+            RestoreSource.STORAGE, time.monotonic() - reads.began_s, reads.stored.bytes_read
+        )
+
+    async def _shielded(
+        self,
+        work: Awaitable[T],
+        cancelled: Cancellation,
+        slot_of: Callable[[asyncio.Task[T]], int | None],
+    ) -> T:
+        """Await ``work``; when the caller is cancelled, its slot is released once it has ended."""
+
+        # A task of its own: cancelling it would leave the thread running, and release a slot that
+        # the thread still fills. The caller's cancellation only asks the thread to stop.
+        async def run() -> T:
+            return await work
+
+        task = asyncio.create_task(run())
+        self._running[task] = cancelled
+        task.add_done_callback(self._running.pop)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            cancelled.cancel()
+            task.add_done_callback(lambda ended: self._give_back(ended, slot_of))
+            raise
+
+    def _give_back(
+        self, task: asyncio.Task[T], slot_of: Callable[[asyncio.Task[T]], int | None]
+    ) -> None:
+        """Release the slot of a restore whose caller is gone."""
+        if not task.cancelled():
+            task.exception()  # marks it as retrieved, or asyncio would log a warning
+        slot = slot_of(task)
+        if slot is not None:
+            self._slots.release(slot)
+
+    async def _restore(self, plan: RestorePlan, cancelled: Cancellation) -> Restoration:
+        found = await self._from_memory(plan, cancelled)
+        if isinstance(found, Restoration):
+            return found
+        if plan.manifest_uri:
+            return await self._restore_from_storage(plan, cancelled)
+        if found.damage is not None:
+            raise found.damage
+        raise RequestError(found.text)
+
+    async def _from_memory(
+        self, plan: RestorePlan, cancelled: Cancellation
+    ) -> Restoration | MemoryProblem:
+        await self._slots.sealed()
+        given = self._slots.registration
+        slot, no_replica = self._find(plan), ""
+        if slot is None and self.replicas is not None and given.replica_source:
+            no_replica = await self._fetch_replica(self.replicas, plan, cancelled)
+            slot = self._find(plan)
+        if slot is None or slot.seal is None:
+            return MemoryProblem(
+                f"step {plan.step} of attempt {plan.written_by_attempt} is not sealed here in this "
+                f"layout{no_replica}"
+            )
+        try:
+            found = await self._restore_from_memory(slot, slot.seal)
+            if not plan.manifest_uri:
+                self._slots.adopt(slot.index)
+            return found
+        except DamagedError as error:
+            self._slots.table.discard(slot.index)
+            self._listener.note_damaged(given.rank, plan.written_by_attempt, plan.step, str(error))
+            return MemoryProblem(str(error), error)
+
+    async def _fetch_replica(
+        self, replicas: ReplicaReader, plan: RestorePlan, cancelled: Cancellation
+    ) -> str:
+        """Bring the replica of a lost node's rank into a slot, sealed; returns why that failed."""
+        given, began_s = self._slots.registration, time.monotonic()
+        key = StateKey(given.job, given.rank, plan.written_by_attempt, plan.step, given.digest)
+        try:
+            index = await self._take_slot()
+            try:
+                image = self._slots.memories[index].view
+                state = await replicas.fetch(given, key, image, cancelled)
+            except BaseException:
+                self._slots.table.release(index)
+                raise
+        except (ServiceError, OSError) as error:
+            return f", and its replica cannot be read: {error}"
+        checksums = tuple(piece.checksum for piece in state.pieces)
+        seal = SlotSeal(key.attempt, key.step, key.layout_digest, checksums, state.small_state)
+        self._slots.table.finish_fetch(index, seal)
+        self._listener.note_restored(PEER, time.monotonic() - began_s, state.size_bytes)
+        return ""
+
+    def _find(self, plan: RestorePlan) -> Slot | None:
+        """The slot with the planned state, as its attempt sealed it or a later one adopted it."""
+        table, digest = self._slots.table, self._slots.registration.digest
+        found = table.find(plan.written_by_attempt, plan.step, digest)
+        if found is not None:
+            return found
+        for slot in table.slots:
+            seal = slot.seal if slot.phase is SlotPhase.SEALED and slot.adopter else None
+            wanted = (plan.written_by_attempt, plan.step, digest)
+            if seal and (slot.adopter, seal.step, seal.layout_digest) == wanted:
+                return slot
+        return None
+
+    async def _take_slot(self) -> int:
+        """A slot to read into; waits while all are still read for the attempt before.
+
+        Raises:
+            NotReadyError: none became free in time.
+        """
+        try:
+            async with asyncio.timeout(SLOT_WAIT_S):
+                while True:
+                    try:
+                        index = self._slots.table.take_for_restore()
+                    except RequestError as error:
+                        problem = str(error)
+                        await self._listener.changed.wait()
+                        continue
+                    self._listener.changed.notify()
+                    return index
+        except TimeoutError as error:
+            raise NotReadyError(f"{problem} (waited for {SLOT_WAIT_S:g} s)") from error
+
+    async def _restore_from_memory(self, slot: Slot, seal: SlotSeal) -> Restoration:
+        self._slots.table.lend(slot.index)
+        memory = self._slots.memories[slot.index]
+        layout = self._slots.registration.layout
+        try:
+            await in_pool(
+                self._pools.memory,
+                verify_image,
+                layout,
+                memory.view,
+                seal.checksums,
+                str(memory.path),
+            )
+        except BaseException:
+            self._slots.table.release(slot.index)
+            raise
+        return Restoration(slot.index, RestoreSource.MEMORY, seal.small_state, 0)
+
+    async def _restore_from_storage(
+        self, plan: RestorePlan, cancelled: Cancellation
+    ) -> Restoration:
+        index = await self._take_slot()
+        memory, given = self._slots.memories[index], self._slots.registration
+        try:
+            filled = await in_pool(
+                self._pools.storage,
+                restore.fill,
+                plan.manifest_uri,
+                plan.step,
+                given.rank,
+                given.layout,
+                memory.view,
+                cancelled,
+                plan.manifest_xxh3,
+            )
+        except BaseException:
+            self._slots.table.release(index)
+            raise
+        return Restoration(index, RestoreSource.STORAGE, filled.small_state, filled.bytes_read)
+
+
+def _slot_of(
+    task: asyncio.Task[Restoration | MemoryProblem] | asyncio.Task[Restoration],
+) -> int | None:
+    if task.cancelled() or task.exception() is not None:
+        return None
+    found = task.result()
+    return found.slot if isinstance(found, Restoration) else None
+
+
+def _shares(reads: Sequence[Read]) -> list[Sequence[Read]]:
+    """About equal runs of ``reads``, one per thread."""
+    size = -(-len(reads) // READERS) or 1
+    return [reads[begin : begin + size] for begin in range(0, len(reads), size)]

@@ -1,0 +1,232 @@
+"""Copies what is sealed on this node to the peer that the registration names.
+
+After every change it compares what is sealed with what was sent: of each rank the newest snapshot,
+and once more in a new attempt, whose peers may be others. A newer one ends the transfer of an older
+one; a transfer that cannot keep up is a failure that the job shows, and training goes on.
+
+A transfer holds no slot, so it can cost no snapshot. The newest sealed slot is not written before a
+newer one is sealed, which ends the transfer; what is read of a slot that is written all the same
+(before the thread has seen the end) does not have the checksums that the receiver compares.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from megascale_checkpoint.concurrency import Cancellation, Signal, in_pool
+from megascale_checkpoint.registration import RegisteredRank
+from megascale_checkpoint.replicas.protocol import (
+    CHUNK_BYTES,
+    Connection,
+    PeerError,
+    PieceBytes,
+    SealedState,
+    StateKey,
+    refusal,
+)
+from megascale_checkpoint.replicas.token_bucket import BURST_S, TokenBucket
+from megascale_checkpoint.slots import SlotSeal, SlotTable
+from megascale_checkpoint.staging import SlotMemory
+from megascale_common.service import logs
+from megascale_common.service.errors import ServiceError
+
+log = logs.get("replicas")
+SENDERS = 16  # threads: the ranks of a node
+MAX_ERROR_CHARS = 500
+
+
+class SealedRank(Protocol):
+    """One rank's slots (:class:`megascale_checkpoint.rank_snapshots.RankSnapshots`)."""
+
+    registration: RegisteredRank
+    memories: list[SlotMemory]
+    table: SlotTable
+
+
+class SealedJob(Protocol):
+    """One job's ranks on this node (:class:`megascale_checkpoint.jobs.JobCheckpoints`)."""
+
+    name: str
+    attempt: int
+
+    @property
+    def ranks(self) -> Mapping[int, SealedRank]:
+        """By global rank."""
+
+
+@dataclass(slots=True)
+class Failure:
+    """A snapshot without a replica, and why."""
+
+    key: StateKey
+    error: str
+
+
+@dataclass(slots=True)
+class SentTotals:
+    """What was sent of one job. ``failure``: the newest since the newest success of its rank."""
+
+    count: int = 0
+    sum_s: float = 0.0
+    size_bytes: int = 0
+    failures: int = 0
+    failure: Failure | None = None
+
+
+@dataclass(slots=True)
+class _Transfer:
+    seal: SlotSeal
+    attempt: int
+    cancelled: Cancellation = field(default_factory=Cancellation)
+    connection: Connection | None = None
+    task: asyncio.Task[None] | None = None
+    stopped: bool = False
+    newer_step: int = 0
+
+    def stop(self) -> None:
+        self.stopped = True
+        self.cancelled.cancel()
+        if self.connection is not None:
+            self.connection.shut()
+
+
+class ReplicaSender:
+    """Sends for all jobs of the node; they share one token bucket."""
+
+    def __init__(self, token: str, changed: Signal) -> None:
+        self._token, self._changed = token, changed
+        self._threads = ThreadPoolExecutor(SENDERS, "replica-sender")
+        self._bucket, self._bucket_lock = TokenBucket(0.0, time.monotonic()), threading.Lock()
+        self._transfers: dict[tuple[str, int], _Transfer] = {}
+        self.totals: dict[str, SentTotals] = {}
+
+    def consider(self, jobs: Iterable[SealedJob]) -> None:
+        """Start and stop transfers, so that the newest snapshot of every rank gets its replica."""
+        present = {}
+        for job in jobs:
+            for rank, snapshots in job.ranks.items():
+                if snapshots.registration.replica_target:
+                    present[job.name, rank] = snapshots
+        for place in list(self._transfers):
+            if place not in present:
+                self._transfers[place].stop()
+                if self._transfers[place].task is None:
+                    del self._transfers[place]
+        for name in [name for name in self.totals if all(name != job for job, _ in present)]:
+            del self.totals[name]
+        for place, snapshots in present.items():
+            self._consider_rank(place, snapshots)
+
+    async def close(self) -> None:
+        """End all transfers."""
+        for transfer in self._transfers.values():
+            transfer.stop()
+        tasks = [t.task for t in self._transfers.values() if t.task is not None]
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _consider_rank(self, place: tuple[str, int], snapshots: SealedRank) -> None:
+        given = snapshots.registration
+        seals = [seal for seal in snapshots.table.sealed() if seal.layout_digest == given.digest]
+        last = self._transfers.get(place)
+        if last is not None and last.task is not None:
+            newer = bool(seals) and seals[-1].age > last.seal.age
+            if newer or last.attempt < given.attempt:
+                last.newer_step = seals[-1].step if newer else 0
+                last.stop()  # its end is a change, and then the newer one is started
+            return
+        if not seals:
+            return
+        if last is not None and (last.attempt, last.seal.age) >= (given.attempt, seals[-1].age):
+            return  # tried once in this attempt; a copy that failed is not tried again
+        slot = snapshots.table.find(seals[-1].attempt, seals[-1].step, seals[-1].layout_digest)
+        if slot is not None:
+            transfer = self._transfers[place] = _Transfer(seals[-1], given.attempt)
+            # A view of its own: while it is there, the memory stays mapped.
+            image = memoryview(snapshots.memories[slot.index].view)
+            transfer.task = asyncio.create_task(self._send(given, image, transfer))
+
+    async def _send(self, given: RegisteredRank, image: memoryview, transfer: _Transfer) -> None:
+        state = _state(given, transfer.seal, len(image))
+        totals = self.totals.setdefault(given.job, SentTotals())
+        began_s = time.monotonic()
+        try:
+            await in_pool(self._threads, self._send_now, given, state, image, transfer)
+            totals.count, totals.sum_s = totals.count + 1, totals.sum_s + time.monotonic() - began_s
+            totals.size_bytes += state.size_bytes
+            if totals.failure is not None and totals.failure.key.rank == given.rank:
+                totals.failure = None
+        except (ServiceError, PeerError) as error:
+            self._failed(totals, state.key, transfer, error)
+        except Exception as error:
+            log.exception("defect while sending a replica", job=given.job, step=state.key.step)
+            self._failed(totals, state.key, transfer, error)
+        finally:
+            transfer.task = None
+            self._changed.notify()
+
+    def _send_now(
+        self, given: RegisteredRank, state: SealedState, image: memoryview, transfer: _Transfer
+    ) -> None:
+        """In a thread."""
+        cancelled = transfer.cancelled
+        cancelled.check()
+        with Connection.dial(given.replica_target, self._token, cancelled) as connection:
+            transfer.connection = connection
+            cancelled.check()
+            request = {"verb": "store", "attempt": given.attempt, "state": state.to_mapping()}
+            connection.send(request)
+            reply = connection.receive()
+            problem = refusal(reply, "go", "kept")
+            if not problem and reply["verb"] == "go":
+                rate = given.replica_bytes_per_s
+                connection.send_pieces(
+                    state, image, lambda size: self._wait_s(size, rate), _chunk_bytes(rate)
+                )
+                problem = refusal(connection.receive(), "kept")
+            if problem:
+                raise PeerError(f"the peer at {given.replica_target} refuses: {problem}")
+
+    def _wait_s(self, size_bytes: int, bytes_per_s: int) -> float:
+        with self._bucket_lock:
+            self._bucket.bytes_per_s = bytes_per_s
+            return self._bucket.take(size_bytes, time.monotonic())
+
+    def _failed(
+        self, totals: SentTotals, key: StateKey, transfer: _Transfer, error: Exception
+    ) -> None:
+        if transfer.stopped and not transfer.newer_step:
+            return  # the attempt, or the daemon, ends
+        text = str(error)
+        if transfer.newer_step:
+            text = (
+                f"step {transfer.newer_step} was sealed before the copy of step {key.step} had "
+                "ended: give more of checkpoint.max_replicate_mib_per_s, or more steps between "
+                "snapshots"
+            )
+        totals.failures += 1
+        reported = replace(key, attempt=transfer.attempt)  # the state may be of an earlier one
+        totals.failure = Failure(reported, text[:MAX_ERROR_CHARS])
+        log.warning("no replica", job=key.job, rank=key.rank, step=key.step, error=text)
+
+
+def _chunk_bytes(bytes_per_s: int) -> int:
+    """How much goes out at once: small at a low rate, or a peer would wait long for the next."""
+    if not bytes_per_s:
+        return CHUNK_BYTES
+    return max(1, min(CHUNK_BYTES, int(bytes_per_s * BURST_S)))
+
+
+def _state(given: RegisteredRank, seal: SlotSeal, slot_bytes: int) -> SealedState:
+    pieces = tuple(
+        PieceBytes(piece.slot_offset_bytes, piece.size_bytes, checksum)
+        for piece, checksum in zip(given.layout.pieces, seal.checksums, strict=True)
+    )
+    key = StateKey(given.job, given.rank, seal.attempt, seal.step, seal.layout_digest)
+    return SealedState(key, slot_bytes, pieces, seal.small_state)

@@ -1,0 +1,172 @@
+"""The TCP server of a node's replicas: takes states of other nodes, and gives them back.
+
+A thread per connection, of a bounded number; what it decides runs on the event loop. A caller shows
+the cluster token before anything else is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import socket
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from megascale_checkpoint.concurrency import Cancellation
+from megascale_checkpoint.replicas.protocol import (
+    Connection,
+    PeerError,
+    SealedState,
+    StateKey,
+    check_pieces,
+    key_from_mapping,
+    number_of,
+)
+from megascale_checkpoint.replicas.store import Filling, ReplicaSlot, ReplicaStore
+from megascale_common.service import logs
+from megascale_common.service.errors import DamagedError, ServiceError
+
+T = TypeVar("T")
+log = logs.get("replicas")
+MAX_CONNECTIONS = 32  # the ranks of a peer or two that store, and of one that restores
+ACCEPT_PAUSE_S = 0.2  # after running out of descriptors
+END_TIMEOUT_S = 5.0  # for the threads of closed connections
+
+
+class ReplicaServer:
+    """Serves until it is closed."""
+
+    def __init__(self, store: ReplicaStore, token: str) -> None:
+        self._store, self._token = store, token
+        self._threads = ThreadPoolExecutor(MAX_CONNECTIONS, "replica-server")
+        self._listener: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
+        self._connections: dict[Connection, Cancellation] = {}
+        self._serving: set[asyncio.Future[None]] = set()
+
+    def start(self, host: str, port: int = 0) -> str:
+        """Listen; returns host:port.
+
+        Raises:
+            OSError: the address cannot be used.
+        """
+        self._listener = socket.create_server((host, port), backlog=MAX_CONNECTIONS)
+        self._listener.setblocking(False)
+        self._accepting = asyncio.create_task(self._accept(), name="replica server")
+        return f"{host}:{self._listener.getsockname()[1]}"
+
+    async def close(self) -> None:
+        """End all connections."""
+        if self._accepting is not None:
+            self._accepting.cancel()
+            await asyncio.gather(self._accepting, return_exceptions=True)
+        if self._listener is not None:
+            self._listener.close()
+        for connection, cancelled in list(self._connections.items()):
+            cancelled.cancel()
+            connection.shut()
+        if self._serving:
+            await asyncio.wait(self._serving, timeout=END_TIMEOUT_S)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        assert self._listener is not None
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(self._listener)
+            except OSError as error:
+                log.error("cannot accept a peer", error=str(error))
+                await asyncio.sleep(ACCEPT_PAUSE_S)
+                continue
+            if len(self._connections) >= MAX_CONNECTIONS:
+                log.warning("connection refused: too many", limit=MAX_CONNECTIONS)
+                sock.close()
+                continue
+            cancelled = Cancellation()
+            connection = Connection(sock, cancelled)
+            self._connections[connection] = cancelled
+            serving = loop.run_in_executor(self._threads, self._serve, connection, loop)
+            self._serving.add(serving)
+            serving.add_done_callback(functools.partial(self._ended, connection))
+
+    def _ended(self, connection: Connection, serving: asyncio.Future[None]) -> None:
+        self._connections.pop(connection)
+        self._serving.discard(serving)
+
+    def _serve(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
+        """One connection, in its thread."""
+        with connection:
+            try:
+                connection.accept(self._token)
+                request = connection.receive()
+                if request.get("verb") == "store":
+                    state = SealedState.from_mapping(request.get("state"))
+                    self._take(connection, state, number_of(request, "attempt"), loop)
+                else:
+                    self._give(connection, request, loop)
+            except (ServiceError, PeerError) as error:
+                log.info("replica connection ended", error=str(error))
+                with contextlib.suppress(ServiceError, PeerError):
+                    connection.send({"verb": "refused", "error": str(error)})
+            except Exception:
+                # A defect costs this connection only: the daemon has the snapshots of all ranks.
+                log.exception("defect while serving a peer")
+
+    def _take(
+        self,
+        connection: Connection,
+        state: SealedState,
+        attempt: int,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        filling = _on(loop, self._store.begin(state, attempt, connection.shut))
+        if filling is None:
+            connection.send({"verb": "kept"})
+            return
+        whole = False
+        try:
+            connection.send({"verb": "go"})
+            where = f"replica of rank {state.key.rank}, step {state.key.step}"
+            connection.receive_pieces(state, filling.slot.memory.view, where)
+            whole = True
+        finally:
+            _on(loop, self._finish(filling, whole))
+        connection.send({"verb": "kept"})
+
+    async def _finish(self, filling: Filling, whole: bool) -> None:
+        if whole:
+            self._store.sealed_now(filling)
+        else:
+            self._store.given_up(filling)
+
+    def _give(
+        self, connection: Connection, request: dict[str, Any], loop: asyncio.AbstractEventLoop
+    ) -> None:
+        key = key_from_mapping(request.get("key"))
+        slot = _on(loop, self._lend(key))
+        state = slot.state
+        try:
+            assert state is not None
+            # Here too: a damaged one must not be offered again at the next restart.
+            check_pieces(state, slot.memory.view, f"the replica of rank {key.rank}")
+            connection.send({"verb": "state", "state": state.to_mapping()})
+            connection.send_pieces(state, slot.memory.view, lambda _: 0.0)
+        except DamagedError:
+            _on(loop, self._discard(slot))
+            raise
+        finally:
+            _on(loop, self._store.returned(slot))
+
+    async def _discard(self, slot: ReplicaSlot) -> None:
+        self._store.discard(slot)
+
+    async def _lend(self, key: StateKey) -> ReplicaSlot:
+        return self._store.lend(key)
+
+
+def _on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that runs on the event loop; for threads."""
+    return asyncio.run_coroutine_threadsafe(work, loop).result()

@@ -1,0 +1,243 @@
+"""The replicas that this node keeps for others: two slots per rank, so that a whole one stands.
+
+They live as long as this node's own slots of the same job, and count in the same staging limit. All
+state changes happen on the event loop; threads only fill or read the memory of a slot that is in
+use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from megascale_checkpoint.concurrency import Pools, Signal, in_pool
+from megascale_checkpoint.replicas.protocol import SealedState, StateKey
+from megascale_checkpoint.staging import SlotMemory, StagingFolder
+from megascale_common.service import logs
+from megascale_common.service.errors import NotFoundError, NotReadyError, SupersededError
+from megascale_common.sizes.staging import REPLICA_SLOTS
+
+log = logs.get("replicas")
+GIVE_WAY_S = 15.0  # for a transfer that was told to end: longer than a silent peer is waited for
+
+
+@dataclass(slots=True)
+class ReplicaSlot:
+    """One slot: the state that it holds whole, if any, and how many threads read it."""
+
+    memory: SlotMemory
+    state: SealedState | None = None
+    readers: int = 0
+    discarded: bool = False
+
+
+@dataclass(slots=True)
+class Filling:
+    """A transfer into a slot; ``stop`` ends it, ``ended`` is set when no thread writes any more."""
+
+    state: SealedState
+    slot: ReplicaSlot
+    stop: Callable[[], None]
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(slots=True)
+class _Rank:
+    slots: list[ReplicaSlot]
+    slot_bytes: int
+    filling: Filling | None = None
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class ReplicaStore:
+    """Replicas by job and rank.
+
+    Args:
+        attempt_of: the attempt of a job whose ranks have slots on this node; 0 without such ranks.
+        changed: fires whenever a replica was sealed or lost.
+    """
+
+    def __init__(
+        self,
+        staging: StagingFolder,
+        pools: Pools,
+        attempt_of: Callable[[str], int],
+        changed: Signal,
+    ) -> None:
+        self._staging, self._pools = staging, pools
+        self._attempt_of, self._changed = attempt_of, changed
+        self._ranks: dict[tuple[str, int], _Rank] = {}
+        self._locks: dict[tuple[str, int], asyncio.Lock] = {}
+
+    @property
+    def used_bytes(self) -> int:
+        """Staging memory of all replicas."""
+        return sum(len(rank.slots) * rank.slot_bytes for rank in self._ranks.values())
+
+    def sealed(self, job: str) -> list[StateKey]:
+        """The whole replicas of a job, by rank, attempt and step."""
+        found = [
+            slot.state.key
+            for (name, _), rank in self._ranks.items()
+            for slot in rank.slots
+            if name == job and slot.state is not None
+        ]
+        return sorted(found, key=lambda key: (key.rank, key.attempt, key.step))
+
+    async def begin(
+        self, state: SealedState, attempt: int, stop: Callable[[], None]
+    ) -> Filling | None:
+        """A slot to receive ``state`` into; None if it is here already. Ends an older transfer.
+
+        ``attempt`` is the one that the sender runs in.
+
+        Raises:
+            NotReadyError: no rank of the job has slots here, or a transfer did not end in time.
+            SupersededError: a later attempt, or a later state of the rank, is here.
+            LimitError: there is no room.
+        """
+        key = state.key
+        place = (key.job, key.rank)
+        async with self._locks.setdefault(place, asyncio.Lock()):
+            self._check_attempt(key.job, attempt)
+            rank = await self._rank(state)
+            if rank.filling is not None:
+                await self._end(rank.filling)
+                if self._ranks.get(place) is not rank:
+                    raise NotReadyError("the replicas of this rank have just been freed: try again")
+            newest = max((_age(slot) for slot in rank.slots), default=(0, 0))
+            if any(slot.state is not None and slot.state.key == key for slot in rank.slots):
+                return None
+            if (key.attempt, key.step) < newest:
+                raise SupersededError(f"attempt {newest[0]}, step {newest[1]} is kept here")
+            slot = min(rank.slots, key=_age)
+            if slot.readers:
+                raise NotReadyError("the older replica is being read: try again")
+            slot.state = None
+            rank.filling = Filling(state, slot, stop)
+            self._changed.notify()
+            return rank.filling
+
+    def sealed_now(self, filling: Filling) -> None:
+        """All bytes of the transfer are in the slot, and are those that were sealed."""
+        key = filling.state.key
+        filling.slot.state = filling.state
+        self._ended(filling)
+        log.info("replica sealed", job=key.job, rank=key.rank, attempt=key.attempt, step=key.step)
+
+    def given_up(self, filling: Filling) -> None:
+        """The transfer ended without a whole replica."""
+        self._ended(filling)
+
+    def lend(self, key: StateKey) -> ReplicaSlot:
+        """The slot that holds exactly this state, kept from being overwritten until ``returned``.
+
+        Raises:
+            NotFoundError: there is none.
+        """
+        rank = self._ranks.get((key.job, key.rank))
+        for slot in rank.slots if rank is not None else ():
+            if slot.state is not None and slot.state.key == key:
+                slot.readers += 1
+                return slot
+        raise NotFoundError(
+            f"no replica of step {key.step} of attempt {key.attempt} of rank {key.rank} is here"
+        )
+
+    def discard(self, slot: ReplicaSlot) -> None:
+        """The bytes of a lent slot are no longer what was sealed: it holds nothing any more."""
+        slot.state = None
+        self._changed.notify()
+
+    async def returned(self, slot: ReplicaSlot) -> None:
+        """A reader is done with a lent slot."""
+        slot.readers -= 1
+        if slot.discarded and not slot.readers:
+            await in_pool(self._pools.memory, self._staging.free, [slot.memory])
+
+    async def retire(self) -> None:
+        """Free the replicas of jobs that have no slots here any more, and of ranks kept elsewhere.
+
+        Of a rank that another node keeps now the replica is of an earlier attempt. It is needed
+        until the present one has replicas of its own: two steps of them, because those of one step
+        do not arrive here and elsewhere at the same time.
+        """
+        for job, number in list(self._ranks):
+            attempt = self._attempt_of(job)
+            fresh = {key.step for key in self.sealed(job) if key.attempt == attempt}
+            rank = self._ranks.get((job, number))
+            if rank is None:
+                continue
+            stale = rank.filling is None and max(map(_age, rank.slots))[0] < attempt
+            if not attempt or (stale and len(fresh) > 1):
+                await self._free(job, number)
+
+    async def close(self) -> None:
+        """End all transfers and free everything."""
+        for job, number in list(self._ranks):
+            await self._free(job, number)
+
+    def _check_attempt(self, job: str, attempt: int) -> None:
+        present = self._attempt_of(job)
+        if not present:
+            raise NotReadyError(f"no rank of job {job} has slots on this node")
+        if attempt < present:
+            raise SupersededError(f"attempt {present} of job {job} has registered here")
+
+    async def _rank(self, state: SealedState) -> _Rank:
+        """The rank's slots, of the size of the state; raises LimitError."""
+        place = (state.key.job, state.key.rank)
+        rank = self._ranks.get(place)
+        if rank is not None and rank.slot_bytes >= state.slot_bytes:
+            return rank
+        if rank is not None:
+            await self._free(*place)
+        memories = await in_pool(
+            self._pools.memory,
+            self._staging.allocate,
+            f"{state.key.job}/replicas",
+            state.key.rank,
+            state.slot_bytes,
+            REPLICA_SLOTS,
+        )
+        self._ranks[place] = _Rank([ReplicaSlot(memory) for memory in memories], state.slot_bytes)
+        return self._ranks[place]
+
+    async def _end(self, filling: Filling) -> None:
+        filling.stop()
+        try:
+            async with asyncio.timeout(GIVE_WAY_S):
+                await filling.ended.wait()
+        except TimeoutError as error:
+            raise NotReadyError("an older transfer of this rank has not ended yet") from error
+
+    def _ended(self, filling: Filling) -> None:
+        key = filling.state.key
+        rank = self._ranks.get((key.job, key.rank))
+        if rank is not None and rank.filling is filling:
+            rank.filling = None
+        filling.ended.set()
+        self._changed.notify()
+
+    async def _free(self, job: str, number: int) -> None:
+        rank = self._ranks.get((job, number))
+        if rank is None:
+            return
+        if rank.filling is not None:
+            await self._end(rank.filling)
+        if self._ranks.pop((job, number), None) is None:
+            return
+        for slot in rank.slots:
+            slot.state, slot.discarded = None, True
+        idle = [slot.memory for slot in rank.slots if not slot.readers]
+        await in_pool(self._pools.memory, self._staging.free, idle)
+        self._changed.notify()
+        log.info("replicas freed", job=job, rank=number)
+
+
+def _age(slot: ReplicaSlot) -> tuple[int, int]:
+    """Sort key: a later attempt is newer whatever its step; an empty slot is the oldest."""
+    if slot.state is None:
+        return 0, 0
+    return slot.state.key.attempt, slot.state.key.step

@@ -1,0 +1,120 @@
+"""Removes the files of checkpoints that do not exist: retired, or never completed.
+
+Order: the RETIRE record comes first, then the manifest goes, then the files, then the folder. After
+a crash in between the checkpoint does not exist, and the next run finds what is left: everything
+below ``attempts/`` that no COMMIT names and that none can name any more.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from megascale_checkpoint import manifest as manifests
+from megascale_checkpoint.commit_log import CommitLog
+from megascale_checkpoint.commit_record import Checkpoint, LogState
+from megascale_checkpoint.storage import Storage
+from megascale_common.service import logs
+
+_log = logs.get("retention")
+ATTEMPTS = "attempts"
+_ATTEMPT, _STEP = re.compile(r"attempt-(\d{6,})"), re.compile(r"step-(\d{9,})")
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """A folder of files that belong to no checkpoint."""
+
+    folder: str
+    checkpoint: Checkpoint
+    retired: bool
+
+
+def leftovers(log: CommitLog, storage: Storage) -> Iterator[Leftover]:
+    """The folders below ``attempts/`` that may go. Reads listings.
+
+    The log must have been read before: what is committed after that is newer than what is looked
+    at here, and stays.
+
+    Raises:
+        OSError: the storage does not answer.
+    """
+    state = log.state
+    retired = {record.checkpoint for record in log.records if record.kind == "RETIRE"}
+    for attempt, folder in _numbered(storage, ATTEMPTS, _ATTEMPT):
+        for step, path in _numbered(storage, folder, _STEP):
+            checkpoint = (attempt, step)
+            if not _ended(state, checkpoint):
+                continue
+            # A manifest without a COMMIT is one that was never committed; or its COMMIT was
+            # damaged, and a REPAIR stands there: then somebody may want to look at it.
+            sure = checkpoint in retired or not _repaired(log)
+            if sure or storage.size(f"{path}/{manifests.NAME}") is None:
+                yield Leftover(path, checkpoint, checkpoint in retired)
+
+
+def collect(storage: Storage, folder: str, beat: Callable[[], None] = lambda: None) -> int:
+    """Remove a checkpoint's folder, its manifest first; returns the files removed.
+
+    Args:
+        beat: called after each file.
+
+    Raises:
+        OSError: the storage does not answer. Call again: nothing is left half-existing.
+    """
+    count = 0
+    manifest = f"{folder}/{manifests.NAME}"
+    if storage.delete(manifest):
+        count += 1
+        beat()
+    storage.remove_unfinished(folder)
+    for name in storage.names(folder):
+        count += storage.delete(f"{folder}/{name}")
+        beat()
+    storage.delete(folder)
+    return count
+
+
+def collect_all(log: CommitLog, storage: Storage) -> int:
+    """Collect every leftover; returns the folders removed. Errors are logged, not raised."""
+    count = 0
+    try:
+        for found in list(leftovers(log, storage)):
+            collect(storage, found.folder)
+            count += 1
+    except OSError as error:
+        # The rest is found again by the next run.
+        _log.warning("files are left", folder=f"{storage.uri}/{ATTEMPTS}", error=str(error))
+    return count
+
+
+def _ended(state: LogState, checkpoint: Checkpoint) -> bool:
+    """Whether the folder belongs to no checkpoint and none can become complete there any more."""
+    attempt, step = checkpoint
+    if checkpoint in state.live:
+        return False
+    if state.older and checkpoint < _oldest_known(state):
+        return False  # it may be live: a snapshot of the log has left the oldest ones out
+    # A fenced attempt cannot commit; the present one no step up to its newest.
+    return attempt < state.attempt or (
+        attempt == state.attempt and step <= state.newest_step(attempt)
+    )
+
+
+def _oldest_known(state: LogState) -> Checkpoint:
+    """The oldest commit behind those that a snapshot has left out."""
+    return min((key for key in state.live if key not in state.pins), default=state.last)
+
+
+def _repaired(log: CommitLog) -> bool:
+    """Whether a REPAIR stands in the log, or may stand where only a snapshot was read."""
+    whole = len(log.records) == log.state.seq
+    return not whole or any(record.kind == "REPAIR" for record in log.records)
+
+
+def _numbered(storage: Storage, folder: str, pattern: re.Pattern[str]) -> Iterator[tuple[int, str]]:
+    for name in storage.names(folder):
+        found = pattern.fullmatch(name)
+        if found is not None:
+            yield int(found[1]), f"{folder}/{name}"

@@ -1,0 +1,215 @@
+"""HdfsStorage: a folder of HDFS, through the native client (no Java on the nodes).
+
+A file is written under a temporary name, synced to the disks of its DataNodes, closed, and renamed
+without overwriting: the NameNode decides atomically who gets the name.
+
+Settings are Hadoop's own: ``HADOOP_CONF_DIR`` (for the names of clusters with several NameNodes),
+``HADOOP_USER_NAME``, a Kerberos ticket.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import lru_cache
+from urllib.parse import unquote, urlsplit
+
+import hdfs_native
+
+from megascale_checkpoint.storage.hdfs_calls import bounded, mapped
+from megascale_checkpoint.storage.protocol import check_path
+from megascale_common.service.errors import RequestError
+
+# Of the client itself, which would try for three minutes by default.
+_CLIENT = {
+    "dfs.client.failover.max.attempts": "3",
+    "dfs.client.failover.sleep.base.millis": "200",
+    "dfs.client.failover.sleep.max.millis": "2000",
+    "dfs.client.socket-timeout": "15000",
+}
+CALL_S = 15.0  # of one call to the NameNode, its tries included
+DATA_S = 60.0  # of one chunk to or from DataNodes
+WRITE_BYTES = 16 * 2**20  # at once, so that a slow DataNode is no stall
+UNFINISHED = "."  # temporary names start with it
+
+
+class HdfsStorage:
+    """A folder of HDFS. See :class:`Storage` for its verbs.
+
+    Args:
+        uri: hdfs://host:port/path, or hdfs://cluster/path with a cluster of HADOOP_CONF_DIR.
+
+    Raises:
+        RequestError: the URI names no NameNode, or one that no configuration knows.
+    """
+
+    def __init__(self, uri: str) -> None:
+        parts = urlsplit(uri)
+        if not parts.netloc or parts.query or parts.fragment:
+            raise RequestError(f"checkpoint uri {uri!r} names no host: give hdfs://host:port/path")
+        self._root = "/" + unquote(parts.path).strip("/")
+        self._server = f"hdfs://{parts.netloc}"
+        self._uri = f"{self._server}{parts.path.rstrip('/')}"
+
+    @property
+    def uri(self) -> str:
+        """hdfs://host:port/path."""
+        return self._uri
+
+    def check(self) -> None:
+        """See :meth:`Storage.check`; also finds out whether a DataNode takes data."""
+        name = self._temporary(self._root, "check")
+        try:
+            self._write(name, [b"check"])
+        finally:
+            with suppress(OSError):
+                self._remove(name)
+
+    def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> int:
+        """See :meth:`Storage.write`."""
+        target = self._at(path)
+        folder, _, name = target.rpartition("/")
+        temporary = self._temporary(folder, name)
+        try:
+            size = self._write(temporary, chunks)
+            with mapped(self._name(target)):
+                bounded(self._client.rename, temporary, target, False, limit_s=CALL_S)
+        except BaseException:
+            # Removed by a later attempt, or renamed although the reply was lost, or to be removed
+            # by the next attempt where the NameNode does not answer.
+            with suppress(OSError):
+                self._remove(temporary)
+            raise
+        return size
+
+    def create(self, path: str, data: bytes) -> bool:
+        """See :meth:`Storage.create`."""
+        if self.size(path) is not None:
+            return False  # most often, and without a temporary file
+        try:
+            self.write(path, [data])
+        except FileExistsError:
+            return False
+        return True
+
+    def confirm(self, path: str, data: bytes) -> bool:
+        """See :meth:`Storage.confirm`: a file has its name only after its bytes are synced."""
+        try:
+            return self.read(path) == data
+        except FileNotFoundError:
+            return False
+
+    def read(self, path: str) -> bytes:
+        """See :meth:`Storage.read`."""
+        name = self._at(path)
+        with mapped(self._name(name)):
+            file = bounded(self._client.read, name, limit_s=CALL_S)
+            return bytes(bounded(file.read, limit_s=DATA_S))
+
+    def read_into(self, path: str, offset: int, target: memoryview) -> int:
+        """See :meth:`Storage.read_into`."""
+        name, done = self._at(path), 0
+        with mapped(self._name(name)):
+            file = bounded(self._client.read, name, limit_s=CALL_S)
+            wanted = min(len(target), max(0, len(file) - offset))
+            while done < wanted:
+                count = min(WRITE_BYTES, wanted - done)
+                data = bounded(file.read_range, offset + done, count, limit_s=DATA_S)
+                target[done : done + len(data)] = data
+                done += len(data)
+        return done
+
+    def size(self, path: str) -> int | None:
+        """See :meth:`Storage.size`."""
+        found = self._status(self._at(path))
+        return None if found is None else int(found.length)
+
+    def names(self, folder: str, after: str = "") -> list[str]:
+        """See :meth:`Storage.names`."""
+        found = self._list(self._at(folder) if folder else self._root)
+        return sorted(n for n in found if n > after and not n.startswith(UNFINISHED))
+
+    def delete(self, path: str) -> bool:
+        """See :meth:`Storage.delete`."""
+        return self._remove(self._at(path))
+
+    def remove_unfinished(self, folder: str) -> int:
+        """See :meth:`Storage.remove_unfinished`."""
+        name = self._at(folder)
+        found = [each for each in self._list(name) if each.startswith(UNFINISHED)]
+        return sum(self._remove(f"{name}/{each}") for each in found)
+
+    @property
+    def _client(self) -> hdfs_native.Client:
+        # The user, too: the client keeps the one that it was made with.
+        return _client(self._server, *map(os.environ.get, ("HADOOP_CONF_DIR", "HADOOP_USER_NAME")))
+
+    def _at(self, path: str) -> str:
+        check_path(path, self._uri)
+        return f"{self._root.rstrip('/')}/{path}"
+
+    def _name(self, path: str) -> str:
+        return f"{self._server}{path}"
+
+    @staticmethod
+    def _temporary(folder: str, name: str) -> str:
+        return f"{folder.rstrip('/')}/{UNFINISHED}{name}.{uuid.uuid4().hex}"
+
+    def _write(self, path: str, chunks: Iterable[bytes | memoryview]) -> int:
+        """Write a file of a name that is free, and sync it to disks; returns its size."""
+        size = 0
+        with mapped(self._name(path)):
+            options = hdfs_native.WriteOptions(overwrite=False, create_parent=True)
+            file = bounded(self._client.create, path, options, limit_s=CALL_S)
+        for chunk in chunks:
+            rest = memoryview(chunk)
+            while rest:
+                part, rest = rest[:WRITE_BYTES], rest[WRITE_BYTES:]
+                with mapped(self._name(path)):
+                    bounded(file.write, part, limit_s=DATA_S)
+                size += len(part)
+        with mapped(self._name(path)):
+            if size:
+                bounded(file.hsync, limit_s=DATA_S)
+            bounded(file.close, limit_s=DATA_S)
+        return size
+
+    def _status(self, path: str) -> hdfs_native.FileStatus | None:
+        with mapped(self._name(path)):
+            try:
+                return bounded(self._client.get_file_info, path, limit_s=CALL_S)
+            except FileNotFoundError:
+                return None
+
+    def _list(self, path: str) -> list[str]:
+        """Names of all that is in a folder, hidden or not; none when there is no such folder."""
+
+        def listed() -> list[hdfs_native.FileStatus]:
+            return list(self._client.list_status(path))
+
+        with mapped(self._name(path)):
+            try:
+                found = bounded(listed, limit_s=DATA_S)
+            except FileNotFoundError:
+                return []
+        if [each.path for each in found] == [path]:  # a file lists itself
+            return []
+        return [each.path.rpartition("/")[2] for each in found]
+
+    def _remove(self, path: str) -> bool:
+        with mapped(self._name(path)):
+            return bool(bounded(self._client.delete, path, False, limit_s=CALL_S))
+
+
+@lru_cache(maxsize=8)
+def _client(server: str, conf: str | None, user: str | None) -> hdfs_native.Client:
+    """A client; it may be used by all threads."""
+    try:
+        return hdfs_native.Client(server, dict(_CLIENT))
+    except RuntimeError as error:
+        raise RequestError(
+            f"checkpoint.uri: {server} cannot be used: {error}; give hdfs://host:port/path, or set "
+            "HADOOP_CONF_DIR to a configuration that has the cluster on every node"
+        ) from error

@@ -1,0 +1,128 @@
+"""What the commit protocol needs of a storage: a tree of immutable files with few verbs.
+
+Paths are relative to the storage's root and use '/'. Nothing is ever overwritten: a file appears
+complete and durable, and only if its name was free. Calls block; run them in threads. One storage
+object may be used by several threads at once.
+
+Every verb raises OSError when the storage does not answer, is full or refuses. After an OSError of
+:meth:`Storage.create` the outcome is unknown, because the file may stand there although the reply
+was lost: :func:`settle` finds it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from megascale_common.service.errors import RequestError
+
+
+class Storage(Protocol):
+    """Root of a tree of immutable files."""
+
+    @property
+    def uri(self) -> str:
+        """URI of the root; ``open_storage`` opens the same tree with it."""
+
+    def check(self) -> None:
+        """Write and remove a small file, to find out whether the storage can be reached and used.
+
+        Raises:
+            OSError: it cannot; the text names what to do where that is known.
+        """
+
+    def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> int:
+        """Write a new file of any size, durably, and return its size in bytes.
+
+        Raises:
+            FileExistsError: the name is taken.
+            OSError: the file cannot be written. It may stand there all the same; write it anew
+                under another name.
+        """
+
+    def create(self, path: str, data: bytes) -> bool:
+        """Write a new small file if its name is free, atomically; False when it is taken.
+
+        Raises:
+            OSError: the outcome is unknown; see :func:`settle`.
+        """
+
+    def confirm(self, path: str, data: bytes) -> bool:
+        """Settle an unknown outcome: whether exactly ``data`` stands at ``path``, durably.
+
+        What stands there but may not be durable is made durable first. False when there is no file
+        or one with other bytes.
+        """
+
+    def read(self, path: str) -> bytes:
+        """All bytes of a small file. FileNotFoundError when there is none."""
+
+    def read_into(self, path: str, offset: int, target: memoryview) -> int:
+        """Fill ``target`` from ``offset`` on; returns fewer bytes only at the file's end.
+
+        FileNotFoundError when there is no file.
+        """
+
+    def size(self, path: str) -> int | None:
+        """Size in bytes, None when there is no such file."""
+
+    def names(self, folder: str, after: str = "") -> list[str]:
+        """Names of the complete files and of the folders in ``folder``, sorted.
+
+        Only those greater than ``after``. Empty when the folder does not exist; the folder "" is
+        the root.
+        """
+
+    def delete(self, path: str) -> bool:
+        """Remove a file or an empty folder, durably; False when there is none."""
+
+    def remove_unfinished(self, folder: str) -> int:
+        """Remove unfinished files in ``folder``; returns how many.
+
+        A writer that still runs then fails, so the folder must belong to a fenced attempt.
+        """
+
+
+def settle(storage: Storage, path: str, data: bytes) -> bool:
+    """Whether ``data`` stands at ``path``, durably; creates it where the name is free.
+
+    For bytes that no other writer would write, such as a record with its writer's name: an earlier
+    call whose reply was lost is found as the success that it was.
+
+    Raises:
+        OSError: the outcome is still unknown. Call again with the same bytes, and write no others
+            to ``path`` before.
+    """
+    try:
+        if storage.create(path, data):
+            return True
+    except OSError:
+        if storage.confirm(path, data):
+            return True
+        raise
+    return storage.confirm(path, data)
+
+
+def join(uri: str, path: str) -> str:
+    """URI of ``path`` below ``uri``."""
+    return f"{uri.rstrip('/')}/{path}"
+
+
+def split(uri: str) -> tuple[str, str]:
+    """Folder and name of a file's URI."""
+    folder, _, name = uri.rpartition("/")
+    return folder, name
+
+
+def check_path(path: str, root: str) -> list[str]:
+    """The parts of a relative path.
+
+    Paths also come from manifests, which may be damaged or of foreign origin.
+
+    Raises:
+        RequestError: the path does not stay below ``root``.
+    """
+    parts = path.split("/")
+    if not path or any(part in ("", ".", "..") for part in parts):
+        raise RequestError(f"path {path!r} does not stay below {root}")
+    return parts

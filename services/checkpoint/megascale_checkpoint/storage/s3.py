@@ -1,0 +1,387 @@
+"""S3Storage: a prefix of a bucket of S3, or of a server that has its conditional writes.
+
+Nothing is overwritten: every object is written with ``If-None-Match: *``, which the server decides
+atomically, also at the end of a multipart upload. Each write carries an id of its own in the
+object's metadata, so that a write whose reply was lost is told from one that lost the race.
+
+Settings, as boto3 reads them: credentials from the environment, ``~/.aws/credentials`` or the
+machine's role, the region (``AWS_DEFAULT_REGION``) and the endpoint (``AWS_ENDPOINT_URL``). Ours:
+``MEGASCALE_S3_SSE`` (``AES256`` or ``aws:kms``) and ``MEGASCALE_S3_SSE_KMS_KEY_ID`` have the server
+encrypt what is written. The client sends a CRC32 of every object and part, which the server checks.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import uuid
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any
+from urllib.parse import urlsplit
+
+import boto3
+from botocore.client import Config
+from botocore.exceptions import ClientError
+
+from megascale_checkpoint.storage.protocol import check_path
+from megascale_checkpoint.storage.s3_errors import is_absent, is_conflict, is_taken, mapped
+from megascale_common.service.errors import RequestError, invalid
+
+PART_BYTES = 32 * 2**20  # of a multipart upload; S3 takes 10,000 of them: 312 GiB
+MAX_PARTS = 10_000
+PARALLEL_PARTS = 4  # of one file; with the one that is filled, 160 MiB of memory
+CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 3, 20
+TRIES = 3  # of one request, for a connection that fails and for an answer of 5xx
+CONFLICT_TRIES = 3
+UNFINISHED = "."  # names() leaves out what starts with it: objects of check()
+_WRITER = "megascale-writer"  # key of the metadata
+
+
+class S3Storage:
+    """A prefix of a bucket. See :class:`Storage` for its verbs.
+
+    Args:
+        uri: s3://bucket/prefix.
+
+    Raises:
+        RequestError: the URI names no bucket, or a setting cannot be used.
+    """
+
+    def __init__(self, uri: str) -> None:
+        parts = urlsplit(uri)
+        if not parts.netloc or parts.query or parts.fragment:
+            raise RequestError(f"checkpoint uri {uri!r} names no bucket: give s3://bucket/prefix")
+        self._bucket, self._prefix = parts.netloc, parts.path.strip("/")
+        self._uri = f"s3://{self._bucket}/{self._prefix}".rstrip("/")
+        self._encryption = _encryption()
+
+    @property
+    def uri(self) -> str:
+        """s3://bucket/prefix."""
+        return self._uri
+
+    def check(self) -> None:
+        """See :meth:`Storage.check`; also finds out whether conditional writes are conditional."""
+        path = f"{UNFINISHED}check-{uuid.uuid4().hex}"
+        if not self.create(path, b"check"):
+            raise OSError(errno.EEXIST, "a name that no other writer chooses is taken", self._uri)
+        try:
+            if self.create(path, b"other") or self._completes_over(path):
+                raise invalid(
+                    "checkpoint.uri",
+                    f"the server of {self._uri} ignores If-None-Match, which commits need",
+                    "use one that has S3's conditional writes",
+                )
+        finally:
+            self.delete(path)
+
+    def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> int:
+        """See :meth:`Storage.write`. A file above PART_BYTES is uploaded in parts."""
+        key, parts = self._key(path), _parts(chunks)
+        first = next(parts, bytearray())
+        if len(first) < PART_BYTES:
+            if not self._put(key, bytes(first)):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), self._name(key))
+            return len(first)
+        return self._upload(key, first, parts)
+
+    def create(self, path: str, data: bytes) -> bool:
+        """See :meth:`Storage.create`."""
+        return self._put(self._key(path), data)
+
+    def confirm(self, path: str, data: bytes) -> bool:
+        """See :meth:`Storage.confirm`: what can be read is durable."""
+        try:
+            return self.read(path) == data
+        except FileNotFoundError:
+            return False
+
+    def read(self, path: str) -> bytes:
+        """See :meth:`Storage.read`."""
+        key = self._key(path)
+        with mapped(self._name(key)):
+            return bytes(self._client.get_object(Bucket=self._bucket, Key=key)["Body"].read())
+
+    def read_into(self, path: str, offset: int, target: memoryview) -> int:
+        """See :meth:`Storage.read_into`."""
+        key, done = self._key(path), 0
+        if not target:
+            return 0
+        with mapped(self._name(key)):
+            wanted = f"bytes={offset}-{offset + len(target) - 1}"
+            try:
+                got = self._client.get_object(Bucket=self._bucket, Key=key, Range=wanted)
+            except ClientError as error:
+                if error.response["Error"].get("Code") == "InvalidRange":
+                    return 0  # the offset is at the end or beyond
+                raise
+            with got["Body"] as body:
+                while done < len(target) and (count := body.readinto(target[done:])):
+                    done += count
+        return done
+
+    def size(self, path: str) -> int | None:
+        """See :meth:`Storage.size`."""
+        key = self._key(path)
+        head = self._head(key)
+        return None if head is None else int(head["ContentLength"])
+
+    def names(self, folder: str, after: str = "") -> list[str]:
+        """See :meth:`Storage.names`."""
+        prefix = f"{self._key(folder)}/" if folder else (self._prefix and f"{self._prefix}/")
+        found = set()
+        with mapped(self._name(prefix)):
+            pages = self._client.get_paginator("list_objects_v2").paginate(
+                Bucket=self._bucket, Prefix=prefix, Delimiter="/", StartAfter=f"{prefix}{after}"
+            )
+            for page in pages:
+                found |= {each["Key"] for each in page.get("Contents", ())}
+                found |= {each["Prefix"] for each in page.get("CommonPrefixes", ())}
+        names = {key[len(prefix) :].rstrip("/") for key in found}
+        return sorted(n for n in names if n > after and not n.startswith(UNFINISHED))
+
+    def delete(self, path: str) -> bool:
+        """See :meth:`Storage.delete`. Folders are the keys' common beginnings: none is empty."""
+        key = self._key(path)
+        if self._head(key) is None:
+            if self.names(path):
+                raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), self._name(key))
+            return False
+        with mapped(self._name(key)):
+            self._client.delete_object(Bucket=self._bucket, Key=key)
+        return True
+
+    def remove_unfinished(self, folder: str) -> int:
+        """See :meth:`Storage.remove_unfinished`: aborts uploads, so that their writers fail."""
+        prefix, count = f"{self._key(folder)}/", 0
+        with mapped(self._name(prefix)):
+            pages = self._client.get_paginator("list_multipart_uploads").paginate(
+                Bucket=self._bucket, Prefix=prefix
+            )
+            found = [each for page in pages for each in page.get("Uploads", ())]
+            for each in found:
+                name = each["Key"].removeprefix(prefix)
+                if each["Key"].startswith(prefix) and "/" not in name:
+                    self._abort(each["Key"], each["UploadId"])
+                    count += 1
+        return count
+
+    @property
+    def _client(self) -> Any:
+        return _client(_environment())
+
+    def _key(self, path: str) -> str:
+        check_path(path, self._uri)
+        return f"{self._prefix}/{path}" if self._prefix else path
+
+    def _name(self, key: str) -> str:
+        return f"s3://{self._bucket}/{key}"
+
+    def _head(self, key: str) -> dict[str, Any] | None:
+        with mapped(self._name(key)):
+            try:
+                found: dict[str, Any] = self._client.head_object(Bucket=self._bucket, Key=key)
+            except ClientError as error:
+                if is_absent(error):
+                    return None
+                raise
+            return found
+
+    def _put(self, key: str, data: bytes) -> bool:
+        """Write one object if its name is free; False when another writer has taken it."""
+        writer = uuid.uuid4().hex
+        with mapped(self._name(key)):
+            for tries_left in reversed(range(CONFLICT_TRIES)):
+                try:
+                    self._client.put_object(
+                        Bucket=self._bucket,
+                        Key=key,
+                        Body=data,
+                        IfNoneMatch="*",
+                        Metadata={_WRITER: writer},
+                        **self._encryption,
+                    )
+                    return True
+                except ClientError as error:
+                    if is_conflict(error) and tries_left:
+                        continue  # another write of the name was in progress: see who won
+                    if is_taken(error):
+                        return self._wrote(key, writer)
+                    raise
+        raise AssertionError("the last try returns or raises")
+
+    def _wrote(self, key: str, writer: str) -> bool:
+        """Whether the object is this writer's: its reply was lost, and the request repeated."""
+        head = self._head(key)
+        return head is not None and head.get("Metadata", {}).get(_WRITER) == writer
+
+    def _upload(self, key: str, first: bytearray, rest: Iterator[bytearray]) -> int:
+        writer = uuid.uuid4().hex
+        with mapped(self._name(key)):
+            upload = self._begin(key, writer)
+            try:
+                parts, size = self._send_parts(key, upload, first, rest)
+                try:
+                    self._complete(key, upload, parts)
+                except ClientError as error:
+                    if not self._wrote(key, writer):
+                        if is_taken(error):
+                            raise FileExistsError(
+                                errno.EEXIST, os.strerror(errno.EEXIST), self._name(key)
+                            ) from error
+                        raise
+            except BaseException:
+                self._abort(key, upload, quietly=True)
+                raise
+        return size
+
+    def _begin(self, key: str, writer: str) -> str:
+        answer = self._client.create_multipart_upload(
+            Bucket=self._bucket,
+            Key=key,
+            ChecksumAlgorithm="CRC32",
+            Metadata={_WRITER: writer},
+            **self._encryption,
+        )
+        return str(answer["UploadId"])
+
+    def _send_parts(
+        self, key: str, upload: str, first: bytearray, rest: Iterator[bytearray]
+    ) -> tuple[list[dict[str, Any]], int]:
+        """Upload the parts, several at once; returns what completion names, and their bytes."""
+        sent: list[dict[str, Any]] = []
+        running: deque[Future[dict[str, Any]]] = deque()
+        size = 0
+        with ThreadPoolExecutor(PARALLEL_PARTS, "s3-part") as pool:
+            try:
+                for number, part in enumerate(_chain(first, rest), start=1):
+                    if number > MAX_PARTS:
+                        text = f"a file is larger than {MAX_PARTS} parts of {PART_BYTES} bytes"
+                        raise OSError(errno.EFBIG, f"{text}: use more ranks", self._name(key))
+                    size += len(part)
+                    running.append(pool.submit(self._send, key, upload, number, part))
+                    if len(running) >= PARALLEL_PARTS:
+                        sent.append(running.popleft().result())
+                sent += [each.result() for each in running]
+            except BaseException:
+                for each in running:
+                    each.cancel()
+                raise
+        return sent, size
+
+    def _send(self, key: str, upload: str, number: int, data: bytearray) -> dict[str, Any]:
+        answer = self._client.upload_part(
+            Bucket=self._bucket,
+            Key=key,
+            UploadId=upload,
+            PartNumber=number,
+            Body=bytes(data),
+            ChecksumAlgorithm="CRC32",
+        )
+        part = {"PartNumber": number, "ETag": answer["ETag"]}
+        checksum = answer.get("ChecksumCRC32")
+        return {**part, "ChecksumCRC32": checksum} if checksum else part
+
+    def _complete(self, key: str, upload: str, parts: list[dict[str, Any]]) -> None:
+        self._client.complete_multipart_upload(
+            Bucket=self._bucket,
+            Key=key,
+            UploadId=upload,
+            MultipartUpload={"Parts": parts},
+            IfNoneMatch="*",
+        )
+
+    def _completes_over(self, path: str) -> bool:
+        """Whether the server completes a multipart upload over an object that stands there."""
+        key = self._key(path)
+        with mapped(self._name(key)):
+            upload = self._begin(key, "check")
+            try:
+                self._complete(key, upload, [self._send(key, upload, 1, bytearray(b"other"))])
+            except ClientError as error:
+                if is_taken(error) or is_conflict(error):
+                    self._abort(key, upload, quietly=True)
+                    return False
+                raise
+        return True
+
+    def _abort(self, key: str, upload: str, *, quietly: bool = False) -> None:
+        try:
+            self._client.abort_multipart_upload(Bucket=self._bucket, Key=key, UploadId=upload)
+        except Exception as error:
+            # Completed or aborted in the meantime; an unfinished upload that stays is no object,
+            # and the next attempt removes it.
+            if not quietly and not is_absent(error):
+                raise
+
+
+def _parts(chunks: Iterable[bytes | memoryview]) -> Iterator[bytearray]:
+    """The bytes of ``chunks`` in parts of PART_BYTES; the last may be shorter."""
+    part = bytearray()
+    for chunk in chunks:
+        rest = memoryview(chunk)
+        while rest:
+            taken = rest[: PART_BYTES - len(part)]
+            part += taken
+            rest = rest[len(taken) :]
+            if len(part) == PART_BYTES:
+                yield part
+                part = bytearray()
+    if part:
+        yield part
+
+
+def _chain(first: bytearray, rest: Iterator[bytearray]) -> Iterator[bytearray]:
+    yield first
+    yield from rest
+
+
+def _encryption() -> dict[str, str]:
+    """The arguments that have the server encrypt an object."""
+    kind = os.environ.get("MEGASCALE_S3_SSE", "")
+    key = os.environ.get("MEGASCALE_S3_SSE_KMS_KEY_ID", "")
+    if kind not in ("", "AES256", "aws:kms"):
+        raise invalid(
+            "MEGASCALE_S3_SSE", f"{kind!r} is no server-side encryption", "give AES256 or aws:kms"
+        )
+    if key and kind != "aws:kms":
+        raise invalid(
+            "MEGASCALE_S3_SSE_KMS_KEY_ID",
+            "a key without MEGASCALE_S3_SSE=aws:kms encrypts nothing",
+            "set MEGASCALE_S3_SSE=aws:kms, or leave the key out",
+        )
+    found = {"ServerSideEncryption": kind} if kind else {}
+    return {**found, "SSEKMSKeyId": key} if key else found
+
+
+def _environment() -> tuple[tuple[str, str], ...]:
+    return tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith("AWS_")))
+
+
+_making = threading.Lock()
+
+
+def _client(environment: tuple[tuple[str, str], ...]) -> Any:
+    """A client for the settings of now; it may be used by all threads."""
+    with _making:  # boto3's sessions may not be
+        return _make_client(environment)
+
+
+@lru_cache(maxsize=4)
+def _make_client(environment: tuple[tuple[str, str], ...]) -> Any:
+    config = Config(
+        connect_timeout=CONNECT_TIMEOUT_S,
+        read_timeout=READ_TIMEOUT_S,
+        retries={"total_max_attempts": TRIES, "mode": "standard"},
+        max_pool_connections=64,
+        user_agent_extra="megascale",
+    )
+    with mapped("s3://"):
+        try:
+            return boto3.session.Session().client("s3", config=config)
+        except ValueError as error:
+            raise invalid("AWS_ENDPOINT_URL", str(error), "give http(s)://host:port") from error

@@ -1,0 +1,115 @@
+"""Which node keeps the replicas of which: a peer for each node of an attempt.
+
+A replica helps only where the node that is lost does not take it along. So the peer shares no
+parallel group with the node where there is such a node (ranks of one group wait for each other, and
+what breaks a collective often breaks both), it lies on another host, rack and switch where the
+labels differ, and each node keeps about one other node's replicas.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megascale_common.job.rank_layout import AXES, RankLayout
+
+DOMAINS = ("host", "rack", "switch")  # labels of what fails as one, the worst to share first
+Group = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A node of an attempt: its ranks, and its topology labels."""
+
+    name: str
+    ranks: tuple[int, ...]
+    topology: Mapping[str, str] = field(default_factory=dict)
+
+
+def choose_peers(members: Sequence[Member], layout: RankLayout) -> dict[str, str]:
+    """The peer of each node by name, always the same for the same attempt; {} for one node.
+
+    In this order a peer shares the fewest parallel groups with the node, keeps the fewest replicas
+    of others, shares the fewest of DOMAINS, and follows it most closely in the order of ``members``
+    (which is that of the ranks, around the end), so that nodes that are all alike form a ring.
+    """
+    count = len(members)
+    if count < 2:
+        return {}
+    groups = [_groups(member, layout) for member in members]
+    load, chosen = [0] * count, [0] * count
+    for node in range(count):
+        best: tuple[int, ...] | None = None
+        for distance in range(1, count):
+            other = (node + distance) % count
+            key = (
+                len(groups[node] & groups[other]),
+                load[other],
+                *_shared_domains(members[node], members[other]),
+                distance,
+            )
+            if best is None or key < best:
+                best = key
+            if not any(key[:-1]):
+                break  # no later one can be better
+        assert best is not None
+        chosen[node] = (node + best[-1]) % count
+        load[chosen[node]] += 1
+    _even_out(groups, load, chosen)
+    return {members[node].name: members[peer].name for node, peer in enumerate(chosen)}
+
+
+def _groups(member: Member, layout: RankLayout) -> frozenset[Group]:
+    """The groups of its ranks that have other ranks in them, each named by axis and first rank."""
+    axes = [axis for axis in AXES if layout.size(axis) > 1]
+    return frozenset(
+        (axis, layout.group_of(rank, (axis,))[0]) for axis in axes for rank in member.ranks
+    )
+
+
+def _shared_domains(one: Member, other: Member) -> tuple[int, ...]:
+    """For each of DOMAINS 1 if both are known to lie in the same."""
+    labels = ((one.topology.get(key, ""), other.topology.get(key, "")) for key in DOMAINS)
+    return tuple(int(bool(mine) and mine == its) for mine, its in labels)
+
+
+def _even_out(groups: Sequence[frozenset[Group]], load: list[int], chosen: list[int]) -> None:
+    """Move nodes from peers that keep several towards ones that keep none.
+
+    No node gets a peer with which it shares more groups than with its present one.
+    """
+    for peer in range(len(load)):
+        while load[peer] > 1 and _relieve(groups, load, chosen, peer):
+            pass
+
+
+def _relieve(
+    groups: Sequence[frozenset[Group]], load: list[int], chosen: list[int], full: int
+) -> bool:
+    """Take one node off ``full``, along the shortest chain of moves that ends at an idle peer."""
+    kept: dict[int, list[int]] = {}
+    for node, peer in enumerate(chosen):
+        kept.setdefault(peer, []).append(node)
+    moved: dict[int, int] = {}  # the node that may move to this peer
+    waiting, unseen = deque([full]), [peer for peer in range(len(load)) if peer != full]
+    while waiting:
+        for node in kept[waiting.popleft()]:
+            shared = len(groups[node] & groups[chosen[node]])
+            fits = [p for p in unseen if p != node and len(groups[node] & groups[p]) <= shared]
+            for peer in fits:
+                moved[peer] = node
+                if not load[peer]:
+                    _move_along(chosen, moved, peer, full)
+                    load[full], load[peer] = load[full] - 1, 1
+                    return True
+                waiting.append(peer)
+            unseen = [peer for peer in unseen if peer not in moved]
+    return False
+
+
+def _move_along(chosen: list[int], moved: Mapping[int, int], idle: int, full: int) -> None:
+    peer = idle
+    while peer != full:
+        node = moved[peer]
+        chosen[node], peer = peer, chosen[node]

@@ -1,0 +1,83 @@
+"""A node is lost for good, with all it held: the job goes on from the memory of its peer."""
+
+from __future__ import annotations
+
+import signal
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.harness.chaos_cluster import ChaosCluster, chaos_cluster, measured
+from tests.harness.job_follower import seconds
+from tests.harness.waiting import eventually
+
+from megascale.v1 import job_pb2, types_pb2
+
+STEPS, KILLED_AFTER, PERSISTED_EVERY, SNAPSHOT_EVERY = 200, 130, 100, 10
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[ChaosCluster]:
+    with chaos_cluster(tmp_path, "--nodes", "3") as running:
+        yield running
+
+
+def replicated(cluster: ChaosCluster, name: str, spares: int) -> job_pb2.JobSpec:
+    spec = cluster.job(name, steps=STEPS, interval_steps=PERSISTED_EVERY, spares=spares)
+    spec.checkpoint.snapshot_interval_steps = SNAPSHOT_EVERY
+    spec.checkpoint.replicas = 1
+    return spec
+
+
+def restored_bytes(cluster: ChaosCluster, node: str) -> dict[str, float]:
+    """What the ranks of a node were restored from, in bytes by source, as its daemon counts."""
+    address = (cluster.up.folder / "nodes" / node / "checkpoint.metrics.address").read_text()
+    with urllib.request.urlopen(f"http://{address.strip()}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    found = (line.rpartition(" ") for line in lines)
+    return {
+        name.partition('source="')[2].rstrip('"}'): float(value)
+        for name, _, value in found
+        if name.startswith("megascale_checkpoint_restored_bytes_total{")
+    }
+
+
+async def test_a_lost_node_costs_no_read_from_storage_and_no_bit(cluster: ChaosCluster) -> None:
+    async with cluster.client() as client:
+        async with cluster.follow(client, replicated(cluster, "lost", spares=1)) as run:
+            await run.until_step(KILLED_AFTER)
+
+            async def has_replicas() -> bool:
+                return bool((await client.get(run.name)).replicated_step > PERSISTED_EVERY)
+
+            await eventually(has_replicas, "a step beyond the last persisted one has its replicas")
+            lost, spare = run.job.nodes[1], run.job.spare_nodes[0]
+            killed_at_s = cluster.signal_node(lost, signal.SIGKILL)
+            await run.until(lambda: 2 in run.losses, "a step of the second attempt")
+            read = {node: restored_bytes(cluster, node) for node in run.job.nodes}
+            job = await run.until_ended()
+            story = run.story()
+        assert job.phase == types_pb2.JOB_PHASE_SUCCEEDED, story
+        assert job.attempt == 2 and spare in job.nodes and lost not in job.nodes, story
+        assert job.restore_source == types_pb2.RESTORE_SOURCE_MEMORY, story
+        assert job.restored_step > PERSISTED_EVERY, story
+        assert {source for found in read.values() for source in found} == {"memory", "peer"}, read
+        assert read[spare]["peer"] > 0 and "peer" not in read[run.job.nodes[0]], read
+        opened = [event.message for event in run.events if event.reason == "ATTEMPT_OPENED"]
+        assert f"(rank 1 from node {run.job.nodes[0]})" in opened[1], opened
+        # The survivor is the only node with a memory now, and the spare its new peer.
+        assert job.replicated_step > job.restored_step, story
+        async with cluster.follow(client, replicated(cluster, "twin", spares=0)) as twin:
+            await twin.until_ended()
+    assert run.newest_losses == twin.losses[1]
+    assert list(twin.losses[1]) == list(range(1, STEPS + 1))
+    dead = run.first_event("NODE_DEAD")
+    assert dead is not None
+    measured(
+        "node killed, restored from its peer",
+        detected_s=seconds(dead) - killed_at_s,
+        first_new_step_s=run.completed_s[2, job.restored_step + 1] - killed_at_s,
+        restored_step=job.restored_step,
+        repeated=max(run.losses[1]) - job.restored_step,
+    )

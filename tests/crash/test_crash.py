@@ -1,0 +1,81 @@
+"""Crash cases in a short form, and sabotages: without any one of its guards the daemon fails them.
+
+`make crash` runs as many cases as one likes.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+from tests.crash.__main__ import main
+from tests.crash.machine import (
+    CHANGES,
+    FAILED_SYNC,
+    KILL,
+    LOST_REPLY,
+    NO_SPACE,
+    POWER,
+    STALL,
+    SYNCS,
+)
+from tests.crash.sabotage import (
+    SABOTAGES,
+    create_overwrites,
+    end_not_confirmed,
+    manifest_not_confirmed,
+)
+
+CASES = 40
+# Sabotages are found within 100 cases; what else a case does may change, so there is room.
+MOST_CASES = 600
+RARE = (create_overwrites, manifest_not_confirmed, end_not_confirmed)  # after hundreds of cases
+
+
+def test_no_case_is_lost_or_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(["--cases", str(CASES), "--seed", "1"])
+    captured = capsys.readouterr()
+    assert status == 0, captured.err
+    result = json.loads(captured.out.splitlines()[-1])
+    assert result == {"cases": CASES, "lost": 0, "silent": 0, "newest_complete_found": CASES}
+    struck = captured.err.splitlines()[-1]
+    for kind in (POWER, KILL, FAILED_SYNC, NO_SPACE, LOST_REPLY, STALL, "flip"):
+        assert kind in struck, f"no fault of the kind {kind} has struck: {struck}"
+    for call in (*SYNCS, *(set(CHANGES) - {"rmdir"}), "write", "message"):
+        assert call in struck, f"no fault has struck {call}: {struck}"
+
+
+@pytest.mark.parametrize(
+    "sabotage",
+    [
+        pytest.param(
+            sabotage, id=sabotage.__name__, marks=[pytest.mark.slow] if sabotage in RARE else []
+        )
+        for sabotage in SABOTAGES
+    ],
+)
+def test_without_this_guard_a_case_fails(
+    sabotage: Callable[[pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sabotage(monkeypatch)
+    only = [word for kind in SABOTAGES[sabotage] for word in ("--only", kind)]
+    status = main(["--cases", str(MOST_CASES), "--first", *only])
+    captured = capsys.readouterr()
+    assert status == 1, f"nothing was found: {sabotage.__doc__}"
+    result = json.loads(captured.out.splitlines()[-1])
+    assert result["lost"] + result["silent"] == 1
+    assert "the shortest history that fails:" in captured.err
+    assert "seed of this case" in captured.err
+
+
+def test_wrong_arguments_have_a_status_of_their_own() -> None:
+    for arguments in (["--cases", "0"], ["--cases", "many"], ["--seed", "x"]):
+        command = [sys.executable, "-m", "tests.crash", *arguments]
+        ended = subprocess.run(command, check=False, capture_output=True, text=True)
+        assert (ended.returncode, ended.stdout) == (2, "")
+        assert arguments[0] in ended.stderr

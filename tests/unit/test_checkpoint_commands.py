@@ -1,0 +1,131 @@
+"""`megascale checkpoint show`, `gc`, `pin` and `unpin` on folders; list and verify as JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.harness.checkpoint_files import write_checkpoint
+from tests.harness.checkpoint_node import layout_of
+from tests.harness.command_line import Answer, command
+
+from megascale_checkpoint.commit_log import CommitLog
+from megascale_checkpoint.storage import FileStorage
+from megascale_cli.exits import FAILED, NOT_FOUND, OK, REFUSED, UNAVAILABLE, USAGE
+
+VALUES = {"matrix": np.ones((8, 96), np.float32), "bias": np.zeros(96, np.float32)}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A folder with the checkpoints of steps 10 to 40."""
+    folder = tmp_path / "example"
+    for step in (10, 20, 30, 40):
+        write_checkpoint(folder, [layout_of(0, 1)], VALUES, step=step)
+    return folder
+
+
+def checkpoint(verb: str, root: Path, *arguments: str, status: int = OK) -> Answer:
+    answer = command("checkpoint", verb, root, *arguments)
+    assert answer.status == status, answer.text
+    return answer
+
+
+def steps(root: Path) -> list[int]:
+    return [int(each["step"]) for each in checkpoint("list", root, "--json").objects]
+
+
+def test_gc_shows_first_and_removes_on_request(root: Path) -> None:
+    shown = checkpoint("gc", root, "--keep-latest", "2")
+    assert "step 10 of attempt 1, checkpoint, " in shown.stdout
+    assert "would be freed; the job keeps the newest 2" in shown.stdout
+    assert "repeat with --yes" in shown.stdout and steps(root) == [40, 30, 20, 10]
+    assert checkpoint("gc", root, "--keep-latest", "2", "--dry-run").stdout == shown.stdout
+    done = checkpoint("gc", root, "--keep-latest", "2", "--yes", "--json")
+    assert [(each["step"], each["removed"]) for each in done.objects] == [(10, True), (20, True)]
+    assert steps(root) == [40, 30] and len(list(root.glob("attempts/*/*"))) == 2
+    again = checkpoint("gc", root, "--keep-latest", "2", "--yes")
+    assert "nothing to remove: the job keeps the newest 2" in again.stdout
+
+
+def test_gc_goes_by_the_rules_of_the_job(root: Path) -> None:
+    assert "nothing to remove: the job keeps all" in checkpoint("gc", root, "--yes").stdout
+    log = CommitLog(FileStorage(root))
+    log.append_open(2, lambda: {"job": "job", "retention": {"keep_every_steps": 20}})
+    checkpoint("gc", root, "--yes")
+    assert steps(root) == [40, 20]
+
+
+def test_gc_removes_files_that_belong_to_no_checkpoint(root: Path) -> None:
+    CommitLog(FileStorage(root)).append_open(2, lambda: {"job": "job"})
+    left = root / "attempts/attempt-000001/step-000000050"
+    left.mkdir()
+    (left / "rank-00000.safetensors").write_bytes(b"12345")
+    assert "files of no checkpoint, 5 B: would be removed" in checkpoint("gc", root).stdout
+    assert "5 B freed" in checkpoint("gc", root, "--yes").stdout
+    assert not left.exists() and steps(root) == [40, 30, 20, 10]
+
+
+def test_a_pinned_checkpoint_stays_with_its_reason(root: Path) -> None:
+    pinned = checkpoint("pin", root, "--step", "10", "--reason", "table 2")
+    assert "step 10 of attempt 1 is pinned" in pinned.stdout
+    checkpoint("gc", root, "--keep-latest", "1", "--yes")
+    listed = checkpoint("list", root, "--json").objects
+    assert [(each["step"], each["pin"]) for each in listed] == [(40, ""), (10, "table 2")]
+    assert "pinned: table 2" in checkpoint("show", root, "--step", "10").stdout
+    assert checkpoint("unpin", root, "--step", "10", "--json").objects[0]["pin"] == ""
+    refused = checkpoint("unpin", root, "--step", "10", status=REFUSED)
+    assert "is not pinned" in refused.stderr
+    checkpoint("gc", root, "--keep-latest", "1", "--yes")
+    assert steps(root) == [40]
+    gone = checkpoint("pin", root, "--step", "10", "--reason", "late", status=NOT_FOUND)
+    assert "no complete checkpoint of step 10; the newest: 40" in gone.stderr
+
+
+def test_a_checkpoint_is_shown_with_its_files(root: Path) -> None:
+    [facts] = checkpoint("show", root, "--json").objects
+    assert (facts["step"], facts["world_size"], facts["kept"]) == (40, 1, True)
+    assert facts["files"][0]["path"] == "rank-00000.safetensors"
+    assert "stays (the job keeps all)" in checkpoint("show", root).stdout
+    log = CommitLog(FileStorage(root))
+    log.append_open(2, lambda: {"job": "job", "retention": {"keep_latest": 2}})
+    shown = checkpoint("show", root, "--step", "10").stdout
+    assert "goes at the next commit" in shown and "the newest 2" in shown
+    checkpoint("show", root, "--step", "11", status=NOT_FOUND)
+    checkpoint("show", root, "--step", "10", "--attempt", "7", status=NOT_FOUND)
+
+
+def test_one_step_is_verified(root: Path) -> None:
+    next(root.glob("attempts/*/step-000000010/rank-*")).write_bytes(b"damaged")
+    assert checkpoint("verify", root, "--step", "20").stdout == "step 20 of attempt 1: whole\n"
+    found = checkpoint("verify", root, "--json", status=FAILED).objects
+    assert [bool(each["problems"]) for each in found] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("verb", ["list", "show", "verify", "gc"])
+def test_a_target_that_cannot_be_used_has_a_status_and_a_remedy(verb: str, tmp_path: Path) -> None:
+    nowhere = command("checkpoint", verb, tmp_path / "none")
+    assert nowhere.status == NOT_FOUND and "megascale jobs" in nowhere.stderr
+    file = tmp_path / "file"
+    file.write_text("x")
+    assert command("checkpoint", verb, file).status == NOT_FOUND
+    odd = command("checkpoint", verb, "gs://bucket/x", "--json")
+    assert odd.status == USAGE and odd.error["problems"][0]["field"] == "checkpoint.uri"
+    job = command("checkpoint", verb, "example", "--cluster", str(tmp_path))
+    assert job.status == UNAVAILABLE and "megascale up" in job.stderr
+
+
+def test_a_long_log_is_listed_to_its_end(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the oldest checkpoints, which a snapshot of the log leaves out."""
+    monkeypatch.setattr("megascale_checkpoint.commit_log.SNAPSHOT_EVERY", 2)
+    monkeypatch.setattr("megascale_checkpoint.commit_record.KEPT_COMMITS", 2)
+    log = CommitLog(FileStorage(root))
+    for attempt in (2, 3, 4):
+        log.append_open(attempt, lambda: {"job": "job"})
+    again = CommitLog(FileStorage(root))
+    again.refresh()
+    assert again.state.older == 2
+    assert steps(root) == [40, 30, 20, 10]
+    checkpoint("gc", root, "--keep-latest", "1", "--yes")
+    assert steps(root) == [40]

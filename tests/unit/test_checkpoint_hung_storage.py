@@ -1,0 +1,159 @@
+"""A storage that hangs: it is reported, other jobs are not held up, and the daemon can end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.harness.checkpoint_files import image_of, registration_of
+from tests.harness.waiting import CALL_TIMEOUT_S, eventually
+
+from megascale_checkpoint.committer_client import CommitterClient
+from megascale_checkpoint.concurrency import Pools
+from megascale_checkpoint.jobs import Jobs
+from megascale_checkpoint.rank_snapshots import RankSnapshots
+from megascale_checkpoint.staging import StagingFolder
+from megascale_checkpoint.storage import SCHEMES, FileStorage
+from megascale_checkpoint.storage.disk import SystemDisk
+from megascale_common.service.errors import RequestError
+from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
+
+VALUES = {"vector": np.arange(64, dtype=np.float32)}
+PIECE = ShardPiece("vector", "master", "float32", (64,), (0,), (64,), 0, 64, 0, primary=True)
+LAYOUT = ShardLayout((PIECE,), 256)
+
+
+class HungDisk(SystemDisk):
+    """A disk whose writes wait for ``answers``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.answers = threading.Event(), threading.Event()
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        self.asked.set()
+        self.answers.wait()
+        return super().write(descriptor, data)
+
+
+class Owner:
+    """A worker's connection; ``serial`` counts them in the order in which they were accepted."""
+
+    def __init__(self, serial: int = 1) -> None:
+        self.serial, self.ended = serial, False
+
+    def end(self) -> set[int]:
+        self.ended = True
+        return set()
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[HungDisk]:
+    hung = HungDisk()
+    monkeypatch.setitem(
+        SCHEMES, "hung", lambda uri: FileStorage(Path(uri.removeprefix("hung://")), hung, uri)
+    )
+    yield hung
+    hung.answers.set()
+
+
+@pytest.fixture
+async def jobs(tmp_path: Path) -> AsyncIterator[Jobs]:
+    pools, staging = Pools(), StagingFolder(tmp_path / "staging", "c", "n", "i1")
+    yield Jobs(staging, pools, CommitterClient("token"))
+    pools.close()
+    staging.remove()
+
+
+async def register(jobs: Jobs, job: str, uri: str, rank: int = 0) -> RankSnapshots:
+    given = registration_of(uri, rank, 64, LAYOUT, job=job, committer="127.0.0.1:1")
+    return await jobs.register(given, Owner())
+
+
+def seal(snapshots: RankSnapshots, step: int) -> None:
+    index = snapshots.acquire(step)
+    assert index is not None
+    image = image_of(LAYOUT, VALUES)
+    snapshots.memories[index].view[: len(image)] = image
+    snapshots.seal(index, step, {}, finite=True)
+
+
+async def test_a_storage_that_does_not_answer_is_reported_while_it_hangs(
+    jobs: Jobs, disk: HungDisk, tmp_path: Path
+) -> None:
+    snapshots = await register(jobs, "job", f"hung://{tmp_path}/checkpoints")
+    snapshots.store_silent_s = 0.05
+    seal(snapshots, 10)
+    job = jobs.job("job")
+    await eventually(lambda: job.failure is not None, "the report of the hung storage")
+    assert job.failure is not None and "has not answered for" in job.failure.error
+    assert (job.failure.step, job.failure.rank) == (10, 0)
+    disk.answers.set()
+    await eventually(lambda: job.persists.count == 1, "the file")
+    assert await jobs.close(0.0)
+
+
+async def test_a_hung_storage_of_one_job_does_not_hold_up_another(
+    jobs: Jobs, disk: HungDisk, tmp_path: Path
+) -> None:
+    ranks = [await register(jobs, "hung", f"hung://{tmp_path}/a", rank) for rank in range(16)]
+    for rank in ranks:  # more than the threads of a pool
+        seal(rank, 10)
+    other = await register(jobs, "other", str(tmp_path / "b"))
+    seal(other, 10)
+    await eventually(lambda: jobs.job("other").persists.count == 1, "the other job's file")
+    assert jobs.job("hung").persists.count == 0
+    disk.answers.set()
+    assert await jobs.close(0.0)
+
+
+async def test_closing_does_not_wait_for_a_hung_storage(
+    jobs: Jobs, disk: HungDisk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megascale_checkpoint.rank_snapshots.STOP_S", 0.1)
+    snapshots = await register(jobs, "job", f"hung://{tmp_path}/a")
+    seal(snapshots, 10)
+    await eventually(disk.asked.is_set, "the write")
+    async with asyncio.timeout(CALL_TIMEOUT_S):
+        assert not await jobs.close(0.0), "a thread is still in the storage"
+    assert bytes(snapshots.memories[0].view[:4]) == bytes(4), "its slot is still mapped"
+
+
+class Blocked:
+    """Keeps all threads of the memory pool busy until released."""
+
+    def __init__(self, jobs: Jobs) -> None:
+        self.event = threading.Event()
+        pool = jobs._pools.memory
+        for _ in range(pool._max_workers):
+            pool.submit(self.event.wait)
+
+
+@pytest.mark.parametrize(("attempts", "serials"), [((1, 1), (1, 2)), ((1, 2), (2, 1))])
+async def test_a_stale_registration_does_not_take_the_place_of_a_live_one(
+    jobs: Jobs, attempts: tuple[int, int], serials: tuple[int, int]
+) -> None:
+    """The stale one frees another job's memory first, and is overtaken meanwhile."""
+    before = await register(jobs, "before", "")
+    before.owner = None
+    blocked = Blocked(jobs)
+    stale, live = map(Owner, serials)
+
+    def registering(owner: Owner, attempt: int) -> asyncio.Task[RankSnapshots]:
+        given = registration_of("", 0, 1, LAYOUT, attempt=attempt)
+        return asyncio.create_task(jobs.register(given, owner))
+
+    first = registering(stale, attempts[0])
+    await asyncio.sleep(0.05)
+    second = registering(live, attempts[1])
+    await asyncio.sleep(0.05)
+    blocked.event.set()
+    snapshots = await second
+    with pytest.raises(RequestError, match="superseded"):
+        await first
+    assert snapshots.owner is live and not live.ended
+    assert await jobs.close(0.0)

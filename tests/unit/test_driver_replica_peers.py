@@ -1,0 +1,110 @@
+"""The choice of the node that keeps a node's replicas."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megascale_common.job.rank_layout import AXES, RankLayout
+from megascale_driver.placement.replicas import DOMAINS, Member, choose_peers
+
+SIZES = st.sampled_from([1, 2, 3, 4])
+
+
+@st.composite
+def attempts(draw: st.DrawFn) -> tuple[list[Member], RankLayout]:
+    """Nodes with whole tensor-parallel groups, as placement gives them, on any switches."""
+    layout = RankLayout(
+        tp=draw(SIZES), cp=draw(st.sampled_from([1, 2])), dp=draw(SIZES), pp=draw(SIZES)
+    )
+    groups = layout.world_size // layout.tp
+    members: list[Member] = []
+    first = 0
+    while first < groups:
+        count = draw(st.integers(1, min(3, groups - first)))
+        ranks = tuple(range(first * layout.tp, (first + count) * layout.tp))
+        labels = {key: draw(st.sampled_from(["", "a", "b"])) for key in DOMAINS}
+        members.append(Member(f"n{len(members)}", ranks, labels))
+        first += count
+    return members, layout
+
+
+def shared_groups(one: Member, other: Member, layout: RankLayout) -> int:
+    """In how many parallel groups of several ranks both nodes have one."""
+    groups = [set(group) for axis in AXES for group in layout.groups((axis,)) if len(group) > 1]
+    return sum(
+        not group.isdisjoint(one.ranks) and not group.isdisjoint(other.ranks) for group in groups
+    )
+
+
+@given(attempts())
+def test_a_peer_is_another_node_that_shares_the_fewest_groups(
+    attempt: tuple[list[Member], RankLayout],
+) -> None:
+    members, layout = attempt
+    by_name = {member.name: member for member in members}
+    peers = choose_peers(members, layout)
+    assert peers == choose_peers(members, layout)
+    assert set(peers) == (set(by_name) if len(members) > 1 else set())
+    for name, peer in peers.items():
+        assert peer != name
+        others = [shared_groups(by_name[name], m, layout) for m in members if m.name != name]
+        assert shared_groups(by_name[name], by_name[peer], layout) == min(others)
+
+
+@given(attempts())
+def test_no_node_keeps_two_while_one_that_would_do_as_well_keeps_none(
+    attempt: tuple[list[Member], RankLayout],
+) -> None:
+    members, layout = attempt
+    by_name = {member.name: member for member in members}
+    peers = choose_peers(members, layout)
+    load = Counter(peers.values())
+    for name, peer in peers.items():
+        best = shared_groups(by_name[name], by_name[peer], layout)
+        for member in members:
+            if member.name != name and shared_groups(by_name[name], member, layout) == best:
+                assert load[peer] < 2 or load[member.name] > 0
+
+
+@given(st.integers(2, 40))
+def test_nodes_that_are_alike_form_a_ring(count: int) -> None:
+    members = [Member(f"n{rank}", (rank,)) for rank in range(count)]
+    peers = choose_peers(members, RankLayout(dp=count))
+    assert peers == {f"n{rank}": f"n{(rank + 1) % count}" for rank in range(count)}
+
+
+def test_a_grid_of_stages_and_replicas_copies_across_both() -> None:
+    layout = RankLayout(tp=2, dp=3, pp=4)  # a node per tensor-parallel group
+    members = [Member(f"n{i}", (2 * i, 2 * i + 1)) for i in range(12)]
+    peers = choose_peers(members, layout)
+    assert sorted(peers.values()) == sorted(peers)
+    for name, peer in peers.items():
+        stage, replica = divmod(int(name[1:]), 3)
+        other_stage, other_replica = divmod(int(peer[1:]), 3)
+        assert stage != other_stage and replica != other_replica
+
+
+def test_the_peer_lies_on_another_host_rack_and_switch_where_one_does() -> None:
+    places = [("h0", "r0", "s0"), ("h0", "r0", "s0"), ("h1", "r0", "s1"), ("h2", "r1", "s2")]
+    members = [
+        Member(f"n{i}", (i,), dict(zip(DOMAINS, place, strict=True)))
+        for i, place in enumerate(places)
+    ]
+    peers = choose_peers(members, RankLayout(dp=4))
+    assert peers == {"n0": "n3", "n1": "n2", "n2": "n0", "n3": "n1"}
+
+
+def test_one_node_has_no_peer() -> None:
+    assert choose_peers([Member("n0", (0, 1))], RankLayout(dp=2)) == {}
+
+
+def test_a_thousand_nodes_of_one_group_are_served_in_seconds() -> None:
+    members = [Member(f"n{i:04d}", tuple(range(8 * i, 8 * i + 8))) for i in range(1000)]
+    begun_s = time.process_time()
+    peers = choose_peers(members, RankLayout(tp=8, dp=125, pp=8))
+    assert len(set(peers.values())) == 1000
+    assert time.process_time() - begun_s < 20.0

@@ -1,0 +1,283 @@
+"""Exports without `transformers`: what fits which architecture, values, files, memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+from tests.harness.checkpoint_files import STATES
+from tests.harness.exporting import MODELS, SIZES, STEP, job_of, random_values, write_model
+from tests.harness.training import tiny_job
+from tests.harness.waiting import until
+from typer.testing import CliRunner, Result
+
+from megascale_checkpoint.commands import app
+from megascale_checkpoint.export.architectures import ARCHITECTURES, choose, misfits
+from megascale_checkpoint.export.foreign_config import config_values, read_config
+from megascale_checkpoint.export.hugging_face import export_hugging_face
+from megascale_checkpoint.export.new_folder import new_folder
+from megascale_checkpoint.export.stored import model_of, open_checkpoint
+from megascale_checkpoint.export.tensors import parameter_shapes, transfers
+from megascale_checkpoint.export.values import narrow, to_foreign, to_logical, widen
+from megascale_common.service.errors import (
+    DamagedError,
+    ExistsError,
+    NotFoundError,
+    RequestError,
+    ServiceError,
+)
+
+
+def quiet(done: int, total: int) -> None:
+    """No progress."""
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_exported_as_its_architecture_and_read_back(name: str) -> None:
+    architecture, fields = MODELS[name]
+    model = job_of(fields).model
+    chosen = choose(model)
+    assert chosen.name == architecture
+    values = json.loads(json.dumps(config_values(chosen, model, "bf16")))
+    found = read_config(values, head_stored=True)
+    if name == "phi-without-biases":  # Phi has them always: as zeros
+        model = replace(model, bias=True, norm_bias=True)
+    assert (found.model, found.head_scale, found.tied) == (model, 1.0, False)
+    # Every parameter is exactly one tensor, and each tensor of the same size.
+    listed = [each for each in transfers(chosen, model) if each.logical]
+    assert {each.logical for each in listed} == set(parameter_shapes(model))
+    assert len({each.foreign for each in listed}) == len(listed)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"positions": "learned"}, "trainer.model.positions: learned, .* needs rope"),
+        (
+            {"block": "parallel", "mlp": "swiglu", "norm": "rmsnorm"},
+            "trainer.model.norm: rmsnorm, .*StableLm.* needs layernorm",
+        ),
+        (
+            {"block": "parallel", "mlp": "swiglu", "bias": True, "norm_bias": False},
+            "trainer.model.bias: true, .*StableLm.* needs false",
+        ),
+        ({"block": "parallel", "window": 4}, "trainer.model.window: 4, .*Phi.* needs 0"),
+        (
+            {"block": "serial", "mlp": "gelu", "layer_windows": [4, 0, 4]},
+            "trainer.model.layer_windows: .* one window for all layers",
+        ),
+        (
+            {"block": "serial", "mlp": "swiglu", "norm": "rmsnorm", "layer_windows": [4, 2, 4]},
+            "trainer.model.layer_windows: .* one window, or 0, for each layer",
+        ),
+    ],
+)
+def test_a_model_that_no_architecture_holds_is_refused_by_field(
+    fields: dict[str, Any], words: str
+) -> None:
+    model = job_of({**SIZES, **fields}).model
+    with pytest.raises(RequestError, match=f"{words}.*--format dcp") as caught:
+        choose(model)
+    assert caught.value.fields[0][0] == words.partition(":")[0]
+    assert all(misfits(each, model) for each in ARCHITECTURES)
+
+
+@given(st.lists(st.floats(width=32), min_size=1))
+def test_bf16_is_rounded_as_torch_does(numbers: list[float]) -> None:
+    values = np.array(numbers, np.float32)
+    expected = torch.from_numpy(values).bfloat16()
+    got = torch.frombuffer(bytearray(narrow(values, "BF16")), dtype=torch.bfloat16)
+    assert torch.equal(got.isnan(), expected.isnan())
+    assert torch.equal(got.nan_to_num(), expected.nan_to_num())
+    back = widen(narrow(values, "BF16"), "BF16")
+    assert np.array_equal(back, expected.float().numpy(), equal_nan=True)
+
+
+def test_pairs_and_transposition_are_undone() -> None:
+    values = np.arange(16 * 3, dtype=np.float32).reshape(16, 3)
+    for change in ("none", "transposed", "pairs"):
+        there = to_foreign(values, change, 8)
+        assert np.array_equal(to_logical(there, change, 8), values)
+    # The first head: row 1 is the partner of row 0, which is row 4 of a job.
+    assert to_foreign(values, "pairs", 8)[:, 0].tolist()[:4] == [0, 12, 3, 15]
+
+
+def test_padding_is_dropped_and_every_value_is_there(tmp_path: Path) -> None:
+    config = job_of(MODELS["cohere"][1], {"tp": 2, "pp": 3, "dp": 2})
+    write_model(tmp_path / "written", config)
+    stored = open_checkpoint(str(tmp_path / "written"))
+    assert stored.states == STATES
+    seen: list[tuple[int, int]] = []
+    done = export_hugging_face(
+        stored, model_of(stored, None), tmp_path / "out", "fp32", lambda *now: seen.append(now)
+    )
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    values = random_values(config)
+    assert np.array_equal(tensors["lm_head.weight"], values["head.weight"])
+    assert tensors["lm_head.weight"].shape == (101, 64)
+    assert np.array_equal(
+        tensors["model.layers.2.mlp.down_proj.weight"], values["layers.2.ffn_out.weight"].T
+    )
+    assert done.tensors == len(tensors) == len(values)
+    total = sum(each.nbytes for each in values.values())
+    assert seen[-1] == (total, total)
+    assert [now for now, _ in seen] == sorted(now for now, _ in seen)
+
+
+def test_memory_holds_a_parameter_and_not_the_model(tmp_path: Path) -> None:
+    fields = {**MODELS["llama"][1], "hidden_size": 256, "ffn_size": 768, "layers": 12}
+    config = job_of(fields)
+    write_model(tmp_path / "written", config)
+    shapes = parameter_shapes(config.model).values()
+    largest = 4 * max(int(np.prod(shape)) for shape in shapes)
+    whole = 4 * sum(int(np.prod(shape)) for shape in shapes)
+    stored = open_checkpoint(str(tmp_path / "written"))
+    tracemalloc.start()
+    try:
+        export_hugging_face(stored, model_of(stored, None), tmp_path / "out", "bf16", quiet)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert whole > 30 * largest
+    assert peak < 6 * largest, f"{peak} bytes of {largest} in the largest parameter"
+
+
+def test_a_taken_folder_is_refused_and_an_empty_one_filled(tmp_path: Path) -> None:
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    with new_folder(taken) as folder:
+        (folder / "file").write_text("x")
+        assert list(taken.iterdir()) == []
+    assert (taken / "file").read_text() == "x"
+    with pytest.raises(ExistsError, match="taken is taken: give a folder"):
+        with new_folder(taken):
+            pass
+    with pytest.raises(OSError, match="not empty"):  # it was filled meanwhile
+        with new_folder(tmp_path / "late") as folder:
+            (tmp_path / "late").mkdir()
+            (tmp_path / "late" / "theirs").write_text("y")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["late", "taken"]
+
+
+_SLOW = """
+import sys, time
+from pathlib import Path
+from megascale_checkpoint.export import hugging_face, stored
+opened = stored.open_checkpoint(sys.argv[1])
+def progress(done, total):
+    print(done, flush=True)
+    time.sleep(0.05)
+hugging_face.export_hugging_face(
+    opened, stored.model_of(opened, None), Path(sys.argv[2]), "bf16", progress
+)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_an_export_that_is_ended_leaves_no_folder_of_the_name(
+    how: signal.Signals, tmp_path: Path
+) -> None:
+    write_model(tmp_path / "written", job_of(MODELS["llama"][1]))
+    command = [sys.executable, "-c", _SLOW, str(tmp_path / "written"), str(tmp_path / "out")]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert process.stdout is not None
+    for _ in range(5):
+        assert process.stdout.readline()
+    assert list(tmp_path.glob(".out.partial-*"))
+    os.kill(process.pid, how)
+    until(lambda: process.poll() is not None, "the end of the export", process.poll)
+    process.stdout.close()
+    assert not (tmp_path / "out").exists()
+    assert bool(list(tmp_path.glob(".out.partial-*"))) == (how is signal.SIGKILL)
+
+
+@pytest.mark.parametrize("part", ["header", "values"])
+def test_a_flipped_bit_is_named_and_nothing_is_exported(part: str, tmp_path: Path) -> None:
+    write_model(tmp_path / "written", job_of(MODELS["llama"][1], {"dp": 2}))
+    (file,) = (tmp_path / "written").glob("attempts/*/*/rank-00001.safetensors")
+    data = bytearray(file.read_bytes())
+    header = int.from_bytes(data[:8], "little")  # behind it stand the parameters
+    data[8 + (header // 2 if part == "header" else header + 100)] ^= 1
+    file.write_bytes(data)
+    shown = invoke(
+        "export", str(tmp_path / "written"), "--to", str(tmp_path / "out"), "--format", "hf"
+    )
+    assert isinstance(shown.exception, DamagedError)
+    assert "rank-00001.safetensors" in str(shown.exception)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_fetched_folder_and_a_chosen_step_are_exported(tmp_path: Path) -> None:
+    config = job_of(MODELS["llama"][1])
+    uri = write_model(tmp_path / "written", config)
+    fetched = Path(uri).parent  # as `megascale checkpoint fetch` copies it
+    for place, options in ((fetched, []), (tmp_path / "written", ["--step", str(STEP)])):
+        to = tmp_path / f"from-{place.name}"
+        shown = invoke("export", str(place), "--to", str(to), "--format", "hf", "--json", *options)
+        assert json.loads(shown.stdout)["step"] == STEP
+        assert json.loads((to / "config.json").read_text())["dtype"] == "bfloat16"
+    for place, words in (
+        (fetched, "holds step 7 alone"),
+        (tmp_path / "written", "no complete checkpoint of step 6; give one of 7"),
+        (tmp_path, "holds no complete checkpoint"),
+    ):
+        with pytest.raises(NotFoundError, match=words):
+            open_checkpoint(str(place), 6)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--format", "megatron"], "--format: megatron is not built: .*--format hf"),
+        (["--format", "dcp", "--dtype", "bf16"], "--dtype: dcp holds the float32 parameters"),
+    ],
+)
+def test_what_is_not_built_is_refused_with_what_to_use(
+    options: list[str], words: str, tmp_path: Path
+) -> None:
+    shown = invoke("export", str(tmp_path), "--to", str(tmp_path / "out"), *options)
+    with pytest.raises(RequestError, match=words) as caught:
+        raise shown.exception  # type: ignore[misc]
+    assert caught.value.fields
+
+
+def test_a_checkpoint_without_its_model_needs_the_jobs_file(tmp_path: Path) -> None:
+    _, fields = MODELS["llama"]
+    write_model(tmp_path / "written", job_of(fields), described=False)
+    stored = open_checkpoint(str(tmp_path / "written"))
+    with pytest.raises(RequestError, match=r"--job: missing, .* give the file of the job"):
+        model_of(stored, None)
+    job = tmp_path / "job.yaml"
+    for text, words in (
+        ("a: [", "is not valid YAML"),
+        (yaml.safe_dump(tiny_job(model={"layerz": 3})), "unknown field"),
+    ):
+        job.write_text(text)
+        with pytest.raises(ServiceError, match=words):
+            model_of(stored, job)
+    job.write_text(yaml.safe_dump(tiny_job(model={**fields, "ffn_size": 91})))
+    with pytest.raises(RequestError, match=r"ffn_out.weight is of shape \[90, 64\] in the check"):
+        export_hugging_face(stored, model_of(stored, job), tmp_path / "out", "bf16", quiet)
+    job.write_text(yaml.safe_dump(tiny_job(model=fields)))
+    export_hugging_face(stored, model_of(stored, job), tmp_path / "out", "bf16", quiet)
+    assert (tmp_path / "out" / "config.json").exists()

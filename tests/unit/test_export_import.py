@@ -1,0 +1,236 @@
+"""Imports without `transformers`: the checkpoint of step 0 and what is refused, by field."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from tests.harness.exporting import MODELS, job_of, random_values, write_model
+
+from megascale_checkpoint import restore
+from megascale_checkpoint.checksums import checksum
+from megascale_checkpoint.commit_log import CommitLog
+from megascale_checkpoint.export.architectures import choose
+from megascale_checkpoint.export.foreign_config import config_values, read_config
+from megascale_checkpoint.export.hugging_face import export_hugging_face
+from megascale_checkpoint.export.hugging_face_import import import_hugging_face
+from megascale_checkpoint.export.stored import model_of, open_checkpoint
+from megascale_checkpoint.restore_decision import SealedStep, decide
+from megascale_checkpoint.storage import FileStorage, open_storage
+from megascale_checkpoint.verify import verify_commit
+from megascale_common.job.restore import RestorePlan, RestoreSource
+from megascale_common.service.errors import ExistsError, ServiceError
+from megascale_common.sizes.parameter_table import parameter_table, shard_layout
+
+
+def quiet(done: int, total: int) -> None:
+    """No progress."""
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    """A folder with a Hugging Face model."""
+    config = job_of(MODELS["llama"][1], {"tp": 2, "pp": 3})
+    write_model(tmp_path / "written", config)
+    stored = open_checkpoint(str(tmp_path / "written"))
+    export_hugging_face(stored, model_of(stored, None), tmp_path / "llama", "fp32", quiet)
+    return tmp_path / "llama"
+
+
+@pytest.mark.parametrize("name", ["llama", "ministral", "cohere", "phi", "starcoder2"])
+def test_an_import_of_an_export_is_what_was_exported(name: str, tmp_path: Path) -> None:
+    config = job_of(MODELS[name][1], {"tp": 2, "pp": 3})
+    write_model(tmp_path / "written", config)
+    stored = open_checkpoint(str(tmp_path / "written"))
+    export_hugging_face(stored, model_of(stored, None), tmp_path / "out", "fp32", quiet, 30_000)
+    done = import_hugging_face(tmp_path / "out", str(tmp_path / "imported"), quiet, 100_000)
+    assert len(list((tmp_path / "imported").glob("**/rank-*"))) > 1
+    assert done.foreign.model == config.model
+    again = open_checkpoint(str(tmp_path / "imported"))
+    assert again.model == config.model
+    for parameter, values in random_values(config).items():
+        assert np.array_equal(again.read(parameter), values), parameter
+        assert not again.read(parameter, "exp_avg").any()
+
+
+def test_the_checkpoint_of_step_0_is_complete_and_loads_into_another_layout(
+    llama: Path, tmp_path: Path
+) -> None:
+    uri = str(tmp_path / "imported")
+    done = import_hugging_face(llama, uri, quiet)
+    log = CommitLog(open_storage(uri))
+    log.refresh()
+    (record,) = log.commits()
+    assert record.step == 0
+    assert verify_commit(record, done.manifest_uri) == []
+    config = job_of(MODELS["llama"][1], {"tp": 2, "dp": 2})
+    values = random_values(config)
+    for rank in range(4):
+        layout = shard_layout(parameter_table(config, rank))
+        image = bytearray(layout.slot_bytes)
+        filled = restore.fill(done.manifest_uri, 0, rank, layout, memoryview(image))
+        assert filled.small_state["consumed_samples"] == 0
+        assert "cpu_rng" not in filled.small_state
+        some = layout.pieces[0]
+        box = values[some.name][
+            tuple(slice(a, b) for a, b in zip(some.start, some.stop, strict=True))
+        ]
+        got = np.frombuffer(image, np.float32, count=some.size_bytes // 4)
+        assert np.array_equal(got, box.reshape(-1)[some.flat_start : some.flat_stop])
+
+
+def test_a_job_starts_from_it(llama: Path, tmp_path: Path) -> None:
+    done = import_hugging_face(llama, str(tmp_path / "imported"), quiet)
+    own = CommitLog(FileStorage(tmp_path / "own"))
+    decision = decide(
+        own, str(tmp_path / "own"), SealedStep(0, 0), frozenset(), str(tmp_path / "imported")
+    )
+    xxh3 = checksum(Path(done.manifest_uri).read_bytes())
+    assert decision.plan == RestorePlan(RestoreSource.STORAGE, 0, 0, done.manifest_uri, xxh3)
+
+
+def test_an_interrupted_import_is_no_checkpoint_and_can_be_repeated(
+    llama: Path, tmp_path: Path
+) -> None:
+    uri = str(tmp_path / "imported")
+    calls = 0
+
+    def interrupt(done: int, total: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 40:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        import_hugging_face(llama, uri, interrupt)
+    log = CommitLog(open_storage(uri))
+    log.refresh()
+    assert (len(log.records), log.commits()) == (1, [])
+    import_hugging_face(llama, uri, quiet)
+    assert open_checkpoint(uri).manifest.attempt == 2
+    with pytest.raises(ExistsError, match=r"--to: .* holds a checkpoint"):
+        import_hugging_face(llama, uri, quiet)
+
+
+def test_a_jobs_folder_is_refused(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(ExistsError, match="belongs to job job: give a folder of its own"):
+        import_hugging_face(llama, str(tmp_path / "written"), quiet)
+
+
+CHANGES: dict[str, tuple[dict[str, Any], str]] = {
+    "type": ({"model_type": "bert"}, "config.json: model_type: 'bert' cannot be imported; .*llama"),
+    "activation": ({"hidden_act": "relu"}, "hidden_act: 'relu' where a job needs silu or swish"),
+    "head": ({"head_dim": 32}, "config.json: head_dim: 32 where a job needs hidden_size / heads"),
+    "rope": ({"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": None}, "rope_ty"),
+    "bias": ({"mlp_bias": True}, "attention_bias, mlp_bias: .* a job has all biases or none"),
+    "window": ({"model_type": "mistral", "sliding_window": "x"}, "sliding_window: 'x' where"),
+    "kinds": ({"model_type": "ministral", "layer_types": ["a"]}, "layer_types: .* 3 entries"),
+    "no heads": (
+        {"model_type": "mistral", "num_key_value_heads": 0},
+        "num_key_value_heads: 0 is not a whole number above 0",
+    ),
+    "missing": ({"rms_norm_eps": None}, "config.json: rms_norm_eps: missing; set it to a number"),
+    "text": ({"num_hidden_layers": "3"}, "num_hidden_layers: '3' is not a whole number above 0"),
+    "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config: .*unquantized"),
+    "shape": ({"intermediate_size": 91}, r"gate_proj.weight is of shape \[90, 64\]"),
+    "heads": ({"num_attention_heads": 3}, "head_dim"),
+    "more layers": ({"num_hidden_layers": 4}, "model.layers.3.* is missing"),
+    "fewer layers": ({"num_hidden_layers": 2}, "model.layers.2.* no parameter of a job"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_model_that_no_job_computes_is_refused_by_field(
+    name: str, llama: Path, tmp_path: Path
+) -> None:
+    changed, words = CHANGES[name]
+    config = json.loads((llama / "config.json").read_text()) | changed
+    (llama / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ServiceError, match=words):
+        import_hugging_face(llama, str(tmp_path / "imported"), quiet)
+    assert not (tmp_path / "imported").exists()
+
+
+def rewritten(folder: Path) -> Iterator[dict[str, Any]]:
+    tensors = load_file(folder / "model.safetensors")
+    yield tensors
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_pickled_damaged_and_foreign_files_are_refused(llama: Path, tmp_path: Path) -> None:
+    uri, file = str(tmp_path / "imported"), llama / "model.safetensors"
+    whole = file.read_bytes()
+    for damaged, words in (
+        (whole[:-1], "does not lie in the file"),
+        (whole[:5], "is not a safetensors file"),
+        (b"\xff" * 8 + whole[8:], "is not a safetensors file"),
+        (whole[:8] + b"}" + whole[9:], "its safetensors header cannot be read"),
+        (whole.replace(b'"F32"', b'"I32"'), "of type I32"),
+    ):
+        file.write_bytes(damaged)
+        with pytest.raises(ServiceError, match=words):
+            import_hugging_face(llama, uri, quiet)
+    file.rename(llama / "pytorch_model.bin")
+    with pytest.raises(ServiceError, match="pickled weights, which are never loaded"):
+        import_hugging_face(llama, uri, quiet)
+    index = {"weight_map": {"a": "../written/x"}}
+    (llama / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ServiceError, match="not in the folder"):
+        import_hugging_face(llama, uri, quiet)
+    assert not (tmp_path / "imported").exists()
+
+
+def test_values_without_a_place_in_a_job_are_refused(tmp_path: Path) -> None:
+    config = job_of(MODELS["phi"][1])
+    write_model(tmp_path / "written", config)
+    stored = open_checkpoint(str(tmp_path / "written"))
+    folder = tmp_path / "phi"
+    export_hugging_face(stored, model_of(stored, None), folder, "fp32", quiet)
+    for tensors in rewritten(folder):
+        assert not tensors["lm_head.bias"].any()
+        tensors["lm_head.bias"][3] = 1.0
+    with pytest.raises(ServiceError, match=r"lm_head.bias: holds values; a job has no such"):
+        import_hugging_face(folder, str(tmp_path / "imported"), quiet)
+
+
+def test_types_of_two_bytes_are_widened_exactly(llama: Path, tmp_path: Path) -> None:
+    for tensors in rewritten(llama):
+        for name, values in tensors.items():
+            tensors[name] = values.astype(np.float16)
+    import_hugging_face(llama, str(tmp_path / "imported"), quiet)
+    got = open_checkpoint(str(tmp_path / "imported")).read("head.weight")
+    values = random_values(job_of(MODELS["llama"][1]))["head.weight"]
+    assert np.array_equal(got, values.astype(np.float16).astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "left_out", "found"),
+    [
+        ("llama", ["num_key_value_heads"], {"kv_heads": 4}),
+        ("llama", ["rope_theta", "rope_parameters"], {"rope_theta": 10_000.0}),
+        ("llama", ["attention_bias", "mlp_bias", "hidden_act", "head_dim"], {"bias": False}),
+        ("mistral", ["sliding_window"], {"window": 4096}),
+        ("ministral", ["sliding_window", "layer_types"], {"window": 4096}),
+        ("starcoder2", ["use_bias", "sliding_window"], {"bias": True, "window": 0}),
+    ],
+)
+def test_what_a_config_leaves_out_is_what_transformers_takes(
+    model_type: str, left_out: list[str], found: dict[str, Any]
+) -> None:
+    model = job_of(MODELS[model_type][1]).model
+    values = config_values(choose(model), model, "fp32")
+    for name in left_out:
+        values.pop(name, None)
+    read = read_config(values, head_stored=True).model
+    assert {name: getattr(read, name) for name in found} == found
+
+
+def test_the_model_of_a_job_is_in_its_values() -> None:
+    model = job_of(MODELS["ministral"][1]).model
+    assert json.loads(json.dumps(asdict(model)))["layer_windows"] == [5, 0, 5]

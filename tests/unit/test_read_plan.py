@@ -1,0 +1,208 @@
+"""The plan of a restore: every byte arrives, each is read from storage once, memory is bounded."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.harness.checkpoint_files import Values, image_of, slot_bytes
+from tests.harness.piece_layouts import VALUES, layouts
+from tests.harness.planned_restore import (
+    restore_all,
+    stored_runs,
+    trainer_layouts,
+    wanted_runs,
+)
+
+from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
+from megascale_common.sizes.piece_runs import decode, encode, join, runs_of
+from megascale_common.sizes.read_plan import DoesNotFit, plan_reads
+from megascale_common.sizes.read_rounds import SHARE, Rounds
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MODEL = {
+    "layers": 8,
+    "hidden_size": 32,
+    "heads": 4,
+    "vocab_size": 131,
+    "sequence_length": 8,
+    "positions": "learned",
+    "bias": True,
+}
+# Layouts of a job whose data-parallel size goes from 1 to 64.
+GRIDS = [
+    {"dp": 1},
+    {"dp": 2, "tp": 2},
+    {"dp": 4, "pp": 2},
+    {"dp": 8},
+    {"dp": 16, "tp": 2},
+    {"dp": 32},
+    {"dp": 64},
+    {"tp": 4},
+    {"tp": 2, "pp": 2, "virtual_stages": 2},
+    {"pp": 4, "dp": 2},
+]
+
+
+def values_of(written: list[ShardLayout]) -> Values:
+    shapes = {piece.name: piece.global_shape for layout in written for piece in layout.pieces}
+    random = np.random.default_rng(0)
+    return {name: random.random(shape, np.float32) for name, shape in shapes.items()}
+
+
+@settings(max_examples=80, deadline=None)
+@given(layouts(), layouts(), st.data())
+def test_any_layout_restores_any_other(
+    written: list[ShardLayout], wanted: list[ShardLayout], data: st.DataObject
+) -> None:
+    files = [image_of(layout, VALUES) for layout in written]
+    right = [image_of(layout, VALUES) for layout in wanted]
+    chosen = data.draw(st.sets(st.integers(0, len(wanted) - 1)))
+    memories = {rank: right[rank] for rank in chosen}
+    window_bytes = data.draw(st.sampled_from([4, 12, 64, 4096]))
+    done = restore_all(written, files, wanted, memories, window_bytes)
+    assert done.images == right
+    # The restorer counts each unit's bytes once: whole units, none twice.
+    assert sum(done.read_bytes) == sum(done.units_read.values()) == done.plan.storage_bytes.sum()
+    assert done.read_bytes == done.plan.storage_bytes.tolist()
+
+
+@pytest.mark.parametrize("to", GRIDS, ids=str)
+def test_each_byte_is_read_once_and_the_reads_are_spread(to: dict[str, int]) -> None:
+    wanted = trainer_layouts(MODEL, to)
+    for grid in GRIDS:
+        if grid == to:
+            continue
+        written = trainer_layouts(MODEL, grid)
+        values = values_of(written)
+        files = [image_of(layout, values) for layout in written]
+        done = restore_all(written, files, wanted, window_bytes=8192)
+        assert done.images == [image_of(layout, values) for layout in wanted], f"from {grid}"
+        assert sum(done.read_bytes) <= 1.05 * done.plan.distinct_bytes, f"from {grid}"
+        # Even but for the largest piece, which one rank reads.
+        largest = int(done.plan.units[:, 2].max())
+        mean = sum(done.read_bytes) / len(wanted)
+        assert max(done.read_bytes) <= 1.1 * mean + largest, f"from {grid}"
+        assert done.most_received <= SHARE * 8192 and done.most_sent <= SHARE * 8192
+
+
+def test_the_same_layout_moves_nothing_that_only_its_owner_needs() -> None:
+    written = trainer_layouts(MODEL, {"dp": 4, "tp": 2})
+    plan = plan_reads(stored_runs(written), wanted_runs(written), [False] * 8)
+    moved = int(plan.copies[plan.copies[:, 0] != plan.copies[:, 3], 2].sum())
+    replicas = sum(p.size_bytes for layout in written for p in layout.pieces if not p.primary)
+    assert moved <= 1.25 * replicas
+
+
+def test_ranks_of_a_lost_node_read_storage_and_take_replicas_from_peers() -> None:
+    written = trainer_layouts(MODEL, {"dp": 4, "tp": 2})
+    values = values_of(written)
+    files = [image_of(layout, values) for layout in written]
+    lost = (2, 5)  # each has a tensor-parallel peer in memory
+    memories = {rank: files[rank] for rank in range(8) if rank not in lost}
+    done = restore_all(written, files, written, memories)
+    assert done.images == files
+    alone = sum(
+        piece.size_bytes
+        for rank in lost
+        for piece in written[rank].pieces
+        if "norm" not in piece.name and "out.bias" not in piece.name
+    )
+    assert sum(done.read_bytes) <= alone, "what a peer has replicated is not read from storage"
+    assert sum(done.read_bytes) == done.plan.distinct_bytes > 0
+    assert sum(size > 0 for size in done.read_bytes) == 8, "survivors read for the lost node"
+    nothing = restore_all(written, files, written, dict(enumerate(files)))
+    assert sum(nothing.read_bytes) == 0 and nothing.plan.copies.size == 0
+
+
+def test_one_rank_that_all_others_read_for_receives_no_more_than_its_share() -> None:
+    written = trainer_layouts(MODEL, {"dp": 16})
+    values = values_of(written)
+    files = [image_of(layout, values) for layout in written]
+    memories = {rank: image for rank, image in enumerate(files) if rank != 5}
+    done = restore_all(written, files, written, memories, window_bytes=256)
+    assert done.images == files
+    assert sum(size > 0 for size in done.read_bytes) > 2 * SHARE, "its pieces have many readers"
+    assert done.most_received <= SHARE * 256 and done.most_sent <= SHARE * 256
+
+
+def test_a_tables_bytes_are_the_table() -> None:
+    table = stored_runs(trainer_layouts(MODEL, {"dp": 2}))
+    again = decode(encode(table))
+    assert again.parameters == table.parameters
+    assert np.array_equal(again.rows, table.rows) and np.array_equal(again.units, table.units)
+
+
+def test_all_ranks_see_one_plan_whatever_the_order_of_names() -> None:
+    written = trainer_layouts(MODEL, {"dp": 2, "tp": 2})
+    wanted = trainer_layouts(MODEL, {"dp": 3})
+    one = plan_reads(stored_runs(written), wanted_runs(wanted), [False] * 3)
+    again = plan_reads(stored_runs(written), wanted_runs(wanted), [False] * 3)
+    assert np.array_equal(one.units, again.units) and np.array_equal(one.copies, again.copies)
+    rounds = Rounds(one, 4096)
+    of_ranks = [list(rounds.of_rank(rank)) for rank in range(3)]
+    for number in range(rounds.count):
+        for a in range(3):
+            for b in range(3):
+                sent, got = of_ranks[a][number].send_bytes[b], of_ranks[b][number].receive_bytes[a]
+                assert sent == got or a == b
+
+
+def piece(first: int, last: int, **changes: object) -> ShardPiece:
+    whole = ShardPiece(
+        "matrix", "master", "float32", (6, 5), (0, 0), (6, 5), first, last, 0, primary=True
+    )
+    return replace(whole, **changes)  # type: ignore[arg-type]
+
+
+def plan_of(stored: list[ShardPiece], wanted: ShardPiece) -> None:
+    tables = [runs_of([of_file], file, ["0" * 32]) for file, of_file in enumerate(stored)]
+    plan_reads(join(tables), runs_of([wanted], 0), [False])
+
+
+def test_what_does_not_fit_is_refused_by_name() -> None:
+    plan_of([piece(0, 30)], piece(0, 30))
+    plan_of([piece(0, 15), piece(15, 30)], piece(10, 20))
+    with pytest.raises(DoesNotFit, match=r"matrix \(master\) is stored with a gap"):
+        plan_of([piece(0, 10), piece(12, 30)], piece(0, 30))
+    with pytest.raises(DoesNotFit, match=r"matrix \(master\) is stored with an overlap"):
+        plan_of([piece(0, 15), piece(14, 30)], piece(0, 30))
+    with pytest.raises(DoesNotFit, match=r"is float32 \(6, 5\) there and float32 \(12, 5\) here"):
+        plan_of([piece(0, 30)], piece(0, 30, global_shape=(12, 5)))
+    with pytest.raises(DoesNotFit, match=r"gate \(master\): nothing is stored"):
+        plan_of([piece(0, 30)], piece(0, 30, name="gate"))
+
+
+def test_a_column_of_a_matrix_is_one_run_per_row() -> None:
+    column = piece(1, 5, start=(0, 3), stop=(6, 4), slot_offset_bytes=100)
+    rows = runs_of([column], 0).rows
+    assert rows[:, 1].tolist() == [4 * (5 * row + 3) for row in range(1, 5)]
+    assert rows[:, 4].tolist() == [100, 104, 108, 112]
+    whole_rows = piece(2, 8, start=(2, 0), stop=(4, 5))
+    assert runs_of([whole_rows], 0).rows[:, 1:3].tolist() == [[48, 72]]
+    assert slot_bytes([column]) == 4096
+
+
+def test_the_benchmark_prints_every_pair_on_one_line() -> None:
+    command = [sys.executable, str(REPOSITORY / "benchmarks" / "restore_bytes.py")]
+    done = subprocess.run(
+        [*command, "--preset", "tiny"], capture_output=True, text=True, check=True
+    )
+    found = json.loads(done.stdout)
+    assert len(found["pairs"]) == 45 and found["most_read_over_distinct"] <= 1.05
+    lost = subprocess.run(
+        [*command, "--preset", "tiny", "--write", "tp2,dp2", "--read", "tp2,dp2", "--lost", "1"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (pair,) = json.loads(lost.stdout)["pairs"]
+    whole = found["pairs"][0]["distinct_bytes"]
+    assert 0 < pair["distinct_bytes"] < whole / 3
