@@ -59,8 +59,8 @@ async def test_nothing_is_left_by_what_is_killed(cluster: ChaosCluster) -> None:
             assert cluster.up.processes() == []
 
     memory, sockets = cluster.shared_memory(), cluster.socket_folders()
-    # Killed daemons remove nothing; those of a cluster that another test starts meanwhile may.
-    assert {folder.split("/")[0] for folder in memory} <= {"n1", "n2", "n3"}
+    # What killed daemons leave is removed by the next daemon of any cluster on this host, so a test
+    # that runs beside this one may have removed some of it.
     with cluster.start_again() as up:
         assert len(cluster.shared_memory()) == 3
         assert memory.isdisjoint(cluster.shared_memory())

@@ -1,4 +1,4 @@
-"""Replicas in the driver's core: who is told what, what a restart uses, what is reported."""
+"""Replicas in the driver's core: who gets which order, what a restart uses, what is reported."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from megascale_common.service.errors import NotFoundError, NotReadyError, Supers
 from megascale_common.sizes.staging import REPLICA_SLOTS
 
 log = logs.get("replicas")
-GIVE_WAY_S = 15.0  # for a transfer that was told to end: longer than a silent peer is waited for
+GIVE_WAY_S = 15.0  # for a transfer that was asked to end: longer than a silent peer is waited for
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 Nothing is overwritten: every object is written with ``If-None-Match: *``, which the server decides
 atomically, also at the end of a multipart upload. Each write carries an id of its own in the
-object's metadata, so that a write whose reply was lost is told from one that lost the race.
+object's metadata, so that a write whose reply was lost is known from one that lost the race.
 
 Settings, as boto3 reads them: credentials from the environment, ``~/.aws/credentials`` or the
 machine's role, the region (``AWS_DEFAULT_REGION``) and the endpoint (``AWS_ENDPOINT_URL``). Ours:

@@ -1,4 +1,4 @@
-"""What the nodes of an attempt are told about replicas: frozen values, stored with the job."""
+"""Orders about replicas for the nodes of an attempt: frozen values, stored with the job."""
 
 from __future__ import annotations
 
