@@ -23,7 +23,6 @@ from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_driver.core import (
     accounting,
     goodput,
-    hang,
     job_faults,
     profiles,
     recovery,
@@ -110,7 +109,7 @@ def advance(draft: Draft, name: str, reporter: str = "") -> None:
     profiles.expire(draft, job)
     job = draft.jobs[name]
     if not job.faults:
-        job = hang.check(draft, _check_deadline(draft, job))
+        job = _check_deadline(draft, job)
     if job.faults:
         stop(draft, job, JobPhase.QUEUED, _why(job))
     elif job.phase is JobPhase.PREPARING:

@@ -197,6 +197,9 @@ def _skipped(draft: Draft, node: str, job: Job, old: Progress | None, new: Progr
     since = old.skipped_snapshots if old is not None else 0
     count = max(1, new.skipped_snapshots - since)
     same_attempt = job.skipped_snapshot[0] == job.attempt
+    if same_attempt:
+        # The node's last report may be old: another one's counted until now. No step counts twice.
+        count = min(count, new.skipped_step - job.skipped_snapshot[1])
     before = job.skipped_snapshots if same_attempt else 0
     draft.job(job.name, skipped_snapshot=key, skipped_snapshots=before + count)
     if _power_of_ten(before, before + count):
