@@ -20,9 +20,9 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.election import Leadership
 from megascale_common.etcd.operations import Compare, Delete, ModRevisionEquals, Operation, Put
+from megascale_common.etcd.protocol import Etcd
 from megascale_common.etcd.settled import Rejected, txn_settled
 from megascale_common.job import config as job_config
 from megascale_common.service.errors import CodecError, NotLeaderError
@@ -57,7 +57,7 @@ class Loaded:
 class Store:
     """Reads and writes the cluster's keys during one leadership."""
 
-    def __init__(self, client: EtcdClient, leadership: Leadership) -> None:
+    def __init__(self, client: Etcd, leadership: Leadership) -> None:
         self._client = client
         self._leadership = leadership
         self._revisions: dict[str, int] = {}
