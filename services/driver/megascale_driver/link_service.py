@@ -44,11 +44,11 @@ class LinkService(link_pb2_grpc.ExecutorLinkServiceServicer):
         self._leader = leader
         self._cluster = cluster
 
-    async def Connect(
+    async def Connect(  # type: ignore[override]  # the generated base class knows generators only
         self,
         request_iterator: AsyncIterator[link_pb2.ConnectRequest],
         context: grpc.aio.ServicerContext[Any, Any],
-    ) -> Any:  # a coroutine that writes itself; the generated base class knows generators only
+    ) -> None:
         """One node's link, from its hello until either side ends it."""
         try:
             hello = await self._hello(request_iterator)
