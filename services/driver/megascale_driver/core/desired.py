@@ -35,7 +35,7 @@ def desired_of(node: Node, job: Job | None) -> Desired:
     return Desired(
         DesiredPhase.START, job.name, job.attempt, job.store_endpoint, job.restore,
         job.committer_endpoint, _profile_on(node.name, job),
-        job.replica_orders.of(node.name, slot.ranks),
+        job.replica_orders.of(node.name, slot.ranks), job.failure_count,
     )  # fmt: skip
 
 

@@ -178,5 +178,6 @@ def _role(job: Job) -> tuple[object, ...]:
         job.restore,
         job.committer_endpoint,
         job.replica_orders,
+        job.failure_count,
         job.profile,
     )

@@ -22,6 +22,7 @@ from dataclasses import replace
 from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_driver.core import (
     accounting,
+    failure_rate,
     goodput,
     hang,
     job_faults,
@@ -44,6 +45,7 @@ from megascale_driver.core.replica_orders import ReplicaOrders, ReplicaSource
 from megascale_driver.core.restore import sealed_everywhere
 from megascale_driver.core.state import (
     AttemptPhase,
+    FailureCount,
     Fault,
     FaultKind,
     Job,
@@ -248,6 +250,9 @@ def _start(
         store_endpoint=store,
         committer_endpoint=committer_endpoint,
         replica_orders=ReplicaOrders(peers, targets, sources),
+        failure_count=failure_rate.count(draft.jobs.values())
+        if job.config.checkpoint.interval == "auto"
+        else FailureCount(),
     )
 
 

@@ -229,6 +229,14 @@ class ProfileCommand:
 
 
 @dataclass(frozen=True, slots=True)
+class FailureCount:
+    """Faults that ended attempts, and the hours that devices trained, over the fleet's jobs."""
+
+    count: int = 0
+    device_hours: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Desired:
     """Desired state of a node; the other fields are empty when the phase is IDLE."""
 
@@ -240,6 +248,7 @@ class Desired:
     committer_endpoint: str = ""
     profile: ProfileCommand | None = None
     replicas: NodeReplicaOrders = field(default_factory=NodeReplicaOrders)
+    failures: FailureCount = field(default_factory=FailureCount)
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,6 +353,8 @@ class Job:
     committer_endpoint: str = ""
     restore: RestorePlan | None = None
     replica_orders: ReplicaOrders = field(default_factory=ReplicaOrders)
+    # The fleet's when the attempt started; of jobs with checkpoint.interval auto.
+    failure_count: FailureCount = field(default_factory=FailureCount)
     refused_steps: tuple[int, ...] = ()
     faults: tuple[Fault, ...] = ()
     after_stop: JobPhase = JobPhase.QUEUED
