@@ -21,10 +21,11 @@ from megascale_common.sizes.checkpoint_interval import (
     lost_share,
 )
 from megascale_driver.core import failure_rate
+from megascale_driver.core.attempt import FailureCount
 from megascale_driver.core.explain import explain
 from megascale_driver.core.goodput import Ledger
 from megascale_driver.core.policy import Policy
-from megascale_driver.core.state import Cluster, FailureCount, Job, JobPhase
+from megascale_driver.core.state import Cluster, Job, JobPhase
 from megascale_trainer.auto_interval import (
     FIRST_STEPS,
     LEAST_STEPS,

@@ -1103,14 +1103,14 @@ class CheckpointSpec(google.protobuf.message.Message):
     max_replicate_mib_per_s: builtins.float
     """Most MiB per second that a node sends to the node with its replicas, 1 or more; 0: no limit."""
     interval: Global___CheckpointInterval.ValueType
-    """What decides how often a snapshot is persisted: STEPS (the default) takes `interval_steps`;
-    AUTO takes the interval of Young and Daly for what a save costs this run, which the run
-    measures, and for how often devices fail. Leave out `interval_steps` then.
+    """What decides how often a snapshot is persisted; default steps. With auto, without
+    `interval_steps`, the interval is that of Young and Daly for what a save costs this run, which
+    the run measures, and for how often devices fail.
     """
     device_mtbf_hours: builtins.float
     """Hours of one device between two failures that end an attempt; default 50000 (one failure in
-    50,675 device hours: Llama 3, arXiv 2407.21783, section 3.3.4). What the fleet itself has counted
-    corrects it. With `interval: auto`.
+    50,675 device hours: Llama 3, arXiv 2407.21783, section 3.3.4). What the fleet itself has
+    counted corrects it. With `interval: auto`.
     """
     max_step_slowdown: builtins.float
     """Share by which steps may take longer while a checkpoint is written to storage; above it the

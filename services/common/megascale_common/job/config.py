@@ -43,7 +43,7 @@ Kernels = Literal["torch", "triton", "auto"]
 Decay = Literal["constant", "linear", "cosine"]
 TokenizerKind = Literal["bytes", "bpe"]
 DivergenceAction = Literal["stop", "continue"]
-IntervalRule = Literal["steps", "auto"]
+CheckpointInterval = Literal["steps", "auto"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -275,7 +275,7 @@ class CheckpointConfig:
     verify_d2h: float = 0.01
     replicas: int = 0
     max_replicate_mib_per_s: float = 0.0
-    interval: IntervalRule = "steps"
+    interval: CheckpointInterval = "steps"
     device_mtbf_hours: float = 50_000.0
     max_step_slowdown: float = 0.05
 

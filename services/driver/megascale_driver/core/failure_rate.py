@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from megascale_common.job.config import CheckpointConfig
 from megascale_common.sizes.checkpoint_interval import device_hours_per_failure, mtbf_s
-from megascale_driver.core.state import FailureCount, Job
+from megascale_driver.core.attempt import FailureCount
+from megascale_driver.core.state import Job
 
 _HOUR_US = 3_600_000_000
 
