@@ -24,7 +24,6 @@ from megascale_driver.core import (
     accounting,
     failure_rate,
     goodput,
-    hang,
     job_faults,
     profiles,
     recovery,
@@ -109,7 +108,7 @@ def advance(draft: Draft, name: str, reporter: str = "") -> None:
     profiles.expire(draft, job)
     job = draft.jobs[name]
     if not job.current.faults:
-        job = hang.check(draft, _check_deadline(draft, job))
+        job = _check_deadline(draft, job)
     if job.current.faults:
         stop(draft, job, JobPhase.QUEUED, _why(job))
     elif job.phase is JobPhase.PREPARING:
