@@ -86,7 +86,7 @@ def driver_registry() -> CollectorRegistry:
     engine = Engine(Policy(), SystemClock(), "token", "address")
     metrics = DriverMetrics(engine)
     node = Node("n1", liveness=Liveness.ALIVE)
-    job = Job("job", config=cast(Any, None), current=Attempt(number=1), goodput=submitted(1.0))
+    job = Job("job", config=cast(Any, None), current=Attempt(1), goodput=submitted(1.0))
     phases = (
         JobPhase.RUNNING,
         JobPhase.STOPPING,

@@ -112,6 +112,8 @@ def desired_state(node: Node, job: Job | None, epoch: types_pb2.Epoch) -> link_p
                     link_pb2.ReplicaSource(rank=source.rank, endpoint=source.endpoint)
                     for source in wanted.replicas.sources
                 ],
+                fleet_failures=wanted.failures.count,
+                fleet_device_hours=wanted.failures.device_hours,
             )
         )
         if wanted.restore is not None:

@@ -22,6 +22,7 @@ from dataclasses import replace
 from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_driver.core import (
     accounting,
+    failure_rate,
     goodput,
     job_faults,
     profiles,
@@ -29,7 +30,7 @@ from megascale_driver.core import (
     replicas,
     saving,
 )
-from megascale_driver.core.attempt import Fault, FaultKind, NodeSlot
+from megascale_driver.core.attempt import FailureCount, Fault, FaultKind, NodeSlot
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import (
     AttemptOpened,
@@ -250,6 +251,9 @@ def _start(
             store_endpoint=store,
             committer_endpoint=committer_endpoint,
             replica_orders=ReplicaOrders(peers, targets, sources),
+            failure_count=failure_rate.count(draft.jobs.values())
+            if job.config.checkpoint.interval == "auto"
+            else FailureCount(),
         ),
     )
 
