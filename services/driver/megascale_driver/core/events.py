@@ -18,6 +18,7 @@ from megascale_driver.core.state import Identity, Report
 # Every reason of a line of the audit log; docs/operations.md has what to do for each.
 Reason = Literal[
     "LEADER_ELECTED",
+    "ROW_UNREADABLE",
     "SUBMITTED",
     "PLACED",
     "ATTEMPT_PREPARING",

@@ -20,15 +20,20 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from megascale_common.service.errors import CodecError
-from megascale_driver.core.state import persistent_fields
+from megascale_driver.core.storing import key_of, stored_fields
 
 T = TypeVar("T")
+R = TypeVar("R")
 Loader = Callable[[Any], Any]
 # The version of the stored forms that every build since 0.1.0 reads, and of those beyond it: large
 # values in parts, records of many lines, intents. ``meta`` names the higher one from the first use
 # of such a form on, so an earlier build refuses to read what it would misread.
 BASIC_VERSION = 1
 SCHEMA_VERSION = 2
+
+
+def _per_type(function: Callable[[Any], R]) -> Callable[[Any], R]:
+    return functools.cache(function)
 
 
 class _WrongError(Exception):
@@ -109,7 +114,14 @@ def plain(value: Any) -> Any:
     if kind in (str, int, float, bool, type(None)):
         return value
     if dataclasses.is_dataclass(kind):
-        return {name: plain(getattr(value, name)) for name in _names(kind)}
+        stored: dict[str, Any] = {}
+        for name, key, inline in names(kind):
+            found = plain(getattr(value, name))
+            if inline:
+                stored.update(found)
+            else:
+                stored[key] = found
+        return stored
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, Mapping):
@@ -119,15 +131,26 @@ def plain(value: Any) -> Any:
     return value
 
 
-@functools.cache
-def _names(kind: type[Any]) -> tuple[str, ...]:
-    return persistent_fields(kind)
+@_per_type
+def names(kind: Any) -> tuple[tuple[str, str, bool], ...]:
+    """Of each stored field its name, its key, and whether its own fields stand in its place."""
+    return tuple(
+        (field.name, key_of(field), "inline" in field.metadata) for field in stored_fields(kind)
+    )
 
 
-@functools.cache
-def _fields(kind: type[Any]) -> tuple[tuple[str, Loader], ...]:
+@_per_type
+def keys(kind: Any) -> frozenset[str]:
+    """The keys under which fields of a value are stored."""
     hints = typing.get_type_hints(kind)
-    return tuple((name, _loader(hints[name])) for name in persistent_fields(kind))
+    own = {key for _, key, inline in names(kind) if not inline}
+    return frozenset(own).union(*(keys(hints[name]) for name, _, inline in names(kind) if inline))
+
+
+@_per_type
+def _fields(kind: Any) -> tuple[tuple[str, str, bool, Loader], ...]:
+    hints = typing.get_type_hints(kind)
+    return tuple((name, key, inline, _loader(hints[name])) for name, key, inline in names(kind))
 
 
 def _with_separate(kind: type[Any], values: Any, separate: Mapping[str, Any]) -> Any:
@@ -139,12 +162,14 @@ def _read_fields(kind: type[Any], values: Any) -> dict[str, Any]:
     if not isinstance(values, Mapping):
         raise _WrongError(f"expected an object, got {type(values).__name__}")
     built: dict[str, Any] = {}
-    for name, loader in _fields(kind):
-        if name in values:
+    for name, key, inline, loader in _fields(kind):
+        if inline:
+            built[name] = loader(values)
+        elif key in values:
             try:
-                built[name] = loader(values[name])
+                built[name] = loader(values[key])
             except _WrongError as error:
-                error.path.append(name)
+                error.path.append(key)
                 raise
     return built
 
@@ -156,7 +181,7 @@ def _make(kind: type[Any], built: dict[str, Any]) -> Any:
         raise _WrongError(str(error)) from error
 
 
-@functools.cache
+@_per_type
 def _loader(hint: Any) -> Loader:
     """What reads a plain value as a value of the type."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)

@@ -116,7 +116,7 @@ class FencedWriter:
         for piece in pieces(orphans, MAX_CHANGES, MAX_BYTES):
             await self._send(piece)
         if keys:
-            _log.info("intents of the leader before", carried_out=len(decided), dropped=len(orphans))
+            _log.info("intents found", carried_out=len(decided), dropped=len(orphans))
 
     async def _carry_out(self, name: str, keys: list[str]) -> None:
         for key in keys:
@@ -145,9 +145,8 @@ class FencedWriter:
         ]
         success += [Delete(key) for key in guards]
         success.append(Put(self._marker, json.dumps({"txn": txn_id}).encode()))
-        self.largest_bytes = max(
-            self.largest_bytes, sum(map(size_of, changes)) + size_of(Change(self._marker, b"x" * 48))
-        )
+        sent_bytes = sum(map(size_of, changes)) + size_of(Change(self._marker, b"x" * 48))
+        self.largest_bytes = max(self.largest_bytes, sent_bytes)
         result = await txn_settled(
             self._client,
             compare=compare,

@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megascale_common.service.errors import CodecError
-from megascale_driver.core.state import persistent_fields
 from megascale_driver.journal import codec
 
 INLINE_ITEMS = 8  # fields of fewer items stay
 INLINE_BYTES = 2048  # and so do those whose JSON is not larger
-CHUNK_BYTES = 64 << 10  # a chunk is closed once it is as large; its last item may exceed this
+CHUNK_BYTES = 128 << 10  # a chunk is closed once it is as large; its last item may exceed this
 PARTS = "parts"  # the key beside a value's fields
 
 
@@ -83,20 +82,22 @@ class PartEncoder:
         chunks: dict[str, bytes],
     ) -> dict[str, Any]:
         values: dict[str, Any] = {}
-        for name in persistent_fields(type(value)):
-            item, where = getattr(value, name), f"{path}{name}"
-            if dataclasses.is_dataclass(item):
-                values[name] = self._walk(owner, folder_of, f"{where}.", item, parts, chunks)
+        for name, key, inline in codec.names(type(value)):
+            item, where = getattr(value, name), f"{path}{key}"
+            if inline:
+                values.update(self._walk(owner, folder_of, path, item, parts, chunks))
+            elif dataclasses.is_dataclass(item):
+                values[key] = self._walk(owner, folder_of, f"{where}.", item, parts, chunks)
             elif isinstance(item, tuple | Mapping) and len(item) > INLINE_ITEMS:
                 known = self._field(owner, folder_of(where), where, item)
-                values[name] = known.inline
-                if known.keys:
-                    del values[name]
+                if not known.keys:
+                    values[key] = known.inline
+                else:
                     parts[where] = known.keys
                     chunks.update(known.chunks)
             else:
                 self._known.pop((owner, where), None)
-                values[name] = codec.plain(item)
+                values[key] = codec.plain(item)
         return values
 
     def _field(self, owner: str, folder: str, where: str, value: Any) -> _Known:

@@ -15,7 +15,9 @@ from typing import Any
 
 from megascale_common.job import config as job_config
 from megascale_driver.core.events import Audit
-from megascale_driver.core.state import Cluster, Job, differs, persistent_fields
+from megascale_driver.core.overlay import changed_keys
+from megascale_driver.core.state import Cluster, Job
+from megascale_driver.core.storing import differs
 from megascale_driver.journal import codec, records
 from megascale_driver.journal.parts import PARTS, PartEncoder
 
@@ -56,7 +58,7 @@ class Rows:
 
     def adopt(self, key: str, kind: type[Any], values: Mapping[str, Any]) -> None:
         """Take note of a row that was read."""
-        known = {*persistent_fields(kind), PARTS, TXN_ID}
+        known = {*codec.keys(kind), PARTS, TXN_ID}
         if foreign := {name: value for name, value in values.items() if name not in known}:
             self._foreign[key] = foreign
         if PARTS in values:
@@ -74,21 +76,31 @@ class Rows:
             batch.changes.append(Change(key, value))
             if block:
                 batch.version = codec.SCHEMA_VERSION
-        for name, job in new.jobs.items():
-            if (before := old.jobs.get(name)) is not job:
-                self._job(batch, before, job)
-        for name in old.jobs.keys() - new.jobs.keys():
-            batch.changes.append(Change(f"jobs/{name}/", prefix=True))
-            self._forget(f"jobs/{name}/")
-        self._nodes(batch, old, new)
+        for name in changed_keys(old.jobs, new.jobs):
+            if (job := new.jobs.get(name)) is not None:
+                self._job(batch, old.jobs.get(name), job)
+            else:
+                self._remove_job(batch, name)
+        for name in changed_keys(old.nodes, new.nodes):
+            if (node := new.nodes.get(name)) is None:
+                batch.changes.append(Change(f"nodes/{name}"))
+                self._forget(f"nodes/{name}")
+            elif differs(old.nodes.get(name), node):
+                self._put(batch, f"nodes/{name}", node, lambda _: "parts/")
         if differs(old.breaker, new.breaker):
             self._put(batch, "breaker", new.breaker, lambda _: "parts/")
-        if old.requests is not new.requests and old.requests != new.requests:
-            for name in new.requests.keys() - old.requests.keys():
-                batch.changes.append(Change(f"requests/{name}", codec.dump(new.requests[name])))
-            for name in old.requests.keys() - new.requests.keys():
-                batch.changes.append(Change(f"requests/{name}"))
+        for name in changed_keys(old.requests, new.requests):
+            request = new.requests.get(name)
+            value_or_none = None if request is None else codec.dump(request)
+            batch.changes.append(Change(f"requests/{name}", value_or_none))
         return batch
+
+    def _remove_job(self, batch: Batch, name: str) -> None:
+        """Everything of a job goes, with what this decision would have added to it."""
+        folder = f"jobs/{name}/"
+        batch.changes = [change for change in batch.changes if not change.key.startswith(folder)]
+        batch.changes.append(Change(folder, prefix=True))
+        self._forget(folder)
 
     def _job(self, batch: Batch, before: Job | None, job: Job) -> None:
         name = job.name
@@ -102,17 +114,6 @@ class Rows:
                           chunk_folder(name, record.number))  # fmt: skip
         if differs(before, job):
             self._put(batch, f"jobs/{name}/head", job, chunk_folder(name, job.attempt))
-
-    def _nodes(self, batch: Batch, old: Cluster, new: Cluster) -> None:
-        if old.nodes is new.nodes:
-            return
-        for name, node in new.nodes.items():
-            before = old.nodes.get(name)
-            if before is not node and differs(before, node):
-                self._put(batch, f"nodes/{name}", node, lambda _: "parts/")
-        for name in old.nodes.keys() - new.nodes.keys():
-            batch.changes.append(Change(f"nodes/{name}"))
-            self._forget(f"nodes/{name}")
 
     def _put(self, batch: Batch, key: str, value: Any, folder_of: Callable[[str], str]) -> None:
         encoded = self._parts.encode(key, folder_of, value)
