@@ -23,8 +23,8 @@ from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_driver.core import (
     accounting,
     blame,
+    failure_rate,
     goodput,
-    hang,
     job_faults,
     nodes,
     profiles,
@@ -32,7 +32,7 @@ from megascale_driver.core import (
     replicas,
     saving,
 )
-from megascale_driver.core.attempt import Fault, FaultKind, NodeSlot
+from megascale_driver.core.attempt import FailureCount, Fault, FaultKind, NodeSlot
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import (
     AttemptOpened,
@@ -111,7 +111,7 @@ def advance(draft: Draft, name: str, reporter: str = "") -> None:
     profiles.expire(draft, job)
     job = draft.jobs[name]
     if not job.current.faults:
-        job = hang.check(draft, _check_deadline(draft, job))
+        job = _check_deadline(draft, job)
     if job.current.faults:
         stop(draft, job, JobPhase.QUEUED, _why(job))
     elif job.phase is JobPhase.PREPARING:
@@ -261,6 +261,9 @@ def _start(
             store_endpoint=store,
             committer_endpoint=committer_endpoint,
             replica_orders=ReplicaOrders(peers, targets, sources),
+            failure_count=failure_rate.count(draft.jobs.values())
+            if job.config.checkpoint.interval == "auto"
+            else FailureCount(),
         ),
     )
 

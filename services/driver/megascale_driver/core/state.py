@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from megascale_common.job.config import JobConfig
 from megascale_common.job.restore import RestorePlan
 from megascale_driver.analysis.progress import RankStatus
-from megascale_driver.core.attempt import Attempt, NodeSlot
+from megascale_driver.core.attempt import Attempt, FailureCount, NodeSlot
 from megascale_driver.core.checkpoint_progress import Progress
 from megascale_driver.core.conditions import Condition
 from megascale_driver.core.goodput import Ledger
@@ -200,6 +200,7 @@ class Desired:
     committer_endpoint: str = ""
     profile: ProfileCommand | None = None
     replicas: NodeReplicaOrders = field(default_factory=NodeReplicaOrders)
+    failures: FailureCount = field(default_factory=FailureCount)
 
 
 @dataclass(frozen=True, slots=True)
