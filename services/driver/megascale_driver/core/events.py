@@ -53,6 +53,8 @@ Reason = Literal[
     "NODE_EVICTED",
     "NODE_CORDONED",
     "NODE_UNCORDONED",
+    "SOFTWARE_SUSPECTED",
+    "SWITCH_LOST",
     "BREAKER_TRIPPED",
     "BREAKER_RESET",
 ]
