@@ -5,8 +5,9 @@
 
 On all devices at once, each from a process of its own, GB/s per device and in sum: device to pinned
 host memory and back, and the ways in which a new process can read a state that lies in shared
-memory: mapping its pages, pinning them, copying it from pageable memory, and reading the file into
-two pinned windows that go to the device in turn (with 1, 2, 4 and 8 threads).
+memory: mapping its pages, pinning them, copying it from pageable memory, and through pinned windows
+that go to the device in turn (file_T_W: read by T threads into windows of W MiB; mapped_T_W:
+mapped and copied by them).
 The last line of stdout is one JSON object. Exit status: 0, 2 where a device is missing.
 """
 
@@ -30,10 +31,14 @@ from typing import Any
 import torch
 
 MADV_POPULATE_WRITE = 23
-WINDOW_BYTES = 64 << 20
-READ_BYTES = 4 << 20
+WINDOWS = 3
+READ_BYTES = 1 << 20
+THROUGH = ((4, 16), (8, 16), (12, 16), (16, 16), (16, 64))  # threads, MiB of a window
 ROUNDS = 3
 START_TIMEOUT_S = 300.0
+
+
+Fill = Callable[[memoryview, int], object]  # bytes of the state from an offset on, into a view
 
 
 class Copies:
@@ -49,9 +54,10 @@ class Copies:
         state = torch.ones(self._size, dtype=torch.uint8, device=device)
         self._pinned(state)
         self._write_file()
-        for threads in (1, 2, 4, 8):
-            through = functools.partial(self._through, state, threads)
-            self._time(f"file_to_device_{threads}", through)
+        for threads, mib in THROUGH:
+            for name, source in (("file", self._read), ("mapped", self._copy)):
+                through = functools.partial(self._through, state, threads, mib << 20, source)
+                self._time(f"{name}_{threads}_{mib}", through, rounds=2)
         slot = self._mapped()
         self._time("map_pages", lambda: _populate(slot), rounds=1)
         self._time("pageable_to_device", lambda: state.copy_(slot))
@@ -91,24 +97,43 @@ class Copies:
         with self._path.open("r+b") as file:
             return torch.frombuffer(mmap.mmap(file.fileno(), self._size), dtype=torch.uint8)
 
-    def _through(self, state: torch.Tensor, threads: int) -> None:
-        """Read the file into two pinned windows in turn, each copied on while the other fills."""
+    def _read(self) -> Fill:
+        file = os.open(self._path, os.O_RDONLY)
+        return lambda view, start: os.preadv(file, [view], start)
+
+    def _copy(self) -> Fill:
+        slot = self._mapped()
+
+        def fill(view: memoryview, start: int) -> None:
+            part = slot[start : start + len(view)]
+            _populate(part)
+            torch.frombuffer(view, dtype=torch.uint8).copy_(part)
+
+        return fill
+
+    def _through(
+        self, state: torch.Tensor, threads: int, window_bytes: int, source: Callable[[], Fill]
+    ) -> None:
+        """Fill pinned windows in turn, each copied on while the others fill."""
         cuda = self._device.type == "cuda"
-        windows = [torch.empty(WINDOW_BYTES, dtype=torch.uint8, pin_memory=cuda) for _ in range(2)]
-        sent: list[torch.cuda.Event | None] = [None, None]
-        with self._path.open("rb") as file, ThreadPoolExecutor(threads) as pool:
-            for number, start in enumerate(range(0, self._size, WINDOW_BYTES)):
-                stop, turn = min(start + WINDOW_BYTES, self._size), number % 2
+        windows = [
+            torch.empty(window_bytes, dtype=torch.uint8, pin_memory=cuda) for _ in range(WINDOWS)
+        ]
+        fill = source()
+        sent: list[torch.cuda.Event | None] = [None] * WINDOWS
+        with ThreadPoolExecutor(threads) as pool:
+            for number, start in enumerate(range(0, self._size, window_bytes)):
+                stop, turn = min(start + window_bytes, self._size), number % WINDOWS
                 event = sent[turn]
                 if event is not None:
                     event.synchronize()
                 window = windows[turn][: stop - start]
                 view = memoryview(window.numpy())  # type: ignore[arg-type]
 
-                def fill(at: int, view: memoryview = view, start: int = start) -> None:
-                    os.preadv(file.fileno(), [view[at : at + READ_BYTES]], start + at)
+                def part(at: int, view: memoryview = view, start: int = start) -> None:
+                    fill(view[at : at + READ_BYTES], start + at)
 
-                list(pool.map(fill, range(0, stop - start, READ_BYTES)))
+                list(pool.map(part, range(0, stop - start, READ_BYTES)))
                 state[start:stop].copy_(window, non_blocking=True)
                 if cuda:
                     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -131,6 +156,7 @@ def _pin(memory: torch.Tensor) -> None:
 def _process(
     number: int, options: argparse.Namespace, folder: str, barrier: Barrier, results: Any
 ) -> None:
+    torch.set_num_threads(1)
     device = torch.device("cpu") if options.device == "cpu" else torch.device("cuda", number)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -188,14 +188,14 @@ def figures(arguments: argparse.Namespace, run: Recording, broken_at: float) -> 
 
 
 def restores(folder: Path, run: Recording) -> list[str]:
-    """What each rank of the last attempt restored, from where, and what it waited for."""
+    """What each rank of the last attempt restored, from where, and what its start waited for."""
     logs = f"jobs/{run.name}/attempt-{run.job.attempt:06d}/rank-*.log"
     lines = (
         line
         for log in sorted(folder.glob(f"nodes/*/{logs}"))
         for line in log.read_text(errors="replace").splitlines()
     )
-    return [line for line in lines if line.startswith("restored step ")]
+    return [line for line in lines if line.startswith(("restored step ", "ready to train"))]
 
 
 async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
