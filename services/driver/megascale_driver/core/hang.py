@@ -4,11 +4,15 @@ The verdict is an inference from status pages, so no node is evicted on the firs
 ends and all its nodes check themselves. The job leaves a node whose ranks hold it up twice in a row
 without progress (:mod:`megascale_driver.core.recovery`). Nodes without heartbeats are not evaluated
 here but in :mod:`megascale_driver.core.liveness`.
+
+Status pages are not part of what each heartbeat tells the core. The shell reads them while
+:func:`stands_still` holds, and :func:`pages_read` evaluates them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from megascale_driver.analysis.progress import (
     Beat,
@@ -19,13 +23,12 @@ from megascale_driver.analysis.progress import (
     standing,
     suspects,
 )
+from megascale_driver.core.attempt import Fault, FaultKind
 from megascale_driver.core.draft import Draft
-from megascale_driver.core.events import Evidence
+from megascale_driver.core.events import Evidence, PagesRead
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.state import (
     AttemptPhase,
-    Fault,
-    FaultKind,
     Job,
     JobPhase,
     Liveness,
@@ -37,13 +40,27 @@ MAX_NAMED = 4
 _AT_WORK = (AttemptPhase.RUNNING, AttemptPhase.FINISHED)
 
 
+def pages_read(draft: Draft, event: PagesRead) -> None:
+    """Take in the newest status pages of an attempt's nodes, and evaluate them."""
+    job = draft.jobs.get(event.job)
+    if job is None or job.attempt != event.attempt or job.phase is not JobPhase.RUNNING:
+        return
+    for found in event.pages:
+        node = draft.nodes.get(found.node)
+        if node is None or node.identity.incarnation != found.incarnation or not node.connected:
+            continue
+        if node.report is not None and found.at_s >= node.beat_at_s:
+            report = replace(node.report, statuses=found.statuses)
+            draft.node(node.name, report=report, beat_at_s=found.at_s)
+    check(draft, job)
+
+
 def check(draft: Draft, job: Job) -> Job:
     """Record a fault, which ends the attempt, if no rank has advanced for its phase's limit."""
-    limits = draft.policy.hang
-    # The cheap test first: no limit is below the floor, and most jobs have just completed a step.
-    if job.phase is not JobPhase.RUNNING or draft.now_s - _since_s(job) < limits.floor_s:
+    # The cheap test first: no limit is below the floor.
+    if draft.now_s - _since_s(job) < draft.policy.hang.floor_s:
         return job
-    if job.faults or draft.now_s < draft.cluster("silence_hold_until_s"):
+    if job.current.faults or draft.now_s < draft.silence_hold_until_s:
         return job
     found = observed(draft.nodes, job, draft.policy)
     if found is None or not found.hangs:
@@ -64,7 +81,7 @@ def check(draft: Draft, job: Job) -> Job:
     # Suspects on several nodes have a common cause, which is none of these nodes.
     blamed = guilty[0].node if len(nodes) == 1 else ""
     fault = Fault(FaultKind.HANG, blamed, draft.now_s, message, guilty[0].rank, hard=False)
-    return draft.job(job.name, faults=(*job.faults, fault))
+    return draft.fault(job.name, fault)
 
 
 def observed(nodes: Mapping[str, Node], job: Job, policy: Policy) -> Standing | None:
@@ -109,7 +126,7 @@ def stands_still(job: Job, now_s: float, policy: Policy) -> bool:
 
 def _since_s(job: Job) -> float:
     """When the job last advanced: it completed a step, or started to run under this leader."""
-    return max(job.timer_s, job.last_step_at_s)
+    return max(job.timer_s, job.current.last_step_at_s)
 
 
 def _evidence(guilty: tuple[RankView, ...], found: Standing) -> tuple[Evidence, ...]:

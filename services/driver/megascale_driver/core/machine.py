@@ -10,7 +10,7 @@ A command can be lost with its driver; a decision that a node has acted upon can
 
 from __future__ import annotations
 
-from megascale_driver.core import breaker, divergence, jobs, liveness, nodes, profiles
+from megascale_driver.core import breaker, divergence, hang, jobs, liveness, nodes, profiles
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import (
     AttemptOpened,
@@ -26,6 +26,7 @@ from megascale_driver.core.events import (
     NodeReport,
     OpenFailed,
     Outcome,
+    PagesRead,
     ProbeResult,
     ProfileCancelRequested,
     ProfileRequested,
@@ -59,6 +60,13 @@ def step(state: Cluster, event: Event, policy: Policy) -> tuple[Cluster, Outcome
         if job is not None:
             jobs.advance(draft, job.name, event.node)
             schedule(draft)
+    elif isinstance(event, NodeHello | StreamReset | ProbeResult):
+        # Of one node: what it changes concerns the job that holds the node, and no other slot.
+        _dispatch(draft, event)
+        job = draft.holder_of(event.node)
+        if job is not None:
+            jobs.advance(draft, job.name, event.node)
+        schedule(draft)
     else:
         _dispatch(draft, event)
         for name in list(draft.jobs):
@@ -73,6 +81,8 @@ def _dispatch(draft: Draft, event: Event) -> None:
         _tick(draft, event)
     elif isinstance(event, NodeHello):
         nodes.hello(draft, event)
+    elif isinstance(event, PagesRead):
+        hang.pages_read(draft, event)
     elif isinstance(event, StreamReset):
         liveness.stream_reset(draft, event)
     elif isinstance(event, ProbeResult):
@@ -132,12 +142,12 @@ def _seen_before(draft: Draft, kind: str, key: RequestKey) -> bool:
 def _tick(draft: Draft, event: Tick) -> None:
     if event.loop_blocked:
         held_until_s = event.now_s + draft.policy.heartbeat_interval_s
-        draft.set(silence_hold_until_s=max(held_until_s, draft.cluster("silence_hold_until_s")))
+        draft.silence_hold_until_s = max(held_until_s, draft.silence_hold_until_s)
     for name, attempt, number in event.steps:
         record, held_s = event.records.get(name, {}), event.checkpointing_s.get(name, 0.0)
         jobs.steps_seen(draft, name, attempt, number, record, held_s)
     breaker.refresh(draft)
-    liveness.evaluate_silence(draft)
+    liveness.silent(draft, event.silent)
     oldest_s = event.now_s - draft.policy.request_memory_s
     expired = [key for key, request in draft.requests.items() if request.at_s < oldest_s]
     for key in expired:
@@ -150,7 +160,8 @@ def _leader_started(draft: Draft, event: LeaderStarted) -> None:
     Running attempts continue. A node that has not linked yet may just not have found this driver,
     so its absence is no evidence before the grace period is over.
     """
-    draft.set(leader_since_s=event.now_s, grace_until_s=event.now_s + draft.policy.leader_grace_s)
+    draft.leader_since_s = event.now_s
+    draft.grace_until_s = event.now_s + draft.policy.leader_grace_s
     for name in list(draft.nodes):
         draft.node(name, last_seen_s=event.now_s)
     jobs.restart_timers(draft)
