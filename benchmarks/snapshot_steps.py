@@ -49,6 +49,7 @@ from megascale_common.sizes.staging import snapshots_in_flight
 from megascale_trainer.daemon_link import RankRegistration
 from megascale_trainer.process.bootstrap import create_groups, destroy_groups
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
+from megascale_trainer.process.step_loop import STEP_POLL_S
 from megascale_trainer.snapshot import Snapshotter
 from megascale_trainer.trainer import StepResult, Trainer
 
@@ -199,7 +200,7 @@ class Rank:
             held_s = time.perf_counter() - began_s
             result = self.trainer.train_step(self.batches.step(self.step), vote=vote)
             clock.lap()
-            votes = self._read(previous)
+            votes = self._read(previous, steps)
             began_s = time.perf_counter()
             if steps is not None:
                 if previous is not None:
@@ -220,15 +221,22 @@ class Rank:
         if copied is not None:
             self.trainer.wait_before_update(copied)
         result = self.trainer.train_step(self.batches.step(self.step))
-        steps.settle(previous[0], self._read(previous), 0, finite=True)
+        steps.settle(previous[0], self._read(previous, steps), 0, finite=True)
         steps.after(self.step, 0)
-        self._read((self.step, result))
+        self._read((self.step, result), steps)
         self.snapshots.settle(self.step, {}, finite=True)
         self.snapshots.seal_if_copied(wait=True)
 
     @staticmethod
-    def _read(launched: tuple[int, StepResult] | None) -> int:
-        return 0 if launched is None else launched[1].read().votes
+    def _read(launched: tuple[int, StepResult] | None, steps: SnapshotSteps | None) -> int:
+        """The votes, once the device is done with the step, as the step loop waits for it."""
+        if launched is None:
+            return 0
+        while not launched[1].ready():
+            if steps is not None:
+                steps.poll()
+            time.sleep(STEP_POLL_S)
+        return launched[1].read().votes
 
     def _steps(self, *, persist: bool) -> SnapshotSteps:
         checkpoint = replace(

@@ -121,6 +121,11 @@ class DaemonLink:
             raise ConnectionError("not connected to the checkpoint daemon")
         return self._slots.tensors[index]
 
+    @property
+    def slots_bytes(self) -> int:
+        """Size of all slots; 0 without a connection."""
+        return 0 if self._slots is None else sum(slot.numel() for slot in self._slots.tensors)
+
     def connect(self, timeout_s: float) -> None:
         """Connect, register and map the slots; a thread goes on to populate and pin them.
 
@@ -161,6 +166,10 @@ class DaemonLink:
     def wait_prepared(self, timeout_s: float) -> bool:
         """Wait until the slots are populated and pinned; returns whether they are."""
         return self._slots is not None and self._slots.prepared.wait(timeout_s)
+
+    def prepare_next(self, index: int, timeout_s: float) -> bool:
+        """Have one slot populated and pinned before the others; returns whether it is in time."""
+        return self._slots is not None and self._slots.prepare_next(index, timeout_s)
 
     def ask(self, message: DaemonRequest, timeout_s: float | None = None) -> framing.Message:
         """One request and its answer, awaited for ``timeout_s``; default: the usual time.
@@ -251,18 +260,38 @@ class _Slots:
         self._device, self._pinned = device, list[torch.Tensor]()
         self._dropped = False
         self._lock = threading.Lock()
+        self._next = 0
+        self._done = [threading.Event() for _ in self.tensors]
 
     def prepare(self) -> None:
         """Populate and pin every slot, unless they were dropped; in a thread."""
         with self._lock:
-            for slot in self.tensors:
-                for start in range(0, slot.numel(), POPULATED_AT_ONCE):
-                    if self._dropped:
-                        return
-                    _populate(slot[start : start + POPULATED_AT_ONCE])
-                if not self._dropped and self._device.type == "cuda" and _pin(slot, self._device):
-                    self._pinned.append(slot)
+            while not all(done.is_set() for done in self._done):
+                if not self._dropped:
+                    self._prepare_one(self._choose())
+                if self._dropped:
+                    return
             self.prepared.set()
+
+    def prepare_next(self, index: int, timeout_s: float) -> bool:
+        """Have one slot prepared before the others, and wait for it; returns whether it is."""
+        self._next = index
+        return self._done[index].wait(timeout_s)
+
+    def _choose(self) -> int:
+        left = [index for index, done in enumerate(self._done) if not done.is_set()]
+        return self._next if self._next in left else left[0]
+
+    def _prepare_one(self, index: int) -> None:
+        """Prepare a slot, unless another one becomes more urgent."""
+        slot = self.tensors[index]
+        for start in range(0, slot.numel(), POPULATED_AT_ONCE):
+            if self._dropped or self._choose() != index:
+                return
+            _populate(slot[start : start + POPULATED_AT_ONCE])
+        if self._device.type == "cuda" and _pin(slot, self._device):
+            self._pinned.append(slot)
+        self._done[index].set()
 
     def drop(self) -> None:
         """Unpin and unmap the slots; beside :meth:`prepare` a thread does it, once that stops."""

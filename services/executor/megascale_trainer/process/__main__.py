@@ -11,7 +11,9 @@ own parent-death signal on this process, so killing the template kills the node'
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import importlib
 import os
 import selectors
 import signal
@@ -44,13 +46,23 @@ def main() -> int:
     # Only after arming: the import of torch takes seconds, in which the agent may die.
     import torch
 
+    from megascale_kernels import operators
     from megascale_trainer.process import self_check, worker
 
     torch.set_num_threads(1)
+    if torch.version.cuda is not None:
+        _import_kernels(operators.triton_operators)
     agent = socket.socket(fileno=arguments.socket_fd)
     programs = {"assignment": worker.run, "self_check": self_check.run}
     _Template(agent, programs).serve(torch.__version__)
     return 0
+
+
+def _import_kernels(fused: Callable[[], object]) -> None:
+    """Import Triton and the fused kernels ahead of need; a worker that cannot use them logs why."""
+    with contextlib.suppress(ImportError):
+        fused()
+        importlib.import_module("megascale_kernels.fused.adamw")
 
 
 @dataclass(slots=True)
