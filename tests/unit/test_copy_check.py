@@ -27,7 +27,7 @@ def test_a_large_state_takes_no_more_launches(size: int, share: float) -> None:
     ranges = sampled(size, share, 7)
     assert 1 <= len(ranges) <= MOST_WINDOWS
     found = sum(stop - start for start, stop in ranges)
-    assert found >= min(0.9 * share * size, size - WINDOW_BYTES)
+    assert found >= 0.9 * share * size - 2 * WINDOW_BYTES
 
 
 def test_the_samples_of_some_steps_cover_everything() -> None:

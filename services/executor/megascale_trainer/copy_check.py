@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from megascale_trainer.host_copy import parts
+
 WINDOW_BYTES = 1 << 20  # at least
 # The training thread launches the comparison of each: 73 of them held it up for 4 ms (H200).
 MOST_WINDOWS = 8
@@ -43,7 +45,7 @@ class CopyCheck:
             return
         self._differs = torch.zeros((), dtype=torch.bool, pin_memory=image.is_cuda)
         found = torch.zeros((), dtype=torch.bool, device=image.device)
-        for start, stop in ranges:
+        for start, stop in (part for each in ranges for part in parts(*each)):
             copied = slot[start:stop].to(image.device, non_blocking=True)
             found |= (copied != image[start:stop]).any()
         self._differs.copy_(found, non_blocking=True)
