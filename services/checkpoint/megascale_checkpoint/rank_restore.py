@@ -7,6 +7,7 @@ ended. :mod:`megascale_checkpoint.rank_snapshots` owns the slots.
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -358,7 +359,7 @@ class RankRestores:
         try:
             filled = await in_pool(
                 self._pools.storage,
-                restore.fill,
+                functools.partial(restore.fill, checked=plan.checked),
                 plan.manifest_uri,
                 plan.step,
                 given.rank,

@@ -114,7 +114,11 @@ class _Worker:
         )
         self._snapshots: Snapshotter | None = None
         self._skipped, self._consumed = 0, 0
+<<<<<<< HEAD
         self._start = Timeline()
+=======
+        self._passed_over: tuple[str, ...] = ()
+>>>>>>> trunk
 
     def run(self) -> None:
         """The whole life of the rank."""
@@ -146,7 +150,8 @@ class _Worker:
         gc.collect()
         gc.freeze()
         gc.disable()
-        framing.send(self._agent, Running(kind="running", step=done))
+        passed_over = "; ".join(self._passed_over)[:MAX_ERROR_CHARS]
+        framing.send(self._agent, Running(kind="running", step=done, passed_over=passed_over))
         status.update(step=done, phase=Phase.WARMUP)
         loop.run(done)
         status.update(phase=Phase.SNAPSHOT)
@@ -248,6 +253,10 @@ class _Worker:
         self._status.update(phase=Phase.RESTORE)
         world = self._groups.world
         restored = restore(self._snapshots.link, plan, trainer, self._device, world)
+        plan = self._plan = restored.plan
+        self._passed_over = restored.passed_over
+        for problem in restored.passed_over:
+            print(f"passed over: {problem}", flush=True)
         if restored.damage:
             print(f"memory is damaged, storage was read: {restored.damage}", flush=True)
         small_state = restored.small_state
