@@ -114,11 +114,8 @@ class _Worker:
         )
         self._snapshots: Snapshotter | None = None
         self._skipped, self._consumed = 0, 0
-<<<<<<< HEAD
         self._start = Timeline()
-=======
         self._passed_over: tuple[str, ...] = ()
->>>>>>> trunk
 
     def run(self) -> None:
         """The whole life of the rank."""
