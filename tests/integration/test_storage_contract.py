@@ -8,6 +8,7 @@ of its own (``make test-s3``; also part of ``make test``); HDFS is a NameNode an
 from __future__ import annotations
 
 import asyncio
+import importlib
 import itertools
 import os
 import re
@@ -569,6 +570,31 @@ class TestS3:
         monkeypatch.setenv("MEGASCALE_S3_SSE", "rot13")
         with pytest.raises(RequestError, match="give AES256 or aws:kms"):
             open_storage(f"s3://{BUCKET}/encrypted")
+
+    def test_parts_grow_so_that_a_file_reaches_the_limit_of_s3(self) -> None:
+        s3 = importlib.import_module("megascale_checkpoint.storage.s3")
+        sizes = [s3.part_bytes(number) for number in range(1, s3.MAX_PARTS + 1)]
+        assert sum(sizes) >= 5 * 2**40, "the largest object that S3 takes"
+        assert sizes[0] == 32 * MIB and max(sizes) <= 5 * 2**30, "S3 takes no larger part"
+        # What is in memory: the parts on their way, and the one that is filled.
+        file_bytes = 0
+        for size in sizes:
+            file_bytes += size
+            held = (s3.parallel_parts(size) + 1) * size
+            assert held <= max(160 * MIB, file_bytes / 100)
+
+    def test_a_file_of_parts_that_grow_is_what_was_written(
+        self, s3_server: S3Server, s3_settings: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("megascale_checkpoint.storage.s3.PART_BYTES", 5 * MIB)
+        monkeypatch.setattr("megascale_checkpoint.storage.s3.PARTS_OF_A_SIZE", 2)
+        name = uuid.uuid4().hex
+        storage = open_storage(f"s3://{BUCKET}/{name}")
+        written = b"".join(bytes(chunk) for chunk in large(33 * MIB))
+        assert storage.write("large", iter([written])) == len(written)
+        assert storage.read("large") == written
+        etag = s3_server.client().head_object(Bucket=BUCKET, Key=f"{name}/large")["ETag"]
+        assert etag.strip('"').endswith("-5"), "5, 5, 10, 10 and 3 MiB"
 
     def test_a_write_whose_reply_was_lost_is_known_as_ones_own(
         self, s3_settings: None, monkeypatch: pytest.MonkeyPatch
