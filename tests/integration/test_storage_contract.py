@@ -8,6 +8,7 @@ of its own (``make test-s3``; also part of ``make test``); HDFS is a NameNode an
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib
 import itertools
 import os
@@ -33,11 +34,16 @@ from tests.harness.command_line import command
 from tests.harness.hdfs_server import HdfsServer
 from tests.harness.installed_package import install
 from tests.harness.s3_server import BUCKET, S3Server
+from tests.harness.scripted_driver import TOKEN as DRIVER_TOKEN
+from tests.harness.scripted_driver import start_driver
 from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
-from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc, types_pb2
+from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc, driver_pb2, types_pb2
+from megascale_checkpoint import manifest as manifests
+from megascale_checkpoint.checksums import checksum
 from megascale_checkpoint.storage import Storage, join, open_storage, registry, settle
 from megascale_checkpoint.write_limit import MIB
+from megascale_client import AsyncClient, DamagedCheckpoint
 from megascale_common.service.channel import open_channel
 from megascale_common.service.errors import RequestError
 from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
@@ -296,6 +302,36 @@ async def test_a_job_keeps_what_its_rules_say(uri: str, tmp_path: Path) -> None:
     assert "step 30 of attempt 1" in shown.stdout and "step 10" not in shown.stdout, shown.text
     assert command("checkpoint", "gc", uri, "--keep-latest", "1", "--yes").status == 0
     assert storage.names(folder) == [f"step-{step:09d}" for step in (10, 40)]
+
+
+async def test_a_checkpoint_is_fetched_from_any_storage(
+    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megascale_client.fetch.CHUNK_BYTES", MIB)
+    files = {f"rank-{rank:05d}.safetensors": os.urandom(2 * MIB + rank) for rank in range(2)}
+    listed = []
+    for rank, (name, data) in enumerate(files.items()):
+        storage.write(f"step/{name}", [data])
+        listed.append(manifests.File(name, len(data), checksum(data), rank, "digest"))
+    manifest = manifests.Manifest("a", 1, 8, 2, {}, tuple(listed), {}, {}, manifests.now())
+    files["manifest.json"] = manifests.encode(manifest)
+    assert storage.create("step/manifest.json", files["manifest.json"])
+    driver = await start_driver()
+    uri = f"{storage.uri}/step/manifest.json"
+    driver.checkpoints.append(driver_pb2.Checkpoint(job="a", step=8, attempt=1, manifest_uri=uri))
+    try:
+        async with AsyncClient(driver.address, DRIVER_TOKEN) as client:
+            fetch = functools.partial(client.fetch_checkpoint, "a", open_source=open_storage)
+            got = await fetch(to=tmp_path / "copy")
+            assert (got.verified, got.size_bytes) == ("checksums", 4 * MIB + 1)
+            found = {path.name: path.read_bytes() for path in got.folder.iterdir()}
+            assert found == files
+            storage.delete("step/rank-00001.safetensors")
+            with pytest.raises(DamagedCheckpoint, match=r"rank-00001\.safetensors: is missing"):
+                await fetch(to=tmp_path / "other")
+            assert not (tmp_path / "other").exists()
+    finally:
+        await driver.server.stop(0)
 
 
 async def open_attempt(

@@ -36,7 +36,7 @@ from megascale_client.errors import (
     details_of,
     from_rpc,
 )
-from megascale_client.fetch import FetchedCheckpoint, Progress, fetch
+from megascale_client.fetch import FetchedCheckpoint, OpenSource, Progress, fetch
 from megascale_client.messages import (
     TERMINAL_PHASES,
     CheckResult,
@@ -439,6 +439,7 @@ class AsyncClient:
         *,
         step: int | None = None,
         progress: Progress | None = None,
+        open_source: OpenSource | None = None,
     ) -> FetchedCheckpoint:
         """Copy a complete checkpoint from its storage into the new folder ``to``.
 
@@ -448,6 +449,8 @@ class AsyncClient:
         Args:
             step: step of the checkpoint; None means the newest.
             progress: called as ``progress(done_bytes, total_bytes)`` from another thread.
+            open_source: opens a storage that is no folder, such as s3://bucket/prefix;
+                ``megascale_checkpoint.storage.open_storage`` is one.
 
         Raises:
             NotFound: no such job, or it has no complete checkpoint (of that step).
@@ -458,7 +461,7 @@ class AsyncClient:
         steps = []
         async for checkpoint in self.checkpoints(name):
             if step is None or checkpoint.step == step:
-                return await fetch(checkpoint, Path(to), progress)
+                return await fetch(checkpoint, Path(to), progress, open_source)
             steps.append(str(checkpoint.step))
         if step is None:
             raise NotFound(f"job {name} has no complete checkpoint yet")
