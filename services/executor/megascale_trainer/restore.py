@@ -23,6 +23,8 @@ from megascale_trainer.restore_votes import RestoreRefused, Votes
 from megascale_trainer.stored_state import RestoredInto, StoredStateReader
 from megascale_trainer.telemetry.timeline import Timeline
 
+PINNED_WITHIN_S = 30.0  # else the copy is made from what is there
+
 __all__ = ["RestoreRefused", "RestoredState", "restore"]
 
 
@@ -124,6 +126,8 @@ def _alone(
 
 
 def _load(link: DaemonLink, slot: int, state: RestoredInto, device: torch.device) -> None:
+    if device.type == "cuda":
+        link.prepare_next(slot, PINNED_WITHIN_S)  # from pinned memory the copy is six times as fast
     state.load_from(link.slot(slot))
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # the copy must end before the slot is released
