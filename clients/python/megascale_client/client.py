@@ -441,21 +441,18 @@ class AsyncClient:
         progress: Progress | None = None,
         open_source: OpenSource | None = None,
     ) -> FetchedCheckpoint:
-        """Copy a complete checkpoint from its storage into the new folder ``to``.
+        """Copy a complete checkpoint from its storage into the new folder ``to``, verified.
 
-        Sizes are compared with the manifest, and checksums too where the package xxhash is
-        installed; the result names which. A fetch that fails or is cancelled leaves no folder.
+        A fetch that fails or is cancelled leaves no folder.
 
         Args:
             step: step of the checkpoint; None means the newest.
             progress: called as ``progress(done_bytes, total_bytes)`` from another thread.
-            open_source: opens a storage that is no folder, such as s3://bucket/prefix;
-                ``megascale_checkpoint.storage.open_storage`` is one.
+            open_source: opens what is no folder (:mod:`megascale_client.fetch`).
 
         Raises:
             NotFound: no such job, or it has no complete checkpoint (of that step).
-            NotPossible: the storage cannot be read from here, or ``to`` is taken or cannot be
-                written.
+            NotPossible: the storage cannot be read from here, or ``to`` cannot be written.
             DamagedCheckpoint: a file is not what was committed.
         """
         steps = []
