@@ -50,7 +50,7 @@ TOOLS := $(CURDIR)/.tools/prometheus
 # the jars of an old Hadoop, in which the tests' HDFS runs
 HDFS_TOOLS := $(CURDIR)/.tools/hdfs
 
-.PHONY: help demo test crash test-slow test-export test-gpu test-system test-s3 test-hdfs system-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
+.PHONY: help demo test crash test-slow test-export test-gpu test-system test-s3 test-hdfs system-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench bench-heartbeats clean
 .DEFAULT_GOAL := help
 
 help: ## show these verbs
@@ -117,6 +117,9 @@ dashboard-check: $(READY) ## check that deploy/grafana/megascale.json is up to d
 
 bench: $(READY) ## run the benchmarks that need no special hardware
 	$(PY) benchmarks/throughput.py --device cpu --tp 2 --pp 2 --dp 2
+
+bench-heartbeats: $(READY) ## heartbeats of many nodes: the driver's CPU beside a bare echo (NODES=1536 INTERVAL=1 WINDOW=60 RECONNECT=1)
+	@$(PY) benchmarks/heartbeats.py --nodes $(or $(NODES),1536) --interval $(or $(INTERVAL),1) --window $(or $(WINDOW),60) $(if $(RECONNECT),--reconnect)
 
 clean: ## remove environments, caches and runs
 	rm -rf $(VENV) $(VENV)-proto .tools runs site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
