@@ -401,7 +401,7 @@ def test_a_recovering_job_of_higher_priority_keeps_its_survivors() -> None:
     high = job("high", 8, priority=5, last=last, waiting_since_s=99.0)
     plan = decide(view([high, job("low", 4)], nodes("a")))
     assert kinds(plan) == {"high": Kind.KEEP, "low": Kind.WAIT}
-    assert "it keeps a for 599 s more" in why(plan, "high")
+    assert "it keeps a for 600 s after its last attempt" in why(plan, "high")
     later = decide(view([high, job("low", 4)], nodes("a"), now_s=99.0 + 600.0))
     assert kinds(later) == {"high": Kind.WAIT, "low": Kind.PLACE}, "it stops nobody for ever"
 

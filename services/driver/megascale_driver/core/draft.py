@@ -35,6 +35,7 @@ class Draft:
         self.leader_since_s = state.leader_since_s
         self.grace_until_s = state.grace_until_s
         self.silence_hold_until_s = state.silence_hold_until_s
+        self.queue_due_s = state.queue_due_s
         self.refusal, self.refusal_detail = "", ""
         self._log_seq = state.log_seq
         self._effects: list[Effect] = []
@@ -141,6 +142,7 @@ class Draft:
             leader_since_s=self.leader_since_s,
             grace_until_s=self.grace_until_s,
             silence_hold_until_s=self.silence_hold_until_s,
+            queue_due_s=self.queue_due_s,
         )
         follows = (tuple(self._effects), tuple(self._commanded), tuple(self._audit))
         return state, Outcome(*follows, self.refusal, self.refusal_detail)
@@ -183,4 +185,5 @@ def _role(job: Job) -> tuple[object, ...]:
         job.current.committer_endpoint,
         job.current.replica_orders,
         job.profile,
+        job.current.leaving,
     )

@@ -48,6 +48,9 @@ class _Round:
         self._pool = Pool(view.idle, view.waiting, view.running)
         self._known = Room(view.known.values())
         self._busy = [Holding.of(job, _nodes_of(job, view)) for job in view.running]
+        between = _between(view)
+        if between:
+            self._busy.append(Holding.of(_NOBODY, between))
         self._holder = {name: each for each in self._busy for name in each.nodes}
         self._quota = Ledger(view.quotas, view.running)
         self._decisions: list[Decision] = []
@@ -84,9 +87,9 @@ class _Round:
         waited_s = self._view.now_s - job.waiting_since_s
         own = tuple(self._pool.own(job))
         if own and waited_s < self._view.rules.survivors_s:
-            left_s = self._view.rules.survivors_s - waited_s
             self._pool.take(own)
-            kept = f"it keeps {_list(own)} for {left_s:.0f} s more"
+            limit_s = self._view.rules.survivors_s
+            kept = f"it keeps {_list(own)} for {limit_s:g} s after its last attempt"
             return Decision(Kind.KEEP, job.name, f"{lack}; {kept}", nodes=own)
         self._pool.release(job)
         return Decision(Kind.WAIT, job.name, lack)
@@ -95,7 +98,7 @@ class _Round:
         """What all known nodes lack for the job, as a clause."""
         needs = _need(job)
         if not self._view.known:
-            return f"{needs}, and no node has joined yet"
+            return f"it needs {_devices(job)}, and no node has joined yet"
         largest = self._known.largest()
         if job.tp > largest:
             return (
@@ -178,7 +181,8 @@ class _Round:
         if leave:
             gone = [victim.name for victim in leave]
             return f"{text}; {_jobs(gone)} of lower priority must save and leave"
-        text += f" until {_jobs(found.behind)} ends or leaves" if found.behind else ""
+        ahead = [name for name in found.behind if name]
+        text += f" until {_jobs(ahead)} ends or leaves" if ahead else ""
         cannot = [
             f"job {each.job.name} is not displaced: {each.job.cannot}"
             for each in self._busy
@@ -227,9 +231,23 @@ def _nodes_of(job: RunningJob, view: View) -> dict[str, Candidate]:
     return {name: view.known[name] for name in job.nodes if name in view.known}
 
 
+# Holds nodes whose last job has left them and that have not reported idle yet.
+_NOBODY = RunningJob(name="", world_size=0, nodes=(), leaving=True)
+
+
+def _between(view: View) -> dict[str, Candidate]:
+    """Nodes that no job holds and that cannot start now: they are about to be idle."""
+    held = {name for job in view.running for name in job.nodes}
+    return {n: c for n, c in view.known.items() if n not in held and n not in view.idle}
+
+
 def _need(job: WaitingJob) -> str:
     groups = f" in groups of {job.tp} on one node" if job.tp > 1 else ""
-    return f"it needs {job.world_size} device{'' if job.world_size == 1 else 's'}{groups}"
+    return f"it needs {_devices(job)}{groups}"
+
+
+def _devices(job: WaitingJob) -> str:
+    return f"{job.world_size} device{'' if job.world_size == 1 else 's'}"
 
 
 def _list(names: Sequence[str]) -> str:
