@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
+from tests.harness.presence import Presence
 from tests.harness.simulated_cluster import demo_job
 
 from megascale_common.job.config import CheckpointConfig
@@ -43,6 +44,7 @@ class Desk:
         self.state = Cluster()
         self.audit: list[Audit] = []
         self.effects: list[object] = []
+        self.presence = Presence(POLICY)
         self.feed(LeaderStarted(self.now_s, "here"))
         for name in nodes:
             self.hello(name)
@@ -53,10 +55,13 @@ class Desk:
         return machine.step(self.state, event, POLICY)
 
     def feed(self, event: Event) -> str:
-        self.state, outcome = self.ask(event)
-        self.audit += outcome.audit
-        self.effects += outcome.effects
-        return outcome.refusal
+        refusal = ""
+        for each in self.presence.events(event, self.state):
+            self.state, outcome = self.ask(each)
+            self.audit += outcome.audit
+            self.effects += outcome.effects
+            refusal = refusal or outcome.refusal
+        return refusal
 
     def hello(self, name: str, boot: int = 1) -> None:
         who = Identity(f"{name}-{boot}", devices=tuple(Device(i, "cpu") for i in range(4)),

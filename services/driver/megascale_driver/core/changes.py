@@ -11,7 +11,7 @@ from typing import TypedDict
 
 from megascale_common.job.config import JobConfig
 from megascale_common.job.restore import RestorePlan
-from megascale_driver.core.attempt import Attempt, Fault, Leaving
+from megascale_driver.core.attempt import Attempt, FailureCount, Fault, Leaving
 from megascale_driver.core.conditions import Condition
 from megascale_driver.core.goodput import Ledger
 from megascale_driver.core.replica_orders import FailedCopies, ReplicaOrders
@@ -96,6 +96,7 @@ class AttemptChanges(TypedDict, total=False):
     committer_endpoint: str
     restore: RestorePlan | None
     replica_orders: ReplicaOrders
+    failure_count: FailureCount
     faults: tuple[Fault, ...]
     leaving: Leaving | None
     stays_until_s: float

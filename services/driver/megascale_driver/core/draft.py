@@ -184,6 +184,7 @@ def _role(job: Job) -> tuple[object, ...]:
         job.current.restore,
         job.current.committer_endpoint,
         job.current.replica_orders,
+        job.current.failure_count,
         job.profile,
         job.current.leaving,
     )

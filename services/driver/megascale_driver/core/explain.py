@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from megascale_driver.analysis.progress import suspects
-from megascale_driver.core import hang, recovery
+from megascale_driver.core import failure_rate, hang, recovery
 from megascale_driver.core.candidates import candidate, usable
 from megascale_driver.core.conditions import ConditionType
 from megascale_driver.core.events import Audit
@@ -153,13 +153,31 @@ def explain(state: Cluster, name: str, now_s: float, policy: Policy) -> str:
         text = (
             f"job {name} runs attempt {job.attempt} on {nodes}{restarts}; "
             f"its last known step is {job.current.step}"
-            f"{_failing_checkpoint(job, now_s)}"
+            f"{_failing_checkpoint(job, now_s)}{_auto_interval(job)}"
         )
         standstill = hang.describe(state.nodes, job, now_s, policy)
         return f"{text}; {standstill}" if standstill else text
     if job.phase is JobPhase.STOPPING:
         return f"job {name} is stopping attempt {job.attempt} because {job.stop_reason}"
     return f"job {name} has {job.phase.lower()}: {job.reason}"
+
+
+def _auto_interval(job: Job) -> str:
+    """How often a job saves that decides so itself, and from what."""
+    checkpoint = job.config.checkpoint
+    if checkpoint.interval != "auto":
+        return ""
+    steps = int(job.last_record.get("checkpoint_interval_steps", 0))
+    if not steps:
+        return "; it decides how often it saves once it has taken steps"
+    cost_s = job.last_record.get("checkpoint_cost_s")
+    if cost_s is None:
+        return f"; it saves every {steps} steps until it has measured what a save costs"
+    found = failure_rate.rate(checkpoint, job.current.failure_count, job.config.layout.world_size)
+    return (
+        f"; it saves every {steps} steps: a save costs {cost_s:.2g} s, and one failure is expected "
+        f"every {found.mtbf_s / 3600:.3g} hours"
+    )
 
 
 def _failing_checkpoint(job: Job, now_s: float) -> str:

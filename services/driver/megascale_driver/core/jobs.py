@@ -22,8 +22,8 @@ from dataclasses import replace
 from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_driver.core import (
     accounting,
+    failure_rate,
     goodput,
-    hang,
     job_faults,
     leaving,
     profiles,
@@ -31,7 +31,7 @@ from megascale_driver.core import (
     replicas,
     saving,
 )
-from megascale_driver.core.attempt import Fault, FaultKind, NodeSlot
+from megascale_driver.core.attempt import FailureCount, Fault, FaultKind, NodeSlot
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import (
     AttemptOpened,
@@ -109,7 +109,7 @@ def advance(draft: Draft, name: str, reporter: str = "") -> None:
     profiles.expire(draft, job)
     job = draft.jobs[name]
     if not job.current.faults:
-        job = hang.check(draft, _check_deadline(draft, job))
+        job = _check_deadline(draft, job)
     if job.current.faults:
         stop(draft, job, JobPhase.QUEUED, _why(job))
     elif job.phase is JobPhase.PREPARING:
@@ -252,6 +252,9 @@ def _start(
             store_endpoint=store,
             committer_endpoint=committer_endpoint,
             replica_orders=ReplicaOrders(peers, targets, sources),
+            failure_count=failure_rate.count(draft.jobs.values())
+            if job.config.checkpoint.interval == "auto"
+            else FailureCount(),
         ),
     )
 

@@ -14,6 +14,7 @@ from megascale_driver.core import (
     breaker,
     deleting,
     divergence,
+    hang,
     jobs,
     liveness,
     nodes,
@@ -36,6 +37,7 @@ from megascale_driver.core.events import (
     NodeReport,
     OpenFailed,
     Outcome,
+    PagesRead,
     ProbeResult,
     ProfileCancelRequested,
     ProfileRequested,
@@ -95,6 +97,8 @@ def _dispatch(draft: Draft, event: Event) -> None:
         _tick(draft, event)
     elif isinstance(event, NodeHello):
         nodes.hello(draft, event)
+    elif isinstance(event, PagesRead):
+        hang.pages_read(draft, event)
     elif isinstance(event, StreamReset):
         liveness.stream_reset(draft, event)
     elif isinstance(event, ProbeResult):
@@ -168,7 +172,7 @@ def _tick(draft: Draft, event: Tick) -> None:
         record, held_s = event.records.get(name, {}), event.checkpointing_s.get(name, 0.0)
         jobs.steps_seen(draft, name, attempt, number, record, held_s)
     breaker.refresh(draft)
-    liveness.evaluate_silence(draft)
+    liveness.silent(draft, event.silent)
     deleting.expire(draft)
     oldest_s = event.now_s - draft.policy.request_memory_s
     expired = [key for key, request in draft.requests.items() if request.at_s < oldest_s]

@@ -195,6 +195,9 @@ def _skipped(draft: Draft, node: str, job: Job, old: Progress | None, new: Progr
         return
     since = old.skipped_snapshots if old is not None else 0
     count = max(1, new.skipped_snapshots - since)
+    if job.current.skipped_step:
+        # The node's last report may be old: another one's counted until now. No step counts twice.
+        count = min(count, new.skipped_step - job.current.skipped_step)
     before = job.current.skipped_snapshots
     draft.attempt(job.name, skipped_step=new.skipped_step, skipped_snapshots=before + count)
     if _power_of_ten(before, before + count):

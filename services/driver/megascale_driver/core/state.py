@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from megascale_common.job.config import JobConfig
 from megascale_common.job.restore import RestorePlan
 from megascale_driver.analysis.progress import RankStatus
-from megascale_driver.core.attempt import Attempt, NodeSlot
+from megascale_driver.core.attempt import Attempt, FailureCount, NodeSlot
 from megascale_driver.core.checkpoint_progress import Progress
 from megascale_driver.core.conditions import Condition
 from megascale_driver.core.goodput import Ledger
@@ -202,9 +202,10 @@ class Desired:
     restore: RestorePlan | None = None
     committer_endpoint: str = ""
     profile: ProfileCommand | None = None
+    replicas: NodeReplicaOrders = field(default_factory=NodeReplicaOrders)
+    failures: FailureCount = field(default_factory=FailureCount)
     # Id of the order to save after the next steps and then end; "" without one.
     leave: str = ""
-    replicas: NodeReplicaOrders = field(default_factory=NodeReplicaOrders)
 
 
 @dataclass(frozen=True, slots=True)
