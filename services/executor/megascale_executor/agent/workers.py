@@ -53,6 +53,7 @@ class Worker:
     process: ForkedProcess | None = None
     running: bool = False
     finished: bool = False
+    finished_step: int = 0
     not_saved: str = ""  # with ``finished``: why the last step is not committed
     error_kind: str = ""
     error: str = ""
@@ -177,7 +178,8 @@ class WorkerSet:
             )
             worker.failed.set()
         elif message["kind"] == "finished":
-            worker.not_saved, worker.finished = message["not_saved"], True
+            worker.not_saved, worker.finished_step = message["not_saved"], message["step"]
+            worker.finished = True
         else:
             raise framing.FramingError(f"unknown kind {message['kind']!r}")
 
