@@ -18,6 +18,8 @@ from megascale_driver.core.events import (
     NodeHello,
     NodeReport,
     Outcome,
+    ProbeResult,
+    StreamReset,
     Tick,
 )
 from megascale_driver.core.policy import Policy
@@ -68,6 +70,12 @@ class Desk:
                        executor_endpoint=f"{name}:1", checkpoint_endpoint=f"{name}:2")  # fmt: skip
         self.feed(NodeHello(self.now_s, name, who))
 
+    def crash(self, name: str) -> None:
+        """The node's agent is gone: its link breaks, and its port refuses connections."""
+        incarnation = self.state.nodes[name].identity.incarnation
+        self.feed(StreamReset(self.now_s, name, incarnation))
+        self.feed(ProbeResult(self.now_s, name, incarnation, "refused"))
+
     def report(self, name: str, phase: AttemptPhase, **details: Any) -> None:
         """A heartbeat of a node that has received its newest desired state."""
         node = self.state.nodes[name]
@@ -115,6 +123,8 @@ class Desk:
         for slot in self.job().slots:
             if self.state.nodes[slot.node].liveness is Liveness.ALIVE:
                 self.report(slot.node, AttemptPhase.IDLE)
+        if self.job().phase is JobPhase.QUEUED and 0 < self.job().not_before_s - self.now_s <= 4.0:
+            self.wait(self.job().not_before_s - self.now_s)  # a short back-off
 
     def reasons(self) -> list[str]:
         return [line.reason for line in self.audit if line.log == "a"]

@@ -1169,9 +1169,9 @@ class RecoverySpec(google.protobuf.message.Message):
     LOSS_RISE_FACTOR_FIELD_NUMBER: builtins.int
     ON_LOSS_RISE_FIELD_NUMBER: builtins.int
     max_restarts: builtins.int
-    """Restarts after faults in total; default 20."""
+    """Restarts after faults of one cause within six hours; default 20."""
     max_restarts_without_progress: builtins.int
-    """Restarts in a row without a new step; default 3."""
+    """Restarts in a row without a new step, lost nodes aside; default 3."""
     spare_nodes: builtins.int
     """Spare nodes that stand by for the job; default 0."""
     collective_timeout_s: builtins.float

@@ -45,6 +45,10 @@ _REFUSALS: dict[str, tuple[type[ServiceError], str]] = {
         ExistsError,
         "a job of that name exists already; choose another name",
     ),
+    "JOB_UNREADABLE": (
+        ExistsError,
+        "a job of that name is in etcd and cannot be read; choose another name",
+    ),
     "JOB_NOT_FOUND": (NotFoundError, "there is no such job; `ListJobs` lists all jobs"),
     "JOB_ENDED": (StateError, "the job has ended already"),
     "JOB_CANNOT_SAVE": (StateError, "the job has no checkpoints, so its steps would be lost"),

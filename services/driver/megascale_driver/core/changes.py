@@ -69,6 +69,9 @@ class JobChanges(TypedDict, total=False):
     restarts: int
     restarts_without_progress: int
     node_failures: Mapping[str, int]
+    restart_times: Mapping[str, tuple[float, ...]]
+    not_before_s: float
+    roots: Mapping[str, tuple[str, ...]]
     out_of_memory: int
     progress_mark: int
     committed_step: int

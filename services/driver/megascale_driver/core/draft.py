@@ -16,7 +16,7 @@ from megascale_driver.core.desired import desired_of
 from megascale_driver.core.events import Audit, Effect, Evidence, Outcome, Reason
 from megascale_driver.core.overlay import Working
 from megascale_driver.core.policy import Policy
-from megascale_driver.core.state import Breaker, Cluster, Job, Node, Request
+from megascale_driver.core.state import Breaker, Cluster, Job, Node, Request, Root
 
 DRIVER = "driver"
 
@@ -36,6 +36,8 @@ class Draft:
         self.grace_until_s = state.grace_until_s
         self.silence_hold_until_s = state.silence_hold_until_s
         self.queue_due_s = state.queue_due_s
+        # Silent nodes by switch, found once in an event (core.breaker).
+        self.silent_switches: dict[str, list[str]] | None = None
         self.refusal, self.refusal_detail = "", ""
         self._log_seq = state.log_seq
         self._effects: list[Effect] = []
@@ -67,6 +69,10 @@ class Draft:
     def fault(self, name: str, fault: Fault) -> Job:
         """Record what broke the newest attempt of a job."""
         return self.attempt(name, faults=(*self.jobs[name].current.faults, fault))
+
+    def remember_roots(self, roots: tuple[Root, ...]) -> None:
+        """Keep what self-checks found lately."""
+        self.breaker = replace(self.breaker, roots=roots)
 
     def holder_of(self, node: str) -> Job | None:
         """The job whose attempt holds the node, in this draft."""

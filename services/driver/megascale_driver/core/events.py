@@ -19,6 +19,7 @@ from megascale_driver.core.state import Identity, Report
 # Every reason of a line of the audit log; docs/operations.md has what to do for each.
 Reason = Literal[
     "LEADER_ELECTED",
+    "ROW_UNREADABLE",
     "SUBMITTED",
     "PLACED",
     "ATTEMPT_PREPARING",
@@ -60,6 +61,8 @@ Reason = Literal[
     "NODE_EVICTED",
     "NODE_CORDONED",
     "NODE_UNCORDONED",
+    "SOFTWARE_SUSPECTED",
+    "SWITCH_LOST",
     "BREAKER_TRIPPED",
     "BREAKER_RESET",
 ]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from megascale_driver.analysis.progress import suspects
-from megascale_driver.core import failure_rate, hang, recovery
+from megascale_driver.core import blame, failure_rate, hang
 from megascale_driver.core.candidates import candidate, usable
 from megascale_driver.core.conditions import ConditionType
 from megascale_driver.core.events import Audit
@@ -44,6 +44,7 @@ CAUSES = frozenset(
         "NODE_SUSPECT",
         "NODE_DEAD",
         "NODE_EVICTED",
+        "SOFTWARE_SUSPECTED",
         "CANCEL_REQUESTED",
         "SUSPEND_REQUESTED",
         "PREEMPTION_ORDERED",
@@ -283,7 +284,7 @@ def _cause(job: Job, log: Sequence[Audit]) -> Audit | None:
 def _cause_of_stop(job: Job, log: Sequence[Audit]) -> Audit | None:
     """The line of the fault that the attempt is being stopped for, or the fault itself."""
     lines = [line for line in log if line.attempt == job.attempt]
-    fault = recovery.culprit(job.current.faults)
+    fault = blame.culprit(job.current.faults)
     found = _stopped_for(lines, fault.message if fault is not None else job.stop_reason)
     if found is not None or fault is None:
         return found

@@ -197,3 +197,15 @@ def _leader_started(draft: Draft, event: LeaderStarted) -> None:
         subject="driver",
         policy="election",
     )
+    for key, problem in draft.state.unreadable.items():
+        kind, _, name = key.partition("/")
+        draft.log(
+            "ROW_UNREADABLE",
+            f"the stored row {key} cannot be read by this build: {problem}",
+            subject=key if kind in ("jobs", "nodes") and name else "driver",
+            policy="unreadable-row",
+            outcome={
+                "jobs": "the job is not scheduled, and its name is held; its rows stay as they are",
+                "nodes": "the node is quarantined",
+            }.get(kind, "it is left out"),
+        )

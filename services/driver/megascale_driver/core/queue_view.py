@@ -73,6 +73,7 @@ def _waiting(job: Job) -> WaitingJob:
         last=parts_of(job) if job.current.leaving is None else (),
         spares=job.spares,
         evicted=frozenset(job.evicted),
+        not_before_s=job.not_before_s,
     )
 
 

@@ -68,6 +68,10 @@ class _Round:
         return Plan(tuple(self._decisions), dict(self._pool.free))
 
     def _decide(self, job: WaitingJob) -> Decision:
+        if self._view.now_s < job.not_before_s:
+            own = tuple(self._pool.own(job))
+            self._pool.take(own)
+            return Decision(Kind.KEEP, job.name, "", nodes=own)
         if why := self._quota.never(job):
             self._pool.release(job)
             return Decision(Kind.WAIT, job.name, why)
