@@ -14,7 +14,6 @@ Every method retries while no driver answers, and raises
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -52,6 +51,7 @@ from megascale_client.messages import (
     UncordonNodeResponse,
     WatchJobResponse,
 )
+from megascale_client.repetition import Seen, request_id
 from megascale_client.run_folder import (
     address_reader,
     find_run_folder,
@@ -140,7 +140,7 @@ class AsyncClient:
         ``warn`` is called with each warning, such as nodes that the job will wait for.
         """
         request = driver_pb2.SubmitJobRequest(
-            spec=spec, request_id=_request_id(), validate_only=validate_only
+            spec=spec, request_id=request_id(), validate_only=validate_only
         )
         try:
             response = await self._connection.unary(
@@ -181,7 +181,7 @@ class AsyncClient:
         sends its updates from the start, and those seen before are skipped. Raises NotFound.
         """
         token = resume_token
-        seen = _Seen()
+        seen = Seen()
         retry = RetryTimer(self._retry_for_s)
         while True:
             request = driver_pb2.WatchJobRequest(name=name, resume_token=token)
@@ -229,7 +229,7 @@ class AsyncClient:
 
     async def cancel(self, name: str, reason: str) -> Job:
         """Stop a job's workers; its committed checkpoints stay. Raises NotFound, NotPossible."""
-        request = driver_pb2.CancelJobRequest(name=name, reason=reason, request_id=_request_id())
+        request = driver_pb2.CancelJobRequest(name=name, reason=reason, request_id=request_id())
         answer = await self._connection.unary("CancelJob", request, driver_pb2.CancelJobResponse)
         return Job(answer.job)
 
@@ -238,12 +238,11 @@ class AsyncClient:
     ) -> SuspendJobResponse:
         """Save a job's state, then stop it and free its nodes until :meth:`resume`.
 
-        Returns at once: a running job is SUSPENDED when it has saved (:meth:`wait`). With
-        ``validate_only`` nothing changes. Raises NotFound, NotPossible (it has no checkpoints, or
-        has ended).
+        Returns before it has saved; wait for SUSPENDED. With ``validate_only`` nothing changes.
+        Raises NotFound, NotPossible (it has no checkpoints, or has ended).
         """
         request = driver_pb2.SuspendJobRequest(
-            name=name, reason=reason, request_id=_request_id(), validate_only=validate_only
+            name=name, reason=reason, request_id=request_id(), validate_only=validate_only
         )
         answer = await self._connection.unary("SuspendJob", request, driver_pb2.SuspendJobResponse)
         return SuspendJobResponse(answer)
@@ -253,7 +252,7 @@ class AsyncClient:
     ) -> ResumeJobResponse:
         """Let a suspended job have nodes again. Raises NotFound, NotPossible (it has ended)."""
         request = driver_pb2.ResumeJobRequest(
-            name=name, reason=reason, request_id=_request_id(), validate_only=validate_only
+            name=name, reason=reason, request_id=request_id(), validate_only=validate_only
         )
         answer = await self._connection.unary("ResumeJob", request, driver_pb2.ResumeJobResponse)
         return ResumeJobResponse(answer)
@@ -263,7 +262,7 @@ class AsyncClient:
     ) -> driver_pb2.DeleteJobResponse:
         """Forget an ended job; its checkpoints stay. Raises NotFound, NotPossible (it runs)."""
         request = driver_pb2.DeleteJobRequest(
-            name=name, reason=reason, request_id=_request_id(), validate_only=validate_only
+            name=name, reason=reason, request_id=request_id(), validate_only=validate_only
         )
         return await self._connection.unary("DeleteJob", request, driver_pb2.DeleteJobResponse)
 
@@ -292,7 +291,7 @@ class AsyncClient:
             first_step=first_step,
             steps=steps,
             ranks=ranks,
-            request_id=_request_id(),
+            request_id=request_id(),
             reason=reason,
         )
         answer = await self._connection.unary("ProfileJob", request, driver_pb2.ProfileJobResponse)
@@ -316,7 +315,7 @@ class AsyncClient:
 
     async def cancel_profile(self, name: str, *, reason: str = "") -> Profile:
         """Give up a job's profile in progress. Raises NotFound, NotPossible (there is none)."""
-        request = driver_pb2.CancelProfileRequest(job=name, request_id=_request_id(), reason=reason)
+        request = driver_pb2.CancelProfileRequest(job=name, request_id=request_id(), reason=reason)
         answer = await self._connection.unary(
             "CancelProfile", request, driver_pb2.CancelProfileResponse
         )
@@ -345,7 +344,7 @@ class AsyncClient:
         NotPossible.
         """
         request = driver_pb2.EvictNodeRequest(
-            name=node, reason=reason, request_id=_request_id(), validate_only=validate_only
+            name=node, reason=reason, request_id=request_id(), validate_only=validate_only
         )
         answer = await self._connection.unary("EvictNode", request, driver_pb2.EvictNodeResponse)
         return EvictNodeResponse(answer)
@@ -355,7 +354,7 @@ class AsyncClient:
     ) -> CordonNodeResponse:
         """Keep new work off a node; what runs there continues. Raises NotFound, NotPossible."""
         request = driver_pb2.CordonNodeRequest(
-            name=node, reason=reason, request_id=_request_id(), validate_only=validate_only
+            name=node, reason=reason, request_id=request_id(), validate_only=validate_only
         )
         answer = await self._connection.unary("CordonNode", request, driver_pb2.CordonNodeResponse)
         return CordonNodeResponse(answer)
@@ -365,7 +364,7 @@ class AsyncClient:
     ) -> UncordonNodeResponse:
         """Make a cordoned or quarantined node schedulable again. Raises NotFound, NotPossible."""
         request = driver_pb2.UncordonNodeRequest(
-            name=node, reason=reason, request_id=_request_id(), validate_only=validate_only
+            name=node, reason=reason, request_id=request_id(), validate_only=validate_only
         )
         answer = await self._connection.unary(
             "UncordonNode", request, driver_pb2.UncordonNodeResponse
@@ -507,30 +506,3 @@ class AsyncClient:
         return await self._connection.unary(
             "GetClusterInfo", request, driver_pb2.GetClusterInfoResponse
         )
-
-
-class _Seen:
-    """What a watch has yielded: events by number in the job's log, steps by attempt and step."""
-
-    def __init__(self) -> None:
-        self._event = 0
-        self._step = (0, 0)
-
-    def is_new(self, update: driver_pb2.WatchJobResponse) -> bool:
-        """Record an update; False when it was yielded before. The job's state is always new."""
-        kind = update.WhichOneof("update")
-        if kind == "event":
-            new = update.event.seq > self._event
-            self._event = max(self._event, update.event.seq)
-        elif kind == "step":
-            place = (update.step.attempt, update.step.step)
-            new = place > self._step
-            self._step = max(self._step, place)
-        else:
-            new = kind is not None
-        return new
-
-
-def _request_id() -> str:
-    # Made once per call, so the driver recognises every repetition as the same request.
-    return str(uuid.uuid4())

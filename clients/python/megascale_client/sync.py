@@ -155,9 +155,8 @@ class Client:
     def suspend(self, name: str, reason: str, *, validate_only: bool = False) -> SuspendJobResponse:
         """Save a job's state, then stop it and free its nodes until :meth:`resume`.
 
-        Returns at once: a running job is SUSPENDED when it has saved (:meth:`wait`). With
-        ``validate_only`` nothing changes. Raises NotFound, NotPossible (it has no checkpoints, or
-        has ended).
+        Returns before it has saved; wait for SUSPENDED. With ``validate_only`` nothing changes.
+        Raises NotFound, NotPossible (it has no checkpoints, or has ended).
         """
         return self._loop.run(self._client.suspend(name, reason, validate_only=validate_only))
 
