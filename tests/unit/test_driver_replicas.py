@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.harness.desk import Desk
+from tests.harness.desk import POLICY, Desk
 from tests.harness.simulated_cluster import demo_job
 
 from megascale.v1 import link_pb2, types_pb2
 from megascale_common.job.restore import RestorePlan, RestoreSource
-from megascale_driver import wire
+from megascale_driver import orders, wire
 from megascale_driver.core.checkpoint_progress import Progress, SealedSnapshot
 from megascale_driver.core.conditions import CheckpointFailure
 from megascale_driver.core.events import AttemptOpened, JobSubmitted, OpenAttempt
+from megascale_driver.core.explain import explanation
 from megascale_driver.core.replica_orders import ReplicaSource
 from megascale_driver.core.state import AttemptPhase, Job, JobPhase
 from megascale_driver.journal import codec
@@ -74,7 +75,7 @@ def test_each_node_gets_the_address_of_its_peer_with_start() -> None:
     assert desk.state.nodes["n1"].desired.replicas.target == ""
     opened(desk, NO_RESTORE)
     assert dict(desk.job().current.replica_orders.peers) == {"n1": "n2", "n2": "n1"}
-    message = wire.desired_state(desk.state.nodes["n1"], desk.job(), types_pb2.Epoch())
+    message = orders.desired_state(desk.state.nodes["n1"], desk.job(), types_pb2.Epoch())
     assert message.assignment.replica_target == "n2:3"
     assert list(message.assignment.replica_sources) == []
 
@@ -112,7 +113,7 @@ def test_a_lost_node_is_restored_from_its_peer() -> None:
     sources = [ReplicaSource(rank, "n1", "n1:3") for rank in RANKS["n2"]]
     assert list(desk.job().current.replica_orders.sources) == sources
     assert desk.state.nodes["n1"].desired.replicas.sources == ()
-    message = wire.desired_state(desk.state.nodes["n2"], desk.job(), types_pb2.Epoch())
+    message = orders.desired_state(desk.state.nodes["n2"], desk.job(), types_pb2.Epoch())
     found = [(item.rank, item.endpoint) for item in message.assignment.replica_sources]
     assert found == [(rank, "n1:3") for rank in RANKS["n2"]]
     line = next(line for line in reversed(desk.audit) if line.reason == "ATTEMPT_OPENED")
@@ -188,6 +189,24 @@ def test_failed_copies_have_a_line_for_each_power_of_ten() -> None:
     found = [line.message for line in desk.audit if line.reason == "REPLICA_FAILED"]
     assert [line.rpartition("(")[2].split()[0] for line in found] == ["1", "10", "100"]
     assert "step 1 of rank 0 on n1 has no replica on n2: overtaken" in found[0]
+
+
+def test_a_copy_that_fails_is_the_cause_until_one_succeeds() -> None:
+    desk = begin("n1", "n2")
+    running(desk)
+
+    def explained() -> tuple[str, str]:
+        log = [line for line in desk.audit if line.log == "a"]
+        found = explanation(desk.state, "a", log, desk.now_s, POLICY)
+        return found.cause.reason if found.cause is not None else "", found.sentence
+
+    assert explained()[0] == ""
+    show(desk, "n1", failure=CheckpointFailure(1, 20, 0, "the peer has no room"))
+    cause, sentence = explained()
+    assert cause == "REPLICA_FAILED"
+    assert "have no replicas: step 20 of rank 0 on n1: the peer has no room" in sentence
+    show(desk, "n1", replicas=held(RANKS["n2"], (30, 1)))
+    assert explained()[0] == "" and "replicas" not in explained()[1]
 
 
 def test_orders_outlive_the_driver() -> None:

@@ -181,7 +181,10 @@ Global___ConnectResponse: typing_extensions.TypeAlias = ConnectResponse
 
 @typing.final
 class ProtocolRange(google.protobuf.message.Message):
-    """Range of the link protocol versions that a side speaks, both ends included."""
+    """Range of the link protocol versions that a side speaks, both ends included. The link uses the
+    highest that both have. 1: every node gets the whole rank table. 2: it gets its own ranks and the
+    digest of the table.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -435,6 +438,7 @@ class AttemptAssignment(google.protobuf.message.Message):
     REPLICA_SOURCES_FIELD_NUMBER: builtins.int
     FLEET_FAILURES_FIELD_NUMBER: builtins.int
     FLEET_DEVICE_HOURS_FIELD_NUMBER: builtins.int
+    RANK_TABLE_DIGEST_FIELD_NUMBER: builtins.int
     job: builtins.str
     """Name of the job."""
     attempt: builtins.int
@@ -453,6 +457,10 @@ class AttemptAssignment(google.protobuf.message.Message):
     """
     fleet_device_hours: builtins.float
     """Hours that devices trained meanwhile, over all jobs of the fleet. With START, likewise."""
+    rank_table_digest: builtins.str
+    """Digest of the attempt's rank table (which rank runs on which node), the same for all its nodes.
+    The ranks compare it when they meet. The table itself is in `nodes` of the job.
+    """
     @property
     def spec(self) -> megascale.v1.job_pb2.JobSpec:
         """Specification of the job."""
@@ -467,7 +475,9 @@ class AttemptAssignment(google.protobuf.message.Message):
 
     @property
     def rank_nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Node of each global rank: entry r is the node of rank r."""
+        """Node of each global rank: entry r is the node of rank r. Only with link protocol 1: a node
+        needs its own ranks, and the table of a large job is larger than all else in this message.
+        """
 
     @property
     def restore(self) -> Global___RestorePlan:
@@ -496,9 +506,10 @@ class AttemptAssignment(google.protobuf.message.Message):
         replica_sources: collections.abc.Iterable[Global___ReplicaSource] | None = ...,
         fleet_failures: builtins.int = ...,
         fleet_device_hours: builtins.float = ...,
+        rank_table_digest: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["restore", b"restore", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "committer_endpoint", b"committer_endpoint", "devices", b"devices", "fleet_device_hours", b"fleet_device_hours", "fleet_failures", b"fleet_failures", "job", b"job", "rank_nodes", b"rank_nodes", "ranks", b"ranks", "replica_sources", b"replica_sources", "replica_target", b"replica_target", "restore", b"restore", "spec", b"spec", "spec_revision", b"spec_revision", "store_endpoint", b"store_endpoint"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "committer_endpoint", b"committer_endpoint", "devices", b"devices", "fleet_device_hours", b"fleet_device_hours", "fleet_failures", b"fleet_failures", "job", b"job", "rank_nodes", b"rank_nodes", "rank_table_digest", b"rank_table_digest", "ranks", b"ranks", "replica_sources", b"replica_sources", "replica_target", b"replica_target", "restore", b"restore", "spec", b"spec", "spec_revision", b"spec_revision", "store_endpoint", b"store_endpoint"]) -> None: ...
 
 Global___AttemptAssignment: typing_extensions.TypeAlias = AttemptAssignment
 
@@ -535,6 +546,7 @@ class RestorePlan(google.protobuf.message.Message):
     WRITTEN_BY_ATTEMPT_FIELD_NUMBER: builtins.int
     MANIFEST_URI_FIELD_NUMBER: builtins.int
     MANIFEST_XXH3_FIELD_NUMBER: builtins.int
+    OLDER_FIELD_NUMBER: builtins.int
     source: megascale.v1.types_pb2.RestoreSource.ValueType
     """Where the state is."""
     step: builtins.int
@@ -545,6 +557,12 @@ class RestorePlan(google.protobuf.message.Message):
     """Address of the manifest. With source STORAGE; with MEMORY where the step is committed as well."""
     manifest_xxh3: builtins.str
     """xxh3-128 of the manifest as its COMMIT record has it, hexadecimal; empty: not known."""
+    @property
+    def older(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RestorePlan]:
+        """Committed checkpoints that the attempt falls to, newest first, where the state turns out to be
+        damaged; they have no older ones of their own.
+        """
+
     def __init__(
         self,
         *,
@@ -553,8 +571,9 @@ class RestorePlan(google.protobuf.message.Message):
         written_by_attempt: builtins.int = ...,
         manifest_uri: builtins.str = ...,
         manifest_xxh3: builtins.str = ...,
+        older: collections.abc.Iterable[Global___RestorePlan] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["manifest_uri", b"manifest_uri", "manifest_xxh3", b"manifest_xxh3", "source", b"source", "step", b"step", "written_by_attempt", b"written_by_attempt"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["manifest_uri", b"manifest_uri", "manifest_xxh3", b"manifest_xxh3", "older", b"older", "source", b"source", "step", b"step", "written_by_attempt", b"written_by_attempt"]) -> None: ...
 
 Global___RestorePlan: typing_extensions.TypeAlias = RestorePlan
 
@@ -575,6 +594,8 @@ class WorkerStatus(google.protobuf.message.Message):
     STATUS_AGE_FIELD_NUMBER: builtins.int
     EXITED_AT_FIELD_NUMBER: builtins.int
     OPERATIONS_FIELD_NUMBER: builtins.int
+    RESTORED_STEP_FIELD_NUMBER: builtins.int
+    RESTORE_PROBLEM_FIELD_NUMBER: builtins.int
     rank: builtins.int
     """Global rank."""
     state: Global___WorkerState.ValueType
@@ -594,6 +615,10 @@ class WorkerStatus(google.protobuf.message.Message):
     """Last completed step, from the status page."""
     phase: builtins.str
     """Phase, from the status page: STARTING, WARMUP, COMPILE, STEP, EVAL, SNAPSHOT, RESTORE, DONE."""
+    restored_step: builtins.int
+    """Step that was restored in place of the planned one, which is damaged; absent: the planned one."""
+    restore_problem: builtins.str
+    """What is wrong with the planned one."""
     @property
     def status_age(self) -> google.protobuf.duration_pb2.Duration:
         """Time since the status page was last written."""
@@ -622,9 +647,12 @@ class WorkerStatus(google.protobuf.message.Message):
         status_age: google.protobuf.duration_pb2.Duration | None = ...,
         exited_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         operations: collections.abc.Iterable[Global___OperationCounts] | None = ...,
+        restored_step: builtins.int | None = ...,
+        restore_problem: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["exited_at", b"exited_at", "status_age", b"status_age"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["error", b"error", "error_kind", b"error_kind", "exit_status", b"exit_status", "exited_at", b"exited_at", "operations", b"operations", "phase", b"phase", "pid", b"pid", "rank", b"rank", "state", b"state", "status_age", b"status_age", "step", b"step"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_restored_step", b"_restored_step", "exited_at", b"exited_at", "restored_step", b"restored_step", "status_age", b"status_age"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_restored_step", b"_restored_step", "error", b"error", "error_kind", b"error_kind", "exit_status", b"exit_status", "exited_at", b"exited_at", "operations", b"operations", "phase", b"phase", "pid", b"pid", "rank", b"rank", "restore_problem", b"restore_problem", "restored_step", b"restored_step", "state", b"state", "status_age", b"status_age", "step", b"step"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_restored_step", b"_restored_step"]) -> typing.Literal["restored_step"] | None: ...
 
 Global___WorkerStatus: typing_extensions.TypeAlias = WorkerStatus
 

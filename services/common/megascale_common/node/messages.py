@@ -111,6 +111,7 @@ class Assignment(TypedDict):
     node: str
     job: str
     attempt: int
+    rank_table: NotRequired[str]  # digest of the attempt's rank table; empty: the driver gave none
     rank: int
     local_rank: int
     device_kind: Literal["cpu", "cuda"]
@@ -165,10 +166,14 @@ class SelfChecked(TypedDict):
 
 
 class Running(TypedDict):
-    """Worker to agent: past rendezvous and restore; the next step is ``step + 1``."""
+    """Worker to agent: past rendezvous and restore; the next step is ``step + 1``.
+
+    ``passed_over``: what is wrong with the planned step, where ``step`` is an older one.
+    """
 
     kind: Literal["running"]
     step: int
+    passed_over: NotRequired[str]
 
 
 class StepDone(TypedDict):

@@ -43,7 +43,7 @@ from megascale_trainer.data.device_batches import StepBatches, step_batches
 from megascale_trainer.data.errors import CorpusError, DataError
 from megascale_trainer.parallel.groups import Groups
 from megascale_trainer.process import title
-from megascale_trainer.process.bootstrap import create_groups
+from megascale_trainer.process.bootstrap import compare_rank_tables, create_groups
 from megascale_trainer.process.leave_order import LeaveOrder
 from megascale_trainer.process.loaded_model import differences
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
@@ -52,6 +52,7 @@ from megascale_trainer.process.step_records import StepRecords
 from megascale_trainer.restore import RestoreRefused, restore
 from megascale_trainer.snapshot import Snapshotter
 from megascale_trainer.telemetry.profiling import StepProfiler
+from megascale_trainer.telemetry.timeline import Timeline
 from megascale_trainer.trainer import Trainer
 
 RENDEZVOUS_TIMEOUT_S = 120.0
@@ -114,11 +115,14 @@ class _Worker:
         )
         self._snapshots: Snapshotter | None = None
         self._skipped, self._consumed = 0, 0
+        self._start = Timeline()
+        self._passed_over: tuple[str, ...] = ()
 
     def run(self) -> None:
         """The whole life of the rank."""
         self._say_hello()
-        self._groups = self._meet()
+        with self._start.part("meet"):
+            self._groups = self._meet()
         try:
             self._work()
         except BaseException:
@@ -129,16 +133,23 @@ class _Worker:
 
     def _work(self) -> None:
         config, status = self._config, self._status
-        trainer = self._build()
+        start = self._start
+        with start.part("build"):
+            trainer = self._build()
         if config.checkpoint.uri:
-            self._snapshots = self._register(trainer)
-        done = self._restore(trainer)
-        loop = self._step_loop(trainer, done)
+            with start.part("register"):
+                self._snapshots = self._register(trainer)
+        with start.part("restore"):
+            done = self._restore(trainer)
+        with start.part("data"):
+            loop = self._step_loop(trainer, done)
+        print(f"ready to train: {start}", flush=True)
         # From here on garbage is only collected at chosen steps (see step_loop).
         gc.collect()
         gc.freeze()
         gc.disable()
-        framing.send(self._agent, Running(kind="running", step=done))
+        passed_over = "; ".join(self._passed_over)[:MAX_ERROR_CHARS]
+        framing.send(self._agent, Running(kind="running", step=done, passed_over=passed_over))
         status.update(step=done, phase=Phase.WARMUP)
         last = loop.run(done)
         status.update(phase=Phase.SNAPSHOT)
@@ -173,6 +184,7 @@ class _Worker:
             master_listen_fd=self._store_listen if who["rank"] == 0 else None,
         )
         prefixed = PrefixStore(f"{who['job']}/{who['attempt']}", store)
+        compare_rank_tables(prefixed, who["rank"], who.get("rank_table", ""))
         return create_groups(
             config.layout,
             who["rank"],
@@ -237,6 +249,10 @@ class _Worker:
         self._status.update(phase=Phase.RESTORE)
         world = self._groups.world
         restored = restore(self._snapshots.link, plan, trainer, self._device, world)
+        plan = self._plan = restored.plan
+        self._passed_over = restored.passed_over
+        for problem in restored.passed_over:
+            print(f"passed over: {problem}", flush=True)
         if restored.damage:
             print(f"memory is damaged, storage was read: {restored.damage}", flush=True)
         small_state = restored.small_state
