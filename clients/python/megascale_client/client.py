@@ -28,14 +28,13 @@ from megascale_client.errors import (
     ClusterNotFound,
     InvalidJob,
     InvalidRequest,
-    NotFound,
     NotPossible,
     TimedOut,
     Unavailable,
     details_of,
     from_rpc,
 )
-from megascale_client.fetch import FetchedCheckpoint, OpenSource, Progress, fetch
+from megascale_client.fetch import FetchedCheckpoint, OpenSource, Progress, chosen, fetch
 from megascale_client.messages import (
     TERMINAL_PHASES,
     CheckResult,
@@ -490,15 +489,8 @@ class AsyncClient:
             NotPossible: the storage cannot be read from here, or ``to`` cannot be written.
             DamagedCheckpoint: a file is not what was committed.
         """
-        steps = []
-        async for checkpoint in self.checkpoints(name):
-            if step is None or checkpoint.step == step:
-                return await fetch(checkpoint, Path(to), progress, open_source)
-            steps.append(str(checkpoint.step))
-        if step is None:
-            raise NotFound(f"job {name} has no complete checkpoint yet")
-        known = f"it has those of steps {', '.join(steps)}" if steps else "it has none yet"
-        raise NotFound(f"job {name} has no complete checkpoint of step {step}: {known}")
+        checkpoint = await chosen(self.checkpoints(name), name, step)
+        return await fetch(checkpoint, Path(to), progress, open_source)
 
     async def cluster_info(self) -> driver_pb2.GetClusterInfoResponse:
         """The leading driver, since when it leads, and counts of nodes and jobs."""
