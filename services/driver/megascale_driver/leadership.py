@@ -22,6 +22,7 @@ from megascale_common.service.errors import CodecError, NotLeaderError
 from megascale_driver.engine import Engine
 from megascale_driver.journal.predecessor import clear_dead_leader, is_gone, self_description
 from megascale_driver.journal.store import LEADER_KEY, Store
+from megascale_driver.journal.trimming import Retention, Trimmer
 
 LEASE_TTL_S = 10
 OBSERVE_INTERVAL_S = 1.0
@@ -38,6 +39,7 @@ class Leader:
     """Runs the engine's terms; calls ``notify`` with True when one starts, False when it ends.
 
     ``keeper`` renews the lease, by default a task of the event loop; ``clock`` is the lease's.
+    ``retention`` is what stays of the audit log.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Leader:
         notify: Callable[[bool], Awaitable[None]] = _ignore,
         keeper: Keeper | None = None,
         clock: Callable[[], float] = now_s,
+        retention: Retention | None = None,
     ) -> None:
         self.known_address = ""
         self.etcd_answers = True
@@ -57,6 +60,7 @@ class Leader:
         self._notify = notify
         self._keeper = keeper
         self._clock = clock
+        self._retention = retention if retention is not None else Retention()
 
     @property
     def shows_state(self) -> bool:
@@ -141,7 +145,13 @@ class Leader:
         store = Store(self._client, leadership)
         loaded = await store.load()
         await self._notify(True)
-        await self._engine.lead(leadership, store, loaded)
+        trimmer = Trimmer(self._client, leadership, self._retention, self._engine.clock)
+        trimming = asyncio.create_task(trimmer.run(lambda: self._engine.state))
+        try:
+            await self._engine.lead(leadership, store, loaded)
+        finally:
+            trimming.cancel()
+            await asyncio.gather(trimming, return_exceptions=True)
 
     async def _observe(self) -> None:
         """While another driver leads, keep its address and send the agents to it."""

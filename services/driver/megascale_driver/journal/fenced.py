@@ -25,6 +25,7 @@ from megascale_common.etcd.election import Leadership
 from megascale_common.etcd.operations import (
     Compare,
     Delete,
+    DeleteRange,
     KeyValue,
     ModRevisionEquals,
     Operation,
@@ -134,15 +135,10 @@ class FencedWriter:
         if not changes and not guards:
             return
         txn_id = uuid.uuid4().hex
-        compared = guards or [change.key for change in changes if not change.prefix]
+        compared = guards or [c.key for c in changes if not c.prefix and not c.end]
         compare: list[Compare] = [self._leadership.guard(), self._expect(self._marker)]
         compare += [self._expect(key) for key in compared]
-        success: list[Operation] = [
-            Put(change.key, change.value)
-            if change.value is not None
-            else Delete(change.key, prefix=change.prefix)
-            for change in changes
-        ]
+        success = [_operation(change) for change in changes]
         success += [Delete(key) for key in guards]
         success.append(Put(self._marker, json.dumps({"txn": txn_id}).encode()))
         sent_bytes = sum(map(size_of, changes)) + size_of(Change(self._marker, b"x" * 48))
@@ -176,10 +172,23 @@ class FencedWriter:
         return ModRevisionEquals(key, self.revisions.get(key, 0))
 
 
+def _operation(change: Change) -> Operation:
+    if change.value is not None:
+        return Put(change.key, change.value)
+    if change.end:
+        return DeleteRange(change.key, change.end)
+    return Delete(change.key, prefix=change.prefix)
+
+
 def _packed(piece: list[Change]) -> bytes:
     return codec.text(
         [
-            [change.key, None if change.value is None else change.value.decode(), change.prefix]
+            [
+                change.key,
+                None if change.value is None else change.value.decode(),
+                change.prefix,
+                change.end,
+            ]
             for change in piece
         ]
     )
@@ -188,5 +197,6 @@ def _packed(piece: list[Change]) -> bytes:
 def _unpacked(value: bytes) -> list[Change]:
     found: list[Any] = json.loads(value)
     return [
-        Change(key, None if text is None else text.encode(), prefix) for key, text, prefix in found
+        Change(key, None if text is None else text.encode(), prefix, end)
+        for key, text, prefix, end in found
     ]

@@ -26,11 +26,15 @@ TXN_ID = "txn"  # earlier builds wrote the id of the transaction into every valu
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A new value for a key; without one, the key, or everything that begins with it, goes."""
+    """A new value for a key; without one the key goes.
+
+    With ``prefix`` everything goes that begins with it, with ``end`` all from it to before that.
+    """
 
     key: str
     value: bytes | None = None
     prefix: bool = False
+    end: str = ""
 
 
 @dataclass(slots=True)
