@@ -354,7 +354,8 @@ class DriverServiceServicer(object):
 
     def ListEvents(self, request, context):
         """Lists the audit log of a job, of a node or of the whole cluster, oldest first, page by page.
-        The driver holds at least the newest 50,000 lines.
+        A driver holds the newest lines: 50,000 of its own term; of what was there before it, the newest
+        5,000 of the cluster's log and 500 of each job's.
 
         Callers: client, operator
         Errors:

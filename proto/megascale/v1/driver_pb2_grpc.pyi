@@ -645,7 +645,8 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
 
     ListEvents: _DriverServiceListEventsType
     """Lists the audit log of a job, of a node or of the whole cluster, oldest first, page by page.
-    The driver holds at least the newest 50,000 lines.
+    A driver holds the newest lines: 50,000 of its own term; of what was there before it, the newest
+    5,000 of the cluster's log and 500 of each job's.
 
     Callers: client, operator
     Errors:
@@ -1021,7 +1022,8 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[megascale.v1.driver_pb2.ListEventsResponse, collections.abc.Awaitable[megascale.v1.driver_pb2.ListEventsResponse]]:
         """Lists the audit log of a job, of a node or of the whole cluster, oldest first, page by page.
-        The driver holds at least the newest 50,000 lines.
+        A driver holds the newest lines: 50,000 of its own term; of what was there before it, the newest
+        5,000 of the cluster's log and 500 of each job's.
 
         Callers: client, operator
         Errors:
