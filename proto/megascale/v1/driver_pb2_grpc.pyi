@@ -489,6 +489,7 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
       with its problem and the remedy.
     - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
     - ALREADY_EXISTS (JOB_EXISTS): a job has that name already, ended or not.
+    - ALREADY_EXISTS (JOB_UNREADABLE): etcd has a job of that name which this driver cannot read.
     - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
       repeat it with the same request_id.
     """
@@ -801,6 +802,7 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
           with its problem and the remedy.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - ALREADY_EXISTS (JOB_EXISTS): a job has that name already, ended or not.
+        - ALREADY_EXISTS (JOB_UNREADABLE): etcd has a job of that name which this driver cannot read.
         - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
           repeat it with the same request_id.
         """

@@ -23,12 +23,13 @@ from megascale_common.service.clock import Clock
 from megascale_common.service.errors import CodecError, NotLeaderError
 from megascale_driver.core.events import Audit
 from megascale_driver.core.state import Cluster, Job
-from megascale_driver.journal import codec, ranges, records
+from megascale_driver.journal import codec, records
 from megascale_driver.journal.fenced import FencedWriter
 from megascale_driver.journal.rows import Change, attempt_key
 
 INTERVAL_S = 60.0
 PAGE_RECORDS = 500  # exported and removed in one go
+BOUND_LINES = 4 * PAGE_RECORDS
 MARKER = "trimming"
 DAY_S = 86_400.0
 
@@ -116,7 +117,9 @@ class Trimmer:
         The newest record always stays: the next line is numbered behind it.
         """
         folder = records.folder(log)
-        end = min(records.key(log, last), ranges.end_of(folder))
+        oldest = self._oldest.get(log)
+        # Of a short range, once the begin of the log is known: etcd goes through all of it.
+        end = records.key(log, min(last, oldest.seq + BOUND_LINES) if oldest is not None else last)
         page = await self._client.get_range(folder, end, limit=PAGE_RECORDS)
         removed: list[bytes] = []
         behind = ""
@@ -140,6 +143,7 @@ class Trimmer:
             return False
         await self._export(removed)
         await self._writer.write([Change(page.items[0].key, end=behind)])
+        self._oldest[log] = _Oldest(records.number(page.items[-1].key), 0.0)
         self.trimmed_lines += len(removed)
         return True
 
