@@ -5,7 +5,8 @@
 A real etcd on this machine gets the state that a former leader would have left: the nodes with
 eight GPUs each, a job on all of them, jobs that have ended, and an audit log. Real drivers then
 lead in turn. Each stands by, with its modules loaded, while this process holds the leader key,
-until that is deleted; measured is the time from that, the end of a lease, to the first decision of the next leader in etcd. The last line of stdout is one JSON object.
+until that is deleted; measured is the time from that, the end of a lease, to the first decision of
+the next leader in etcd. The last line of stdout is one JSON object.
 Exit status: 0, 1 if a failover took longer than the limit, 2 if the environment cannot run it.
 """
 
