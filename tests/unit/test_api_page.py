@@ -32,7 +32,7 @@ INNER = (
     "/commands",
     "/command_target",
     "/retention/retire",
-    "/journal/",
+    "megascale_driver/journal/",
     "__main__.py",
     "/executor/",
     "/reshard",

@@ -181,7 +181,10 @@ Global___ConnectResponse: typing_extensions.TypeAlias = ConnectResponse
 
 @typing.final
 class ProtocolRange(google.protobuf.message.Message):
-    """Range of the link protocol versions that a side speaks, both ends included."""
+    """Range of the link protocol versions that a side speaks, both ends included. The link uses the
+    highest that both have. 1: every node gets the whole rank table. 2: it gets its own ranks and the
+    digest of the table.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -338,10 +341,15 @@ class DesiredState(google.protobuf.message.Message):
     PHASE_FIELD_NUMBER: builtins.int
     ASSIGNMENT_FIELD_NUMBER: builtins.int
     PROFILE_FIELD_NUMBER: builtins.int
+    LEAVE_FIELD_NUMBER: builtins.int
     version: builtins.int
     """Number of this desired state within the epoch; an agent refuses a lower one."""
     phase: Global___DesiredPhase.ValueType
     """What to do."""
+    leave: builtins.str
+    """Id of an order: save the state after one of the next steps, all ranks the same, and end. Empty:
+    there is none, or it is withdrawn. With START.
+    """
     @property
     def epoch(self) -> megascale.v1.types_pb2.Epoch:
         """Epoch of the driver; an agent refuses a lower one than it has received before."""
@@ -362,9 +370,10 @@ class DesiredState(google.protobuf.message.Message):
         phase: Global___DesiredPhase.ValueType = ...,
         assignment: Global___AttemptAssignment | None = ...,
         profile: Global___ProfileCommand | None = ...,
+        leave: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["assignment", b"assignment", "epoch", b"epoch", "profile", b"profile"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["assignment", b"assignment", "epoch", b"epoch", "phase", b"phase", "profile", b"profile", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["assignment", b"assignment", "epoch", b"epoch", "leave", b"leave", "phase", b"phase", "profile", b"profile", "version", b"version"]) -> None: ...
 
 Global___DesiredState: typing_extensions.TypeAlias = DesiredState
 
@@ -429,6 +438,7 @@ class AttemptAssignment(google.protobuf.message.Message):
     REPLICA_SOURCES_FIELD_NUMBER: builtins.int
     FLEET_FAILURES_FIELD_NUMBER: builtins.int
     FLEET_DEVICE_HOURS_FIELD_NUMBER: builtins.int
+    RANK_TABLE_DIGEST_FIELD_NUMBER: builtins.int
     job: builtins.str
     """Name of the job."""
     attempt: builtins.int
@@ -447,6 +457,10 @@ class AttemptAssignment(google.protobuf.message.Message):
     """
     fleet_device_hours: builtins.float
     """Hours that devices trained meanwhile, over all jobs of the fleet. With START, likewise."""
+    rank_table_digest: builtins.str
+    """Digest of the attempt's rank table (which rank runs on which node), the same for all its nodes.
+    The ranks compare it when they meet. The table itself is in `nodes` of the job.
+    """
     @property
     def spec(self) -> megascale.v1.job_pb2.JobSpec:
         """Specification of the job."""
@@ -461,7 +475,9 @@ class AttemptAssignment(google.protobuf.message.Message):
 
     @property
     def rank_nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Node of each global rank: entry r is the node of rank r."""
+        """Node of each global rank: entry r is the node of rank r. Only with link protocol 1: a node
+        needs its own ranks, and the table of a large job is larger than all else in this message.
+        """
 
     @property
     def restore(self) -> Global___RestorePlan:
@@ -490,9 +506,10 @@ class AttemptAssignment(google.protobuf.message.Message):
         replica_sources: collections.abc.Iterable[Global___ReplicaSource] | None = ...,
         fleet_failures: builtins.int = ...,
         fleet_device_hours: builtins.float = ...,
+        rank_table_digest: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["restore", b"restore", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "committer_endpoint", b"committer_endpoint", "devices", b"devices", "fleet_device_hours", b"fleet_device_hours", "fleet_failures", b"fleet_failures", "job", b"job", "rank_nodes", b"rank_nodes", "ranks", b"ranks", "replica_sources", b"replica_sources", "replica_target", b"replica_target", "restore", b"restore", "spec", b"spec", "spec_revision", b"spec_revision", "store_endpoint", b"store_endpoint"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "committer_endpoint", b"committer_endpoint", "devices", b"devices", "fleet_device_hours", b"fleet_device_hours", "fleet_failures", b"fleet_failures", "job", b"job", "rank_nodes", b"rank_nodes", "rank_table_digest", b"rank_table_digest", "ranks", b"ranks", "replica_sources", b"replica_sources", "replica_target", b"replica_target", "restore", b"restore", "spec", b"spec", "spec_revision", b"spec_revision", "store_endpoint", b"store_endpoint"]) -> None: ...
 
 Global___AttemptAssignment: typing_extensions.TypeAlias = AttemptAssignment
 
@@ -895,6 +912,7 @@ class Heartbeat(google.protobuf.message.Message):
     ACK_RECEIVED_AT_FIELD_NUMBER: builtins.int
     TRACES_FIELD_NUMBER: builtins.int
     CHECKPOINT_DAEMON_FIELD_NUMBER: builtins.int
+    FINISHED_STEP_FIELD_NUMBER: builtins.int
     seq: builtins.int
     """Number of this heartbeat; counts from 1 for every start of the agent."""
     desired_version: builtins.int
@@ -911,6 +929,10 @@ class Heartbeat(google.protobuf.message.Message):
     """
     store_endpoint: builtins.str
     """Address (host:port) of the rendezvous store. With PREPARED on the node of rank 0."""
+    finished_step: builtins.int
+    """With FINISHED: the step after which the workers ended; below the last step of the job by an
+    order to leave, and then its checkpoint is complete. 0: not known.
+    """
     @property
     def epoch_seen(self) -> megascale.v1.types_pb2.Epoch:
         """Highest epoch that the node has received."""
@@ -985,9 +1007,10 @@ class Heartbeat(google.protobuf.message.Message):
         ack_received_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         traces: collections.abc.Iterable[Global___TraceReport] | None = ...,
         checkpoint_daemon: Global___CheckpointDaemonState | None = ...,
+        finished_step: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["ack_driver_received_at", b"ack_driver_received_at", "ack_driver_sent_at", b"ack_driver_sent_at", "ack_received_at", b"ack_received_at", "checkpoint_daemon", b"checkpoint_daemon", "epoch_seen", b"epoch_seen", "host", b"host", "sent_at", b"sent_at"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ack_driver_received_at", b"ack_driver_received_at", "ack_driver_sent_at", b"ack_driver_sent_at", "ack_received_at", b"ack_received_at", "attempt", b"attempt", "checkpoint_daemon", b"checkpoint_daemon", "checkpoints", b"checkpoints", "checks", b"checks", "desired_version", b"desired_version", "epoch_seen", b"epoch_seen", "failure", b"failure", "host", b"host", "job", b"job", "logs", b"logs", "phase", b"phase", "sent_at", b"sent_at", "seq", b"seq", "store_endpoint", b"store_endpoint", "traces", b"traces", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ack_driver_received_at", b"ack_driver_received_at", "ack_driver_sent_at", b"ack_driver_sent_at", "ack_received_at", b"ack_received_at", "attempt", b"attempt", "checkpoint_daemon", b"checkpoint_daemon", "checkpoints", b"checkpoints", "checks", b"checks", "desired_version", b"desired_version", "epoch_seen", b"epoch_seen", "failure", b"failure", "finished_step", b"finished_step", "host", b"host", "job", b"job", "logs", b"logs", "phase", b"phase", "sent_at", b"sent_at", "seq", b"seq", "store_endpoint", b"store_endpoint", "traces", b"traces", "workers", b"workers"]) -> None: ...
 
 Global___Heartbeat: typing_extensions.TypeAlias = Heartbeat
 

@@ -82,7 +82,8 @@ class Reader:
         await self._log_from("", last_record - CLUSTER_LINES, last_record + records.BLOCK_LINES)
         lines = sorted(self._lines, key=lambda item: (item[0], item[1].log, item[1].seq))
         last = max((line.seq for _, line in lines if not line.log), default=0)
-        cluster = Cluster(nodes, jobs, requests, breaker, log_seq=last, unreadable=self._unreadable)
+        unreadable = dict(sorted(self._unreadable.items()))
+        cluster = Cluster(nodes, jobs, requests, breaker, log_seq=last, unreadable=unreadable)
         audit = tuple(line for _, line in lines)
         return Loaded(cluster, audit, generation)
 
