@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ LANES = {
         "integration/test_up.py",
     ),
     "more clusters": (
+        "chaos/test_suspend.py",
         "chaos/test_waits.py",
         "integration/test_export_and_import.py",
         "integration/test_first_hour.py",
@@ -81,11 +83,8 @@ def pytest_collection_finish() -> None:
     """Keep what was imported (torch, for one) out of every later garbage collection."""
     gc.collect()
     gc.freeze()
-
-
-def pytest_sessionfinish() -> None:
-    """Give it back to the collection at exit: Triton complains of what that does not find."""
-    gc.unfreeze()
+    # Given back to the collection at exit: Triton complains of what that does not find.
+    atexit.register(gc.unfreeze)
 
 
 @pytest.hookimpl(optionalhook=True)
