@@ -189,7 +189,9 @@ async def measure_echo(options: argparse.Namespace, folder: Path, token: Path) -
         await server.start()
         common = {"token": token.read_text().strip(), "address_file": str(address_file)}
         async with helpers(options, running=True, **common) as nodes:
+            since_s = time.monotonic()
             await until_greeted(nodes, options.nodes)
+            _say(f"  all {options.nodes} nodes greeted after {time.monotonic() - since_s:.1f} s")
             return await measure(server, nodes, options)
     finally:
         server.kill()

@@ -172,7 +172,8 @@ class Engine:
             return
         if not self._inbox.put_progress(_Entry(event), link.node, event.report.job):
             self.presence.lane.forget(link.node)  # a later heartbeat brings it again
-        self._arrived.set()
+        # Progress waits for the next tick or another event: a fleet's comes in few decisions.
+        self._retimed.set()
 
     async def call(self, event: Event) -> Outcome:
         """Queue a request and wait until it is committed.
@@ -419,7 +420,7 @@ class Engine:
         pace = self.presence.pace
         while True:
             now_s = self.clock.now_s()
-            due_s = pace.next_tick_s(last_s, now_s, self.state, bool(self._steps))
+            due_s = pace.next_tick_s(last_s, now_s, self.state, bool(self._steps or self._inbox))
             if not pace.skips:
                 await asyncio.sleep(max(0.0, due_s - now_s))
                 return due_s

@@ -36,12 +36,12 @@ class Pace:
         """Whether ticks that change nothing are left out."""
         return self.max_pause_s > TICK_INTERVAL_S
 
-    def next_tick_s(self, last_s: float, now_s: float, state: Cluster, steps_wait: bool) -> float:
-        """When to tick after the tick at ``last_s``; ``steps_wait``: steps were reported since."""
+    def next_tick_s(self, last_s: float, now_s: float, state: Cluster, events_wait: bool) -> float:
+        """When to tick after the tick at ``last_s``; ``events_wait``: something came since."""
         if not self.skips:
             return now_s + TICK_INTERVAL_S
         due_s = last_s + TICK_INTERVAL_S
-        if not steps_wait:
+        if not events_wait:
             due_s = min(
                 self._lane.next_deadline_s(),
                 timers.next_s(state, last_s, self._policy),
