@@ -61,6 +61,7 @@ BATCH_EVENTS = 256  # decided on in one commit
 # Status pages of an attempt that stands still are read so often, or less if it has many nodes.
 PAGES_INTERVAL_S = 1.0
 PAGES_NODES_PER_S = 300.0
+PROBES_AT_ONCE = 128  # the others wait: a fleet that is silent must not take all descriptors
 PAGES_AT_ONCE = 32  # nodes, before other tasks get a turn
 
 _ENDS = frozenset({AttemptPhase.FAILED, AttemptPhase.FINISHED})
@@ -121,6 +122,7 @@ class Engine:
         self._tick_waits = False  # for the core
         self._pages_at_s: dict[str, float] = {}  # when those of a job were read
         self._tracks: dict[str, DivergenceTrack] = {}
+        self._probing = asyncio.Semaphore(PROBES_AT_ONCE)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def post(self, event: Event) -> None:
@@ -378,7 +380,8 @@ class Engine:
             return
         try:
             if isinstance(effect, Probe):
-                outcome = await probes.probe(effect, self._token)
+                async with self._probing:
+                    outcome = await probes.probe(effect, self._token)
                 self.post(ProbeResult(self.clock.now_s(), effect.node, effect.incarnation, outcome))
             else:
                 self.post(
