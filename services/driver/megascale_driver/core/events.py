@@ -20,6 +20,7 @@ from megascale_driver.core.state import Identity, Report
 Reason = Literal[
     "LEADER_ELECTED",
     "ROW_UNREADABLE",
+    "MESSAGE_REFUSED",
     "SUBMITTED",
     "PLACED",
     "ATTEMPT_PREPARING",
@@ -331,6 +332,15 @@ class OpenFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordRefused:
+    """A step record of the job cannot be true; it was dropped."""
+
+    now_s: float
+    job: str
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
 class LossDiverged:
     """The step records of a job show that it diverges."""
 
@@ -351,6 +361,7 @@ Event = (
     | AttemptOpened
     | OpenFailed
     | LossDiverged
+    | RecordRefused
 )
 
 
