@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from tests.harness.simulated_cluster import demo_job
@@ -119,3 +119,11 @@ def exited(
     rank: int, at_s: float, status: int = 1, kind: str = "", error: str = ""
 ) -> WorkerReport:
     return WorkerReport(rank, True, status, error, kind, at_s)
+
+
+def job_with(job: Job, **changes: Any) -> Job:
+    """The job with some fields changed, its own or those of its newest attempt."""
+    own = {item.name for item in fields(Job)}
+    current = {name: value for name, value in changes.items() if name not in own}
+    job = replace(job, current=replace(job.current, **current))
+    return replace(job, **{name: value for name, value in changes.items() if name in own})

@@ -261,7 +261,7 @@ class SimulatedCluster:
         )
         if node.name != job.slots[0].node or not running:
             return
-        restored = job.restore.step if job.restore is not None else 0
+        restored = job.current.restore.step if job.current.restore is not None else 0
         attempt, step, at_s = self.steps.get(job.name, (0, 0, 0.0))
         step = step if attempt == job.attempt else restored
         if self.now_s - at_s < self.step_s:

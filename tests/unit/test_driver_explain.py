@@ -14,6 +14,7 @@ from tests.harness.simulated_cluster import demo_job
 from megascale_cli.app import build_app
 from megascale_driver import wire
 from megascale_driver.analysis.progress import RankStatus
+from megascale_driver.core.attempt import FaultKind
 from megascale_driver.core.events import (
     Audit,
     CancelRequested,
@@ -30,7 +31,6 @@ from megascale_driver.core.explain import CAUSES, ROUTINE, Explanation, explanat
 from megascale_driver.core.state import (
     AttemptPhase,
     Check,
-    FaultKind,
     Job,
     JobPhase,
     WorkerReport,
@@ -177,8 +177,8 @@ def test_a_fault_is_the_cause_from_its_detection_on_until_the_job_runs_again(
         desk.submit()
     happen(desk)
     assert desk.job().phase is JobPhase.STOPPING
-    assert [fault.kind for fault in desk.job().faults] == [kind]
-    message = desk.job().faults[0].message
+    assert [fault.kind for fault in desk.job().current.faults] == [kind]
+    message = desk.job().current.faults[0].message
 
     stopping = explained(desk)
     check_cause(stopping, message)

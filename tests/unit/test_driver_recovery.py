@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.harness.desk import POLICY, Desk, exited
+from tests.harness.desk import POLICY, Desk, exited, job_with
 from tests.harness.simulated_cluster import demo_job
 
 from megascale_common.job.restore import RestorePlan, RestoreSource
@@ -206,7 +206,8 @@ def test_a_rank_that_only_lost_its_peer_is_not_the_culprit_of_its_node(
 def test_a_damaged_checkpoint_is_refused_and_blames_no_node(desk: Desk) -> None:
     job = desk.job()
     desk.state = replace(
-        desk.state, jobs={"a": replace(job, restore=RestorePlan(RestoreSource.STORAGE, 30, 1, "m"))}
+        desk.state,
+        jobs={"a": job_with(job, restore=RestorePlan(RestoreSource.STORAGE, 30, 1, "m"))},
     )
     desk.fail(
         "n2",
@@ -377,7 +378,7 @@ def test_the_committer_is_called_again_and_then_given_up() -> None:
 
 
 def test_only_a_snapshot_that_every_rank_still_holds_counts_as_sealed(desk: Desk) -> None:
-    job = replace(desk.job(), attempt=2)
+    job = job_with(desk.job(), number=2)
 
     def hold(node: str, ranks: range, *steps: tuple[int, int], digest: str = "d") -> None:
         sealed = tuple(
@@ -475,8 +476,8 @@ def test_a_new_leader_places_nothing_before_the_known_nodes_had_time_to_return()
 
 
 def test_a_step_that_was_refused_counts_again_when_a_later_attempt_commits_it(desk: Desk) -> None:
-    job = replace(
-        desk.job(), refused_steps=(30, 40), committed_step=40, committed_by_attempt=1, attempt=2
+    job = job_with(
+        desk.job(), refused_steps=(30, 40), committed_step=40, committed_by_attempt=1, number=2
     )
     desk.state = replace(desk.state, jobs={**desk.state.jobs, "a": job})
     desk.report("n1", AttemptPhase.RUNNING, progress=(Progress("a", (), 40, 1, "file:///old"),))

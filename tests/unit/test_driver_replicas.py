@@ -72,7 +72,7 @@ def test_each_node_gets_the_address_of_its_peer_with_start() -> None:
     desk = begin("n1", "n2")
     assert desk.state.nodes["n1"].desired.replicas.target == ""
     opened(desk, NO_RESTORE)
-    assert dict(desk.job().replica_orders.peers) == {"n1": "n2", "n2": "n1"}
+    assert dict(desk.job().current.replica_orders.peers) == {"n1": "n2", "n2": "n1"}
     message = wire.desired_state(desk.state.nodes["n1"], desk.job(), types_pb2.Epoch())
     assert message.assignment.replica_target == "n2:3"
     assert list(message.assignment.replica_sources) == []
@@ -82,7 +82,7 @@ def test_a_job_without_replicas_has_no_peers() -> None:
     desk = begin("n1", "n2", replicas=0)
     opened(desk, NO_RESTORE)
     assert desk.state.nodes["n1"].desired.replicas.target == ""
-    assert not desk.job().replica_orders.peers
+    assert not desk.job().current.replica_orders.peers
 
 
 def lose_n2(desk: Desk) -> OpenAttempt:
@@ -109,7 +109,7 @@ def test_a_lost_node_is_restored_from_its_peer() -> None:
     assert (asked.sealed_step, asked.sealed_by_attempt) == (20, 1)
     opened(desk, RestorePlan(RestoreSource.MEMORY, 20, 1))
     sources = [ReplicaSource(rank, "n1", "n1:3") for rank in RANKS["n2"]]
-    assert list(desk.job().replica_orders.sources) == sources
+    assert list(desk.job().current.replica_orders.sources) == sources
     assert desk.state.nodes["n1"].desired.replicas.sources == ()
     message = wire.desired_state(desk.state.nodes["n2"], desk.job(), types_pb2.Epoch())
     found = [(item.rank, item.endpoint) for item in message.assignment.replica_sources]
@@ -124,7 +124,7 @@ def test_a_restore_from_storage_reads_no_replica() -> None:
     show(desk, "n1", held(RANKS["n1"], (20, 1)), held(RANKS["n2"], (20, 1)))
     lose_n2(desk)
     opened(desk, RestorePlan(RestoreSource.STORAGE, 40, 1, "file:///m"))
-    assert desk.job().replica_orders.sources == ()
+    assert desk.job().current.replica_orders.sources == ()
 
 
 @pytest.mark.parametrize(
@@ -197,9 +197,9 @@ def test_orders_outlive_the_driver() -> None:
     opened(desk, RestorePlan(RestoreSource.MEMORY, 20, 1))
     job = desk.job()
     stored = codec.load(Job, codec.dump(job), config=job.config, attempts=job.attempts)
-    assert stored.replica_orders == job.replica_orders
-    assert stored.replica_orders.targets == {"n1": "n2:4", "n2": "n1:3"}
-    assert len(stored.replica_orders.sources) == 4
+    assert stored.current.replica_orders == job.current.replica_orders
+    assert stored.current.replica_orders.targets == {"n1": "n2:4", "n2": "n1:3"}
+    assert len(stored.current.replica_orders.sources) == 4
 
 
 def test_a_heartbeat_carries_what_a_node_keeps() -> None:

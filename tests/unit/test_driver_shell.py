@@ -25,10 +25,12 @@ from megascale_common.service import status
 from megascale_common.service.clock import SystemClock, VirtualClock
 from megascale_common.service.errors import CodecError, ExpiredError
 from megascale_driver import wire
+from megascale_driver.core.attempt import NodeSlot
 from megascale_driver.core.checkpoint_progress import SealedSnapshot
 from megascale_driver.core.events import Audit, Evidence, JobSubmitted
 from megascale_driver.core.policy import Policy
-from megascale_driver.core.state import Identity, Job, Node, NodeSlot, differs
+from megascale_driver.core.state import Identity, Job, Node
+from megascale_driver.core.storing import differs
 from megascale_driver.feeds import ENDED_UPDATES, KEPT_ENDED, RING_UPDATES, JobFeeds
 from megascale_driver.journal import codec, predecessor
 from megascale_driver.journal.store import MAX_BYTES_PER_TXN, MAX_KEYS_PER_TXN, chunks
@@ -44,7 +46,11 @@ def test_every_stored_value_is_read_back_equal() -> None:
     world.run(2.0)
     job = world.state.jobs["a"]
     again = codec.load(Job, codec.dump(job, txn="x"), config=job.config, attempts=job.attempts)
-    assert not differs(job, again) and again.slots == job.slots and again.restore == job.restore
+    assert (
+        not differs(job, again)
+        and again.slots == job.slots
+        and again.current.restore == job.current.restore
+    )
     node = world.state.nodes["n1"]
     stored = codec.load(Node, codec.dump(node))
     assert stored.identity == node.identity

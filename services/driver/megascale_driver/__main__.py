@@ -18,6 +18,7 @@ import uvloop
 
 from megascale.v1 import driver_pb2_grpc, link_pb2_grpc
 from megascale_common.etcd.client import EtcdClient
+from megascale_common.etcd.keeper_process import KeeperProcess
 from megascale_common.job.names import is_dns_label
 from megascale_common.node.process import PARENT_PID_VARIABLE, arm_parent_death
 from megascale_common.service import logs
@@ -82,38 +83,54 @@ async def _serve(options: argparse.Namespace, token: str) -> None:
     endpoints = options.etcd.split(",")
     check_endpoints("--etcd", endpoints)
     async with EtcdClient(endpoints, prefix=prefix.rstrip("/") + "/") as client:
-        policy = Policy.for_interval(
-            options.heartbeat_interval_s, HangLimits(floor_s=options.hang_floor_s)
-        )
-        engine = Engine(policy, SystemClock(), token, "")
-        server = RpcServer(token, tls=tls)
+        with KeeperProcess(endpoints) as keeper:
+            await _serve_until(stop, options, token, client, keeper, tls)
 
-        async def set_serving(leads: bool) -> None:
-            for name in SERVICES:
-                await server.set_serving(name, leads)
 
-        leader = Leader(client, engine, set_serving)
-        service = DriverService(engine, leader, options.cluster)
-        driver_pb2_grpc.add_DriverServiceServicer_to_server(service, server.server)
-        link_pb2_grpc.add_ExecutorLinkServiceServicer_to_server(
-            LinkService(engine, leader, options.cluster), server.server
-        )
-        try:
-            engine.address = await server.start(options.bind, SERVICES, serving=False)
-            metrics = await _serve_metrics(engine, options)
-            await require_etcd("--etcd", endpoints)
-            if options.address_file is not None:
-                write_address("--address-file", options.address_file, engine.address)
-        except ServiceError:
-            await server.stop(0)
-            raise
-        _log.info("the driver serves", address=engine.address, build=build_version())
-        gc.freeze()  # what start-up created lives as long as the process: never collect it
-        term = asyncio.create_task(leader.run())
-        stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait((term, stopping), return_when=asyncio.FIRST_COMPLETED)
-        await _shut_down(server, engine, term)
-        await metrics.stop()
+async def _serve_until(
+    stop: asyncio.Event,
+    options: argparse.Namespace,
+    token: str,
+    client: EtcdClient,
+    keeper: KeeperProcess,
+    tls: Tls | None,
+) -> None:
+    policy = Policy.for_interval(
+        options.heartbeat_interval_s, HangLimits(floor_s=options.hang_floor_s)
+    )
+    engine = Engine(policy, SystemClock(), token, "")
+    server = RpcServer(token, tls=tls)
+
+    async def set_serving(leads: bool) -> None:
+        if leads:
+            # The state that was just read from etcd lives for the term: never collect it.
+            gc.freeze()
+        for name in SERVICES:
+            await server.set_serving(name, leads)
+
+    leader = Leader(client, engine, set_serving, keeper)
+    service = DriverService(engine, leader, options.cluster)
+    driver_pb2_grpc.add_DriverServiceServicer_to_server(service, server.server)
+    link_pb2_grpc.add_ExecutorLinkServiceServicer_to_server(
+        LinkService(engine, leader, options.cluster), server.server
+    )
+    try:
+        engine.address = await server.start(options.bind, SERVICES, serving=False)
+        metrics = await _serve_metrics(engine, options)
+        await require_etcd("--etcd", client.endpoints)
+        if options.address_file is not None:
+            write_address("--address-file", options.address_file, engine.address)
+    except ServiceError:
+        await server.stop(0)
+        raise
+    _log.info("the driver serves", address=engine.address, build=build_version())
+    gc.freeze()  # what start-up created lives as long as the process: never collect it
+    keeper.start()  # now, and not with the first lease: a new term must not wait for it
+    term = asyncio.create_task(leader.run())
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait((term, stopping), return_when=asyncio.FIRST_COMPLETED)
+    await _shut_down(server, engine, term)
+    await metrics.stop()
 
 
 async def _serve_metrics(engine: Engine, options: argparse.Namespace) -> MetricsServer:

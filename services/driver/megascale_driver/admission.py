@@ -45,7 +45,7 @@ def _shared_folder(config: JobConfig, state: Cluster) -> Iterator[JobProblem]:
     """The checkpoint folder of another job, which has written there or is about to."""
     folder = _path(config.checkpoint.uri)
     for job in state.jobs.values():
-        used = job.restore is not None or job.committed_step or not job.terminal
+        used = job.current.restore is not None or job.committed_step or not job.terminal
         if folder and used and folder == _path(job.config.checkpoint.uri):
             yield JobProblem(
                 "checkpoint.uri",

@@ -198,7 +198,7 @@ class Engine:
                 self.feeds.of(line.log).add_event(wire.event_message(line, term.epoch))
         for name, job in loaded.cluster.jobs.items():
             record = self.feeds.of(name).adopt(wire.record_message(job.last_record))
-            if (record.attempt, record.step) > (job.attempt, job.step):
+            if (record.attempt, record.step) > (job.attempt, job.current.step):
                 # Received in a former term of this process, and not stored.
                 self._steps[name] = (record.attempt, record.step)
             self._publish_job(name)
@@ -369,7 +369,7 @@ class Engine:
 def _visible(job: Any) -> tuple[Any, ...]:
     """The part of a job whose change is sent to watchers."""
     return (
-        job.phase, job.reason, job.attempt, job.slots, job.spares, job.evicted, job.restore,
+        job.phase, job.reason, job.attempt, job.slots, job.spares, job.evicted, job.current.restore,
         job.committed_step, job.restarts, job.profile,
     )  # fmt: skip
 

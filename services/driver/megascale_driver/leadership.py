@@ -12,9 +12,11 @@ import contextlib
 import json
 from collections.abc import Awaitable, Callable
 
-from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.election import Leadership, campaign
 from megascale_common.etcd.errors import EtcdError, EtcdUnavailable, UnknownOutcome
+from megascale_common.etcd.keeper import Keeper
+from megascale_common.etcd.lease import now_s
+from megascale_common.etcd.protocol import Etcd
 from megascale_common.service import logs
 from megascale_common.service.errors import CodecError, NotLeaderError
 from megascale_driver.engine import Engine
@@ -33,13 +35,18 @@ async def _ignore(leads: bool) -> None:
 
 
 class Leader:
-    """Runs the engine's terms; calls ``notify`` with True when one starts, False when it ends."""
+    """Runs the engine's terms; calls ``notify`` with True when one starts, False when it ends.
+
+    ``keeper`` renews the lease, by default a task of the event loop; ``clock`` is the lease's.
+    """
 
     def __init__(
         self,
-        client: EtcdClient,
+        client: Etcd,
         engine: Engine,
         notify: Callable[[bool], Awaitable[None]] = _ignore,
+        keeper: Keeper | None = None,
+        clock: Callable[[], float] = now_s,
     ) -> None:
         self.known_address = ""
         self.etcd_answers = True
@@ -48,6 +55,8 @@ class Leader:
         self._client = client
         self._engine = engine
         self._notify = notify
+        self._keeper = keeper
+        self._clock = clock
 
     @property
     def shows_state(self) -> bool:
@@ -81,7 +90,14 @@ class Leader:
         value = json.dumps(self_description(engine.address)).encode()
         await self._clear_dead_leader(value)
         try:
-            leadership = await campaign(self._client, LEADER_KEY, value, ttl_s=LEASE_TTL_S)
+            leadership = await campaign(
+                self._client,
+                LEADER_KEY,
+                value,
+                ttl_s=LEASE_TTL_S,
+                keeper=self._keeper,
+                clock=self._clock,
+            )
         except EtcdError as error:
             # No space, too many requests, no access: an operator may fix it while we wait.
             _log.error(

@@ -236,11 +236,11 @@ def job_message(
 
     ``nodes`` are those of the cluster; without them nothing is said about replicas.
     """
-    step = job.step
+    step = job.current.step
     if record is not None and record.attempt == job.attempt:
         step = max(step, record.step)
     # What is restored, or will be: until then no step of the attempt is known.
-    floor = job.restore.step if job.restore is not None else job.committed_step
+    floor = job.current.restore.step if job.current.restore is not None else job.committed_step
     if job.committed_by_attempt == job.attempt:
         floor = max(floor, job.committed_step)
     message = driver_pb2.Job(
@@ -270,9 +270,9 @@ def job_message(
     )
     if job.committed_at_s:
         message.committed_at.CopyFrom(timestamp(job.committed_at_s))
-    if job.restore is not None:
-        message.restored_step = job.restore.step
-        message.restore_source = restore.source_to_proto(job.restore.source)
+    if job.current.restore is not None:
+        message.restored_step = job.current.restore.step
+        message.restore_source = restore.source_to_proto(job.current.restore.source)
     if record is not None:
         message.last_record.CopyFrom(record)
     if job.profile is not None:

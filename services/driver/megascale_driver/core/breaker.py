@@ -59,7 +59,7 @@ def refresh(draft: Draft) -> None:
         draft.breaker = Breaker(recent)
         # Every node gets a full term of silence from now on; else all that were observed meanwhile
         # would be declared dead in this very event.
-        draft.set(silence_hold_until_s=draft.now_s + draft.policy.heartbeat_interval_s)
+        draft.silence_hold_until_s = draft.now_s + draft.policy.heartbeat_interval_s
         for name, node in list(draft.nodes.items()):
             draft.node(name, last_seen_s=max(node.last_seen_s, draft.now_s), probe_failed_at_s=0.0)
         draft.log(

@@ -33,9 +33,9 @@ def desired_of(node: Node, job: Job | None) -> Desired:
     if job.phase is JobPhase.PREPARING:
         return Desired(DesiredPhase.PREPARE, job.name, job.attempt)
     return Desired(
-        DesiredPhase.START, job.name, job.attempt, job.store_endpoint, job.restore,
-        job.committer_endpoint, _profile_on(node.name, job),
-        job.replica_orders.of(node.name, slot.ranks),
+        DesiredPhase.START, job.name, job.attempt, job.current.store_endpoint, job.current.restore,
+        job.current.committer_endpoint, _profile_on(node.name, job),
+        job.current.replica_orders.of(node.name, slot.ranks),
     )  # fmt: skip
 
 

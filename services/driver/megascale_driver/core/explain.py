@@ -142,7 +142,7 @@ def explain(state: Cluster, name: str, now_s: float, policy: Policy) -> str:
         nodes = ", ".join(slot.node for slot in job.slots)
         text = (
             f"job {name} runs attempt {job.attempt} on {nodes}{restarts}; "
-            f"its last known step is {job.step}"
+            f"its last known step is {job.current.step}"
             f"{_failing_checkpoint(job, now_s)}"
         )
         standstill = hang.describe(state.nodes, job, now_s, policy)
@@ -254,7 +254,7 @@ def _cause(job: Job, log: Sequence[Audit]) -> Audit | None:
 def _cause_of_stop(job: Job, log: Sequence[Audit]) -> Audit | None:
     """The line of the fault that the attempt is being stopped for, or the fault itself."""
     lines = [line for line in log if line.attempt == job.attempt]
-    fault = recovery.culprit(job.faults)
+    fault = recovery.culprit(job.current.faults)
     found = _stopped_for(lines, fault.message if fault is not None else job.stop_reason)
     if found is not None or fault is None:
         return found

@@ -19,13 +19,12 @@ from megascale_driver.analysis.progress import (
     standing,
     suspects,
 )
+from megascale_driver.core.attempt import Fault, FaultKind
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import Evidence
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.state import (
     AttemptPhase,
-    Fault,
-    FaultKind,
     Job,
     JobPhase,
     Liveness,
@@ -43,7 +42,7 @@ def check(draft: Draft, job: Job) -> Job:
     # The cheap test first: no limit is below the floor, and most jobs have just completed a step.
     if job.phase is not JobPhase.RUNNING or draft.now_s - _since_s(job) < limits.floor_s:
         return job
-    if job.faults or draft.now_s < draft.cluster("silence_hold_until_s"):
+    if job.current.faults or draft.now_s < draft.silence_hold_until_s:
         return job
     found = observed(draft.nodes, job, draft.policy)
     if found is None or not found.hangs:
@@ -64,7 +63,7 @@ def check(draft: Draft, job: Job) -> Job:
     # Suspects on several nodes have a common cause, which is none of these nodes.
     blamed = guilty[0].node if len(nodes) == 1 else ""
     fault = Fault(FaultKind.HANG, blamed, draft.now_s, message, guilty[0].rank, hard=False)
-    return draft.job(job.name, faults=(*job.faults, fault))
+    return draft.fault(job.name, fault)
 
 
 def observed(nodes: Mapping[str, Node], job: Job, policy: Policy) -> Standing | None:
@@ -109,7 +108,7 @@ def stands_still(job: Job, now_s: float, policy: Policy) -> bool:
 
 def _since_s(job: Job) -> float:
     """When the job last advanced: it completed a step, or started to run under this leader."""
-    return max(job.timer_s, job.last_step_at_s)
+    return max(job.timer_s, job.current.last_step_at_s)
 
 
 def _evidence(guilty: tuple[RankView, ...], found: Standing) -> tuple[Evidence, ...]:

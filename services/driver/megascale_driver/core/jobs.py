@@ -30,6 +30,7 @@ from megascale_driver.core import (
     replicas,
     saving,
 )
+from megascale_driver.core.attempt import Fault, FaultKind, NodeSlot
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import (
     AttemptOpened,
@@ -44,13 +45,10 @@ from megascale_driver.core.replica_orders import ReplicaOrders, ReplicaSource
 from megascale_driver.core.restore import sealed_everywhere
 from megascale_driver.core.state import (
     AttemptPhase,
-    Fault,
-    FaultKind,
     Job,
     JobPhase,
     Liveness,
     Node,
-    NodeSlot,
 )
 
 MAX_REFUSALS = 8  # damaged checkpoints named in the audit log at the opening of one attempt
@@ -109,9 +107,9 @@ def advance(draft: Draft, name: str, reporter: str = "") -> None:
         return
     profiles.expire(draft, job)
     job = draft.jobs[name]
-    if not job.faults:
+    if not job.current.faults:
         job = hang.check(draft, _check_deadline(draft, job))
-    if job.faults:
+    if job.current.faults:
         stop(draft, job, JobPhase.QUEUED, _why(job))
     elif job.phase is JobPhase.PREPARING:
         _advance_preparing(draft, job)
@@ -165,15 +163,17 @@ def open_failed(draft: Draft, event: OpenFailed) -> None:
         return
     if event.refused and not job_faults.has_run(job):
         fault = Fault(FaultKind.BAD_JOB, job.slots[0].node, draft.now_s, event.error)
-        draft.job(job.name, faults=(*job.faults, fault))
+        draft.fault(job.name, fault)
         return
-    failures = job.open_failures + 1
+    failures = job.current.open_failures + 1
     later_s = draft.now_s + draft.policy.open_retry_s
-    job = draft.job(job.name, open_failures=failures, open_asked=False, open_not_before_s=later_s)
+    job = draft.attempt(
+        job.name, open_failures=failures, open_asked=False, open_not_before_s=later_s
+    )
     if failures >= draft.policy.open_attempts:
         message = f"node {job.slots[0].node} could not open attempt {job.attempt}: {event.error}"
         fault = Fault(FaultKind.OPEN_FAILED, job.slots[0].node, draft.now_s, message)
-        draft.job(job.name, faults=(*job.faults, fault))
+        draft.fault(job.name, fault)
 
 
 def steps_seen(
@@ -186,14 +186,13 @@ def steps_seen(
 ) -> None:
     """Take in the newest step record of the current attempt."""
     job = draft.jobs.get(name)
-    if job is not None and 0 < attempt == job.attempt - 1 and job.restore is None:
+    if job is not None and 0 < attempt == job.attempt - 1 and job.current.restore is None:
         # It arrived after its attempt had ended; the next one has not restored yet.
         draft.job(name, goodput=goodput.learned(job.goodput, step))
-    if job is None or attempt != job.attempt or step <= job.step:
+    if job is None or attempt != job.attempt or step <= job.current.step:
         return
-    draft.job(
-        name,
-        **accounting.step_changes(job, step, record, checkpointing_s, draft.now_s, draft.policy),
+    draft.jobs[name] = accounting.stepped(
+        job, step, record, checkpointing_s, draft.now_s, draft.policy
     )
 
 
@@ -206,11 +205,13 @@ def _advance_preparing(draft: Draft, job: Job) -> None:
     first = draft.nodes[job.slots[0].node]
     if not job.config.checkpoint.uri:
         _start(draft, job, RestorePlan(), "")
-    elif not job.open_asked and draft.now_s >= job.open_not_before_s:
+    elif not job.current.open_asked and draft.now_s >= job.current.open_not_before_s:
         # Evaluated now, with all nodes prepared: what their memory holds no longer changes, because
         # nothing of the old attempt runs.
         step, attempt = sealed_everywhere(job, draft.nodes)
-        draft.job(job.name, open_asked=True, open_since_s=job.open_since_s or draft.now_s)
+        draft.attempt(
+            job.name, open_asked=True, open_since_s=job.current.open_since_s or draft.now_s
+        )
         draft.ask(
             OpenAttempt(
                 job=job.name,
@@ -244,10 +245,13 @@ def _start(
         job.name,
         phase=JobPhase.STARTING,
         reason=f"attempt {job.attempt}: workers are starting on {len(job.slots)} nodes",
-        restore=restore,
-        store_endpoint=store,
-        committer_endpoint=committer_endpoint,
-        replica_orders=ReplicaOrders(peers, targets, sources),
+        current=replace(
+            job.current,
+            restore=restore,
+            store_endpoint=store,
+            committer_endpoint=committer_endpoint,
+            replica_orders=ReplicaOrders(peers, targets, sources),
+        ),
     )
 
 
@@ -281,8 +285,8 @@ def _check_deadline(draft: Draft, job: Job) -> Job:
         JobPhase.STARTING: draft.policy.start_timeout_s,
     }
     limit_s, since_s = limits.get(job.phase), job.timer_s
-    if job.phase is JobPhase.PREPARING and job.open_since_s:
-        limit_s, since_s = draft.policy.open_timeout_s, job.open_since_s
+    if job.phase is JobPhase.PREPARING and job.current.open_since_s:
+        limit_s, since_s = draft.policy.open_timeout_s, job.current.open_since_s
     if limit_s is None or draft.now_s - since_s < limit_s:
         return job
     wanted = {AttemptPhase.PREPARED} if job.phase is JobPhase.PREPARING else STARTED
@@ -298,7 +302,7 @@ def _check_deadline(draft: Draft, job: Job) -> Job:
         f"not ready: {', '.join(late) or 'the committer'}"
     )
     fault = Fault(FaultKind.DEADLINE, blamed, draft.now_s, message, hard=False)
-    return draft.job(job.name, faults=(*job.faults, fault))
+    return draft.fault(job.name, fault)
 
 
 def stop(draft: Draft, job: Job, after: JobPhase, why: str) -> None:
@@ -315,7 +319,7 @@ def stop(draft: Draft, job: Job, after: JobPhase, why: str) -> None:
 
 def _why(job: Job) -> str:
     """The cause of a stop in one sentence, as far as it is known."""
-    cause = recovery.culprit(job.faults)
+    cause = recovery.culprit(job.current.faults)
     if cause is None:
         return job.stop_reason
     if cause.kind is FaultKind.WORKER_SYMPTOM:
@@ -402,6 +406,8 @@ def restart_timers(draft: Draft) -> None:
     """
     for name, job in list(draft.jobs.items()):
         draft.jobs[name] = replace(
-            job, timer_s=draft.now_s, open_asked=False, open_since_s=0.0,
+            job,
+            timer_s=draft.now_s,
+            current=replace(job.current, open_asked=False, open_since_s=0.0),
             goodput=accounting.adopted(job, draft.now_s),
-        )  # fmt: skip
+        )

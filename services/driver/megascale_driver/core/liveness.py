@@ -30,7 +30,7 @@ def probe_result(draft: Draft, event: ProbeResult) -> None:
     if node is None or node.identity.incarnation != event.incarnation:
         return
     if event.outcome == "alive":
-        unlinked_since_s = node.reset_at_s or draft.cluster("leader_since_s")
+        unlinked_since_s = node.reset_at_s or draft.leader_since_s
         if (
             not node.connected
             and draft.now_s - unlinked_since_s >= draft.policy.dead_uncorroborated_after_s
@@ -44,7 +44,7 @@ def probe_result(draft: Draft, event: ProbeResult) -> None:
         return
     draft.node(node.name, probe_failed_at_s=draft.now_s)
     if event.outcome == "refused" and not node.connected and node.liveness is not Liveness.DEAD:
-        if draft.now_s < draft.cluster("grace_until_s") and not node.reset_at_s:
+        if draft.now_s < draft.grace_until_s and not node.reset_at_s:
             return  # this leader has not seen its link break: the agent may be restarting
         evidence = (
             Evidence(
@@ -65,13 +65,13 @@ def evaluate_silence(draft: Draft) -> None:
     """Declare nodes SUSPECT or DEAD by the age of their last sign of life; probe silent ones."""
     policy = draft.policy
     # After a block of the driver's own loop or a reset of the breaker, silence is not evidence yet.
-    if draft.now_s < draft.cluster("silence_hold_until_s"):
+    if draft.now_s < draft.silence_hold_until_s:
         return
     holders = draft.holders()
     for node in list(draft.nodes.values()):
         if node.liveness is Liveness.DEAD:
             continue
-        if draft.now_s < draft.cluster("grace_until_s") and node.liveness is Liveness.UNKNOWN:
+        if draft.now_s < draft.grace_until_s and node.liveness is Liveness.UNKNOWN:
             continue  # not linked to this leader yet, and still within the time for it
         job = holders.get(node.name)
         age_s = draft.now_s - _last_sign(node, job, policy.step_proof_lag_s)
@@ -98,8 +98,8 @@ def evaluate_silence(draft: Draft) -> None:
 
 def _last_sign(node: Node, job: Job | None, lag_s: float) -> float:
     """When the node was last known alive: heartbeat, answered probe, or a step of its job."""
-    if job is not None and job.phase is JobPhase.RUNNING and job.last_step_at_s:
-        return max(node.last_seen_s, job.last_step_at_s - lag_s)
+    if job is not None and job.phase is JobPhase.RUNNING and job.current.last_step_at_s:
+        return max(node.last_seen_s, job.current.last_step_at_s - lag_s)
     return node.last_seen_s
 
 
@@ -109,10 +109,10 @@ def _corroboration(draft: Draft, node: Node, job: Job | None) -> str:
         return "its link is broken"
     if node.probe_failed_at_s > node.last_seen_s:
         return "a probe of its port failed"
-    if job is not None and job.phase is JobPhase.RUNNING and job.step_interval_s:
-        still_s = draft.now_s - job.last_step_at_s
+    if job is not None and job.phase is JobPhase.RUNNING and job.current.step_interval_s:
+        still_s = draft.now_s - job.current.last_step_at_s
         if still_s > max(
-            draft.policy.suspect_after_s, draft.policy.still_intervals * job.step_interval_s
+            draft.policy.suspect_after_s, draft.policy.still_intervals * job.current.step_interval_s
         ):
             return f"job {job.name} has completed no step for {still_s:.1f} s"
     return ""

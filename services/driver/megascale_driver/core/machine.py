@@ -59,6 +59,13 @@ def step(state: Cluster, event: Event, policy: Policy) -> tuple[Cluster, Outcome
         if job is not None:
             jobs.advance(draft, job.name, event.node)
             schedule(draft)
+    elif isinstance(event, NodeHello | StreamReset | ProbeResult):
+        # Of one node: what it changes concerns the job that holds the node, and no other slot.
+        _dispatch(draft, event)
+        job = draft.holder_of(event.node)
+        if job is not None:
+            jobs.advance(draft, job.name, event.node)
+        schedule(draft)
     else:
         _dispatch(draft, event)
         for name in list(draft.jobs):
@@ -132,7 +139,7 @@ def _seen_before(draft: Draft, kind: str, key: RequestKey) -> bool:
 def _tick(draft: Draft, event: Tick) -> None:
     if event.loop_blocked:
         held_until_s = event.now_s + draft.policy.heartbeat_interval_s
-        draft.set(silence_hold_until_s=max(held_until_s, draft.cluster("silence_hold_until_s")))
+        draft.silence_hold_until_s = max(held_until_s, draft.silence_hold_until_s)
     for name, attempt, number in event.steps:
         record, held_s = event.records.get(name, {}), event.checkpointing_s.get(name, 0.0)
         jobs.steps_seen(draft, name, attempt, number, record, held_s)
@@ -150,7 +157,8 @@ def _leader_started(draft: Draft, event: LeaderStarted) -> None:
     Running attempts continue. A node that has not linked yet may just not have found this driver,
     so its absence is no evidence before the grace period is over.
     """
-    draft.set(leader_since_s=event.now_s, grace_until_s=event.now_s + draft.policy.leader_grace_s)
+    draft.leader_since_s = event.now_s
+    draft.grace_until_s = event.now_s + draft.policy.leader_grace_s
     for name in list(draft.nodes):
         draft.node(name, last_seen_s=event.now_s)
     jobs.restart_timers(draft)

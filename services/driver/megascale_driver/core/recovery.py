@@ -10,18 +10,16 @@ job itself (:mod:`megascale_driver.core.job_faults`).
 from __future__ import annotations
 
 from megascale_driver.core import breaker, job_faults, nodes
+from megascale_driver.core.attempt import Fault, FaultKind, NodeSlot
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import Evidence, Reason
 from megascale_driver.core.state import (
     AttemptPhase,
     Disposition,
-    Fault,
-    FaultKind,
     Job,
     JobPhase,
     Liveness,
     Node,
-    NodeSlot,
     WorkerReport,
 )
 
@@ -52,13 +50,15 @@ def observe(draft: Draft, job: Job, node: str = "") -> Job:
 
     ``node``: only faults of this node; "" for all nodes.
     """
-    known = {(fault.node, fault.kind) for fault in job.faults}
-    for slot in job.slots:
-        if node and slot.node != node:
-            continue
+    known = {(fault.node, fault.kind) for fault in job.current.faults}
+    slots = job.slots
+    if node:
+        own = job.slot_of(node)
+        slots = (own,) if own is not None else ()
+    for slot in slots:
         fault = _fault_of(draft, job, slot)
         if fault is not None and (fault.node, fault.kind) not in known:
-            job = draft.job(job.name, faults=(*job.faults, fault))
+            job = draft.fault(job.name, fault)
             _announce(draft, job, fault)
             job = draft.jobs[job.name]
     return job
@@ -69,7 +69,7 @@ def settle(draft: Draft, job: Job) -> Job:
 
     Sets ``after_stop`` to FAILED when a restart budget is spent.
     """
-    faults = job.faults
+    faults = job.current.faults
     if (final := job_faults.never_runs(job, faults)) is not None:
         return job_faults.end(draft, job, final.message)
     job = _charge(draft, job)
@@ -213,11 +213,11 @@ def _outcome(job: Job, fault: Fault) -> str:
 
 def _charge(draft: Draft, job: Job) -> Job:
     """Count the restart; a new highest step since the last restart clears the counts in a row."""
-    if job.faults and all(fault.kind in FREE_OF_CHARGE for fault in job.faults):
+    if job.current.faults and all(fault.kind in FREE_OF_CHARGE for fault in job.current.faults):
         return job
     mark = max(job.best_step, job.committed_step, job.progress_mark)
     progressed = mark > job.progress_mark
-    corrupt = any(fault.kind is FaultKind.CHECKPOINT_CORRUPT for fault in job.faults)
+    corrupt = any(fault.kind is FaultKind.CHECKPOINT_CORRUPT for fault in job.current.faults)
     return draft.job(
         job.name,
         restarts=job.restarts + 1,
@@ -231,8 +231,8 @@ def _charge(draft: Draft, job: Job) -> Job:
 
 
 def _refuse_checkpoint(draft: Draft, job: Job) -> Job:
-    fault = next(f for f in job.faults if f.kind is FaultKind.CHECKPOINT_CORRUPT)
-    step = job.restore.step if job.restore is not None else 0
+    fault = next(f for f in job.current.faults if f.kind is FaultKind.CHECKPOINT_CORRUPT)
+    step = job.current.restore.step if job.current.restore is not None else 0
     if step and step not in job.refused_steps:
         job = draft.job(job.name, refused_steps=(*job.refused_steps, step))
     draft.log(
@@ -251,8 +251,12 @@ def _blame(draft: Draft, job: Job) -> None:
     code is at fault.
     """
     # A node that is gone explains the failures of all others.
-    gone = {f.node for f in job.faults if f.kind in (FaultKind.NODE_DEAD, FaultKind.NODE_EVICTED)}
-    guilty = culprit(tuple(f for f in job.faults if f.kind in _BLAMED))
+    gone = {
+        f.node
+        for f in job.current.faults
+        if f.kind in (FaultKind.NODE_DEAD, FaultKind.NODE_EVICTED)
+    }
+    guilty = culprit(tuple(f for f in job.current.faults if f.kind in _BLAMED))
     if guilty is None or not guilty.node or gone:
         return
     count = job.node_failures.get(guilty.node, 0) + 1
@@ -281,7 +285,7 @@ def _check_budgets(draft: Draft, job: Job) -> Job:
     if job.after_stop is not JobPhase.QUEUED:
         return job
     recovery = job.config.recovery
-    cause = culprit(job.faults)
+    cause = culprit(job.current.faults)
     last = f"; last failure: {cause.message}" if cause else ""
     if job.restarts > recovery.max_restarts:
         spent = f"recovery.max_restarts = {recovery.max_restarts} is spent"

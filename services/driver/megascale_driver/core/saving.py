@@ -27,13 +27,13 @@ def ending(draft: Draft, job: Job) -> tuple[JobPhase, str] | None:
     done = f"all {steps} steps are done"
     if not job.config.checkpoint.uri or _saved(job):
         return JobPhase.SUCCEEDED, done
-    if not job.finished_at_s:
-        job = draft.job(job.name, finished_at_s=draft.now_s)
+    if not job.current.finished_at_s:
+        job = draft.attempt(job.name, finished_at_s=draft.now_s)
     reports = [draft.nodes[slot.node].report for slot in job.slots if slot.node in draft.nodes]
     if any(report is not None and not report.failure for report in reports):
         # A worker saw the commit, and its node's progress shows it with the next heartbeat. A
         # daemon that was restarted since then no longer has a record of it.
-        if draft.now_s - job.finished_at_s < draft.policy.commit_report_s:
+        if draft.now_s - job.current.finished_at_s < draft.policy.commit_report_s:
             return None
         draft.job(
             job.name,
@@ -187,18 +187,16 @@ def _what_follows(job: Job, last: bool) -> str:
 
 
 def _skipped(draft: Draft, node: str, job: Job, old: Progress | None, new: Progress) -> None:
-    key = (new.skipped_by_attempt, new.skipped_step)
     # All ranks skip a step together, so the first node to report it counts it. The last step is
     # waited for, and not skipped.
-    if new.skipped_by_attempt != job.attempt or key <= job.skipped_snapshot:
+    if new.skipped_by_attempt != job.attempt:
         return
-    if new.skipped_step >= job.config.training.steps:
+    if not job.current.skipped_step < new.skipped_step < job.config.training.steps:
         return
     since = old.skipped_snapshots if old is not None else 0
     count = max(1, new.skipped_snapshots - since)
-    same_attempt = job.skipped_snapshot[0] == job.attempt
-    before = job.skipped_snapshots if same_attempt else 0
-    draft.job(job.name, skipped_snapshot=key, skipped_snapshots=before + count)
+    before = job.current.skipped_snapshots
+    draft.attempt(job.name, skipped_step=new.skipped_step, skipped_snapshots=before + count)
     if _power_of_ten(before, before + count):
         draft.log(
             "CHECKPOINT_SKIPPED",

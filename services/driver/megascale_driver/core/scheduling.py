@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from megascale_driver.core.attempt import Attempt, NodeSlot
 from megascale_driver.core.draft import Draft
-from megascale_driver.core.replica_orders import ReplicaOrders
 from megascale_driver.core.state import (
     AttemptPhase,
     AttemptRecord,
     Desired,
     Disposition,
-    Fault,
     Job,
     JobPhase,
     Liveness,
     Node,
-    NodeSlot,
 )
 from megascale_driver.placement import fit
 from megascale_driver.placement.gang import Candidate, Part, place, replace_lost, spares
@@ -24,7 +22,7 @@ from megascale_driver.placement.gang import Candidate, Part, place, replace_lost
 
 def schedule(draft: Draft) -> None:
     """Place queued jobs, by priority, then age; then give active jobs the spares they lack."""
-    if draft.now_s < draft.cluster("grace_until_s") and any(
+    if draft.now_s < draft.grace_until_s and any(
         node.liveness is Liveness.UNKNOWN for node in draft.nodes.values()
     ):
         # The nodes that the previous leader knew are still linking to this one. Placed now, a job
@@ -107,23 +105,9 @@ def _place_job(draft: Draft, job: Job) -> None:
         job.name,
         phase=JobPhase.PREPARING,
         reason=f"attempt {number}: {len(slots)} nodes prepare",
-        attempt=number,
-        slots=slots,
+        current=Attempt(number, slots),
         spares=tuple(name for name in job.spares if name not in used),
         attempts=(*job.attempts, AttemptRecord(number, slots, draft.now_s)),
-        faults=tuple[Fault, ...](),
-        store_endpoint="",
-        committer_endpoint="",
-        restore=None,
-        replica_orders=ReplicaOrders(),
-        open_asked=False,
-        open_failures=0,
-        open_not_before_s=0.0,
-        open_since_s=0.0,
-        finished_at_s=0.0,
-        step=0,
-        last_step_at_s=0.0,
-        step_interval_s=0.0,
     )
     _log_placement(draft, job, parts, newcomers)
     _name_spares(draft, draft.jobs[job.name])

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megascale_driver.core.attempt import FaultKind
 from megascale_driver.core.events import Audit
 from megascale_driver.core.scheduling import candidate
 from megascale_driver.core.state import (
     Cluster,
     Disposition,
-    FaultKind,
     Job,
     JobPhase,
     Liveness,

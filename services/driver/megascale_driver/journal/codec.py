@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from megascale_common.service.errors import CodecError
-from megascale_driver.core.state import persistent_fields
+from megascale_driver.core.storing import key_of, stored_fields
 
 T = TypeVar("T")
 SCHEMA_VERSION = 1
@@ -44,7 +44,11 @@ def load(kind: type[T], data: bytes, **separate: Any) -> T:
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {name: _plain(getattr(value, name)) for name in persistent_fields(type(value))}
+        stored: dict[str, Any] = {}
+        for field in stored_fields(type(value)):
+            plain = _plain(getattr(value, field.name))
+            stored.update(plain if "inline" in field.metadata else {key_of(field): plain})
+        return stored
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, Mapping):
@@ -59,15 +63,29 @@ def _build(
 ) -> Any:
     if not isinstance(values, Mapping):
         raise CodecError(f"{where}: expected an object, got {type(values).__name__}")
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     built: dict[str, Any] = dict(separate or {})
-    for name in persistent_fields(kind):
-        if name in values and name not in built:
-            built[name] = _convert(hints[name], values[name], f"{where}.{name}")
+    for field in stored_fields(kind):
+        name, key = field.name, key_of(field)
+        if name in built:
+            continue
+        if "inline" in field.metadata:
+            built[name] = _build(hints[name], values, where)
+        elif key in values:
+            built[name] = _convert(hints[name], values[key], f"{where}.{key}")
     try:
         return kind(**built)
     except TypeError as error:
         raise CodecError(f"{where}: {error}") from error
+
+
+_HINTS: dict[type[Any], dict[str, Any]] = {}
+
+
+def _hints(kind: type[Any]) -> dict[str, Any]:
+    if kind not in _HINTS:
+        _HINTS[kind] = typing.get_type_hints(kind)
+    return _HINTS[kind]
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:

@@ -20,13 +20,14 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.election import Leadership
 from megascale_common.etcd.operations import Compare, Delete, ModRevisionEquals, Operation, Put
+from megascale_common.etcd.protocol import Etcd
 from megascale_common.etcd.settled import Rejected, txn_settled
 from megascale_common.job import config as job_config
 from megascale_common.service.errors import CodecError, NotLeaderError
 from megascale_driver.core.events import Audit
+from megascale_driver.core.overlay import changed_keys
 from megascale_driver.core.state import (
     AttemptRecord,
     Breaker,
@@ -34,8 +35,8 @@ from megascale_driver.core.state import (
     Job,
     Node,
     Request,
-    differs,
 )
+from megascale_driver.core.storing import differs
 from megascale_driver.journal import codec
 
 LEADER_KEY = "driver/leader"
@@ -56,7 +57,7 @@ class Loaded:
 class Store:
     """Reads and writes the cluster's keys during one leadership."""
 
-    def __init__(self, client: EtcdClient, leadership: Leadership) -> None:
+    def __init__(self, client: Etcd, leadership: Leadership) -> None:
         self._client = client
         self._leadership = leadership
         self._revisions: dict[str, int] = {}
@@ -206,25 +207,28 @@ def _changes(
             (f"jobs/{line.log}/log/{line.seq:020d}" if line.log else f"log/{line.seq:020d}"),
             codec.dump(line),
         )
-    for name, job in new.jobs.items():
-        before = old.jobs.get(name)
+    for name in changed_keys(old.jobs, new.jobs):
+        before, job = old.jobs.get(name), new.jobs.get(name)
+        if job is None:
+            yield f"jobs/{name}/head", None
+            continue
         if before is None or before.config is not job.config:
             yield f"jobs/{name}/specs/{job.spec_revision}", job_config.to_json(job.config).encode()
-        if before is not job:
-            for record in job.attempts[len(before.attempts) if before else 0 :]:
-                yield f"jobs/{name}/attempts/{record.number:06d}", codec.dump(record)
-            if differs(before, job):
-                yield f"jobs/{name}/head", codec.dump(job)
-    for name, node in new.nodes.items():
-        if differs(old.nodes.get(name), node):
+        for record in job.attempts[len(before.attempts) if before else 0 :]:
+            yield f"jobs/{name}/attempts/{record.number:06d}", codec.dump(record)
+        if differs(before, job):
+            yield f"jobs/{name}/head", codec.dump(job)
+    for name in changed_keys(old.nodes, new.nodes):
+        node = new.nodes.get(name)
+        if node is None:
+            yield f"nodes/{name}", None
+        elif differs(old.nodes.get(name), node):
             yield f"nodes/{name}", codec.dump(node)
     if differs(old.breaker, new.breaker):
         yield "breaker", codec.dump(new.breaker)
-    if old.requests != new.requests:
-        for key in new.requests.keys() - old.requests.keys():
-            yield f"requests/{key}", codec.dump(new.requests[key])
-        for key in old.requests.keys() - new.requests.keys():
-            yield f"requests/{key}", None
+    for key in changed_keys(old.requests, new.requests):
+        request = new.requests.get(key)
+        yield f"requests/{key}", None if request is None else codec.dump(request)
 
 
 def _job_names(values: dict[str, bytes]) -> list[str]:
