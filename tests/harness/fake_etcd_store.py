@@ -117,7 +117,7 @@ class FakeEtcdStore:
         """One branch of a transaction, whole or not at all."""
         _limit(request)
         _check_txn(request)
-        holds = all(self._holds(item) for item in request.compare)
+        holds = all(self.holds(item) for item in request.compare)
         operations = request.success if holds else request.failure
         for item in operations:
             if item.WhichOneof("request") == "request_put":
@@ -183,7 +183,8 @@ class FakeEtcdStore:
         last = len(self._sorted) if end == b"\0" else bisect.bisect_left(self._sorted, end)
         return self._sorted[first:last]
 
-    def _holds(self, item: rpc_pb2.Compare) -> bool:
+    def holds(self, item: rpc_pb2.Compare) -> bool:
+        """Whether a compare holds now."""
         stored = self.get(item.key)
         if item.target == rpc_pb2.Compare.CREATE:
             have, want = stored.create_revision if stored else 0, item.create_revision

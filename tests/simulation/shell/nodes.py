@@ -36,6 +36,9 @@ class SimNode:
         self.log_storm = False
         self.clock_offset_s = world.draw(-3.0, 3.0)
         self.sealed: dict[str, tuple[int, int]] = {}  # job: (attempt, step) in memory
+        self.sealed_ranks: dict[str, tuple[int, ...]] = {}
+        self.trouble_until_s = 0.0  # until then something is, or was lately, wrong with it
+        self.dials = 0
         self.link: Link | None = None
         self._held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._reset()
@@ -162,6 +165,7 @@ class SimNode:
     def seal(self, job: str, attempt: int, step: int) -> None:
         """The ranks' snapshot lies in memory."""
         self.sealed[job] = (attempt, step)
+        self.sealed_ranks[job] = self.ranks
 
     def report_step(self, gang: Gang) -> None:
         """Send the newest step record to the driver."""
@@ -421,7 +425,7 @@ class SimNode:
                     job=job,
                     sealed=[
                         link_pb2.SealedSnapshot(rank=rank, attempt=attempt, step=step)
-                        for rank in self.world.ranks_sealed(self.name, job)
+                        for rank in self.sealed_ranks[job]
                     ],
                     committed_step=committed,
                     committed_by_attempt=by,

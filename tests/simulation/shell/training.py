@@ -45,6 +45,7 @@ class Gang:
         self.committed = 0
         self.step_s = world.step_s(job)
         self._mark_s = 0.0
+        self._still_since_s = 0.0
         self._done = float(restore)
         world.later(MEET_TIMEOUT_S, self._meeting_overdue)
 
@@ -57,6 +58,24 @@ class Gang:
     def stalled(self) -> bool:
         """Whether a worker holds the others up."""
         return any(node.holds_up(self.attempt) for node in self.members.values())
+
+    @property
+    def gone(self) -> bool:
+        """Whether no worker of it is left."""
+        return not self.members and (self.broken or self.finished)
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing but steps would happen to it."""
+        if self.gone:
+            return True
+        return self.running and not (self.broken or self.finished or self.stalled)
+
+    def report_now(self) -> None:
+        """Have rank 0's node report the newest step, as after a stretch that was skipped."""
+        first = self.members.get(self.nodes[0])
+        if first is not None and self.running and not self.broken and not self.stalled:
+            first.report_step(self)
 
     def step(self) -> int:
         """The newest completed step now."""
@@ -93,6 +112,10 @@ class Gang:
             for node in self.members.values():
                 node.seal(self.job, self.attempt, sealed)
         self._commit()
+
+    def still_s(self) -> float:
+        """For how long no worker has advanced."""
+        return max(0.0, self.world.now_s - self._still_since_s)
 
     def fenced(self) -> bool:
         """Whether a later attempt was opened, so that nothing more can be committed."""
@@ -163,7 +186,7 @@ class Gang:
     def stands_still(self) -> None:
         """A worker has begun to hold up the others: their collectives time out at last."""
         self.settle()
-        at_s = self.world.now_s
+        at_s = self._still_since_s = self.world.now_s
 
         def overdue() -> None:
             if not self.broken and (self.stalled or set(self.members) != set(self.nodes)):
