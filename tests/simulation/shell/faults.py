@@ -103,12 +103,12 @@ class Weather:
             if undo is not None:
                 undo()
             world.touched()
-            world.later(AFTERMATH_S, self._forget)
+            world.active_faults -= 1
 
+        world.excused_until_s = max(
+            world.excused_until_s, world.now_s + fault.for_s + AFTERMATH_S
+        )
         world.later(fault.for_s, over)
-
-    def _forget(self) -> None:
-        self._world.active_faults -= 1
 
     def _node(self, fault: Fault) -> SimNode:
         """A node, more often one that works than not."""
@@ -152,7 +152,8 @@ class Weather:
 
     def _pause(self, fault: Fault) -> Callable[[], None]:
         node = self._node(fault)
-        self._struck(node)
+        if fault.for_s > AFTERMATH_S:
+            self._struck(node)
         node.pause()
         return node.resume
 
@@ -181,7 +182,7 @@ class Weather:
         if node.gang is not None:
             self._struck(node)
             node.gang.stands_still()
-            node.hangs_until_attempt = node.attempt
+            node.hangs.add((node.job, node.attempt))
             node.trouble_until_s += 1000.0
             self._world.invariants.excused_s[node.job] = self._world.now_s + 2000.0
 
@@ -226,10 +227,11 @@ class Weather:
         nodes = [node for node in world.nodes.values() if node.switch == chosen]
         self._trouble(nodes, fault)
         for node in nodes:
-            self._struck(node)
+            if node.gang is not None and node.gang.running:
+                self._struck(node)
             if node.gang is not None:
                 node.gang.stands_still()
-                node.hangs_until_attempt = max(node.hangs_until_attempt, node.attempt)
+                node.hangs.add((node.job, node.attempt))
         return self._isolate(nodes)
 
     def _log_storm(self, fault: Fault) -> Callable[[], None]:

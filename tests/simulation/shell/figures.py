@@ -38,11 +38,12 @@ class Figures:
         """A job has changed its phase."""
         now_s = self._world.now_s
         if job.phase is JobPhase.STOPPING and was is not None:
-            nodes = {slot.node for slot in job.slots}
-            mine = [fault for fault in self._open if fault.node in nodes]
+            mine = [fault for fault in self._open if fault.node in _nodes(job)]
             if mine:
                 self.detected_s.append(now_s - min(fault.at_s for fault in mine))
             self._open = [fault for fault in self._open if fault not in mine]
+        if job.phase is JobPhase.PREPARING:  # what struck while it stopped needed no detection
+            self._open = [fault for fault in self._open if fault.node not in _nodes(job)]
         if job.phase is JobPhase.RUNNING and job.attempt > 1 and was is JobPhase.STARTING:
             self.recoveries += 1
 
@@ -55,3 +56,7 @@ class Figures:
         return best * world.step_s(MAIN_JOB) / wall_s if wall_s > 0 else 0.0
 
     best_step = 0
+
+
+def _nodes(job: Any) -> set[str]:
+    return {slot.node for slot in job.slots}

@@ -78,9 +78,21 @@ class Invariants:
         if not isinstance(answer, rpc_pb2.TxnResponse) or not answer.succeeded:
             return
         for operation in request.success:
+            if not operation.HasField("request_put"):
+                continue
             put = operation.request_put
-            if put.key.endswith(b"/head"):
-                self._heads[put.key.split(b"/")[-2].decode()] = _attempt_of(put.value)
+            parts = put.key.split(b"/")
+            if parts[-1] == b"head":
+                self._heads[parts[-2].decode()] = _attempt_of(put.value)
+            elif len(parts) > 2 and parts[-2] == b"log" and parts[-1].isdigit():
+                self._numbered(parts[-3].decode(), int(parts[-1]))
+
+    def _numbered(self, log: str, seq: int) -> None:
+        """I10: the records of a log follow one another, and none is written twice."""
+        known = self._seqs.get(log, 0)
+        if seq != known + 1:
+            self.breaks("I10", f"log {log!r} goes from {known} to {seq}")
+        self._seqs[log] = seq
 
     # --- drivers
 
@@ -103,10 +115,6 @@ class Invariants:
         offset_s = driver.clock_offset_s
         for line in audit:
             self.log.append(f"{line.log} {line.seq} {line.reason} {line.subject} {line.attempt}")
-            known = self._seqs.get(line.log, 0)
-            if line.seq != known + 1:
-                self.breaks("I10", f"log {line.log!r} goes from {known} to {line.seq}")
-            self._seqs[line.log] = line.seq
             self._line(line, offset_s)
         if old.jobs is not new.jobs or old.nodes is not new.nodes:
             self._one_place_each(new)
@@ -132,7 +140,7 @@ class Invariants:
             if line.log:
                 self._mass(line)
         if line.reason in ("NODE_EVICTED", "NODE_DEAD") and line.policy != "manual" and line.log:
-            if node.trouble_until_s < world.now_s and not world.active_faults:
+            if node.trouble_until_s < world.now_s and world.calm:
                 self.figures.false_evictions += 1
                 if not self._touched_lately(line.log):
                     self.breaks("I8", f"{node.name} is healthy: {line.message}")
@@ -191,9 +199,8 @@ class Invariants:
         epoch = (desired.epoch.cluster_generation, desired.epoch.create_revision)
         if not all(epoch):
             self.breaks("I2", f"{node.name} is ordered by epoch {epoch}")
-        driver = node.link.driver if node.link is not None else None
-        if driver is not None:
-            term = f"{driver.name}#{driver.starts}"
+        if node.link is not None:
+            term = node.link.term
             if any(e == epoch and t != term for t, e in self._epochs.items()):
                 self.breaks("I2", f"epoch {epoch} is of two drivers")
             self._epochs[term] = epoch
@@ -216,7 +223,7 @@ class Invariants:
             link = other.link
             reachable = other.up and not other.paused and link is not None and link.greeted
             if other.trains and reachable and other.trouble_until_s < world.now_s:
-                if not world.active_faults:
+                if world.calm:
                     self.breaks(
                         "I3", f"{other.name} still runs attempt {other.attempt} beside {key}"
                     )
@@ -251,7 +258,7 @@ class Invariants:
         """I11, I8: workers that train well are stopped only for a reason that exists."""
         if gang.broken or gang.finished or not gang.running or gang.stalled:
             return
-        if self._world.active_faults or self._touched_lately(gang.job):
+        if not self._world.calm or self._touched_lately(gang.job):
             return
         if any(
             self._world.nodes[name].trouble_until_s > self._world.now_s for name in gang.nodes

@@ -147,6 +147,7 @@ class Link:
     def __init__(self, network: Network, node: SimNode, driver: SimDriver) -> None:
         self.network, self.node, self.driver = network, node, driver
         self.boots = node.boots
+        self.term = f"{driver.name}#{driver.starts}"
         self.greeted = False
         self.open = True
         self._requests = Requests()

@@ -32,7 +32,7 @@ class SimNode:
         self.boots = 1
         self.up, self.paused, self.gpu_lost = True, False, False
         self.slowness = 1.0
-        self.hangs_until_attempt = 0
+        self.hangs: set[tuple[str, int]] = set()  # attempts that its workers hold up
         self.log_storm = False
         self.clock_offset_s = world.draw(-3.0, 3.0)
         self.sealed: dict[str, tuple[int, int]] = {}  # job: (attempt, step) in memory
@@ -77,9 +77,9 @@ class SimNode:
         """Whether worker processes exist."""
         return self.phase in (STARTING, RUNNING)
 
-    def holds_up(self, attempt: int) -> bool:
-        """Whether its workers keep those of other nodes waiting."""
-        return self.paused or attempt <= self.hangs_until_attempt
+    def holds_up(self, attempt: tuple[str, int]) -> bool:
+        """Whether its workers keep those of other nodes in that attempt waiting."""
+        return self.paused or attempt in self.hangs
 
     # --- what faults do
 
@@ -409,7 +409,7 @@ class SimNode:
             age_s = gang.still_s() if stalled else self.world.draw(0.0, 0.9)
             status.status_age.FromNanoseconds(int(age_s * 1e9))
             if stalled:
-                behind = self.holds_up(gang.attempt)
+                behind = self.holds_up(gang.key)
                 status.operations.add(group="world", entered=step + (not behind), completed=step)
             found.append(status)
         return found

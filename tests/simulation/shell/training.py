@@ -57,7 +57,7 @@ class Gang:
     @property
     def stalled(self) -> bool:
         """Whether a worker holds the others up."""
-        return any(node.holds_up(self.attempt) for node in self.members.values())
+        return any(node.holds_up(self.key) for node in self.members.values())
 
     @property
     def gone(self) -> bool:

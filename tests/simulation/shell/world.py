@@ -51,7 +51,8 @@ class World:
         self.started_s = self.now_s
         self.policy = Policy()
         self.open_failures = 0.0
-        self.active_faults = 0
+        self.active_faults = 0  # that last now
+        self.excused_until_s = 0.0  # until then the newest fault may still have consequences
         self.changed_at_s = self.now_s
         self.loop.dialler = self._connect
         self._agenda: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -89,6 +90,11 @@ class World:
     def at(self, at_s: float, work: Callable[..., Any], *arguments: Any) -> None:
         """Do something at a time of the world, which may be far away."""
         heapq.heappush(self._agenda, (at_s, next(self._numbers), work, arguments))
+
+    @property
+    def calm(self) -> bool:
+        """Whether no fault lasts, nor ended so lately that it may have consequences."""
+        return not self.active_faults and self.now_s > self.excused_until_s
 
     def etcd_delay_s(self) -> float:
         """How long a message between a driver and etcd takes."""
