@@ -27,6 +27,8 @@ export PYTHONPATH := $(subst $(space),:,$(addprefix $(CURDIR)/,$(ROOTS)))$(if $(
 # A slow reverse look-up would delay a rendezvous by five seconds; workers run one thread each.
 export RES_OPTIONS := timeout:1 attempts:1
 export OMP_NUM_THREADS := 1
+# Some container images set it: every process that a test starts would compile its modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 ifeq ($(INSTALL),0)
 PY := $(PYTHON)

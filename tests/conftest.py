@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,6 +62,25 @@ LANES = {
     ),
 }
 _LANE_OF = {name: lane for lane, names in LANES.items() for name in names}
+
+# Folders whose tests have a mark and a make verb of the same name. Where the mark is not wanted,
+# they are not even imported: transformers alone takes seconds.
+MARKED_FOLDERS = ("export", "gpu", "system")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the folders whose mark the options exclude."""
+    here = Path(__file__).parent
+    excluded = {
+        here / name for name in MARKED_FOLDERS if f"not {name}" in config.getoption("markexpr")
+    }
+    return True if excluded & {collection_path, *collection_path.parents} else None
+
+
+def pytest_collection_finish() -> None:
+    """Keep what was imported (torch, for one) out of every later garbage collection."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

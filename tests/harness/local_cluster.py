@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tests.harness.paced import python_path
 from tests.harness.processes import cpu_ticks, ended
 from tests.harness.waiting import log_bytes, until
 
@@ -37,7 +38,10 @@ def megascale(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedP
 
 
 class UpProcess:
-    """`megascale up` with ``options`` in ``folder``; as a context manager it ends all processes."""
+    """`megascale up` with ``options`` in ``folder``; as a context manager it ends all processes.
+
+    Its jobs may have the optimizer of :mod:`tests.harness.paced`.
+    """
 
     def __init__(self, folder: Path, *options: str) -> None:
         self.folder = folder
@@ -59,6 +63,7 @@ class UpProcess:
                 command,
                 env={
                     **os.environ,
+                    "PYTHONPATH": python_path(folder.with_name(folder.name + ".site")),
                     MARK_VARIABLE: self._mark,
                     "MEGASCALE_PARENT_PID": str(os.getpid()),
                 },

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from tests.harness.local_cluster import UpProcess, megascale
+from tests.harness.paced import OPTIMIZER
 from tests.harness.waiting import until
 
 from megascale.v1 import checkpoint_pb2, driver_pb2, executor_pb2, link_pb2
@@ -117,7 +118,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     made = Cluster(folder)
     with UpProcess(made.run_folder, "--nodes", "2", "--devices-per-node", "1", "--device", "cpu"):
         arguments = ("demo", str(folder / "corpus"), str(folder / "checkpoints"))
-        tried = made.one("driver/submit_job.sh", *arguments, STEPS="1000000", INTERVAL_STEPS="200")
+        spec = {"STEPS": "1000000", "INTERVAL_STEPS": "40", "OPTIMIZER": OPTIMIZER}
+        tried = made.one("driver/submit_job.sh", *arguments, **spec)
         assert tried["job"]["spec"]["name"] == "demo"
         until(lambda: int(made.job().get("committed_step", 0)) > 0, "a first checkpoint", made.step)
         yield made

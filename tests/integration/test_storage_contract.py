@@ -7,11 +7,14 @@ of its own (``make test-s3``; also part of ``make test``); HDFS is a NameNode an
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import os
 import re
 import subprocess
 import sys
 import time
+import urllib.request
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,12 +36,12 @@ from tests.harness.waiting import CALL_TIMEOUT_S, eventually
 
 from megascale.v1 import checkpoint_pb2, checkpoint_pb2_grpc, types_pb2
 from megascale_checkpoint.storage import Storage, join, open_storage, registry, settle
+from megascale_checkpoint.write_limit import MIB
 from megascale_common.service.channel import open_channel
 from megascale_common.service.errors import RequestError
 from megascale_common.sizes.checkpoint_layout import ShardLayout, ShardPiece
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "add-a-storage-backend.md"
-MIB = 2**20
 S3 = pytest.param("s3", marks=pytest.mark.s3)
 HDFS = pytest.param("hdfs", marks=pytest.mark.hdfs)
 LIMIT_S = 30.0  # for an error about a server that does not answer
@@ -397,6 +400,52 @@ async def test_a_job_writes_no_faster_than_its_limit(tmp_path: Path) -> None:
         assert worker.drain(1)["committed_step"] == 1
         # 2 MiB at 4 MiB/s, less what may come at once; a busy machine takes longer.
         assert time.monotonic() - begun_s >= 0.25
+
+
+async def test_a_daemon_writes_slower_while_steps_are_slow_beside_it(tmp_path: Path) -> None:
+    """A worker reports steps that are slow beside writes, then some that are not any more."""
+    values = 12 << 20  # of 4 bytes
+    piece = ShardPiece(
+        "large", "master", "float32", (values,), (0,), (values,), 0, values, 0, primary=True
+    )
+    uri, layout = str(tmp_path / "checkpoints"), ShardLayout((piece,), values * 4)
+    metrics = ("--metrics-bind", "127.0.0.1:0", "--metrics-address-file", str(tmp_path / "metrics"))
+    with ExitStack() as stack:
+        daemon = stack.enter_context(DaemonProcess(tmp_path, "n0", arguments=metrics))
+        await open_attempt(daemon, uri, 1)
+        worker = stack.enter_context(WorkerClient(daemon))
+        settings: dict[str, Any] = {"uri": uri, "committer": daemon.address, "layout": layout}
+        worker.register(**settings, max_write_mib_per_s=16.0, max_step_slowdown=0.05)
+        steps = itertools.count(1)
+
+        def limit() -> float:
+            url = f"http://{(tmp_path / 'metrics').read_text().strip()}/metrics"
+            text = urllib.request.urlopen(url, timeout=CALL_TIMEOUT_S).read().decode()
+            found = re.search(r'write_limit_bytes_per_second{job="job"} (\S+)', text)
+            return float(found[1]) if found else 0.0
+
+        async def report(time_s: float) -> bool:
+            await asyncio.sleep(0.02)
+            pace = worker.ask("step_time", step=next(steps), time_s=time_s)
+            assert pace["kind"] == "pace"
+            return bool(pace["persisting"])
+
+        for _ in range(6):
+            assert not await report(0.01)
+        worker.write(1)
+        for _ in range(500):
+            persisting = await report(0.04)
+            if lowered := limit():
+                break
+        assert persisting and 0 < lowered < 16 * MIB
+        for _ in range(500):
+            persisting = await report(0.01)
+            if not limit():
+                break
+        assert persisting and not limit(), "raised again, while the same file is written"
+        assert worker.drain(1)["committed_step"] == 1
+        refused = worker.ask("step_time", step=0, time_s=1.0)
+        assert "step_time.step is 0" in refused["error"]
 
 
 async def asked(daemon: DaemonProcess, uri: str) -> str:

@@ -181,7 +181,7 @@ def test_self_checks_that_fail_everywhere_do_not_quarantine_the_fleet() -> None:
                 )
             desk.stop()
     gone = [n.name for n in desk.state.nodes.values() if n.disposition is Disposition.QUARANTINED]
-    assert len(gone) == POLICY.breaker_nodes
+    assert len(gone) == POLICY.software_checks - 1
 
 
 @pytest.mark.parametrize(("status", "kind"), [(-11, ""), (0, "OTHER")])

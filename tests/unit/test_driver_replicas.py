@@ -17,6 +17,7 @@ from megascale_driver.core.events import AttemptOpened, JobSubmitted, OpenAttemp
 from megascale_driver.core.replica_orders import ReplicaSource
 from megascale_driver.core.state import AttemptPhase, Job, JobPhase
 from megascale_driver.journal import codec
+from megascale_driver.presence import reports
 
 PREPARED, RUNNING = AttemptPhase.PREPARED, AttemptPhase.RUNNING
 RANKS = {"n1": range(4), "n2": range(4, 8)}
@@ -210,7 +211,7 @@ def test_a_heartbeat_carries_what_a_node_keeps() -> None:
     progress.replica_failure.CopyFrom(
         link_pb2.CheckpointFailure(attempt=1, step=20, rank=0, error="overtaken")
     )
-    report = wire.report(beat, types_pb2.Epoch())
+    report = reports.report(beat, types_pb2.Epoch())
     assert report.replica_endpoint == "n1:3"
     assert report.progress == (
         Progress(

@@ -427,6 +427,8 @@ class AttemptAssignment(google.protobuf.message.Message):
     COMMITTER_ENDPOINT_FIELD_NUMBER: builtins.int
     REPLICA_TARGET_FIELD_NUMBER: builtins.int
     REPLICA_SOURCES_FIELD_NUMBER: builtins.int
+    FLEET_FAILURES_FIELD_NUMBER: builtins.int
+    FLEET_DEVICE_HOURS_FIELD_NUMBER: builtins.int
     job: builtins.str
     """Name of the job."""
     attempt: builtins.int
@@ -439,6 +441,12 @@ class AttemptAssignment(google.protobuf.message.Message):
     """Address of the checkpoint daemon that commits for this attempt. With START."""
     replica_target: builtins.str
     """Address (host:port) of the replica server of the node's peer; empty: no replicas. With START."""
+    fleet_failures: builtins.int
+    """Faults that ended attempts, over all jobs of the fleet, when the attempt started. With START,
+    for jobs with `checkpoint.interval: auto`.
+    """
+    fleet_device_hours: builtins.float
+    """Hours that devices trained meanwhile, over all jobs of the fleet. With START, likewise."""
     @property
     def spec(self) -> megascale.v1.job_pb2.JobSpec:
         """Specification of the job."""
@@ -480,9 +488,11 @@ class AttemptAssignment(google.protobuf.message.Message):
         committer_endpoint: builtins.str = ...,
         replica_target: builtins.str = ...,
         replica_sources: collections.abc.Iterable[Global___ReplicaSource] | None = ...,
+        fleet_failures: builtins.int = ...,
+        fleet_device_hours: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["restore", b"restore", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "committer_endpoint", b"committer_endpoint", "devices", b"devices", "job", b"job", "rank_nodes", b"rank_nodes", "ranks", b"ranks", "replica_sources", b"replica_sources", "replica_target", b"replica_target", "restore", b"restore", "spec", b"spec", "spec_revision", b"spec_revision", "store_endpoint", b"store_endpoint"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "committer_endpoint", b"committer_endpoint", "devices", b"devices", "fleet_device_hours", b"fleet_device_hours", "fleet_failures", b"fleet_failures", "job", b"job", "rank_nodes", b"rank_nodes", "ranks", b"ranks", "replica_sources", b"replica_sources", "replica_target", b"replica_target", "restore", b"restore", "spec", b"spec", "spec_revision", b"spec_revision", "store_endpoint", b"store_endpoint"]) -> None: ...
 
 Global___AttemptAssignment: typing_extensions.TypeAlias = AttemptAssignment
 

@@ -8,6 +8,7 @@ writing or reading are released; sealed slots are kept.
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -29,6 +30,7 @@ from megascale_common.node.messages import (
     Busy,
     DaemonAnswer,
     Drained,
+    Pace,
     Registered,
     Released,
     RequestFailed,
@@ -107,6 +109,7 @@ class _WorkerConnection:
             "seal": self._seal,
             "release": self._release,
             "drain": self._drain,
+            "step_time": self._step_time,
         }
 
     async def serve(self) -> None:
@@ -221,6 +224,17 @@ class _WorkerConnection:
             answer["error"] = problem
             answer["waiting"] = waiting
         return answer
+
+    async def _step_time(self, message: Message) -> Pace:
+        step, time_s = field(message, "step", int), field(message, "time_s", float)
+        if step < 1 or not 0 <= time_s < math.inf:
+            raise RequestError(
+                f"step_time.step is {step} and time_s {time_s}; give a step and its seconds"
+            )
+        snapshots = self._current()
+        job = self._jobs.job(snapshots.registration.job)
+        writing = job.note_step(snapshots.registration, step, time_s)
+        return Pace(kind="pace", persisting=writing, persist_s=snapshots.persist_s)
 
     def _current(self) -> RankSnapshots:
         """The rank's snapshots, as long as this connection owns them.

@@ -130,7 +130,8 @@ def write_rank_file(
     def chunks() -> Iterator[memoryview]:
         written = file_chunks(encode_header(origin, pieces), pieces, image)
         limit = registration.max_write_mib_per_s
-        for chunk in LIMITS.paced(registration.job, limit, written, cancelled):
+        held = progress.moved if progress is not None else lambda: None
+        for chunk in LIMITS.paced(registration.job, limit, written, cancelled, held):
             cancelled.check()
             hasher.update(chunk)
             yield chunk

@@ -86,6 +86,7 @@ class RankSnapshots:
         self.owner: Owner | None = None
         self.persisting: persist.Progress | None = None
         self.durable_step = 0  # the newest whose file this rank has written
+        self.persist_s = 0.0  # how long that took
         self._listener, self._pools, self._committer = listener, pools, committer
         self._wake = asyncio.Event()
         self._cancelled = Cancellation()
@@ -374,7 +375,8 @@ class RankSnapshots:
             self._forget(key)
             self.durable_step = seal.step
             size_bytes = sum(file.size_bytes for file in prepared.request.files)
-            self._listener.note_persisted(time.monotonic() - began_s, size_bytes)
+            self.persist_s = time.monotonic() - began_s
+            self._listener.note_persisted(self.persist_s, size_bytes)
             # Not awaited: the commit waits for all ranks, and the next step can be persisted
             # meanwhile. The slot is free already, because the file is durable.
             task = asyncio.create_task(self._report(key, prepared, registration.committer_endpoint))

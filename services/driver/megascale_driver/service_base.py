@@ -44,6 +44,10 @@ _REFUSALS: dict[str, tuple[type[ServiceError], str]] = {
         ExistsError,
         "a job of that name exists already; choose another name",
     ),
+    "JOB_UNREADABLE": (
+        ExistsError,
+        "a job of that name is in etcd and cannot be read; choose another name",
+    ),
     "JOB_NOT_FOUND": (NotFoundError, "there is no such job; `ListJobs` lists all jobs"),
     "JOB_ENDED": (StateError, "the job has ended already"),
     **dict.fromkeys(profile_request.REFUSALS, (StateError, "the job cannot be profiled now")),

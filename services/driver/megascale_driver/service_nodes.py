@@ -112,7 +112,8 @@ class NodeMethods(ServiceBase):
         return driver_pb2.RunDiagnosticsResponse(checks=checks)
 
     def _node_message(self, name: str) -> driver_pb2.Node:
-        return wire.node_message(self.engine.state, self._node(name))
+        last_beat_s = self.engine.presence.lane.last_beat_s(name)
+        return wire.node_message(self.engine.state, self._node(name), last_beat_s)
 
     def _preview(self, event: Mutation, reason: str) -> str:
         """What the request would lead to: the core is asked, its new state is thrown away.

@@ -14,15 +14,10 @@ from megascale.v1 import driver_pb2, link_pb2, types_pb2
 from megascale_common.job.wire import restore
 from megascale_common.job.wire import spec as job_spec
 from megascale_driver.analysis.divergence import StepSample
-from megascale_driver.analysis.progress import OperationCount, RankStatus
 from megascale_driver.core import events, goodput, replicas
-from megascale_driver.core.checkpoint_progress import Progress, SealedSnapshot
-from megascale_driver.core.conditions import CheckpointFailure
 from megascale_driver.core.explain import Explanation
 from megascale_driver.core.goodput import PARTS, Ledger
 from megascale_driver.core.state import (
-    AttemptPhase,
-    Check,
     Cluster,
     Desired,
     Device,
@@ -30,14 +25,8 @@ from megascale_driver.core.state import (
     Job,
     Node,
     Profile,
-    Report,
-    TraceReport,
-    TraceState,
-    WorkerReport,
 )
 
-MAX_NAME = 64
-MAX_OPERATIONS = 64
 MAX_DEVICES = 1024
 MAX_TEXT = 4096
 MAX_LABEL = 256  # characters of an address, an id, a key or value of the topology
@@ -93,36 +82,6 @@ def identity(hello: link_pb2.ExecutorHello) -> Identity:
     )  # fmt: skip
 
 
-def report(beat: link_pb2.Heartbeat, epoch: types_pb2.Epoch) -> Report:
-    """A heartbeat; the version of a desired state of another epoch counts as 0."""
-    current = epoch_tuple(beat.epoch_seen) == epoch_tuple(epoch)
-    name = (
-        link_pb2.AttemptPhase.Name(beat.phase).removeprefix("ATTEMPT_PHASE_")
-        if beat.phase
-        else "IDLE"
-    )
-    return Report(
-        desired_version=beat.desired_version if current else 0,
-        job=beat.job,
-        attempt=beat.attempt,
-        phase=AttemptPhase(name),
-        failure=beat.failure[:MAX_TEXT],
-        workers=tuple(_worker(item) for item in beat.workers),
-        statuses=tuple(_status(item) for item in beat.workers if item.phase),
-        checks=tuple(
-            Check(c.name, types_pb2.CheckVerdict.Name(c.verdict).removeprefix("CHECK_VERDICT_"),
-                  c.target, c.detail[:MAX_TEXT], c.elapsed.ToNanoseconds() / 1e9)
-            for c in beat.checks
-        ),
-        store_endpoint=beat.store_endpoint,
-        progress=tuple(_progress(item) for item in beat.checkpoints),
-        traces=tuple(_trace(item) for item in beat.traces[:MAX_TRACES]),
-        daemon_restarts=beat.checkpoint_daemon.restarts,
-        daemon_exit_status=beat.checkpoint_daemon.exit_status,
-        replica_endpoint=beat.checkpoint_daemon.replica_endpoint[:MAX_LABEL],
-    )  # fmt: skip
-
-
 def desired_state(node: Node, job: Job | None, epoch: types_pb2.Epoch) -> link_pb2.DesiredState:
     """The desired state of ``node``; ``job`` is the job that holds it, if any."""
     wanted: Desired = node.desired
@@ -153,6 +112,8 @@ def desired_state(node: Node, job: Job | None, epoch: types_pb2.Epoch) -> link_p
                     link_pb2.ReplicaSource(rank=source.rank, endpoint=source.endpoint)
                     for source in wanted.replicas.sources
                 ],
+                fleet_failures=wanted.failures.count,
+                fleet_device_hours=wanted.failures.device_hours,
             )
         )
         if wanted.restore is not None:
@@ -285,8 +246,8 @@ def job_message(
     return message
 
 
-def node_message(state: Cluster, node: Node) -> driver_pb2.Node:
-    """A node for clients."""
+def node_message(state: Cluster, node: Node, last_beat_s: float = 0.0) -> driver_pb2.Node:
+    """A node for clients; ``last_beat_s``: when its newest heartbeat arrived."""
     job = state.holder_of(node.name)
     slot = job.slot_of(node.name) if job is not None else None
     spare = any(node.name in other.spares for other in state.jobs.values())
@@ -314,7 +275,7 @@ def node_message(state: Cluster, node: Node) -> driver_pb2.Node:
         checkpoint_endpoint=who.checkpoint_endpoint,
         job=job.name if job is not None else "",
         ranks=slot.ranks if slot is not None else (),
-        last_heartbeat_at=timestamp(node.last_seen_s),
+        last_heartbeat_at=timestamp(max(node.last_seen_s, last_beat_s)),
         checks=[
             types_pb2.CheckResult(
                 name=c.name,
@@ -373,68 +334,3 @@ def step_sample(record: types_pb2.StepRecord) -> StepSample:
     return StepSample(
         record.attempt, record.step, record.loss, record.gradient_norm, record.skipped_updates
     )
-
-
-def _worker(status: link_pb2.WorkerStatus) -> WorkerReport:
-    return WorkerReport(
-        rank=status.rank,
-        exited=status.state == link_pb2.WORKER_STATE_EXITED,
-        exit_status=status.exit_status,
-        error=status.error[-MAX_TEXT:],
-        error_kind=status.error_kind,
-        exited_at_s=status.exited_at.ToNanoseconds() / 1e9,
-    )
-
-
-def _status(status: link_pb2.WorkerStatus) -> RankStatus:
-    return RankStatus(
-        rank=status.rank,
-        step=status.step,
-        phase=status.phase[:MAX_NAME],
-        age_s=max(0.0, status.status_age.ToNanoseconds() / 1e9),
-        operations=tuple(
-            OperationCount(item.group[:MAX_NAME], item.entered, item.completed)
-            for item in status.operations[:MAX_OPERATIONS]
-        ),
-    )
-
-
-def _trace(item: link_pb2.TraceReport) -> TraceReport:
-    name = (
-        types_pb2.TraceState.Name(item.state).removeprefix("TRACE_STATE_")
-        if item.state
-        else "FAILED"
-    )
-    return TraceReport(
-        item.profile, item.rank, TraceState(name), item.size_bytes, item.detail[:MAX_TEXT]
-    )
-
-
-def _progress(item: link_pb2.CheckpointProgress) -> Progress:
-    return Progress(
-        job=item.job,
-        sealed=tuple(
-            SealedSnapshot(s.rank, s.attempt, s.step, s.layout_digest) for s in item.sealed
-        ),
-        committed_step=item.committed_step,
-        committed_by_attempt=item.committed_by_attempt,
-        manifest_uri=item.manifest_uri,
-        failure=_failure(item.failure) if item.HasField("failure") else None,
-        skipped_snapshots=item.skipped_snapshots,
-        skipped_step=item.skipped_step,
-        skipped_by_attempt=item.skipped_by_attempt,
-        replicas=tuple(
-            SealedSnapshot(s.rank, s.attempt, s.step, s.layout_digest) for s in item.replicas
-        ),
-        replica_failure=_failure(item.replica_failure)
-        if item.HasField("replica_failure")
-        else None,
-        damaged=tuple(
-            CheckpointFailure(found.attempt, found.step, found.rank, found.error[:MAX_TEXT])
-            for found in item.damaged
-        ),
-    )
-
-
-def _failure(item: link_pb2.CheckpointFailure) -> CheckpointFailure:
-    return CheckpointFailure(item.attempt, item.step, item.rank, item.error[:MAX_TEXT])

@@ -67,6 +67,7 @@ class RankRegistration:
     sizes: Mapping[str, int]
     in_flight: int = 1
     max_write_mib_per_s: float = 0.0
+    max_step_slowdown: float = 0.0
     replicas: ReplicaOrders | None = None
 
 
@@ -342,6 +343,7 @@ def registration_frames(who: RankRegistration, layout: ShardLayout) -> Iterator[
         slots=who.slots,
         in_flight=who.in_flight,
         max_write_mib_per_s=float(who.max_write_mib_per_s),
+        max_step_slowdown=float(who.max_step_slowdown),
         layout={"slot_bytes": layout.slot_bytes, "pieces": first},
         further_pieces=len(rest),
         layout_info=dict(who.sizes),

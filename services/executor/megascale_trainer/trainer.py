@@ -52,7 +52,8 @@ class StepRecord:
 
     ``loss`` is the mean cross entropy, without ``z_loss``; ``gradient_norm`` that of the mean
     gradient before clipping. NaN losses and norms belong to skipped steps. ``consumed_samples`` and
-    ``consumed_tokens`` count from the start of the run. ``votes`` is the sum of the ranks'.
+    ``consumed_tokens`` count from the start of the run. ``votes`` and ``wishes`` are the
+    sums of the ranks'.
     """
 
     step: int
@@ -65,6 +66,7 @@ class StepRecord:
     consumed_samples: int
     consumed_tokens: int
     votes: int
+    wishes: int = 0
 
 
 class StepResult:
@@ -89,6 +91,7 @@ class StepResult:
             control.clip * broken,
             1.0 - control.apply.double(),
             totals.votes,
+            totals.wishes,
         )
         packed = torch.stack(values)
         self._event: torch.cuda.Event | None = None
@@ -111,9 +114,19 @@ class StepResult:
         if self._event is not None:
             self._event.synchronize()
         step, rate, samples, tokens = self._host
-        loss, z_loss, norm, clip, skipped, votes = self._values.tolist()
+        loss, z_loss, norm, clip, skipped, votes, wishes = self._values.tolist()
         return StepRecord(
-            step, loss, z_loss, norm, clip, skipped > 0, rate, samples, tokens, round(votes)
+            step=step,
+            loss=loss,
+            z_loss=z_loss,
+            gradient_norm=norm,
+            clip_factor=clip,
+            skipped=skipped > 0,
+            learning_rate=rate,
+            consumed_samples=samples,
+            consumed_tokens=tokens,
+            votes=round(votes),
+            wishes=round(wishes),
         )
 
 
@@ -192,10 +205,12 @@ class Trainer:
         fill_shard(self._master, self._table, self.config.training.seed)
         self._publish()
 
-    def train_step(self, micro_batches: Sequence[MicroBatch], *, vote: int = 0) -> StepResult:
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], *, vote: int = 0, wish: int = 0
+    ) -> StepResult:
         """One update from this replica's micro-batches; every rank calls it together.
 
-        They are on the device and in order.
+        They are on the device and in order. ``vote`` and ``wish`` are summed over the ranks.
 
         Raises:
             ValueError: the number or shape of the micro-batches is not the configured one.
@@ -212,7 +227,7 @@ class Trainer:
                 self._copied = None
             gradients = self._buffers.gradient_shards()
             # The one all-reduce of a step: loss, gradient norm, broken ranks and votes.
-            vector = local_totals(loss_sums, gradients, self._table.at, vote, self._device)
+            vector = local_totals(loss_sums, gradients, self._table.at, vote, self._device, wish)
             self._groups.world.all_reduce(vector)
             totals, control = step_control(vector, self.config.optimizer.clip_norm)
             rate = learning_rate(self.config, self.step)

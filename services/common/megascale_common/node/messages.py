@@ -23,7 +23,8 @@ Agent and worker, over the socket passed with Fork:
 Worker and checkpoint daemon, over the daemon's unix socket; answers come in the requests' order:
     Register, Pieces... -> Registered (-> fds: one per slot), Restore -> Restored | Refused,
     those of :mod:`megascale_common.node.restore_messages`,
-    Acquire -> Acquired | Busy, Seal -> Sealed, Release -> Released, Drain -> Drained.
+    Acquire -> Acquired | Busy, Seal -> Sealed, Release -> Released, Drain -> Drained,
+    StepTime -> Pace.
     Any request that breaks the contract -> RequestFailed, after which the daemon closes the
     connection. Closing it releases what is neither sealed nor being persisted.
 """
@@ -89,6 +90,13 @@ class ReplicaOrders(TypedDict):
     bytes_per_s: int
 
 
+class FailureCount(TypedDict):
+    """Failures that ended attempts, and the hours that devices trained, of the whole fleet."""
+
+    count: int
+    device_hours: float
+
+
 class Assignment(TypedDict):
     """Agent to worker: all that a rank needs.
 
@@ -116,6 +124,7 @@ class Assignment(TypedDict):
     checkpoint_socket: str
     committer_endpoint: str
     replicas: ReplicaOrders
+    failures: NotRequired[FailureCount]
     restore: dict[str, Any]
     reports: bool
     run_folder: str
@@ -231,7 +240,8 @@ class Register(TypedDict):
     pieces, ``further_pieces`` follow in Pieces messages, because a frame is bounded. ``slots`` 0
     leaves their number to the daemon, which then counts ``in_flight`` for snapshots that are
     reserved, copied or unsettled at the same time (default 1). ``max_write_mib_per_s`` bounds what
-    the daemon writes for the job (0, the default, is no bound).
+    the daemon writes for the job (0, the default, is no bound). It writes slower while steps take
+    longer beside it by more than ``max_step_slowdown``, a share (0, the default, is never).
     """
 
     kind: Literal["register"]
@@ -245,6 +255,7 @@ class Register(TypedDict):
     slots: int
     in_flight: NotRequired[int]
     max_write_mib_per_s: NotRequired[float]
+    max_step_slowdown: NotRequired[float]
     replicas: NotRequired[ReplicaOrders]
     layout: dict[str, Any]
     further_pieces: NotRequired[int]
@@ -354,6 +365,22 @@ class Released(TypedDict):
     kind: Literal["released"]
 
 
+class StepTime(TypedDict):
+    """Worker to daemon, after a step: how long it took. Slow steps slow what is persisted."""
+
+    kind: Literal["step_time"]
+    step: int
+    time_s: float
+
+
+class Pace(TypedDict):
+    """Daemon to worker: whether it persists now for the job, and how long that last took here."""
+
+    kind: Literal["pace"]
+    persisting: bool
+    persist_s: float
+
+
 class Drain(TypedDict):
     """Worker to daemon, at the end: answer when ``step`` is committed or the time is up."""
 
@@ -385,7 +412,7 @@ class RequestFailed(TypedDict):
 TemplateMessage: TypeAlias = TemplateHello | Forked | Exited
 WorkerMessage: TypeAlias = Running | StepDone | Profiled | Failed | Finished
 DaemonRequest: TypeAlias = (
-    Register | Pieces | Restore | Acquire | Seal | Release | Drain | RestoreRequest
+    Register | Pieces | Restore | Acquire | Seal | Release | Drain | StepTime | RestoreRequest
 )
 DaemonAnswer: TypeAlias = (
     Registered
@@ -396,6 +423,7 @@ DaemonAnswer: TypeAlias = (
     | Sealed
     | Released
     | Drained
+    | Pace
     | RequestFailed
     | RestoreAnswer
 )

@@ -78,6 +78,14 @@ class _SlotIndex:
 
 
 @dataclass(frozen=True, slots=True)
+class FailureCount:
+    """Faults that ended attempts, and the hours that devices trained, over the fleet's jobs."""
+
+    count: int = 0
+    device_hours: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Attempt:
     """An attempt; ``number`` counts from 1, and 0 is that of a job which was never placed."""
 
@@ -88,6 +96,8 @@ class Attempt:
     # What the committer chose to restore; None before it has.
     restore: RestorePlan | None = None
     replica_orders: ReplicaOrders = field(default_factory=ReplicaOrders)
+    # The fleet's when the attempt started; of jobs with checkpoint.interval auto.
+    failure_count: FailureCount = field(default_factory=FailureCount)
     faults: tuple[Fault, ...] = ()
     # Newest step that is known to be completed.
     step: int = field(default=0, metadata=RIDES)

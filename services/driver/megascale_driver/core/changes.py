@@ -11,7 +11,7 @@ from typing import TypedDict
 
 from megascale_common.job.config import JobConfig
 from megascale_common.job.restore import RestorePlan
-from megascale_driver.core.attempt import Attempt, Fault
+from megascale_driver.core.attempt import Attempt, FailureCount, Fault
 from megascale_driver.core.conditions import Condition
 from megascale_driver.core.goodput import Ledger
 from megascale_driver.core.replica_orders import FailedCopies, ReplicaOrders
@@ -68,6 +68,9 @@ class JobChanges(TypedDict, total=False):
     restarts: int
     restarts_without_progress: int
     node_failures: Mapping[str, int]
+    restart_times: Mapping[str, tuple[float, ...]]
+    not_before_s: float
+    roots: Mapping[str, tuple[str, ...]]
     out_of_memory: int
     progress_mark: int
     committed_step: int
@@ -95,6 +98,7 @@ class AttemptChanges(TypedDict, total=False):
     committer_endpoint: str
     restore: RestorePlan | None
     replica_orders: ReplicaOrders
+    failure_count: FailureCount
     faults: tuple[Fault, ...]
     step: int
     last_step_at_s: float

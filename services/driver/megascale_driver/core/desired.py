@@ -35,7 +35,7 @@ def desired_of(node: Node, job: Job | None) -> Desired:
     return Desired(
         DesiredPhase.START, job.name, job.attempt, job.current.store_endpoint, job.current.restore,
         job.current.committer_endpoint, _profile_on(node.name, job),
-        job.current.replica_orders.of(node.name, slot.ranks),
+        job.current.replica_orders.of(node.name, slot.ranks), job.current.failure_count,
     )  # fmt: skip
 
 

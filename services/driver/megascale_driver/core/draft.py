@@ -16,7 +16,7 @@ from megascale_driver.core.desired import desired_of
 from megascale_driver.core.events import Audit, Effect, Evidence, Outcome, Reason
 from megascale_driver.core.overlay import Working
 from megascale_driver.core.policy import Policy
-from megascale_driver.core.state import Breaker, Cluster, Job, Node, Request
+from megascale_driver.core.state import Breaker, Cluster, Job, Node, Request, Root
 
 DRIVER = "driver"
 
@@ -35,6 +35,8 @@ class Draft:
         self.leader_since_s = state.leader_since_s
         self.grace_until_s = state.grace_until_s
         self.silence_hold_until_s = state.silence_hold_until_s
+        # Silent nodes by switch, found once in an event (core.breaker).
+        self.silent_switches: dict[str, list[str]] | None = None
         self.refusal, self.refusal_detail = "", ""
         self._log_seq = state.log_seq
         self._effects: list[Effect] = []
@@ -66,6 +68,10 @@ class Draft:
     def fault(self, name: str, fault: Fault) -> Job:
         """Record what broke the newest attempt of a job."""
         return self.attempt(name, faults=(*self.jobs[name].current.faults, fault))
+
+    def remember_roots(self, roots: tuple[Root, ...]) -> None:
+        """Keep what self-checks found lately."""
+        self.breaker = replace(self.breaker, roots=roots)
 
     def holder_of(self, node: str) -> Job | None:
         """The job whose attempt holds the node, in this draft."""
@@ -182,5 +188,6 @@ def _role(job: Job) -> tuple[object, ...]:
         job.current.restore,
         job.current.committer_endpoint,
         job.current.replica_orders,
+        job.current.failure_count,
         job.profile,
     )

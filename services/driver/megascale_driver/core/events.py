@@ -13,11 +13,13 @@ from typing import Literal
 from megascale_common.job.config import JobConfig
 from megascale_common.job.restore import RestorePlan
 from megascale_driver.analysis.divergence import Divergence
+from megascale_driver.analysis.progress import RankStatus
 from megascale_driver.core.state import Identity, Report
 
 # Every reason of a line of the audit log; docs/operations.md has what to do for each.
 Reason = Literal[
     "LEADER_ELECTED",
+    "ROW_UNREADABLE",
     "SUBMITTED",
     "PLACED",
     "ATTEMPT_PREPARING",
@@ -51,6 +53,8 @@ Reason = Literal[
     "NODE_EVICTED",
     "NODE_CORDONED",
     "NODE_UNCORDONED",
+    "SOFTWARE_SUSPECTED",
+    "SWITCH_LOST",
     "BREAKER_TRIPPED",
     "BREAKER_RESET",
 ]
@@ -65,12 +69,32 @@ class LeaderStarted:
 
 
 @dataclass(frozen=True, slots=True)
+class Silence:
+    """A node has been silent for as long as counts; ``incarnation`` is empty if it never linked."""
+
+    node: str
+    incarnation: str
+    last_beat_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankPages:
+    """The status pages of a node's ranks by its newest heartbeat, which arrived at ``at_s``."""
+
+    node: str
+    incarnation: str
+    at_s: float
+    statuses: tuple[RankStatus, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed. ``steps``: (job, attempt, step) of the newest records since the last tick.
 
     ``loop_blocked``: the driver's own event loop stood still, so heartbeats may have been waiting
     in its sockets and silence is no evidence for a while. ``records``: those newest records by job.
     ``checkpointing_s``: how long snapshots held up the steps since the last tick, by job.
+    ``silent``: the nodes whose silence is to be evaluated now.
     """
 
     now_s: float
@@ -78,6 +102,17 @@ class Tick:
     loop_blocked: bool = False
     records: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     checkpointing_s: Mapping[str, float] = field(default_factory=dict)
+    silent: tuple[Silence, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PagesRead:
+    """The status pages of the nodes of an attempt that stands still, read for that reason."""
+
+    now_s: float
+    job: str
+    attempt: int
+    pages: tuple[RankPages, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +126,7 @@ class NodeHello:
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """A heartbeat."""
+    """A heartbeat whose evidence differs from that of the node's report before."""
 
     now_s: float
     node: str
@@ -265,6 +300,7 @@ Event = (
     | Tick
     | NodeHello
     | NodeReport
+    | PagesRead
     | StreamReset
     | ProbeResult
     | Mutation

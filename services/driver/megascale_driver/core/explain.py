@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from megascale_driver.analysis.progress import suspects
-from megascale_driver.core import hang, recovery
+from megascale_driver.core import blame, failure_rate, hang
 from megascale_driver.core.conditions import ConditionType
 from megascale_driver.core.events import Audit
 from megascale_driver.core.policy import Policy
@@ -45,6 +45,7 @@ CAUSES = frozenset(
         "NODE_SUSPECT",
         "NODE_DEAD",
         "NODE_EVICTED",
+        "SOFTWARE_SUSPECTED",
         "CANCEL_REQUESTED",
     }
 )
@@ -143,13 +144,31 @@ def explain(state: Cluster, name: str, now_s: float, policy: Policy) -> str:
         text = (
             f"job {name} runs attempt {job.attempt} on {nodes}{restarts}; "
             f"its last known step is {job.current.step}"
-            f"{_failing_checkpoint(job, now_s)}"
+            f"{_failing_checkpoint(job, now_s)}{_auto_interval(job)}"
         )
         standstill = hang.describe(state.nodes, job, now_s, policy)
         return f"{text}; {standstill}" if standstill else text
     if job.phase is JobPhase.STOPPING:
         return f"job {name} is stopping attempt {job.attempt} because {job.stop_reason}"
     return f"job {name} has {job.phase.lower()}: {job.reason}"
+
+
+def _auto_interval(job: Job) -> str:
+    """How often a job saves that decides so itself, and from what."""
+    checkpoint = job.config.checkpoint
+    if checkpoint.interval != "auto":
+        return ""
+    steps = int(job.last_record.get("checkpoint_interval_steps", 0))
+    if not steps:
+        return "; it decides how often it saves once it has taken steps"
+    cost_s = job.last_record.get("checkpoint_cost_s")
+    if cost_s is None:
+        return f"; it saves every {steps} steps until it has measured what a save costs"
+    found = failure_rate.rate(checkpoint, job.current.failure_count, job.config.layout.world_size)
+    return (
+        f"; it saves every {steps} steps: a save costs {cost_s:.2g} s, and one failure is expected "
+        f"every {found.mtbf_s / 3600:.3g} hours"
+    )
 
 
 def _failing_checkpoint(job: Job, now_s: float) -> str:
@@ -254,7 +273,7 @@ def _cause(job: Job, log: Sequence[Audit]) -> Audit | None:
 def _cause_of_stop(job: Job, log: Sequence[Audit]) -> Audit | None:
     """The line of the fault that the attempt is being stopped for, or the fault itself."""
     lines = [line for line in log if line.attempt == job.attempt]
-    fault = recovery.culprit(job.current.faults)
+    fault = blame.culprit(job.current.faults)
     found = _stopped_for(lines, fault.message if fault is not None else job.stop_reason)
     if found is not None or fault is None:
         return found

@@ -4,11 +4,15 @@ The verdict is an inference from status pages, so no node is evicted on the firs
 ends and all its nodes check themselves. The job leaves a node whose ranks hold it up twice in a row
 without progress (:mod:`megascale_driver.core.recovery`). Nodes without heartbeats are not evaluated
 here but in :mod:`megascale_driver.core.liveness`.
+
+Status pages are not part of what each heartbeat tells the core. The shell reads them while
+:func:`stands_still` holds, and :func:`pages_read` evaluates them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from megascale_driver.analysis.progress import (
     Beat,
@@ -21,7 +25,7 @@ from megascale_driver.analysis.progress import (
 )
 from megascale_driver.core.attempt import Fault, FaultKind
 from megascale_driver.core.draft import Draft
-from megascale_driver.core.events import Evidence
+from megascale_driver.core.events import Evidence, PagesRead
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.state import (
     AttemptPhase,
@@ -36,11 +40,25 @@ MAX_NAMED = 4
 _AT_WORK = (AttemptPhase.RUNNING, AttemptPhase.FINISHED)
 
 
+def pages_read(draft: Draft, event: PagesRead) -> None:
+    """Take in the newest status pages of an attempt's nodes, and evaluate them."""
+    job = draft.jobs.get(event.job)
+    if job is None or job.attempt != event.attempt or job.phase is not JobPhase.RUNNING:
+        return
+    for found in event.pages:
+        node = draft.nodes.get(found.node)
+        if node is None or node.identity.incarnation != found.incarnation or not node.connected:
+            continue
+        if node.report is not None and found.at_s >= node.beat_at_s:
+            report = replace(node.report, statuses=found.statuses)
+            draft.node(node.name, report=report, beat_at_s=found.at_s)
+    check(draft, job)
+
+
 def check(draft: Draft, job: Job) -> Job:
     """Record a fault, which ends the attempt, if no rank has advanced for its phase's limit."""
-    limits = draft.policy.hang
-    # The cheap test first: no limit is below the floor, and most jobs have just completed a step.
-    if job.phase is not JobPhase.RUNNING or draft.now_s - _since_s(job) < limits.floor_s:
+    # The cheap test first: no limit is below the floor.
+    if draft.now_s - _since_s(job) < draft.policy.hang.floor_s:
         return job
     if job.current.faults or draft.now_s < draft.silence_hold_until_s:
         return job

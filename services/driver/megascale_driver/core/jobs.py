@@ -22,15 +22,17 @@ from dataclasses import replace
 from megascale_common.job.restore import RestorePlan, RestoreSource
 from megascale_driver.core import (
     accounting,
+    blame,
+    failure_rate,
     goodput,
-    hang,
     job_faults,
+    nodes,
     profiles,
     recovery,
     replicas,
     saving,
 )
-from megascale_driver.core.attempt import Fault, FaultKind, NodeSlot
+from megascale_driver.core.attempt import FailureCount, Fault, FaultKind, NodeSlot
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import (
     AttemptOpened,
@@ -51,6 +53,7 @@ from megascale_driver.core.state import (
     Node,
 )
 
+MAX_NAMED = 4  # nodes in a reason
 MAX_REFUSALS = 8  # damaged checkpoints named in the audit log at the opening of one attempt
 STARTED = frozenset({AttemptPhase.RUNNING, AttemptPhase.FINISHED})
 
@@ -60,6 +63,9 @@ def submit(draft: Draft, event: JobSubmitted) -> None:
     name = event.config.name
     if name in draft.jobs:
         draft.refusal = "JOB_EXISTS"
+        return
+    if (problem := draft.state.unreadable.get(f"jobs/{name}")) is not None:
+        draft.refuse("JOB_UNREADABLE", f"a job of that name is in etcd and unreadable: {problem}")
         return
     draft.jobs[name] = Job(
         name, event.config, created_at_s=draft.now_s, updated_at_s=draft.now_s, timer_s=draft.now_s,
@@ -108,7 +114,7 @@ def advance(draft: Draft, name: str, reporter: str = "") -> None:
     profiles.expire(draft, job)
     job = draft.jobs[name]
     if not job.current.faults:
-        job = hang.check(draft, _check_deadline(draft, job))
+        job = _check_deadline(draft, job)
     if job.current.faults:
         stop(draft, job, JobPhase.QUEUED, _why(job))
     elif job.phase is JobPhase.PREPARING:
@@ -131,6 +137,9 @@ def opened(draft: Draft, event: AttemptOpened) -> None:
             subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt, policy="commit-log",
             outcome="an older one is restored",
         )  # fmt: skip
+    if (lost := saving.went_back(job, event.restore, event.refused)) is not None:
+        _not_opened(draft, job, lost)
+        return
     sources = replicas.sources(job, draft.nodes, event.restore)
     what = f"restores step {event.restore.step} from {event.restore.source}"
     what += replicas.describe(sources)
@@ -171,9 +180,13 @@ def open_failed(draft: Draft, event: OpenFailed) -> None:
         job.name, open_failures=failures, open_asked=False, open_not_before_s=later_s
     )
     if failures >= draft.policy.open_attempts:
-        message = f"node {job.slots[0].node} could not open attempt {job.attempt}: {event.error}"
-        fault = Fault(FaultKind.OPEN_FAILED, job.slots[0].node, draft.now_s, message)
-        draft.fault(job.name, fault)
+        _not_opened(draft, job, event.error)
+
+
+def _not_opened(draft: Draft, job: Job, why: str) -> None:
+    first = job.slots[0].node
+    message = f"node {first} could not open attempt {job.attempt}: {why}"
+    draft.fault(job.name, Fault(FaultKind.OPEN_FAILED, first, draft.now_s, message))
 
 
 def steps_seen(
@@ -251,6 +264,9 @@ def _start(
             store_endpoint=store,
             committer_endpoint=committer_endpoint,
             replica_orders=ReplicaOrders(peers, targets, sources),
+            failure_count=failure_rate.count(draft.jobs.values())
+            if job.config.checkpoint.interval == "auto"
+            else FailureCount(),
         ),
     )
 
@@ -319,7 +335,7 @@ def stop(draft: Draft, job: Job, after: JobPhase, why: str) -> None:
 
 def _why(job: Job) -> str:
     """The cause of a stop in one sentence, as far as it is known."""
-    cause = recovery.culprit(job.current.faults)
+    cause = blame.culprit(job.current.faults)
     if cause is None:
         return job.stop_reason
     if cause.kind is FaultKind.WORKER_SYMPTOM:
@@ -330,14 +346,25 @@ def _why(job: Job) -> str:
 def _advance_stopping(draft: Draft, job: Job) -> None:
     """End the attempt when all its nodes are idle or gone; give up on those that do not confirm."""
     waiting = [slot for slot in job.slots if not _stopped(draft.nodes.get(slot.node), slot)]
-    overdue = draft.now_s - job.timer_s >= draft.policy.stop_timeout_s
-    if waiting and not overdue:
+    if waiting and draft.now_s - job.timer_s < draft.policy.stop_timeout_s:
+        return
+    running = [slot.node for slot in waiting if _still_runs(draft.nodes[slot.node], job)]
+    patience_s = draft.policy.stop_timeout_s + draft.policy.fence_timeout_s
+    if running and draft.now_s - job.timer_s < patience_s:
+        _wait_for(draft, job, running)
         return
     if job.after_stop is JobPhase.QUEUED:
         # A symptom may have started the stop; the culprit may have been reported since then.
         job = draft.job(job.name, stop_reason=_why(job))
     for slot in waiting:
-        if slot.node not in job.evicted:
+        if slot.node in running:
+            nodes.quarantine(
+                draft, slot.node,
+                f"it did not stop attempt {job.attempt} of job {job.name} within {patience_s:g} s",
+                policy="stop-deadline",
+            )  # fmt: skip
+            job = draft.jobs[job.name]
+        elif slot.node not in job.evicted:
             job = draft.job(job.name, evicted=(*job.evicted, slot.node))
             draft.log(
                 "NODE_EVICTED",
@@ -354,11 +381,38 @@ def _advance_stopping(draft: Draft, job: Job) -> None:
     if job.after_stop is JobPhase.QUEUED:
         job = recovery.settle(draft, job)
     if job.after_stop is JobPhase.QUEUED:
-        draft.job(
-            job.name, phase=JobPhase.QUEUED, reason=f"waiting for nodes after: {job.stop_reason}"
-        )
+        draft.job(job.name, phase=JobPhase.QUEUED, reason=_why_queued(job, draft.now_s))
     else:
         _end(draft, job, job.after_stop, job.stop_reason)
+
+
+def _still_runs(node: Node, job: Job) -> bool:
+    """Whether a live node reports that the attempt still runs there, against its order."""
+    report = node.report
+    return (
+        node.connected
+        and node.liveness is Liveness.ALIVE
+        and report is not None
+        and (report.job, report.attempt) == (job.name, job.attempt)
+        and report.phase is not AttemptPhase.IDLE
+    )
+
+
+def _wait_for(draft: Draft, job: Job, nodes_: list[str]) -> None:
+    """Show what the stop waits for: attempts must not overlap on a node that lives."""
+    names = ", ".join(nodes_[:MAX_NAMED])
+    reason = f"attempt {job.attempt} is being stopped, {names} still runs it: {job.stop_reason}"
+    if reason != job.reason:
+        draft.job(job.name, reason=reason)
+
+
+def _why_queued(job: Job, now_s: float) -> str:
+    if job.not_before_s <= now_s:
+        return f"waiting for nodes after: {job.stop_reason}"
+    return (
+        f"the next attempt begins in {job.not_before_s - now_s:g} s, since "
+        f"{job.restarts_without_progress} in a row made no progress: {job.stop_reason}"
+    )
 
 
 def _stopped(node: Node | None, slot: NodeSlot) -> bool:

@@ -10,7 +10,7 @@ A command can be lost with its driver; a decision that a node has acted upon can
 
 from __future__ import annotations
 
-from megascale_driver.core import breaker, divergence, jobs, liveness, nodes, profiles
+from megascale_driver.core import breaker, divergence, hang, jobs, liveness, nodes, profiles
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import (
     AttemptOpened,
@@ -26,6 +26,7 @@ from megascale_driver.core.events import (
     NodeReport,
     OpenFailed,
     Outcome,
+    PagesRead,
     ProbeResult,
     ProfileCancelRequested,
     ProfileRequested,
@@ -80,6 +81,8 @@ def _dispatch(draft: Draft, event: Event) -> None:
         _tick(draft, event)
     elif isinstance(event, NodeHello):
         nodes.hello(draft, event)
+    elif isinstance(event, PagesRead):
+        hang.pages_read(draft, event)
     elif isinstance(event, StreamReset):
         liveness.stream_reset(draft, event)
     elif isinstance(event, ProbeResult):
@@ -144,7 +147,7 @@ def _tick(draft: Draft, event: Tick) -> None:
         record, held_s = event.records.get(name, {}), event.checkpointing_s.get(name, 0.0)
         jobs.steps_seen(draft, name, attempt, number, record, held_s)
     breaker.refresh(draft)
-    liveness.evaluate_silence(draft)
+    liveness.silent(draft, event.silent)
     oldest_s = event.now_s - draft.policy.request_memory_s
     expired = [key for key, request in draft.requests.items() if request.at_s < oldest_s]
     for key in expired:
@@ -168,3 +171,15 @@ def _leader_started(draft: Draft, event: LeaderStarted) -> None:
         subject="driver",
         policy="election",
     )
+    for key, problem in draft.state.unreadable.items():
+        kind, _, name = key.partition("/")
+        draft.log(
+            "ROW_UNREADABLE",
+            f"the stored row {key} cannot be read by this build: {problem}",
+            subject=key if kind in ("jobs", "nodes") and name else "driver",
+            policy="unreadable-row",
+            outcome={
+                "jobs": "the job is not scheduled, and its name is held; its rows stay as they are",
+                "nodes": "the node is quarantined",
+            }.get(kind, "it is left out"),
+        )

@@ -219,7 +219,8 @@ def quarantine(draft: Draft, name: str, reason: str, *, actor: str = "driver", p
         disposition_reason=reason,
         disposition_policy=policy,
     )
-    breaker.count(draft, name)
+    if actor == "driver":
+        breaker.count(draft, name)
     if job is not None and name not in job.evicted:
         draft.job(job.name, evicted=(*job.evicted, name))
     draft.log(

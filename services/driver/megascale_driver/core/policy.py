@@ -35,6 +35,9 @@ class Policy:
     # The rendezvous (120 s) and a large restore from storage.
     start_timeout_s: float = 900.0
     stop_timeout_s: float = 15.0
+    # How much longer the next attempt waits for a live node that still runs the last one: killing
+    # workers that hold a GPU takes up to half a minute.
+    fence_timeout_s: float = 45.0
     # How long after the end of all workers a node may report the commit that one of them saw.
     commit_report_s: float = 10.0
     open_attempts: int = 3
@@ -42,6 +45,11 @@ class Policy:
     # Worker failures in a row on one node, without progress of the job, after which the job leaves
     # the node.
     node_failures: int = 3
+    # The window of `recovery.max_restarts`, which holds for each cause.
+    restart_window_s: float = 21_600.0
+    # Before the third attempt in a row without progress, doubled for each further one.
+    backoff_s: float = 1.0
+    backoff_max_s: float = 300.0
     # When a job with all processes alive hangs, and after how many hangs in a row it leaves a node.
     hang: HangLimits = field(default_factory=HangLimits)
     node_hangs: int = 2
@@ -61,6 +69,13 @@ class Policy:
     breaker_share: float = 0.02
     breaker_nodes: int = 4
     breaker_window_s: float = 300.0
+    # A switch with fewer nodes than this has no limit of its own.
+    switch_nodes: int = 4
+    # The same self-check that fails alike on this many nodes within the window is not about the
+    # nodes; nor is the same failure of workers on `software_nodes` nodes.
+    software_checks: int = 3
+    software_nodes: int = 2
+    software_window_s: float = 3600.0
     request_memory_s: float = 86_400.0
 
     def __post_init__(self) -> None:

@@ -75,6 +75,26 @@ def ending_of_restored(draft: Draft, job: Job, restore: RestorePlan) -> tuple[Jo
     return JobPhase.SUCCEEDED, text
 
 
+def went_back(job: Job, restore: RestorePlan, refused: tuple[str, ...]) -> str | None:
+    """What is wrong with a restore of an older step than the committed one; None if it may be.
+
+    It may be where the committer found newer checkpoints damaged, or a step was refused. Else the
+    storage is not what it was: an older copy of the folder, or another mount. Training would repeat
+    steps that are done, and overwrite what the real folder has.
+    """
+    if restore.source is not RestoreSource.NONE and restore.step >= job.committed_step:
+        return None
+    if not job.committed_step or refused or job.committed_step in job.refused_steps:
+        return None
+    found = f"step {restore.step}" if restore.source is not RestoreSource.NONE else "none"
+    return (
+        f"the checkpoint of step {job.committed_step} was complete, and "
+        f"{job.config.checkpoint.uri} now has {found}: an older copy of the folder, or another "
+        f"mount; make it whole, or accept the loss with `megascale restart {job.name} "
+        f"--from-step {restore.step} --reason REASON`"
+    )
+
+
 def without_failing(job: Job) -> tuple[Condition, ...]:
     """The job's conditions without that of a failing checkpoint: one has been committed."""
     failing = ConditionType.CHECKPOINT_FAILING
@@ -195,6 +215,9 @@ def _skipped(draft: Draft, node: str, job: Job, old: Progress | None, new: Progr
         return
     since = old.skipped_snapshots if old is not None else 0
     count = max(1, new.skipped_snapshots - since)
+    if job.current.skipped_step:
+        # The node's last report may be old: another one's counted until now. No step counts twice.
+        count = min(count, new.skipped_step - job.current.skipped_step)
     before = job.current.skipped_snapshots
     draft.attempt(job.name, skipped_step=new.skipped_step, skipped_snapshots=before + count)
     if _power_of_ten(before, before + count):

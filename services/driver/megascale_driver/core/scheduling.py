@@ -28,7 +28,11 @@ def schedule(draft: Draft) -> None:
         # The nodes that the previous leader knew are still linking to this one. Placed now, a job
         # would go to worse nodes than in a moment, or its old nodes would look lost.
         return
-    waiting = [job for job in draft.jobs.values() if job.phase is JobPhase.QUEUED]
+    waiting = [
+        job
+        for job in draft.jobs.values()
+        if job.phase is JobPhase.QUEUED and job.not_before_s <= draft.now_s  # else it backs off
+    ]
     for job in sorted(waiting, key=lambda j: (-j.config.priority, j.created_at_s, j.name)):
         _place_job(draft, job)
     for job in list(draft.jobs.values()):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from megascale_common.job.config import JobConfig
 from megascale_common.job.restore import RestorePlan
 from megascale_driver.analysis.progress import RankStatus
-from megascale_driver.core.attempt import Attempt, NodeSlot
+from megascale_driver.core.attempt import Attempt, FailureCount, NodeSlot
 from megascale_driver.core.checkpoint_progress import Progress
 from megascale_driver.core.conditions import Condition
 from megascale_driver.core.goodput import Ledger
@@ -200,6 +200,7 @@ class Desired:
     committer_endpoint: str = ""
     profile: ProfileCommand | None = None
     replicas: NodeReplicaOrders = field(default_factory=NodeReplicaOrders)
+    failures: FailureCount = field(default_factory=FailureCount)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +295,12 @@ class Job:
     restarts: int = 0
     restarts_without_progress: int = 0
     node_failures: Mapping[str, int] = field(default_factory=dict)
+    # When restarts were counted, by cause, within the window of their budget.
+    restart_times: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    # No attempt is placed before: the back-off after attempts without progress.
+    not_before_s: float = 0.0
+    # Roots of failures since the last progress, with the nodes that had them.
+    roots: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # Attempts in a row, without a new step, that ran out of memory.
     out_of_memory: int = 0
     # Highest step that was known when the last restart was counted.
@@ -351,14 +358,35 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
+class SwitchTrip:
+    """A switch of which many nodes went silent at once; ``lost``: they are given up together."""
+
+    switch: str
+    at_s: float
+    lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """A node that was quarantined by a self-check, with the fingerprint of what it found."""
+
+    at_s: float
+    node: str
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
 class Breaker:
-    """Evictions in the current window.
+    """Evictions in the current window, by the driver itself.
 
     ``tripped_at_s`` > 0: since then inferred evictions are only observed, not enforced.
     """
 
     evictions: tuple[tuple[float, str], ...] = ()
     tripped_at_s: float = 0.0
+    switches: tuple[SwitchTrip, ...] = ()
+    # What self-checks found lately, the newest last.
+    roots: tuple[Root, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,6 +415,8 @@ class Cluster:
     leader_since_s: float = 0.0
     grace_until_s: float = 0.0
     silence_hold_until_s: float = 0.0
+    # Rows of etcd that the leader could not read (jobs/NAME, nodes/NAME), and why; they stay there.
+    unreadable: Mapping[str, str] = field(default_factory=dict)
 
     def holder_of(self, node: str) -> Job | None:
         """The job whose attempt holds the node, if any."""

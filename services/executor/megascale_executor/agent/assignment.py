@@ -116,6 +116,10 @@ def worker_assignments(
                 "source": sources.get(rank, ""),
                 "bytes_per_s": rate,
             },
+            "failures": {
+                "count": assignment.fleet_failures,
+                "device_hours": assignment.fleet_device_hours,
+            },
             "restore": restore.from_proto(assignment.restore).to_mapping(),
             "reports": rank == 0,
             "run_folder": str(folder.path),

@@ -24,8 +24,11 @@ import torch
 
 from megascale_common.job.config import JobConfig
 from megascale_common.node.status_page import Phase, StatusPageWriter
+from megascale_common.sizes.checkpoint_interval import PUBLISHED_DEVICE_HOURS, mtbf_s
+from megascale_trainer.auto_interval import AutoCadence, wished_steps
 from megascale_trainer.host_copy import CopyEnd
 from megascale_trainer.parallel.groups import Group
+from megascale_trainer.save_cost import SaveCost
 from megascale_trainer.snapshot import Snapshotter
 from megascale_trainer.snapshot_schedule import Cadence, Votes
 
@@ -39,7 +42,7 @@ RECONNECT_S = 0.5
 class SnapshotSteps:
     """Votes, copies and seals for the steps of one rank; without ``snapshots`` it does nothing.
 
-    ``done`` is the step that the run starts from.
+    ``done`` is the step that the run starts from, and ``device_hours`` are those between failures.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class SnapshotSteps:
         status: StatusPageWriter,
         snapshots: Snapshotter | None,
         done: int = 0,
+        device_hours: float = PUBLISHED_DEVICE_HOURS,
     ) -> None:
         self._config, self._status, self._snapshots = config, status, snapshots
         # of the newest step whose result was read: (step, skipped updates, its values are finite)
@@ -55,12 +59,9 @@ class SnapshotSteps:
         # By step: what the ranks voted on the snapshot after it. With short intervals the votes on
         # the next one are known before this one is taken.
         self._decided: dict[int, Votes] = {}
-        self._cadence = Cadence(
-            snapshot_interval=config.checkpoint.memory_interval_steps,
-            persist_interval=config.checkpoint.interval_steps,
-            last_step=config.training.steps,
-            done=done,
-        )
+        self._cadence = _cadence(config, done)
+        self._cost = SaveCost()
+        self._mtbf_s = mtbf_s(device_hours, config.layout.world_size)
         self._last_missed = False  # some rank had no slot for the last step
         self._slot_timeout_s = min(
             LAST_SLOT_TIMEOUT_S,
@@ -85,12 +86,45 @@ class SnapshotSteps:
         self._status.update(phase=Phase.STEP)
         return vote
 
-    def settle(self, step: int, votes: int, skipped_updates: int, *, finite: bool) -> None:
+    @property
+    def wish(self) -> int:
+        """How many steps this rank would leave between saves, where the ranks decide that."""
+        cadence, snapshots = self._cadence, self._snapshots
+        if not isinstance(cadence, AutoCadence):
+            return 0
+        persist_s = 0.0 if snapshots is None else snapshots.store.persist_s
+        steps = self._config.training.steps
+        return wished_steps(self._cost, persist_s, self._mtbf_s, cadence.interval, steps)
+
+    def timed(self, step: int, time_s: float) -> None:
+        """``step`` took ``time_s``; the daemon compares it with those beside which it persists."""
+        if self._snapshots is None:
+            return
+        self._snapshots.report_time(step, time_s)
+        # Where each step has a snapshot, a save costs what its way to storage does.
+        split = self._config.checkpoint.snapshot_interval_steps > 0
+        copying = self._snapshots.copied is not None and not split
+        self._cost.add(time_s, disturbed=copying or self._snapshots.store.persisting)
+
+    def figures(self) -> dict[str, float]:
+        """What a step record says about saves, by the names of its fields."""
+        if not isinstance(self._cadence, AutoCadence):
+            return {}
+        found: dict[str, float] = {"checkpoint_interval_steps": self._cadence.interval}
+        if self._cost.cost_s is not None:
+            found["checkpoint_cost_s"] = self._cost.cost_s
+        return found
+
+    def settle(
+        self, step: int, votes: int, skipped_updates: int, *, finite: bool, wishes: int = 0
+    ) -> None:
         """The result of ``step`` was read; its snapshot may have started before, or follow."""
         self._settle(step, skipped_updates, finite=finite)
         subject = self._cadence.subject(step)
         if self._snapshots is not None and subject is not None:
             self._decided[subject] = Votes.of(votes)
+        if isinstance(self._cadence, AutoCadence):
+            self._cadence.decide(step, wishes)
 
     def after(self, step: int, skipped_updates: int) -> None:
         """``step`` was launched: seal what was copied; start or skip its snapshot as decided."""
@@ -178,6 +212,8 @@ class SnapshotSteps:
         }
         if self._snapshots.take(step, small_state, votes=votes.must_skip, persist=persist):
             print(f"step {step}: snapshot started", flush=True)
+            if persist:
+                self._cost.began()
         # Where the result was read before the copy started (CPU, last step), it is settled here.
         if self._settled is not None and self._settled[0] == step:
             self._settle(*self._settled[:2], finite=self._settled[2])
@@ -187,3 +223,20 @@ class SnapshotSteps:
         if self._snapshots is not None:
             small_state = {"skipped_updates": skipped_updates}
             self._snapshots.settle(step, small_state, finite=finite)
+
+
+def _cadence(config: JobConfig, done: int) -> Cadence:
+    checkpoint, last_step = config.checkpoint, config.training.steps
+    if checkpoint.interval == "auto":
+        return AutoCadence(
+            snapshot_interval=checkpoint.snapshot_interval_steps,
+            last_step=last_step,
+            done=done,
+            world_size=config.layout.world_size,
+        )
+    return Cadence(
+        snapshot_interval=checkpoint.memory_interval_steps,
+        persist_interval=checkpoint.interval_steps,
+        last_step=last_step,
+        done=done,
+    )

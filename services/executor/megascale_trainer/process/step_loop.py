@@ -79,13 +79,13 @@ class StepLoop:
         self.profiler.finish()
 
     def _launch(self, step: int) -> _InFlight:
-        vote = self.snapshots.vote(step)
+        vote, wish = self.snapshots.vote(step), self.snapshots.wish
         batches = self.data.take()
         # A snapshot that is still being copied reads the states: the update must not write them.
         copied = self.snapshots.copied
         if copied is not None:
             self.trainer.wait_before_update(copied)
-        launched = _InFlight(step, self.trainer.train_step(batches, vote=vote))
+        launched = _InFlight(step, self.trainer.train_step(batches, vote=vote, wish=wish))
         if step < self.trainer.config.training.steps:
             self.data.prefetch()
         return launched
@@ -113,8 +113,12 @@ class StepLoop:
         # what they decide from it.
         sound = math.isfinite(record.loss) and math.isfinite(record.gradient_norm)
         finite = record.skipped or sound
-        self.snapshots.settle(launched.step, record.votes, self.skipped, finite=finite)
+        self.snapshots.settle(
+            launched.step, record.votes, self.skipped, finite=finite, wishes=record.wishes
+        )
         values = self.records.of(record, self.skipped)
+        self.snapshots.timed(launched.step, values["step_time_s"])
+        values |= self.snapshots.figures()
         if self._evaluates_after(launched.step):
             values["evaluation_loss"] = self._evaluate()
         self.records.send(values)

@@ -30,10 +30,12 @@ from megascale_common.node.messages import (
     Assignment,
     ErrorKind,
     Failed,
+    FailureCount,
     Finished,
     Running,
 )
 from megascale_common.node.status_page import Phase, StatusPageWriter
+from megascale_common.sizes.checkpoint_interval import device_hours_per_failure
 from megascale_common.sizes.staging import snapshots_in_flight
 from megascale_trainer.daemon_link import RankRegistration
 from megascale_trainer.data.client import LoaderClient, RingRequest
@@ -210,6 +212,7 @@ class _Worker:
             },
             in_flight=snapshots_in_flight(self._config.checkpoint.memory_interval_steps),
             max_write_mib_per_s=self._config.checkpoint.max_write_mib_per_s,
+            max_step_slowdown=self._config.checkpoint.max_step_slowdown,
             replicas=who["replicas"],
         )
         timeout_s = self._config.recovery.collective_timeout_s
@@ -289,10 +292,19 @@ class _Worker:
             status=self._status,
             data=self._open_data("training", self._consumed),
             held_out=self._open_data("evaluation", 0) if config.evaluates else None,
-            snapshots=SnapshotSteps(config, self._status, self._snapshots, done),
+            snapshots=SnapshotSteps(
+                config, self._status, self._snapshots, done, self._device_hours()
+            ),
             records=StepRecords(self._agent, self._assignment, config, device),
             profiler=StepProfiler(self._agent, device),
             skipped=self._skipped,
+        )
+
+    def _device_hours(self) -> float:
+        """Device hours between failures, as published, and as the fleet has counted."""
+        counted = self._assignment.get("failures", FailureCount(count=0, device_hours=0.0))
+        return device_hours_per_failure(
+            self._config.checkpoint.device_mtbf_hours, counted["count"], counted["device_hours"]
         )
 
     def _finish(self, loop: StepLoop, done: int) -> str:
