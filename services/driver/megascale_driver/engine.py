@@ -9,6 +9,8 @@ report.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -51,7 +53,6 @@ from megascale_driver.presence.intake import Intake
 from megascale_driver.presence.lane import News
 from megascale_driver.presence.steps import StepLanes
 
-TICK_INTERVAL_S = 0.25
 CALL_TIMEOUT_S = 4.0  # within which etcd has to confirm a request
 LOOP_BLOCKED_S = 1.0  # beyond, the driver itself stood still: silence of nodes is no evidence
 BATCH_EVENTS = 256  # decided on in one commit
@@ -111,6 +112,7 @@ class Engine:
         self._token = token
         self._inbox: Inbox[_Entry] = Inbox()
         self._arrived = asyncio.Event()
+        self._retimed = asyncio.Event()  # what the next tick waits for may have changed
         self.presence = Intake(policy)
         self._steps = StepLanes()
         self._tick_waits = False  # for the core
@@ -188,6 +190,7 @@ class Engine:
             return False
         held_s = record.snapshot_time.ToNanoseconds() / 1e9
         self._steps.add(job, record.attempt, record.step, held_s)
+        self._retimed.set()
         self._watch_loss(job, record)
         for observer in self.observers:
             observer.step(job, record)
@@ -290,6 +293,7 @@ class Engine:
                 _refuse(entry)
             raise
         self.state = state
+        self._retimed.set()
         self._publish(old, outcomes, audit)
 
     async def _commit(
@@ -379,21 +383,36 @@ class Engine:
 
     async def _tick(self) -> None:
         """Give the core the time, four times a second; detect a blocked event loop."""
-        due_s = self.clock.now_s() + TICK_INTERVAL_S
+        last_s = self.clock.now_s()
         while True:
-            await asyncio.sleep(max(0.0, due_s - self.clock.now_s()))
-            now_s = self.clock.now_s()
+            due_s = await self._until_due(last_s)
+            last_s = now_s = self.clock.now_s()
             blocked = now_s - due_s > LOOP_BLOCKED_S
             if blocked:
                 _log.warning(
                     "the event loop was blocked; silence of nodes is ignored for a while",
                     seconds=now_s - due_s,
                 )
-            due_s = now_s + TICK_INTERVAL_S
             if blocked or not self._tick_waits:
                 self._tick_waits = True
                 self.post(self._tick_of(now_s, blocked))
             self._read_pages(now_s)
+
+    async def _until_due(self, last_s: float) -> float:
+        """Wait until the tick after ``last_s`` is due; when that was."""
+        pace = self.presence.pace
+        while True:
+            now_s = self.clock.now_s()
+            due_s = pace.next_tick_s(last_s, now_s, self.state, bool(self._steps))
+            if not pace.skips:
+                await asyncio.sleep(max(0.0, due_s - now_s))
+                return due_s
+            self._retimed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(due_s - now_s if due_s < math.inf else None):
+                    await self._retimed.wait()
+                    continue  # something may be due earlier now
+            return due_s
 
     def _tick_of(self, now_s: float, blocked: bool) -> Tick:
         lanes = self._steps.take()

@@ -120,8 +120,13 @@ def describe(nodes: Mapping[str, Node], job: Job, now_s: float, policy: Policy) 
 
 def stands_still(job: Job, now_s: float, policy: Policy) -> bool:
     """Whether a running job has completed no step for much longer than its pace."""
+    return job.phase is JobPhase.RUNNING and now_s >= stands_still_from_s(job, policy)
+
+
+def stands_still_from_s(job: Job, policy: Policy) -> float:
+    """When a running job stands still, if it completes no step before."""
     limit_s = max(policy.suspect_after_s, policy.still_intervals * p99(job.step_times))
-    return job.phase is JobPhase.RUNNING and now_s - _since_s(job) >= limit_s
+    return _since_s(job) + limit_s
 
 
 def _since_s(job: Job) -> float:

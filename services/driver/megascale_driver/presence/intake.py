@@ -16,6 +16,7 @@ from megascale_driver.core.policy import Policy
 from megascale_driver.presence import evidence, reports
 from megascale_driver.presence.clock_offset import ClockOffset
 from megascale_driver.presence.lane import Lane, News
+from megascale_driver.presence.pace import Pace
 
 
 class Seat:
@@ -33,6 +34,7 @@ class Intake:
 
     def __init__(self, policy: Policy) -> None:
         self.lane = Lane(policy)
+        self.pace = Pace(self.lane, policy)
 
     def take(self, seat: Seat, beat: link_pb2.Heartbeat | None, now_s: float) -> News:
         """Note a heartbeat that arrived at ``now_s``; whether the core has to see it.

@@ -19,7 +19,7 @@ from __future__ import annotations
 import enum
 import heapq
 import math
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
 from megascale_driver.core.events import Silence
@@ -50,6 +50,7 @@ class _Presence:
     linked: bool = False
     due_s: float = math.inf
     silent: bool = False
+    assumed: bool = False
     evidence: object = None
     slow: object = None
     slow_at_s: float = -math.inf
@@ -82,6 +83,7 @@ class Lane:
         for name, found in self._nodes.items():
             found.last_beat_s, found.silent = max(found.last_beat_s, now_s), False
             found.evidence = found.slow = None
+            found.assumed = False
             self._schedule(name, found, now_s)
 
     def opened(self, now_s: float, node: str, incarnation: str) -> None:
@@ -91,7 +93,7 @@ class Lane:
             found = self._nodes[node] = _Presence(incarnation, now_s)
         self._linked += not found.linked
         found.incarnation, found.linked, found.last_beat_s = incarnation, True, now_s
-        found.silent, found.evidence, found.slow = False, None, None
+        found.silent, found.assumed, found.evidence, found.slow = False, False, None, None
         self._schedule(node, found, now_s)
 
     def closed(self, node: str, incarnation: str) -> None:
@@ -100,6 +102,8 @@ class Lane:
         if found is not None and found.linked and found.incarnation == incarnation:
             found.linked = False
             self._linked -= 1
+            if found.assumed:
+                raise ValueError(f"node {node} is assumed to be heard: doubt it before its link")
             # The core ignores what it had not yet read of this node, so the others say it again.
             self._shared.clear()
 
@@ -179,36 +183,38 @@ class Lane:
             self._schedule(name, found, now_s)
         return tuple(silences)
 
-    def next_deadline_s(self, among: Collection[str] | None = None) -> float:
-        """When :meth:`due` may next return a node, if none is heard before; inf for never.
-
-        ``among``: of these nodes only, as when all others are known to send heartbeats.
-        """
-        if among is not None:
-            known = (self._nodes.get(name) for name in among)
-            return min((self._deadline_s(f) for f in known if f is not None), default=math.inf)
+    def next_deadline_s(self) -> float:
+        """When :meth:`due` may next return a node, if none is heard before; inf for never."""
         while self._heap:
             at_s, name = self._heap[0]
             found = self._nodes.get(name)
-            deadline_s = self._deadline_s(found) if found is not None else math.inf
-            if found is not None and found.due_s == at_s == deadline_s:
-                return at_s
-            heapq.heappop(self._heap)
             if found is not None and found.due_s == at_s:
+                deadline_s = max(at_s, found.last_beat_s + self._limits[0])
+                if deadline_s == at_s:
+                    return at_s
+                heapq.heappop(self._heap)
                 found.due_s = deadline_s
                 heapq.heappush(self._heap, (deadline_s, name))
+            else:
+                heapq.heappop(self._heap)
         return math.inf
 
-    def skip(self, to_s: float, but: Collection[str] = ()) -> None:
-        """Go on as if every linked node except ``but`` had just repeated its newest heartbeat.
+    def assume(self, node: str) -> None:
+        """From now on the node counts as heard at all times, until :meth:`doubt`.
 
-        The entry of simulations for stretches in which nothing changes: they may move the clock on
-        to the earliest of their own next event and ``next_deadline_s(but)``, without the heartbeats
-        in between.
+        The entry of simulations for stretches in which nothing changes: they send no heartbeat that
+        would only repeat the one before (:mod:`megascale_driver.presence.pace`).
         """
-        for name, found in self._nodes.items():
-            if found.linked and name not in but:
-                found.last_beat_s = max(found.last_beat_s, to_s)
+        found = self._nodes.get(node)
+        if found is not None and found.linked:
+            found.assumed, found.due_s = True, math.inf
+
+    def doubt(self, now_s: float, node: str, last_beat_s: float) -> None:
+        """The node no longer counts as heard; its newest heartbeat arrived at ``last_beat_s``."""
+        found = self._nodes.get(node)
+        if found is not None and found.assumed:
+            found.assumed, found.last_beat_s = False, last_beat_s
+            self._schedule(node, found, now_s)
 
     def _first(
         self, node: str, shared: Iterable[Hashable], counted: Iterable[tuple[str, Hashable]]
@@ -234,12 +240,6 @@ class Lane:
                 self._reporters.clear()
             self._reporters[job] = node
         return self._reporters[job] == node
-
-    def _deadline_s(self, found: _Presence) -> float:
-        """When the node is next evaluated, given its newest heartbeat."""
-        if found.due_s == math.inf:
-            return math.inf
-        return max(found.due_s, found.last_beat_s + self._limits[0])
 
     def _schedule(self, name: str, found: _Presence, now_s: float) -> None:
         """Put the node's next deadline into the heap; its earlier entries no longer count."""
