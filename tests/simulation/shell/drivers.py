@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 CLUSTER = "sim"
 PREFIX = f"/megascale/{CLUSTER}/v1/"
+MAX_PAUSE_S = 5.0  # between two ticks of a driver that has nothing to decide
 SILENCE_LIMIT_S = 15.0  # of the keeper, as in megascale_common.etcd.keeper_process
 
 
@@ -118,6 +119,8 @@ class SimDriver:
         self.clock = DriverClock(world, self.clock_offset_s)
         self.client = FakeEtcdClient([self.connection], prefix=PREFIX)
         self.engine = Engine(world.policy, self.clock, "token", f"{self.name}:1")
+        if world.skips:
+            self.engine.presence.pace.max_pause_s = MAX_PAUSE_S
         self.engine.observers.append(Witness(world, self))
         keeper = Keeper(world, self)
         self.leader = Leader(

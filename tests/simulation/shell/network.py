@@ -37,8 +37,9 @@ class Refused(Exception):
 class Context:
     """The servicer context of one call."""
 
-    def __init__(self, actor: str = "") -> None:
+    def __init__(self, actor: str = "", write: Any = None) -> None:
         self._actor = actor
+        self.write = write
 
     async def abort(self, code: Any, details: str = "", trailing_metadata: Any = ()) -> None:
         """End the call with an error."""
@@ -229,13 +230,15 @@ class Link:
     async def _serve(self) -> None:
         """The driver's side, in the driver's process."""
         try:
-            context: Any = Context()
-            async for response in self.driver.link_service.Connect(self._requests, context):
-                self._transport(1, lambda message=response: self._to_node(message))
+            context: Any = Context(write=self._write)
+            await self.driver.link_service.Connect(self._requests, context)
         except Refused:
             pass
         finally:
             self._transport(1, self._closed_by_driver)
+
+    async def _write(self, message: link_pb2.ConnectResponse) -> None:
+        self._transport(1, lambda: self._to_node(message))
 
     def _to_node(self, message: link_pb2.ConnectResponse) -> None:
         if self.open and self.node.boots == self.boots:

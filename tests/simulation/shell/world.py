@@ -135,7 +135,7 @@ class World:
         if self.active_faults or self.now_s - self.changed_at_s < QUIET_S:
             return False
         leader = self.leader()
-        if leader is None or leader.engine._queue or self.operators.busy:
+        if leader is None or leader.engine._inbox or self.operators.busy:
             return False
         state = leader.engine.state
         if self.now_s - state.leader_since_s + leader.clock_offset_s < QUIET_S:
@@ -154,7 +154,15 @@ class World:
         return all(gang.settled for gang in self.gangs.values())
 
     def _skip(self, seconds: float) -> None:
+        linked = [node.name for node in self.nodes.values() if node.link is not None]
+        lanes = [driver.engine.presence.lane for driver in self.drivers if driver.leads]
+        for lane in lanes:
+            for name in linked:
+                lane.assume(name)
         self.skipped_s += seconds
+        for driver, lane in zip([d for d in self.drivers if d.leads], lanes, strict=True):
+            for name in linked:
+                lane.doubt(driver.clock.now_s(), name, driver.clock.now_s())
         for key in [key for key, gang in self.gangs.items() if gang.gone]:
             del self.gangs[key]
         for gang in self.gangs.values():
