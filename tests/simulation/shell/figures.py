@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from megascale_driver.core.state import JobPhase
 
 if TYPE_CHECKING:
+    from tests.simulation.shell.training import Gang
     from tests.simulation.shell.world import World
 
 MAIN_JOB = "main"
@@ -28,11 +29,17 @@ class Figures:
         self.false_evictions = 0
         self.detected_s: list[float] = []
         self.submitted_at_s = 0.0
+        self.best_step = 0
         self._open: list[_Fault] = []
 
     def struck(self, node: str) -> None:
         """A fault has ended the work of a node."""
         self._open.append(_Fault(self._world.now_s, node))
+
+    def ended(self, gang: Gang) -> None:
+        """A gang is gone, with the steps that it has done."""
+        if gang.job == MAIN_JOB:
+            self.best_step = max(self.best_step, gang.step())
 
     def phase(self, job: Any, was: JobPhase | None) -> None:
         """A job has changed its phase."""
@@ -50,12 +57,9 @@ class Figures:
     def ettr(self) -> float:
         """Productive time of the main job over wall time, from its submission until now."""
         world = self._world
-        best = max((gang.step() for gang in world.gangs_of(MAIN_JOB)), default=0)
-        best = max(best, self.best_step)
+        best = max([self.best_step, *(gang.step() for gang in world.gangs_of(MAIN_JOB))])
         wall_s = world.now_s - self.submitted_at_s
         return best * world.step_s(MAIN_JOB) / wall_s if wall_s > 0 else 0.0
-
-    best_step = 0
 
 
 def _nodes(job: Any) -> set[str]:

@@ -110,7 +110,7 @@ class Invariants:
     ) -> None:
         """The rules on decisions, at each commit."""
         world = self._world
-        if audit:
+        if any(line.reason != "CHECKPOINT_COMMITTED" for line in audit):
             world.touched()
         offset_s = driver.clock_offset_s
         for line in audit:

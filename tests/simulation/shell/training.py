@@ -62,14 +62,14 @@ class Gang:
     @property
     def gone(self) -> bool:
         """Whether no worker of it is left."""
-        return not self.members and (self.broken or self.finished)
+        return self.finished or (self.broken and not self.members)
 
     @property
     def settled(self) -> bool:
         """Whether nothing but steps would happen to it."""
         if self.gone:
             return True
-        return self.running and not (self.broken or self.finished or self.stalled)
+        return self.running and not (self.broken or self.stalled)
 
     def report_now(self) -> None:
         """Have rank 0's node report the newest step, as after a stretch that was skipped."""

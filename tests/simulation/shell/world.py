@@ -132,26 +132,33 @@ class World:
 
     def _quiet(self) -> bool:
         """Whether nothing but time would pass from now on."""
+        return not self.unrest()
+
+    def unrest(self) -> str:
+        """Why the stretch that begins now cannot be skipped; empty if it can."""
         if self.active_faults or self.now_s - self.changed_at_s < QUIET_S:
-            return False
+            return "a fault or a change"
         leader = self.leader()
         if leader is None or leader.engine._inbox or self.operators.busy:
-            return False
+            return "no leader, or one at work"
         state = leader.engine.state
         if self.now_s - state.leader_since_s + leader.clock_offset_s < QUIET_S:
-            return False
+            return "a new leader"
         waiting = (JobPhase.PREPARING, JobPhase.STARTING, JobPhase.STOPPING)
-        if any(job.phase in waiting for job in state.jobs.values()):
-            return False
-        if any(node.liveness is Liveness.SUSPECT for node in state.nodes.values()):
-            return False
+        for job in state.jobs.values():
+            if job.phase in waiting:
+                return f"job {job.name} is {job.phase}"
+        for name, known in state.nodes.items():
+            if known.liveness is Liveness.SUSPECT:
+                return f"node {name} is suspected"
         moving = (PREPARING, PREPARED, STARTING, FAILED)
         for node in self.nodes.values():
             if node.up and (node.paused or node.link is None or not node.link.greeted):
-                return False
+                return f"node {node.name} has no link"
             if node.up and node.phase in moving:
-                return False
-        return all(gang.settled for gang in self.gangs.values())
+                return f"node {node.name} is in phase {node.phase}"
+        restless = [gang.key for gang in self.gangs.values() if not gang.settled]
+        return f"gangs {restless}" if restless else ""
 
     def _skip(self, seconds: float) -> None:
         linked = [node.name for node in self.nodes.values() if node.link is not None]
@@ -164,7 +171,7 @@ class World:
             for name in linked:
                 lane.doubt(driver.clock.now_s(), name, driver.clock.now_s())
         for key in [key for key, gang in self.gangs.items() if gang.gone]:
-            del self.gangs[key]
+            self.invariants.figures.ended(self.gangs.pop(key))
         for gang in self.gangs.values():
             gang.settle()
         for node in self.nodes.values():
