@@ -44,7 +44,7 @@ class Invariants:
         self._restored: dict[str, int] = {}
         self._attempts: dict[str, int] = {}
         self._heads: dict[str, int] = {}
-        self._inferred: list[float] = []
+        self._inferred: list[tuple[float, str]] = []
         self.excused_s: dict[str, float] = {}  # jobs that an order or a fault stops
 
     def breaks(self, rule: str, what: str) -> None:
@@ -149,10 +149,16 @@ class Invariants:
         """I5: inferred deaths of nodes that run jobs stay within the breaker's limit."""
         world = self._world
         since_s = world.now_s - world.policy.breaker_window_s + 10.0
-        self._inferred = [at_s for at_s in self._inferred if at_s > since_s] + [world.now_s]
+        name = line.subject.removeprefix("nodes/")
+        # The silent nodes of one switch count as one, once they have been silent for long.
+        if float(line.evidence[0].digest.split()[-2]) >= world.policy.dead_uncorroborated_after_s:
+            name = world.nodes[name].switch
+        self._inferred = [item for item in self._inferred if item[0] > since_s]
+        self._inferred.append((world.now_s, name))
         limit = max(int(world.policy.breaker_share * len(world.nodes)), world.policy.breaker_nodes)
-        if len(self._inferred) > limit:
-            self.breaks("I5", f"{len(self._inferred)} nodes are dead by silence: {line.message}")
+        lost = {who for _, who in self._inferred}
+        if len(lost) > limit:
+            self.breaks("I5", f"{sorted(lost)} are dead by silence: {line.message}")
 
     def _one_place_each(self, state: Cluster) -> None:
         """I4: a node is active, spare, quarantined or draining, and one of them only."""
