@@ -398,7 +398,6 @@ class Weather:
         send("CancelJob", driver_pb2.CancelJobRequest(name="nobody", reason="typing error"))
         send("UncordonNode", driver_pb2.UncordonNodeRequest(name="n0"))
         send("SubmitJob", driver_pb2.SubmitJobRequest())
-        self._world.set_pace("main", self._world.step_s("main"))
 
     def _repeated_orders(self, fault: Fault) -> Callable[[], None]:
         operators = self._world.operators

@@ -17,6 +17,7 @@ from megascale.v1 import checkpoint_pb2, link_pb2
 from megascale_common.etcd import rpc_pb2
 from megascale_driver.core.events import Audit
 from megascale_driver.core.state import Cluster, Disposition, JobPhase
+from megascale_driver.journal import records
 
 if TYPE_CHECKING:
     from tests.simulation.shell.drivers import SimDriver
@@ -85,14 +86,15 @@ class Invariants:
             if parts[-1] == b"head":
                 self._heads[parts[-2].decode()] = _attempt_of(put.value)
             elif len(parts) > 2 and parts[-2] == b"log" and parts[-1].isdigit():
-                self._numbered(parts[-3].decode(), int(parts[-1]))
+                log = "" if parts[-3] == b"v1" else parts[-3].decode()
+                self._numbered(log, int(parts[-1]), len(records.lines_of(put.value, "record")))
 
-    def _numbered(self, log: str, seq: int) -> None:
+    def _numbered(self, log: str, seq: int, lines: int) -> None:
         """I10: the records of a log follow one another, and none is written twice."""
         known = self._seqs.get(log, 0)
         if seq != known + 1:
             self.breaks("I10", f"log {log!r} goes from {known} to {seq}")
-        self._seqs[log] = seq
+        self._seqs[log] = seq + lines - 1
 
     # --- drivers
 

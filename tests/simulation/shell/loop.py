@@ -82,6 +82,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         super().__init__()
         self.random = random.Random(f"loop-{seed}")
         self.steps = 0
+        self.most_steps = 100_000_000
         self._now_s = START_S
         self.set_task_factory(_make_task)
 
@@ -159,6 +160,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
                     return
                 process.dies_after -= 1
         self.steps += 1
+        if self.steps > self.most_steps:
+            raise DeadlockError(f"{self.steps} callbacks: something goes round in circles")
         handle._run()  # type: ignore[attr-defined]
 
     # What BaseEventLoop asks of its subclasses.
