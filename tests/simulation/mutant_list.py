@@ -85,17 +85,6 @@ MUTANTS = (
         "        self.post(NodeHello(now_s, link.node, link.identity))", "        pass",
     ),
     _driver(
-        "lose a broken link", "engine.py",
-        "        self.post(StreamReset(self.clock.now_s(), link.node, link.incarnation))",
-        "        pass",
-    ),
-    _driver(
-        "lose the answer of a probe", "engine.py",
-        "                self.post(ProbeResult(self.clock.now_s(), effect.node, "
-        "effect.incarnation, outcome))",
-        "                pass",
-    ),
-    _driver(
         "send no orders", "engine.py",
         "            if (link := self.links.get(name)) is not None:\n                link.command",
         "            if (link := None) is not None:\n                link.command",

@@ -53,15 +53,17 @@ def run(mutant: Mutant, seeds: int) -> bool:
         copy = Path(folder)
         for package in (DRIVER, COMMON):
             shutil.copytree(ROOT / package, copy / package)
+        for folder_of_tests in ("tests/simulation", "tests/harness"):
+            shutil.copytree(ROOT / folder_of_tests, copy / folder_of_tests)
         changed = copy / mutant.file
         changed.write_text(changed.read_text().replace(mutant.old, mutant.new))
         roots = [str((copy / package).parent) for package in (DRIVER, COMMON)]
-        path = os.pathsep.join([*roots, str(ROOT), str(ROOT / "proto")])
+        path = os.pathsep.join([*roots, str(copy), str(ROOT / "proto")])
         environment = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0"}
         command = [sys.executable, "-m", "tests.simulation.hunt", "--seeds", str(seeds)]
         try:
             found = subprocess.run(
-                command, env=environment, cwd=ROOT, capture_output=True, text=True,
+                command, env=environment, cwd=copy, capture_output=True, text=True,
                 timeout=LIMIT_S, check=False,
             )  # fmt: skip
             what = found.stdout.strip() or found.stderr.strip()[-300:] or "survives"

@@ -50,6 +50,7 @@ class Keeper:
         self._ticked_s = world.loop.time()
         self._newest: Renewal | None = None
         self._turn = 0
+        self.cut = False  # from etcd, while the driver's own connection may be open
 
     def keep(self, lease_id: int, ttl_s: int) -> None:
         """Renew this lease from now on."""
@@ -79,7 +80,7 @@ class Keeper:
         sent_s = self._world.loop.time()
         connection = self._driver.connection
         silent = sent_s - self._ticked_s > SILENCE_LIMIT_S
-        if silent or not connection.up or connection.swallow_requests:
+        if silent or self.cut or not connection.up or connection.swallow_requests:
             self._world.later(0.2, self._renew, turn)
             return
         granted_s = connection.etcd.store.renew(lease_id, sent_s)
@@ -122,9 +123,9 @@ class SimDriver:
         if world.skips:
             self.engine.presence.pace.max_pause_s = MAX_PAUSE_S
         self.engine.observers.append(Witness(world, self))
-        keeper = Keeper(world, self)
+        self.keeper = Keeper(world, self)
         self.leader = Leader(
-            self.client, self.engine, keeper=keeper, clock=world.loop.time
+            self.client, self.engine, keeper=self.keeper, clock=world.loop.time
         )
         self.service = DriverService(self.engine, self.leader, CLUSTER)
         self.link_service = LinkService(self.engine, self.leader, CLUSTER)

@@ -11,9 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tests.simulation.shell.drivers import PREFIX
 from tests.simulation.shell.invariants import AFTERMATH_S
 
 from megascale.v1 import driver_pb2
+from megascale_common.etcd import rpc_pb2
+from megascale_driver.journal.store import LEADER_KEY
 
 if TYPE_CHECKING:
     from tests.simulation.shell.nodes import SimNode
@@ -30,7 +33,7 @@ STORM = (
     ("straggler", 2), ("flap", 4), ("cut_up", 3), ("cut_down", 3), ("partition", 3), ("switch", 2),
     ("log_storm", 2), ("driver_crash", 6), ("driver_pause", 4), ("driver_clock", 3),
     ("driver_cut", 3), ("crash_on_commit", 6), ("late_write", 4), ("etcd_stop", 3),
-    ("etcd_slow", 3), ("etcd_lost_reply", 4), ("etcd_cut", 3), ("etcd_compact", 3), ("lossy", 3),
+    ("etcd_slow", 3), ("etcd_lost_reply", 4), ("etcd_cut", 3), ("etcd_compact", 3), ("leader_key_deleted", 3), ("lossy", 3),
     ("storage_away", 2), ("evict", 3), ("cordon", 3), ("cancel", 2), ("small_job", 5),
     ("wrong_requests", 3), ("repeated_orders", 3),
 )  # fmt: skip
@@ -312,10 +315,12 @@ class Weather:
         """Writes of the leader are under way for longer than its lease, which is not renewed."""
         leader = self._world.leader() or self._world.drivers[0]
         connection = leader.connection
+        keeper = leader.keeper
+        keeper.cut = True
         connection.delay_s = lambda: 13.0 + fault.pick % 9
-        connection.swallow_replies = True
 
         def over() -> None:
+            keeper.cut = False
             connection.delay_s = self._world.etcd_delay_s
             connection.reset()
 
@@ -349,6 +354,12 @@ class Weather:
             store.compact(store.revision)
         for connection in self._world.etcd.connections:
             connection.reset()
+
+    def _leader_key_deleted(self, fault: Fault) -> None:
+        """Somebody deletes the leader's key by hand: its lease lives on, its term is over."""
+        world = self._world
+        store = world.etcd.store
+        store.delete(rpc_pb2.DeleteRangeRequest(key=(PREFIX + LEADER_KEY).encode()))
 
     # --- network, storage, people
 

@@ -28,6 +28,7 @@ from tests.simulation.shell.network import Channel, Network
 from tests.simulation.shell.nodes import FAILED, PREPARED, PREPARING, STARTING, SimNode
 from tests.simulation.shell.operators import Operators
 from tests.simulation.shell.services import Services
+from tests.simulation.shell.settled import check_stored
 from tests.simulation.shell.training import Gang, Storage
 
 from megascale.v1 import link_pb2, types_pb2
@@ -119,6 +120,7 @@ class World:
                 work(*arguments)
             due_s = min(end_s, self._agenda[0][0] if self._agenda else end_s)
             if self.skips and due_s - self.now_s > QUIET_S + LANDING_S and self._quiet():
+                await check_stored(self)
                 self._skip(due_s - LANDING_S - self.now_s)
             await asyncio.sleep(min(max(0.0, due_s - self.now_s), 5.0))
 
