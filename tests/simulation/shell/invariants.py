@@ -220,7 +220,7 @@ class Invariants:
         """I3: one rank table per attempt, and no older attempt on a node that can be reached."""
         world, wanted = self._world, desired.assignment
         key = wanted.job, wanted.attempt
-        table = (tuple(wanted.rank_nodes), wanted.restore.step, wanted.store_endpoint)
+        table = (wanted.rank_table_digest, wanted.restore.step, wanted.store_endpoint)
         if self._tables.setdefault(key, table) != table:
             self.breaks("I3", f"attempt {key} has two rank tables")
         if world.storage_of(wanted.job).opened != wanted.attempt:

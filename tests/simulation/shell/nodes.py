@@ -30,6 +30,7 @@ class SimNode:
     def __init__(self, world: World, name: str, switch: str, devices: int) -> None:
         self.world, self.name, self.switch, self.devices = world, name, switch, devices
         self.boots = 1
+        self.protocol = 1 if world.random.random() < 0.1 else 2  # some agents are of an old build
         self.up, self.paused, self.gpu_lost = True, False, False
         self.slowness = 1.0
         self.hangs: set[tuple[str, int]] = set()  # attempts that its workers hold up
@@ -238,7 +239,7 @@ class SimNode:
                 return
             link.greeted = True
             self._beat(link)
-            if self.gang is not None and self.gang.nodes[0] == self.name:
+            if self.gang is not None and self.gang.first is self:
                 self.report_step(self.gang)
         elif kind == "desired_state":
             self._obey(message.desired_state)
@@ -355,7 +356,7 @@ class SimNode:
     def hello(self) -> link_pb2.ExecutorHello:
         """Who the node is."""
         return link_pb2.ExecutorHello(
-            protocol=link_pb2.ProtocolRange(lowest=1, highest=1),
+            protocol=link_pb2.ProtocolRange(lowest=1, highest=self.protocol),
             node=self.name,
             incarnation=self.incarnation,
             boot_id=self.incarnation,

@@ -39,8 +39,8 @@ class Operators:
     ) -> None:
         """Submit a job on so many whole nodes."""
         world = self._world
-        world.set_pace(name, step_s)
-        config = job_of(name, nodes, world._devices, steps, spares, priority)
+        world.submitted(name, step_s, nodes * world.devices)
+        config = job_of(name, nodes, world.devices, steps, spares, priority)
         self.send("SubmitJob", driver_pb2.SubmitJobRequest(spec=job_spec.to_proto(config)))
 
     def send(self, method: str, request: Any) -> None:

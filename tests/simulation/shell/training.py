@@ -33,10 +33,11 @@ class Gang:
     """The workers of one attempt on all its nodes."""
 
     def __init__(
-        self, world: World, job: str, attempt: int, nodes: tuple[str, ...], restore: int, steps: int
+        self, world: World, job: str, attempt: int, ranks: int, restore: int, steps: int
     ) -> None:
         self.world, self.job, self.attempt = world, job, attempt
-        self.nodes, self.steps = nodes, steps
+        self.ranks, self.steps = ranks, steps
+        self.nodes: set[str] = set()  # all that have ever joined
         self.members: dict[str, SimNode] = {}
         self.base = restore
         self.running = self.broken = self.finished = False
@@ -53,6 +54,16 @@ class Gang:
     def key(self) -> tuple[str, int]:
         """(job, attempt)."""
         return self.job, self.attempt
+
+    @property
+    def complete(self) -> bool:
+        """Whether every rank is there."""
+        return sum(len(node.ranks) for node in self.members.values()) == self.ranks
+
+    @property
+    def first(self) -> SimNode | None:
+        """The node of rank 0, if it is there."""
+        return next((node for node in self.members.values() if 0 in node.ranks), None)
 
     @property
     def stalled(self) -> bool:
@@ -73,7 +84,7 @@ class Gang:
 
     def report_now(self) -> None:
         """Have rank 0's node report the newest step, as after a stretch that was skipped."""
-        first = self.members.get(self.nodes[0])
+        first = self.first
         if first is not None and self.running and not self.broken and not self.stalled:
             first.report_step(self)
 
@@ -87,7 +98,8 @@ class Gang:
             node.worker_failed(self, "COLLECTIVE", 1, "connection closed by peer")
             return
         self.members[node.name] = node
-        if set(self.members) == set(self.nodes) and not self.running:
+        self.nodes.add(node.name)
+        if self.complete and not self.running:
             self.world.later(self.world.draw(1.0, 3.0), self._run)
 
     def leave(self, node: SimNode, *, loud: bool = True) -> None:
@@ -141,7 +153,7 @@ class Gang:
         return min(float(self.steps), self._done + passed_s / (self.step_s * slow))
 
     def _run(self) -> None:
-        if self.broken or self.running or set(self.members) != set(self.nodes):
+        if self.broken or self.running or not self.complete:
             return
         self.running = True
         self._mark_s = self.world.now_s
@@ -156,7 +168,7 @@ class Gang:
         if self.broken or self.finished:
             return
         self.settle()
-        first = self.members.get(self.nodes[0])
+        first = self.first
         if first is not None and not self.stalled:
             first.report_step(self)
         self.world.later(max(2.0, self.step_s), self._report)
@@ -189,7 +201,7 @@ class Gang:
         at_s = self._still_since_s = self.world.now_s
 
         def overdue() -> None:
-            if not self.broken and (self.stalled or set(self.members) != set(self.nodes)):
+            if not self.broken and (self.stalled or not self.complete):
                 if self.world.now_s - at_s >= COLLECTIVE_TIMEOUT_S - 1.0:
                     self._break()
 

@@ -60,6 +60,7 @@ class World:
         self._numbers = itertools.count()
         self._outside = contextvars.Context()
         self._step_s: dict[str, float] = {}
+        self._ranks: dict[str, int] = {}
         self.storages: dict[str, Storage] = {}
         self.gangs: dict[tuple[str, int], Gang] = {}
         self.etcd = FakeEtcd()
@@ -71,7 +72,7 @@ class World:
         self.operators = Operators(self)
         self.nodes: dict[str, SimNode] = {}
         self.drivers: list[SimDriver] = []
-        self._size, self._devices = nodes, devices
+        self._size, self.devices = nodes, devices
 
     # --- time and chance
 
@@ -128,7 +129,7 @@ class World:
         for number in range(self._size):
             name = f"n{number}"
             self.nodes[name] = SimNode(
-                self, name, f"s{number // NODES_PER_SWITCH}", self._devices
+                self, name, f"s{number // NODES_PER_SWITCH}", self.devices
             )
         self.drivers.extend(SimDriver(self, name) for name in ("d0", "d1"))
 
@@ -223,14 +224,15 @@ class World:
         if key not in self.gangs:
             restore = assignment.restore
             known = restore.source != types_pb2.RESTORE_SOURCE_NONE
-            nodes = tuple(dict.fromkeys(assignment.rank_nodes))
             steps = assignment.spec.trainer.training.steps
-            self.gangs[key] = Gang(self, *key, nodes, restore.step if known else 0, steps)
+            ranks = self._ranks[assignment.job]
+            self.gangs[key] = Gang(self, *key, ranks, restore.step if known else 0, steps)
         return self.gangs[key]
 
-    def set_pace(self, job: str, step_s: float) -> None:
-        """How long a step of the job takes."""
+    def submitted(self, job: str, step_s: float, ranks: int) -> None:
+        """What the simulation has to know of a job: the time per step, the number of ranks."""
         self._step_s[job] = step_s
+        self._ranks[job] = ranks
 
     def step_s(self, job: str) -> float:
         """How long a step of the job takes."""
