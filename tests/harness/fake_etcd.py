@@ -98,8 +98,8 @@ class Connection:
         self.swallow_requests = False
         self.swallow_replies = False
         self.swallowed = 0
-        self._waiting: set[asyncio.Future[Any]] = set()
-        self._streams: set[_Stream] = set()
+        self._waiting: dict[asyncio.Future[Any], None] = {}
+        self._streams: dict[_Stream, None] = {}
         etcd.connections.append(self)
 
     @property
@@ -110,7 +110,7 @@ class Connection:
     def reset(self) -> None:
         """Break the connection: calls in flight fail, though what they sent may have arrived."""
         self.swallow_requests = self.swallow_replies = False
-        waiting, self._waiting = self._waiting, set()
+        waiting, self._waiting = self._waiting, {}
         for reply in waiting:
             if not reply.done():
                 reply.set_exception(
@@ -127,7 +127,7 @@ class Connection:
             raise rpc_error(grpc.StatusCode.UNAVAILABLE, "connection refused")
         loop = asyncio.get_running_loop()
         reply: asyncio.Future[Any] = loop.create_future()
-        self._waiting.add(reply)
+        self._waiting[reply] = None
         self._later(self.delay_s(), self._arrive, request, apply, reply, write)
         try:
             async with asyncio.timeout(timeout_s):
@@ -135,7 +135,7 @@ class Connection:
         except TimeoutError:
             raise rpc_error(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded") from None
         finally:
-            self._waiting.discard(reply)
+            self._waiting.pop(reply, None)
 
     def _later(self, delay_s: float, work: Callable[..., object], *arguments: Any) -> None:
         loop = asyncio.get_running_loop()
@@ -188,7 +188,7 @@ class _Stream:
         self._inbox: deque[Any] = deque()
         self._arrived = asyncio.Event()
         self._ended = not connection.up
-        connection._streams.add(self)
+        connection._streams[self] = None
 
     def break_off(self) -> None:
         """The connection broke."""
@@ -215,7 +215,7 @@ class _Stream:
 
     def _end(self) -> None:
         self._ended = True
-        self.connection._streams.discard(self)
+        self.connection._streams.pop(self, None)
         self._arrived.set()
 
 
@@ -377,9 +377,7 @@ class _Stubs:
     def LeaseRevoke(self, request: Any, timeout: float | None = None) -> Awaitable[Any]:
         def revoke(wanted: rpc_pb2.LeaseRevokeRequest) -> rpc_pb2.LeaseRevokeResponse:
             if not self._store.end_lease(wanted.ID):
-                raise rpc_error(
-                    grpc.StatusCode.NOT_FOUND, "etcdserver: requested lease not found"
-                )
+                raise rpc_error(grpc.StatusCode.NOT_FOUND, "etcdserver: requested lease not found")
             return rpc_pb2.LeaseRevokeResponse(header=self._store.header())
 
         return self._call(request, revoke, timeout)

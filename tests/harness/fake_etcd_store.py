@@ -1,8 +1,8 @@
 """The state of an etcd in memory: revisions, history, transactions, leases, compaction.
 
-It takes and gives etcd's own messages and refuses what etcd refuses, with its codes and words.
-tests/integration/test_etcd_conformance.py holds it to the behaviour of the real server. Time comes from
-outside: whoever drives it ends the leases.
+It takes and gives etcd's own messages and refuses what etcd refuses, with its codes and words;
+tests/integration/test_etcd_conformance.py holds it to the behaviour of the real server. Time comes
+from outside: whoever drives it ends the leases.
 """
 
 from __future__ import annotations
@@ -209,9 +209,7 @@ class FakeEtcdStore:
             return rpc_pb2.ResponseOp(response_range=self.range(item.request_range))
         deleted = self._delete(item.request_delete_range)
         return rpc_pb2.ResponseOp(
-            response_delete_range=rpc_pb2.DeleteRangeResponse(
-                header=self.header(), deleted=deleted
-            )
+            response_delete_range=rpc_pb2.DeleteRangeResponse(header=self.header(), deleted=deleted)
         )
 
     def _check_lease(self, lease: int) -> None:

@@ -12,18 +12,16 @@ import math
 import os
 import sys
 import time
-from pathlib import Path
 
 _EXAMPLES = """
 examples:
   make simulate NODES=64 DAYS=2 SEEDS=100       100 histories of two days each
-  make simulate SEED=17 NODES=64 DAYS=2         replay one, and cut a broken one to its shortest history
+  make simulate SEED=17 NODES=64 DAYS=2         replay one; cut it if it is broken
   python -m tests.simulation --storms 0 --rate 6.5   only hardware that fails, as published
-  python -m tests.simulation --curves curves/   ETTR, detection, false evictions as CSV and SVG
 
-A seed draws its faults: hardware at the published rates (3.79 to 6.5 per 1,000 node-days, a share of
-them switches that take all their nodes along), and storms: minutes in which processes, clocks, links,
-etcd and operators fail, far more often than in production, because defects live there.
+A seed draws its faults: hardware at the published rates (3.79 to 6.5 per 1,000 node-days, a share
+of them switches that take all their nodes along), and storms: minutes in which processes, clocks,
+links, etcd and operators fail, far more often than in production, because defects live there.
 Figures of a simulation are simulated: they are not measurements of a cluster.
 """
 
@@ -38,10 +36,6 @@ def main(arguments: list[str] | None = None) -> int:
         os.execve(sys.executable, command, environment)
     from tests.simulation.shell.run import Setup
 
-    if options.curves is not None:
-        from tests.simulation.shell.curves import draw
-
-        return draw(options.curves, options.nodes, options.days, options.seeds, options.processes)
     setup = Setup(
         0, options.nodes, options.days, options.rate, options.storms, options.spares,
         not options.no_skip,
@@ -159,7 +153,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--no-skip", action="store_true", help="skip no stretch without changes")
     parser.add_argument("--no-shortest", action="store_true", help="do not cut a broken history")
-    parser.add_argument("--curves", type=Path, metavar="FOLDER", help="write curves and end")
     return parser
 
 

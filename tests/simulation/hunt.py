@@ -25,9 +25,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1)
     options = parser.parse_args()
     seeds = range(options.first, options.first + options.seeds)
-    setups = [
-        Setup(seed, NODES, DAYS, 1e-9, STORMS, most_steps=MOST_STEPS) for seed in seeds
-    ]
+    setups = [Setup(seed, NODES, DAYS, 1e-9, STORMS, most_steps=MOST_STEPS) for seed in seeds]
     for result in run_all(setups, options.processes, lambda result: bool(result.broken)):
         if result.broken:
             print(f"seed {result.seed}: {result.broken[:300]}", flush=True)

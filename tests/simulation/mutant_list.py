@@ -86,19 +86,13 @@ MUTANTS = (
     ),
     _driver(
         "send no orders", "engine.py",
-        "            if (link := self.links.get(name)) is not None:\n                link.command",
-        "            if (link := None) is not None:\n                link.command",
+        "if orders is not None and (link := self.links.get(name)) is not None:",
+        "if orders is not None and (link := None) is not None:",
     ),
     _driver(
         "forget the open links at a new term", "engine.py",
         "lane, links = self.presence.lane, self.links.all()",
         "lane, links = self.presence.lane, self.links.all()[:-1]",
-    ),
-    _driver(
-        "forget an answered attempt", "engine.py",
-        "            if isinstance(effect, OpenAttempt):\n"
-        "                text = f\"{type(error).__name__}: {error}\"\n",
-        "            if False:\n                text = f\"{type(error).__name__}: {error}\"\n",
     ),
     _driver(
         "an old link's end counts", "open_links.py",
@@ -172,12 +166,13 @@ MUTANTS = (
     ),
     _driver(
         "carry out a request twice", "core/machine.py",
-        "        return False\n    if (known.kind", "        return False\n    if False and (known.kind",
+        "    if known is None:\n        return False\n", "    return False\n",
     ),
     # jobs and scheduling
     _driver(
         "reuse an attempt", "core/scheduling.py",
-        "    number = job.attempt + 1\n    newcomers", "    number = max(1, job.attempt)\n    newcomers",
+        "    number = job.attempt + 1\n    newcomers",
+        "    number = max(1, job.attempt)\n    newcomers",
     ),
     _driver(
         "name a dead spare", "core/scheduling.py",
@@ -238,6 +233,7 @@ MUTANTS = (
     _driver(
         "restore a step that another attempt wrote", "core/restore.py",
         "return max(usable, default=(0, 0))",
-        "found = max(usable, default=(0, 0))\n    return (found[0] + 10, found[1]) if found[0] else found",
+        "found = max(usable, default=(0, 0))\n"
+        "    return (found[0] + 10, found[1]) if found[0] else found",
     ),
 )  # fmt: skip

@@ -25,9 +25,7 @@ LIMIT_S = 600.0
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the mutants; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.simulation.mutants", description=__doc__
-    )
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation.mutants", description=__doc__)
     parser.add_argument("--only", default="", help="mutants whose name contains this")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="for each; default 30")
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))

@@ -124,9 +124,7 @@ class SimDriver:
             self.engine.presence.pace.max_pause_s = MAX_PAUSE_S
         self.engine.observers.append(Witness(world, self))
         self.keeper = Keeper(world, self)
-        self.leader = Leader(
-            self.client, self.engine, keeper=self.keeper, clock=world.loop.time
-        )
+        self.leader = Leader(self.client, self.engine, keeper=self.keeper, clock=world.loop.time)
         self.service = DriverService(self.engine, self.leader, CLUSTER)
         self.link_service = LinkService(self.engine, self.leader, CLUSTER)
         self.process.spawn(self._run())

@@ -33,7 +33,8 @@ STORM = (
     ("straggler", 2), ("flap", 4), ("cut_up", 3), ("cut_down", 3), ("partition", 3), ("switch", 2),
     ("log_storm", 2), ("driver_crash", 6), ("driver_pause", 4), ("driver_clock", 3),
     ("driver_cut", 3), ("crash_on_commit", 6), ("late_write", 4), ("etcd_stop", 3),
-    ("etcd_slow", 3), ("etcd_lost_reply", 4), ("etcd_cut", 3), ("etcd_compact", 3), ("leader_key_deleted", 3), ("lossy", 3),
+    ("etcd_slow", 3), ("etcd_lost_reply", 4), ("etcd_cut", 3), ("etcd_compact", 3),
+    ("leader_key_deleted", 3), ("lossy", 3),
     ("storage_away", 2), ("evict", 3), ("cordon", 3), ("cancel", 2), ("small_job", 5),
     ("wrong_requests", 3), ("repeated_orders", 3),
 )  # fmt: skip
@@ -108,9 +109,7 @@ class Weather:
             world.touched()
             world.active_faults -= 1
 
-        world.excused_until_s = max(
-            world.excused_until_s, world.now_s + fault.for_s + AFTERMATH_S
-        )
+        world.excused_until_s = max(world.excused_until_s, world.now_s + fault.for_s + AFTERMATH_S)
         world.later(fault.for_s, over)
 
     def _node(self, fault: Fault) -> SimNode:

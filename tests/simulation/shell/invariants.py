@@ -141,11 +141,11 @@ class Invariants:
                 self.breaks("I8", f"{node.name} is dead after {silent_s} s on one signal")
             if line.log:
                 self._mass(line)
-        if line.reason in ("NODE_EVICTED", "NODE_DEAD") and line.policy != "manual" and line.log:
-            if node.trouble_until_s < world.now_s and world.calm:
-                self.figures.false_evictions += 1
-                if not self._touched_lately(line.log):
-                    self.breaks("I8", f"{node.name} is healthy: {line.message}")
+        lost = line.reason in ("NODE_EVICTED", "NODE_DEAD") and line.policy != "manual"
+        if lost and line.log and node.trouble_until_s < world.now_s and world.calm:
+            self.figures.false_evictions += 1
+            if not self._touched_lately(line.log):
+                self.breaks("I8", f"{node.name} is healthy: {line.message}")
 
     def _mass(self, line: Audit) -> None:
         """I5: inferred deaths of nodes that run jobs stay within the breaker's limit."""
@@ -230,13 +230,13 @@ class Invariants:
                 continue
             link = other.link
             reachable = other.up and not other.paused and link is not None and link.greeted
-            if other.trains and reachable and other.trouble_until_s < world.now_s:
-                if world.calm:
-                    self.breaks(
-                        "I3", f"{other.name} still runs attempt {other.attempt} beside {key}"
-                    )
+            well = reachable and other.trouble_until_s < world.now_s and world.calm
+            if other.trains and well:
+                self.breaks("I3", f"{other.name} still runs attempt {other.attempt} beside {key}")
 
-    def opened(self, request: checkpoint_pb2.OpenAttemptRequest, plan: tuple[str, int, int]) -> None:
+    def opened(
+        self, request: checkpoint_pb2.OpenAttemptRequest, plan: tuple[str, int, int]
+    ) -> None:
         """I7: what is restored is the newest that exists, and never goes back behind a commit."""
         world, (source, step, _) = self._world, plan
         storage = world.storage_of(request.job)
@@ -258,9 +258,10 @@ class Invariants:
     def gang_runs(self, gang: Gang) -> None:
         """I3: two attempts of a job never train at once, except where the older one is fenced."""
         for other in self._world.gangs_of(gang.job):
-            if other is not gang and other.running and not other.broken and not other.finished:
-                if other.attempt >= gang.attempt or not other.fenced():
-                    self.breaks("I3", f"attempts {other.attempt} and {gang.attempt} both train")
+            trains = other.running and not other.broken and not other.finished
+            free = other.attempt >= gang.attempt or not other.fenced()
+            if other is not gang and trains and free:
+                self.breaks("I3", f"attempts {other.attempt} and {gang.attempt} both train")
 
     def stopped(self, node: SimNode, gang: Gang) -> None:
         """I11, I8: workers that train well are stopped only for a reason that exists."""
@@ -268,9 +269,7 @@ class Invariants:
             return
         if not self._world.calm or self._touched_lately(gang.job):
             return
-        if any(
-            self._world.nodes[name].trouble_until_s > self._world.now_s for name in gang.nodes
-        ):
+        if any(self._world.nodes[name].trouble_until_s > self._world.now_s for name in gang.nodes):
             return
         self.breaks("I11", f"attempt {gang.key} trained and was stopped on {node.name}")
 

@@ -8,15 +8,16 @@ come twice, and calls can come twice, as when somebody in between repeats them.
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
+from tests.simulation.shell.loop import current_process
 
 from megascale.v1 import link_pb2, types_pb2
-from tests.simulation.shell.loop import current_process
 
 if TYPE_CHECKING:
     from tests.simulation.shell.drivers import SimDriver
@@ -99,7 +100,9 @@ class Network:
     def __init__(self, world: World) -> None:
         self.world = world
         self.cuts: dict[tuple[str, str], int] = {}
-        self.links: set[Link] = set()
+        self.links: dict[Link, None] = {}  # in the order of their dialling
+        # Apart from the world's: how many heartbeats there are must not change anything else.
+        self.random = random.Random(f"network-{world.seed}")
         self.loss = self.duplication = 0.0
         self.slow_s = 0.0
 
@@ -131,15 +134,15 @@ class Network:
 
     def loses(self) -> bool:
         """Whether this message is lost."""
-        return self.loss > 0.0 and self.world.random.random() < self.loss
+        return self.loss > 0.0 and self.random.random() < self.loss
 
     def duplicates(self) -> bool:
         """Whether this message comes twice."""
-        return self.duplication > 0.0 and self.world.random.random() < self.duplication
+        return self.duplication > 0.0 and self.random.random() < self.duplication
 
     def delay_s(self) -> float:
         """How long a message takes."""
-        return self.world.random.uniform(0.0005, 0.004) + self.slow_s * self.world.random.random()
+        return self.random.uniform(0.0005, 0.004) + self.slow_s * self.random.random()
 
 
 class Link:
@@ -155,7 +158,7 @@ class Link:
         self._held: tuple[list[Callable[[], None]], list[Callable[[], None]]] = ([], [])
         self._free_at_s = [0.0, 0.0]
         self._cut_since_s = 0.0
-        network.links.add(self)
+        network.links[self] = None
         self._task = driver.process.spawn(self._serve())
 
     def send(self, request: link_pb2.ConnectRequest) -> None:
@@ -222,9 +225,7 @@ class Link:
             self._held[way].append(work)
             return
         now_s = self.network.world.loop.time()
-        self._free_at_s[way] = max(
-            self._free_at_s[way] + 1e-6, now_s + self.network.delay_s()
-        )
+        self._free_at_s[way] = max(self._free_at_s[way] + 1e-6, now_s + self.network.delay_s())
         self.network.world.later(self._free_at_s[way] - now_s, work)
 
     async def _serve(self) -> None:
@@ -259,7 +260,7 @@ class Link:
 
     def _forget(self) -> None:
         self.open = False
-        self.network.links.discard(self)
+        self.network.links.pop(self, None)
 
 
 class Channel:

@@ -327,11 +327,6 @@ class SimNode:
         if self.link is not None and self.link.greeted:
             self.later(GAP_S, self._beat, self.link)
 
-    def beat_now(self) -> None:
-        """Send a heartbeat, as after a stretch that was skipped."""
-        if self.link is not None and self.link.greeted and self.up and not self.paused:
-            self._beat(self.link)
-
     def _beat(self, link: Link) -> None:
         if self.link is not link or not link.greeted:
             return
@@ -392,7 +387,7 @@ class SimNode:
             line = "x" * 500
             beat.logs.extend(
                 link_pb2.LogFingerprint(signature=f"{i} {line}", count=9, sample_line=line)
-                for i in range(self.world.random.choice((20, 80)))
+                for i in range(self.world.network.random.choice((20, 80)))
             )
         return beat
 
@@ -407,7 +402,7 @@ class SimNode:
                 rank=rank, state=link_pb2.WORKER_STATE_RUNNING, pid=4711, step=step,
                 phase="STEP" if gang.running and step > gang.base else "WARMUP",
             )  # fmt: skip
-            age_s = gang.still_s() if stalled else self.world.draw(0.0, 0.9)
+            age_s = gang.still_s() if stalled else self.world.network.random.uniform(0.0, 0.9)
             status.status_age.FromNanoseconds(int(age_s * 1e9))
             if stalled:
                 behind = self.holds_up(gang.key)

@@ -35,7 +35,14 @@ class Operators:
         self.repeats = 0.0  # chance that a request is sent once more
 
     def submit(
-        self, name: str, nodes: int, *, steps: int, step_s: float, spares: int = 0, priority: int = 0
+        self,
+        name: str,
+        nodes: int,
+        *,
+        steps: int,
+        step_s: float,
+        spares: int = 0,
+        priority: int = 0,
     ) -> None:
         """Submit a job on so many whole nodes."""
         world = self._world
@@ -71,7 +78,7 @@ class Operators:
                         continue
                     if world.random.random() < self.repeats:
                         await asyncio.sleep(world.draw(0.0, 20.0))
-                        await self._call(driver, method, request)
+                        await self._repeat(driver, method, request, code)
                     self.answers.append((method, code))
                     world.touched()
                     return
@@ -79,6 +86,12 @@ class Operators:
             self.answers.append((method, "GIVEN_UP"))
         finally:
             self.busy -= 1
+
+    async def _repeat(self, driver: Any, method: str, request: Any, code: str) -> None:
+        """Send a request again: under its id it is carried out once, and answered the same."""
+        again = await self._call(driver, method, request)
+        if code == "OK" and again not in ("OK", "UNAVAILABLE", "NO_ANSWER"):
+            self._world.invariants.breaks("request", f"{method} again is answered by {again}")
 
     async def _call(self, driver: Any, method: str, request: Any) -> str:
         """One call; the code of its answer."""

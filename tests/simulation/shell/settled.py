@@ -74,7 +74,6 @@ async def check_stored(world: World) -> None:
         rules.breaks("I10", f"log_seq {state.log_seq}, stored {loaded.cluster.log_seq}")
 
 
-
 def dict_of(value: Any) -> Any:
     """A value that can be compared, whatever kind of mapping it is."""
     return dict(value) if isinstance(value, Mapping) else value

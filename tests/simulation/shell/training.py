@@ -201,9 +201,9 @@ class Gang:
         at_s = self._still_since_s = self.world.now_s
 
         def overdue() -> None:
-            if not self.broken and (self.stalled or not self.complete):
-                if self.world.now_s - at_s >= COLLECTIVE_TIMEOUT_S - 1.0:
-                    self._break()
+            over = self.world.now_s - at_s >= COLLECTIVE_TIMEOUT_S - 1.0
+            if over and not self.broken and (self.stalled or not self.complete):
+                self._break()
 
         self.world.later(COLLECTIVE_TIMEOUT_S, overdue)
 

@@ -37,6 +37,7 @@ from megascale_driver.core.policy import Policy
 from megascale_driver.core.state import JobPhase, Liveness
 
 QUIET_S = 30.0  # without any change before a stretch is skipped
+GRID_S = 10.0  # a skip is a multiple of it: heartbeats and steps keep their places
 LANDING_S = 12.0  # before the next event a skip ends
 NODES_PER_SWITCH = 8
 
@@ -100,7 +101,7 @@ class World:
 
     def etcd_delay_s(self) -> float:
         """How long a message between a driver and etcd takes."""
-        return self.random.uniform(0.0005, 0.003)
+        return self.network.random.uniform(0.0005, 0.003)
 
     def touched(self) -> None:
         """Something has changed: no stretch is skipped for a while."""
@@ -117,20 +118,27 @@ class World:
             for context in self.loop.unhandled:
                 self.invariants.breaks("unhandled", f"{context.get('exception')!r} {context}")
             while self._agenda and self._agenda[0][0] <= self.now_s:
-                _, _, work, arguments = heapq.heappop(self._agenda)
+                _, number, work, arguments = heapq.heappop(self._agenda)
+                self._chances_of(number)
                 work(*arguments)
             due_s = min(end_s, self._agenda[0][0] if self._agenda else end_s)
             if self.skips and due_s - self.now_s > QUIET_S + LANDING_S and self._quiet():
                 await check_stored(self)
-                self._skip(due_s - LANDING_S - self.now_s)
+                self._skip((due_s - LANDING_S - self.now_s) // GRID_S * GRID_S)
             await asyncio.sleep(min(max(0.0, due_s - self.now_s), 5.0))
+
+    def _chances_of(self, number: int) -> None:
+        """Begin the chances anew: what follows an event depends on nothing before it."""
+        for name, source in (
+            ("world", self.random), ("loop", self.loop.random), ("network", self.network.random)
+        ):  # fmt: skip
+            source.seed(f"{name}-{self.seed}-{number}")
+        random.seed(f"jitter-{self.seed}-{number}")
 
     def _populate(self) -> None:
         for number in range(self._size):
             name = f"n{number}"
-            self.nodes[name] = SimNode(
-                self, name, f"s{number // NODES_PER_SWITCH}", self.devices
-            )
+            self.nodes[name] = SimNode(self, name, f"s{number // NODES_PER_SWITCH}", self.devices)
         self.drivers.extend(SimDriver(self, name) for name in ("d0", "d1"))
 
     def _quiet(self) -> bool:
@@ -177,8 +185,6 @@ class World:
             self.invariants.figures.ended(self.gangs.pop(key))
         for gang in self.gangs.values():
             gang.settle()
-        for node in self.nodes.values():
-            node.beat_now()
         for gang in self.gangs.values():
             gang.report_now()
 
