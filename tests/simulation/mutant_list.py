@@ -171,25 +171,24 @@ MUTANTS = (
     # jobs and scheduling
     _driver(
         "reuse an attempt", "core/scheduling.py",
-        "    number = job.attempt + 1\n    newcomers",
-        "    number = max(1, job.attempt)\n    newcomers",
+        "    number = job.attempt + 1\n", "    number = max(1, job.attempt)\n",
     ),
     _driver(
-        "name a dead spare", "core/scheduling.py",
+        "name a dead spare", "core/candidates.py",
         "        and node.liveness is Liveness.ALIVE\n        and node.connected\n", "",
     ),
     _driver(
-        "place on a quarantined node", "core/scheduling.py",
-        "        node.disposition is Disposition.SCHEDULABLE\n        and node.liveness",
-        "        node.liveness is not None\n        and node.liveness",
+        "place on a node that still works", "core/candidates.py",
+        "        and node.report.phase is AttemptPhase.IDLE\n        and node.desired == _IDLE\n", "",
     ),
     _driver(
-        "keep a quarantined spare", "core/scheduling.py",
-        "        and node.disposition is Disposition.SCHEDULABLE\n        and node.liveness is not",
-        "        and node.liveness is not",
+        "place on a quarantined node", "core/candidates.py",
+        "        node.disposition is Disposition.SCHEDULABLE\n"
+        "        and node.liveness is Liveness.ALIVE\n",
+        "        node.liveness is Liveness.ALIVE\n",
     ),
     _driver(
-        "give a node to two jobs", "core/scheduling.py",
+        "give a node to two jobs", "core/candidates.py",
         "name for other in draft.jobs.values() if other.name != job.name for name in other.spares",
         "name for other in draft.jobs.values() if other.name == '' for name in other.spares",
     ),

@@ -10,7 +10,7 @@ from tests.simulation.shell.drivers import PREFIX
 
 from megascale_driver.core.state import Disposition, JobPhase, Liveness
 from megascale_driver.core.storing import differs
-from megascale_driver.journal import codec
+from megascale_driver.journal import codec, ranges
 from megascale_driver.journal.reading import Reader
 from megascale_driver.journal.rows import Rows
 
@@ -53,7 +53,8 @@ async def check_stored(world: World) -> None:
     state, rules = leader.engine.state, world.invariants
     auditor = Connection(world.etcd, "auditor")
     async with FakeEtcdClient([auditor], prefix=PREFIX) as client:
-        loaded = await Reader(client, Rows(), {}).read(0)
+        last = await ranges.last_number(client, "", 0)
+        loaded = await Reader(client, Rows(), {}).read(0, last)
     world.etcd.connections.remove(auditor)
     if leader.engine.state is not state or not leader.leads:
         return  # decided in between

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from megascale_driver.core import job_faults
 from megascale_driver.core.attempt import Fault, FaultKind
+from megascale_driver.core.candidates import idle_nodes
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import Evidence
 from megascale_driver.core.fingerprint import fingerprint
-from megascale_driver.core.scheduling import idle_nodes
 from megascale_driver.core.state import Job, Root
 
 MAX_ROOTS = 8  # of a job; the oldest are forgotten
