@@ -179,7 +179,8 @@ MUTANTS = (
     ),
     _driver(
         "place on a node that still works", "core/candidates.py",
-        "        and node.report.phase is AttemptPhase.IDLE\n        and node.desired == _IDLE\n", "",
+        "        and node.report.phase is AttemptPhase.IDLE\n        and node.desired == _IDLE\n",
+        "",
     ),
     _driver(
         "place on a quarantined node", "core/candidates.py",
