@@ -6,6 +6,7 @@ with a lost GPU) is known here only; the driver has to find it out.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -30,12 +31,13 @@ class SimNode:
     def __init__(self, world: World, name: str, switch: str, devices: int) -> None:
         self.world, self.name, self.switch, self.devices = world, name, switch, devices
         self.boots = 1
-        self.protocol = 1 if world.random.random() < 0.1 else 2  # some agents are of an old build
+        self.protocol = 1 if name.endswith("7") else 2  # some agents are of an old build
         self.up, self.paused, self.gpu_lost = True, False, False
         self.slowness = 1.0
         self.hangs: set[tuple[str, int]] = set()  # attempts that its workers hold up
         self.log_storm = False
-        self.clock_offset_s = world.draw(-3.0, 3.0)
+        self.random = random.Random(f"{world.seed}-{name}")
+        self.clock_offset_s = self.draw(-3.0, 3.0)
         self.sealed: dict[str, tuple[int, int]] = {}  # job: (attempt, step) in memory
         self.sealed_ranks: dict[str, tuple[int, ...]] = {}
         self.trouble_until_s = 0.0  # until then something is, or was lately, wrong with it
@@ -43,7 +45,7 @@ class SimNode:
         self.link: Link | None = None
         self._held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._reset()
-        world.later(world.draw(0.0, 2.0), self._dial)
+        world.later(self.draw(0.0, 2.0), self._dial)
 
     def _reset(self) -> None:
         """The state of an agent that has just started."""
@@ -78,6 +80,10 @@ class SimNode:
         """Whether worker processes exist."""
         return self.phase in (STARTING, RUNNING)
 
+    def draw(self, lowest: float, highest: float) -> float:
+        """A number from the node's own generator: what others do does not change it."""
+        return self.random.uniform(lowest, highest)
+
     def holds_up(self, attempt: tuple[str, int]) -> bool:
         """Whether its workers keep those of other nodes in that attempt waiting."""
         return self.paused or attempt in self.hangs
@@ -107,7 +113,7 @@ class SimNode:
         self.boots += 1
         self.up = True
         self._reset()
-        self.later(self.world.draw(0.5, 2.0), self._dial)
+        self.later(self.draw(0.5, 2.0), self._dial)
 
     def pause(self) -> None:
         """SIGSTOP to everything on the node: sockets stay open, nothing is sent."""
@@ -199,7 +205,7 @@ class SimNode:
             return
         driver = self.world.driver_to_dial(self)
         if driver is None or not self.world.network.open(self.name, driver.name):
-            self.later(self.world.draw(0.2, 2.0), self._dial)
+            self.later(self.draw(0.2, 2.0), self._dial)
             return
         self.link = Link(self.world.network, self, driver)
         self._heard_s = self.world.loop.time()
@@ -217,7 +223,7 @@ class SimNode:
             self._held.append((self.link_closed, (link,)))
         elif self.link is link:
             self.link = None
-            self.later(self.world.draw(0.1, 1.0), self._dial)
+            self.later(self.draw(0.1, 1.0), self._dial)
 
     def _drop_link(self) -> None:
         link, self.link = self.link, None
@@ -248,7 +254,7 @@ class SimNode:
         """Refuse a lower epoch than one seen before, by ending the session."""
         if epoch < self.epoch:
             self._drop_link()
-            self.later(self.world.draw(0.2, 2.0), self._dial)
+            self.later(self.draw(0.2, 2.0), self._dial)
             return False
         if epoch > self.epoch:
             self.epoch, self.version = epoch, 0
@@ -273,7 +279,7 @@ class SimNode:
         if wanted.phase == link_pb2.DESIRED_PHASE_IDLE:
             if self.phase != IDLE:
                 self._stop()
-                self.later(self.world.draw(0.1, 0.6), self._idle, wanted)
+                self.later(self.draw(0.1, 0.6), self._idle, wanted)
         elif not mine:
             if self.phase not in (IDLE, PREPARING):
                 self._stop()
@@ -297,7 +303,7 @@ class SimNode:
         self.job, self.attempt = assignment.job, assignment.attempt
         self.ranks, self.workers, self.checks = tuple(assignment.ranks), [], []
         self._enter(PREPARING)
-        self.later(self.world.draw(0.5, 3.0), self._prepared, self.job, self.attempt)
+        self.later(self.draw(0.5, 3.0), self._prepared, self.job, self.attempt)
 
     def _prepared(self, job: str, attempt: int) -> None:
         if (self.job, self.attempt, self.phase) != (job, attempt, PREPARING):

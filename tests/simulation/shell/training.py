@@ -213,8 +213,13 @@ class Gang:
             return
         self.settle()
         self.broken, self.broken_at_s = True, self.world.now_s
-        for node in list(self.members.values()):
-            delay_s = self.world.draw(0.3, 2.0)
+        for name in sorted(self.members):
+            node = self.members[name]
             self.world.later(
-                delay_s, node.worker_failed, self, "COLLECTIVE", 1, "connection closed by peer"
+                node.draw(0.3, 2.0),
+                node.worker_failed,
+                self,
+                "COLLECTIVE",
+                1,
+                "connection closed by peer",
             )
