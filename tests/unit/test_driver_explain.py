@@ -25,6 +25,7 @@ from megascale_driver.core.events import (
     OpenFailed,
     ProbeResult,
     StreamReset,
+    SuspendRequested,
     Tick,
 )
 from megascale_driver.core.explain import CAUSES, ROUTINE, Explanation, explanation
@@ -250,6 +251,12 @@ def cancelled() -> Desk:
     return desk
 
 
+def suspended() -> Desk:
+    desk = submitted("n1")
+    desk.feed(SuspendRequested(desk.now_s, "a", "later", "ada"))
+    return desk
+
+
 def ended_by(make: Callable[[], Desk]) -> Desk:
     desk = make()
     desk.stop()
@@ -271,6 +278,7 @@ PHASES: dict[JobPhase, tuple[Callable[[], Desk], str, str]] = {
     JobPhase.STARTING: (lambda: started(AttemptPhase.PREPARED), "", "megascale watch a"),
     JobPhase.RUNNING: (lambda: started(AttemptPhase.RUNNING), "", ""),
     JobPhase.STOPPING: (cancelled, "CANCEL_REQUESTED", "megascale watch a"),
+    JobPhase.SUSPENDED: (suspended, "SUSPEND_REQUESTED", "megascale resume a --reason REASON"),
     JobPhase.SUCCEEDED: (lambda: started(AttemptPhase.FINISHED), "", ""),
     JobPhase.FAILED: (failed, "WORKER_EXITED", "megascale logs a --rank 5 --attempt 1"),
     JobPhase.CANCELLED: (

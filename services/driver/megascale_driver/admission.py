@@ -17,7 +17,7 @@ from megascale_common.job.config import DataSource, JobConfig
 from megascale_common.job.problems import JobError, JobProblem
 from megascale_common.node.incarnation import file_view
 from megascale_common.sizes.memory import largest_rank_memory
-from megascale_driver.core.scheduling import capacities
+from megascale_driver.core.candidates import capacities
 from megascale_driver.core.state import Cluster, Liveness
 from megascale_driver.placement import fit
 

@@ -51,7 +51,7 @@ def phase_entered(job: Job, nodes: Mapping[str, Node], now_s: float) -> Ledger:
         return ledger  # stored by a build that kept none, and not adopted yet
     if job.terminal:
         return goodput.entered(ledger, Activity.ENDED, now_s)
-    if job.phase is JobPhase.QUEUED:
+    if job.phase in (JobPhase.QUEUED, JobPhase.SUSPENDED):
         return goodput.entered(ledger, Activity.WAITING, now_s)
     if job.phase is JobPhase.PREPARING:
         return goodput.placed(ledger, now_s)
@@ -62,7 +62,7 @@ def phase_entered(job: Job, nodes: Mapping[str, Node], now_s: float) -> Ledger:
         )
     if job.phase is JobPhase.RUNNING:
         return goodput.at(ledger, now_s)
-    if job.phase is JobPhase.STOPPING and job.after_stop is JobPhase.QUEUED:
+    if job.phase is JobPhase.STOPPING and job.current.faults and not job.after_stop_ends:
         happened_s = min((_happened_s(fault, nodes) for fault in job.current.faults), default=now_s)
         return goodput.broke(ledger, happened_s, now_s)
     if job.phase is JobPhase.STOPPING:
@@ -75,7 +75,7 @@ def adopted(job: Job, now_s: float) -> Ledger:
     if job.terminal or job.goodput.since_us:
         return job.goodput
     ledger = goodput.submitted(now_s)
-    if job.phase is JobPhase.QUEUED:
+    if job.phase in (JobPhase.QUEUED, JobPhase.SUSPENDED):
         return ledger
     ledger = goodput.placed(ledger, now_s)
     if job.phase is JobPhase.STOPPING:

@@ -49,6 +49,24 @@ class Fault:
     hard: bool = True
 
 
+class LeaveKind(enum.StrEnum):
+    """Why a job leaves its nodes by order: it is suspended, or a higher priority goes first."""
+
+    SUSPEND = "SUSPEND"
+    PREEMPT = "PREEMPT"
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """An order to save and leave the nodes; ``beside`` is the job that a PREEMPT makes room for."""
+
+    kind: LeaveKind
+    reason: str
+    actor: str
+    since_s: float
+    beside: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class NodeSlot:
     """One node's slot in an attempt: ``ranks[i]`` runs on the node's device ``devices[i]``.
@@ -99,6 +117,10 @@ class Attempt:
     # The fleet's when the attempt started; of jobs with checkpoint.interval auto.
     failure_count: FailureCount = field(default_factory=FailureCount)
     faults: tuple[Fault, ...] = ()
+    # Kept when the attempt has stopped for it: then the job holds none of its nodes any more.
+    leaving: Leaving | None = None
+    # Until then it is not displaced again, after it could not save.
+    stays_until_s: float = 0.0
     # Newest step that is known to be completed.
     step: int = field(default=0, metadata=RIDES)
     last_step_at_s: float = field(default=0.0, metadata=VOLATILE)

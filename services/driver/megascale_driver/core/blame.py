@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from megascale_driver.core import job_faults
 from megascale_driver.core.attempt import Fault, FaultKind
+from megascale_driver.core.candidates import usable
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import Evidence
 from megascale_driver.core.fingerprint import fingerprint
-from megascale_driver.core.scheduling import idle_nodes
 from megascale_driver.core.state import Job, Root
 
 MAX_ROOTS = 8  # of a job; the oldest are forgotten
@@ -79,9 +79,14 @@ def stands_by(draft: Draft, job: Job, node: str) -> bool:
     """Whether an idle node that the job has not left could take the place of ``node``."""
     slot = job.slot_of(node)
     wanted = len(slot.devices) if slot is not None else 1
+    others = [other for other in draft.jobs.values() if other.name != job.name]
+    taken = {name for other in others for name in other.spares} | set(job.evicted)
     return any(
-        other.name not in job.evicted and len(other.identity.devices) >= wanted
-        for other in idle_nodes(draft, job)
+        name not in taken
+        and usable(other)
+        and len(other.identity.devices) >= wanted
+        and draft.holder_of(name) is None
+        for name, other in draft.nodes.items()
     )
 
 

@@ -11,7 +11,7 @@ from typing import TypedDict
 
 from megascale_common.job.config import JobConfig
 from megascale_common.job.restore import RestorePlan
-from megascale_driver.core.attempt import Attempt, FailureCount, Fault
+from megascale_driver.core.attempt import Attempt, FailureCount, Fault, Leaving
 from megascale_driver.core.conditions import Condition
 from megascale_driver.core.goodput import Ledger
 from megascale_driver.core.replica_orders import FailedCopies, ReplicaOrders
@@ -59,6 +59,7 @@ class JobChanges(TypedDict, total=False):
     updated_at_s: float
     log_seq: int
     current: Attempt
+    waits_as: str
     spares: tuple[str, ...]
     evicted: tuple[str, ...]
     attempts: tuple[AttemptRecord, ...]
@@ -100,6 +101,8 @@ class AttemptChanges(TypedDict, total=False):
     replica_orders: ReplicaOrders
     failure_count: FailureCount
     faults: tuple[Fault, ...]
+    leaving: Leaving | None
+    stays_until_s: float
     step: int
     last_step_at_s: float
     step_interval_s: float

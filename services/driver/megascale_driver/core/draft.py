@@ -37,6 +37,7 @@ class Draft:
         self.silence_hold_until_s = state.silence_hold_until_s
         # Silent nodes by switch, found once in an event (core.breaker).
         self.silent_switches: dict[str, list[str]] | None = None
+        self.queue_due_s = state.queue_due_s
         self.refusal, self.refusal_detail = "", ""
         self._log_seq = state.log_seq
         self._effects: list[Effect] = []
@@ -147,6 +148,7 @@ class Draft:
             leader_since_s=self.leader_since_s,
             grace_until_s=self.grace_until_s,
             silence_hold_until_s=self.silence_hold_until_s,
+            queue_due_s=self.queue_due_s,
         )
         follows = (tuple(self._effects), tuple(self._commanded), tuple(self._audit))
         return state, Outcome(*follows, self.refusal, self.refusal_detail)
@@ -190,4 +192,5 @@ def _role(job: Job) -> tuple[object, ...]:
         job.current.replica_orders,
         job.current.failure_count,
         job.profile,
+        job.current.leaving,
     )

@@ -43,6 +43,14 @@ Reason = Literal[
     "PROFILE_MISSED",
     "PROFILE_CANCELLED",
     "CANCEL_REQUESTED",
+    "JOB_WAITS",
+    "SUSPEND_REQUESTED",
+    "PREEMPTION_ORDERED",
+    "LEAVE_WITHDRAWN",
+    "JOB_SUSPENDED",
+    "JOB_PREEMPTED",
+    "JOB_RESUMED",
+    "JOB_DELETED",
     "JOB_SUCCEEDED",
     "JOB_FAILED",
     "JOB_CANCELLED",
@@ -183,6 +191,39 @@ class CancelRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class SuspendRequested:
+    """A client asked that the job save its state and free its nodes until it is resumed."""
+
+    now_s: float
+    job: str
+    reason: str
+    actor: str
+    request: RequestKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeRequested:
+    """A client asked that a suspended job get nodes again."""
+
+    now_s: float
+    job: str
+    reason: str
+    actor: str
+    request: RequestKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteRequested:
+    """A client asked to forget an ended job."""
+
+    now_s: float
+    job: str
+    reason: str
+    actor: str
+    request: RequestKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EvictRequested:
     """An operator asked to quarantine the node."""
 
@@ -249,6 +290,9 @@ class ProfileCancelRequested:
 Mutation = (
     JobSubmitted
     | CancelRequested
+    | SuspendRequested
+    | ResumeRequested
+    | DeleteRequested
     | EvictRequested
     | CordonRequested
     | UncordonRequested

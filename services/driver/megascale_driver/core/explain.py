@@ -13,10 +13,10 @@ from datetime import UTC, datetime
 
 from megascale_driver.analysis.progress import suspects
 from megascale_driver.core import blame, failure_rate, hang
+from megascale_driver.core.candidates import candidate, usable
 from megascale_driver.core.conditions import ConditionType
 from megascale_driver.core.events import Audit
 from megascale_driver.core.policy import Policy
-from megascale_driver.core.scheduling import candidate, usable
 from megascale_driver.core.state import (
     AttemptPhase,
     Cluster,
@@ -27,7 +27,6 @@ from megascale_driver.core.state import (
     Node,
 )
 from megascale_driver.core.suggestions import Suggestion, holders, suggestions
-from megascale_driver.placement.gang import place
 
 MAX_EVENTS = 5  # of faults and decisions, and again of routine lines
 MAX_ACTIONS = 8
@@ -47,6 +46,8 @@ CAUSES = frozenset(
         "NODE_EVICTED",
         "SOFTWARE_SUSPECTED",
         "CANCEL_REQUESTED",
+        "SUSPEND_REQUESTED",
+        "PREEMPTION_ORDERED",
     }
 )
 # Troubles that end no attempt, with the line that shows that they are over.
@@ -55,6 +56,8 @@ _PASSING = {
     "CHECKPOINT_SKIPPED": "CHECKPOINT_COMMITTED",
     "LOSS_DIVERGED": "ATTEMPT_STARTED",
 }
+# Orders to leave the nodes, which explain a job until it has them again.
+_ORDERS = ("SUSPEND_REQUESTED", "PREEMPTION_ORDERED")
 # Lines of every healthy job. Some of them show what the system did after a fault.
 ROUTINE = frozenset(
     {
@@ -69,10 +72,13 @@ ROUTINE = frozenset(
         "PROFILE_MISSED",
         "PROFILE_CANCELLED",
         "JOB_SUCCEEDED",
+        "JOB_WAITS",
+        "JOB_RESUMED",
+        "JOB_DELETED",
     }
 )
 _NO_ACTIONS = frozenset(
-    {"SUBMITTED", "ATTEMPT_PREPARING", "CHECKPOINT_COMMITTED", "JOB_SUCCEEDED"}
+    {"SUBMITTED", "ATTEMPT_PREPARING", "CHECKPOINT_COMMITTED", "JOB_SUCCEEDED", "JOB_WAITS"}
 ) | {reason for reason in ROUTINE if reason.startswith("PROFILE_")}
 
 
@@ -138,6 +144,10 @@ def explain(state: Cluster, name: str, now_s: float, policy: Policy) -> str:
         return f"job {name} is waiting: {_waiting(state, job)}"
     if job.phase in (JobPhase.PREPARING, JobPhase.STARTING):
         return f"job {name} is {job.phase.lower()} attempt {job.attempt}: {_laggards(state, job)}"
+    if job.phase is JobPhase.SUSPENDED:
+        return f"job {name} is {job.reason}"
+    if job.phase is JobPhase.RUNNING and job.current.leaving is not None:
+        return f"job {name}: {job.reason}; its last known step is {job.current.step}"
     if job.phase is JobPhase.RUNNING:
         restarts = f" after {job.restarts} restarts" if job.restarts else ""
         nodes = ", ".join(slot.node for slot in job.slots)
@@ -210,8 +220,7 @@ def _waiting(state: Cluster, job: Job) -> str:
         f"it needs {needs(job, nodes)}",
         f"{count} schedulable {'node is' if count == 1 else 'nodes are'} idle",
     ]
-    layout = job.config.layout
-    if place(layout.world_size, layout.tp, [candidate(n) for n in idle]) is not None:
+    if not job.waits_as:
         parts.append("it is about to be placed")
     idle_names = {n.name for n in idle}
     blocked = [_blocked(n, taken, reserved) for n in nodes if n.name not in idle_names]
@@ -219,7 +228,7 @@ def _waiting(state: Cluster, job: Job) -> str:
     return (
         text
         + ("; " + "; ".join(blocked[:8]) if blocked else "")
-        + (f" ({job.reason})" if job.attempt else "")
+        + (f" ({job.reason})" if job.attempt or job.waits_as else "")
     )
 
 
@@ -257,6 +266,8 @@ def _cause(job: Job, log: Sequence[Audit]) -> Audit | None:
     cancelled = JobPhase.CANCELLED in (job.phase, job.after_stop)
     if cancelled and (job.terminal or job.phase is JobPhase.STOPPING):
         return _newest(log, ("CANCEL_REQUESTED",))
+    if job.current.leaving is not None and not job.current.faults and not job.terminal:
+        return _newest(log, _ORDERS)
     if job.phase is JobPhase.STOPPING:
         return _cause_of_stop(job, log)
     passing = _passing(log)

@@ -1,7 +1,7 @@
 """The state machine of a job, advanced whenever the job or one of its nodes has changed.
 
 QUEUED -> PREPARING -> STARTING -> RUNNING -> SUCCEEDED, and from each of them through STOPPING back
-to QUEUED (for a new attempt) or to FAILED or CANCELLED.
+to QUEUED (for a new attempt) or to SUSPENDED, FAILED or CANCELLED.
 
 An attempt opens in two phases. PREPARE: every node reserves its devices and checks itself, and rank
 0's node binds the rendezvous port. When all nodes are prepared, the committer (the checkpoint
@@ -26,6 +26,7 @@ from megascale_driver.core import (
     failure_rate,
     goodput,
     job_faults,
+    leaving,
     nodes,
     profiles,
     recovery,
@@ -290,9 +291,14 @@ def _advance_running(draft: Draft, job: Job) -> None:
         _report_phase(draft.nodes.get(slot.node), job) is AttemptPhase.FINISHED
         for slot in job.slots
     ):
-        end = saving.ending(draft, job)
+        early = leaving.ended_early(draft, job)
+        if early:
+            stop(draft, draft.jobs[job.name], JobPhase.QUEUED, early)
+        end = saving.ending(draft, job) if early is None else None
         if end is not None:
             _end(draft, draft.jobs[job.name], *end)
+    else:
+        leaving.expire(draft, job)
 
 
 def _check_deadline(draft: Draft, job: Job) -> Job:
@@ -378,9 +384,11 @@ def _advance_stopping(draft: Draft, job: Job) -> None:
         subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt,
     )  # fmt: skip
     job = draft.jobs[job.name]
-    if job.after_stop is JobPhase.QUEUED:
+    if job.after_stop is JobPhase.QUEUED and job.current.faults:
         job = recovery.settle(draft, job)
-    if job.after_stop is JobPhase.QUEUED:
+    if job.current.leaving is not None and not job.after_stop_ends:
+        leaving.left(draft, job)
+    elif job.after_stop is JobPhase.QUEUED:
         draft.job(job.name, phase=JobPhase.QUEUED, reason=_why_queued(job, draft.now_s))
     else:
         _end(draft, job, job.after_stop, job.stop_reason)

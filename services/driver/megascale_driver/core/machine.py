@@ -10,12 +10,23 @@ A command can be lost with its driver; a decision that a node has acted upon can
 
 from __future__ import annotations
 
-from megascale_driver.core import breaker, divergence, hang, jobs, liveness, nodes, profiles
+from megascale_driver.core import (
+    breaker,
+    deleting,
+    divergence,
+    hang,
+    jobs,
+    liveness,
+    nodes,
+    profiles,
+    suspending,
+)
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import (
     AttemptOpened,
     CancelRequested,
     CordonRequested,
+    DeleteRequested,
     Event,
     EvictRequested,
     JobSubmitted,
@@ -31,7 +42,9 @@ from megascale_driver.core.events import (
     ProfileCancelRequested,
     ProfileRequested,
     RequestKey,
+    ResumeRequested,
     StreamReset,
+    SuspendRequested,
     Tick,
     UncordonRequested,
 )
@@ -42,6 +55,9 @@ from megascale_driver.core.state import Cluster, Request
 _MUTATION_KINDS = {
     JobSubmitted: "SubmitJob",
     CancelRequested: "CancelJob",
+    SuspendRequested: "SuspendJob",
+    ResumeRequested: "ResumeJob",
+    DeleteRequested: "DeleteJob",
     EvictRequested: "EvictNode",
     CordonRequested: "CordonNode",
     UncordonRequested: "UncordonNode",
@@ -59,7 +75,7 @@ def step(state: Cluster, event: Event, policy: Policy) -> tuple[Cluster, Outcome
         job = nodes.report(draft, event)
         if job is not None:
             jobs.advance(draft, job.name, event.node)
-            schedule(draft)
+        schedule(draft)
     elif isinstance(event, NodeHello | StreamReset | ProbeResult):
         # Of one node: what it changes concerns the job that holds the node, and no other slot.
         _dispatch(draft, event)
@@ -109,6 +125,15 @@ def _mutate(draft: Draft, event: Mutation) -> None:
     elif isinstance(event, CancelRequested):
         subject = f"jobs/{event.job}"
         jobs.cancel(draft, event)
+    elif isinstance(event, SuspendRequested):
+        subject = f"jobs/{event.job}"
+        suspending.suspend(draft, event)
+    elif isinstance(event, ResumeRequested):
+        subject = f"jobs/{event.job}"
+        suspending.resume(draft, event)
+    elif isinstance(event, DeleteRequested):
+        subject = f"jobs/{event.job}"
+        deleting.delete(draft, event)
     elif isinstance(event, ProfileRequested):
         subject = f"jobs/{event.job}"
         profiles.request(draft, event)
@@ -148,6 +173,7 @@ def _tick(draft: Draft, event: Tick) -> None:
         jobs.steps_seen(draft, name, attempt, number, record, held_s)
     breaker.refresh(draft)
     liveness.silent(draft, event.silent)
+    deleting.expire(draft)
     oldest_s = event.now_s - draft.policy.request_memory_s
     expired = [key for key, request in draft.requests.items() if request.at_s < oldest_s]
     for key in expired:

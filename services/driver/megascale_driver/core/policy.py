@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megascale_driver.analysis.progress import HangLimits
@@ -66,6 +67,18 @@ class Policy:
     profile_grace_s: float = 30.0
     # How often a job's steps, last record and goodput are stored while nothing else of it is.
     mark_interval_s: float = 10.0
+    # The queue (megascale_driver.placement.queue_values.Rules): whether a higher priority displaces
+    # jobs that can save; after how long a gang holds every node that it could use; how long a job
+    # whose nodes are lost keeps the others; devices of each tenant, no entry: not limited.
+    preempt: bool = True
+    backfill_s: float = 1800.0
+    survivors_s: float = 600.0
+    quotas: Mapping[str, int] = field(default_factory=dict)
+    # How long a job that could not save is not asked again.
+    save_again_s: float = 600.0
+    # Ended jobs that are kept: at most so many, and none for longer.
+    keep_ended_jobs: int = 1000
+    keep_ended_s: float = 30 * 86_400.0
     breaker_share: float = 0.02
     breaker_nodes: int = 4
     breaker_window_s: float = 300.0

@@ -47,6 +47,7 @@ class JobPhase(enum.StrEnum):
     STARTING = "STARTING"
     RUNNING = "RUNNING"
     STOPPING = "STOPPING"
+    SUSPENDED = "SUSPENDED"
     SUCCEEDED = "SUCCEEDED"
     FAILED = "FAILED"
     CANCELLED = "CANCELLED"
@@ -157,6 +158,8 @@ class Report:
     traces: tuple[TraceReport, ...] = ()
     daemon_restarts: int = 0
     daemon_exit_status: int = 0
+    # With phase FINISHED: the step after which the workers ended; 0: the last of the job.
+    finished_step: int = 0
     replica_endpoint: str = ""
 
 
@@ -201,6 +204,8 @@ class Desired:
     profile: ProfileCommand | None = None
     replicas: NodeReplicaOrders = field(default_factory=NodeReplicaOrders)
     failures: FailureCount = field(default_factory=FailureCount)
+    # Id of the order to save after the next steps and then end; "" without one.
+    leave: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +291,8 @@ class Job:
     log_seq: int = 0
     # The newest attempt. Its fields are stored among those of the job.
     current: Attempt = field(default_factory=Attempt, metadata=INLINE)
+    # How a queued job waits, a megascale_driver.placement.queue_values.Kind; "" if not decided yet.
+    waits_as: str = ""
     spares: tuple[str, ...] = ()
     evicted: tuple[str, ...] = ()
     attempts: tuple[AttemptRecord, ...] = field(default=(), metadata=SEPARATE)
@@ -352,6 +359,11 @@ class Job:
         """Whether the job has ended."""
         return self.phase in TERMINAL_PHASES
 
+    @property
+    def after_stop_ends(self) -> bool:
+        """Whether the job ends with the stop of its attempt."""
+        return self.after_stop in TERMINAL_PHASES
+
     def slot_of(self, node: str) -> NodeSlot | None:
         """The node's slot in the attempt, if it has one."""
         return self.current.slot_of(node)
@@ -417,6 +429,8 @@ class Cluster:
     silence_hold_until_s: float = 0.0
     # Rows of etcd that the leader could not read (jobs/NAME, nodes/NAME), and why; they stay there.
     unreadable: Mapping[str, str] = field(default_factory=dict)
+    # When the queue is decided again even if nothing changes.
+    queue_due_s: float = 0.0
 
     def holder_of(self, node: str) -> Job | None:
         """The job whose attempt holds the node, if any."""

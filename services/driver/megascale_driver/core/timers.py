@@ -28,11 +28,14 @@ def _moments(state: Cluster, now_s: float, policy: Policy) -> Iterator[float]:
     breaker = state.breaker
     if breaker.tripped_at_s:
         yield breaker.tripped_at_s + policy.breaker_window_s
+    for trip in breaker.switches:
+        yield trip.at_s + policy.breaker_window_s
     for at_s, _ in breaker.evictions:
         yield at_s + policy.breaker_window_s
     for request in state.requests.values():
         yield request.at_s + policy.request_memory_s
         break  # they are in the order of their times
+    yield state.queue_due_s
     for job in state.jobs.values():
         if job.active:
             yield from _of_job(job, now_s, policy)
@@ -48,6 +51,7 @@ def _of_job(job: Job, now_s: float, policy: Policy) -> Iterator[float]:
         yield job.timer_s + policy.start_timeout_s
     elif job.phase is JobPhase.STOPPING:
         yield job.timer_s + policy.stop_timeout_s
+        yield job.timer_s + policy.stop_timeout_s + policy.fence_timeout_s
     elif hang.stands_still(job, now_s, policy):
         yield now_s + 1e-3  # its status pages are read again and again
     else:
