@@ -67,6 +67,8 @@ def blame(draft: Draft, job: Job) -> None:
 def leave_for_another(draft: Draft, job: Job) -> bool:
     """Leave the node that failed last, if one stands by that was not tried; whether it did."""
     guilty = _guilty(job)
+    if not draft.enforced("repeated-failure"):
+        return False
     if guilty is None or guilty.node in job.evicted or seen_alike(draft, job, guilty):
         return False
     if not stands_by(draft, job, guilty.node):
@@ -161,8 +163,9 @@ def _say_software(draft: Draft, job: Job, fault: Fault, nodes: tuple[str, ...]) 
 
 
 def _leave(draft: Draft, job: Job, guilty: Fault, why: str) -> None:
-    job = draft.jobs[job.name]
-    draft.job(job.name, evicted=(*job.evicted, guilty.node))
+    job, enforced = draft.jobs[job.name], draft.enforced("repeated-failure")
+    if enforced:
+        draft.job(job.name, evicted=(*job.evicted, guilty.node))
     draft.log(
         "NODE_EVICTED",
         f"node {guilty.node} {why}: {guilty.message}",
@@ -170,5 +173,6 @@ def _leave(draft: Draft, job: Job, guilty: Fault, why: str) -> None:
         job=job.name,
         attempt=job.attempt,
         policy="repeated-failure",
-        outcome=job_faults.left_by(job),
+        mode="ENFORCE" if enforced else "OBSERVE",
+        outcome=job_faults.left_by(job) if enforced else "nothing: the rule is observed",
     )

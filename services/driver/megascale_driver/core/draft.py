@@ -16,6 +16,7 @@ from megascale_driver.core.desired import desired_of
 from megascale_driver.core.events import Audit, Effect, Evidence, Outcome, Reason
 from megascale_driver.core.overlay import Working
 from megascale_driver.core.policy import Policy
+from megascale_driver.core.rules import mode_of
 from megascale_driver.core.state import Breaker, Cluster, Job, Node, Request, Root
 
 DRIVER = "driver"
@@ -69,6 +70,10 @@ class Draft:
     def fault(self, name: str, fault: Fault) -> Job:
         """Record what broke the newest attempt of a job."""
         return self.attempt(name, faults=(*self.jobs[name].current.faults, fault))
+
+    def enforced(self, rule: str) -> bool:
+        """Whether the rule's verdicts take effect (:mod:`megascale_driver.core.rules`)."""
+        return mode_of(self.breaker.modes, rule) == "ENFORCE"
 
     def remember_roots(self, roots: tuple[Root, ...]) -> None:
         """Keep what self-checks found lately."""

@@ -43,6 +43,8 @@ Reason = Literal[
     "PROFILE_MISSED",
     "PROFILE_CANCELLED",
     "CANCEL_REQUESTED",
+    "RESTART_REQUESTED",
+    "UPDATE_REQUESTED",
     "JOB_WAITS",
     "SUSPEND_REQUESTED",
     "PREEMPTION_ORDERED",
@@ -59,10 +61,12 @@ Reason = Literal[
     "NODE_SUSPECT",
     "NODE_DEAD",
     "NODE_EVICTED",
+    "NODE_DRAINING",
     "NODE_CORDONED",
     "NODE_UNCORDONED",
     "SOFTWARE_SUSPECTED",
     "SWITCH_LOST",
+    "POLICY_SET",
     "BREAKER_TRIPPED",
     "BREAKER_RESET",
 ]
@@ -225,10 +229,77 @@ class DeleteRequested:
 
 @dataclass(frozen=True, slots=True)
 class EvictRequested:
-    """An operator asked to quarantine the node."""
+    """An operator asked to quarantine the node; unless ``now``, its job saves first."""
 
     now_s: float
     node: str
+    reason: str
+    actor: str
+    request: RequestKey | None = None
+    now: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RestartRequested:
+    """A client asked for a new attempt.
+
+    ``from_step``: the complete checkpoint to go back to, None: the newest state; ``later_steps``
+    are the checkpoints above it, which are not restored any more.
+    """
+
+    now_s: float
+    job: str
+    reason: str
+    actor: str
+    from_step: int | None = None
+    later_steps: tuple[int, ...] = ()
+    now: bool = False
+    request: RequestKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRequested:
+    """A client gave a job a new, validated configuration.
+
+    ``restart``: its next attempt begins as soon as the present one has saved.
+    """
+
+    now_s: float
+    config: JobConfig
+    restart: bool
+    reason: str
+    actor: str
+    request: RequestKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DrainRequested:
+    """An operator asked to empty the node; its job saves first."""
+
+    now_s: float
+    node: str
+    reason: str
+    actor: str
+    request: RequestKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRequested:
+    """An operator asked to have a rule observed or enforced."""
+
+    now_s: float
+    rule: str
+    mode: str
+    reason: str
+    actor: str
+    request: RequestKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerResetRequested:
+    """An operator asked to enforce inferred verdicts again."""
+
+    now_s: float
     reason: str
     actor: str
     request: RequestKey | None = None
@@ -293,6 +364,11 @@ Mutation = (
     | SuspendRequested
     | ResumeRequested
     | DeleteRequested
+    | RestartRequested
+    | UpdateRequested
+    | DrainRequested
+    | PolicyRequested
+    | BreakerResetRequested
     | EvictRequested
     | CordonRequested
     | UncordonRequested

@@ -173,7 +173,9 @@ def _announce(draft: Draft, job: Job, fault: Fault) -> None:
         draft, job, fault
     ):
         return  # the log says so
-    elif fault.kind is FaultKind.CHECK_FAILED and breaker.allows(draft, fault.node):
+    elif fault.kind is FaultKind.CHECK_FAILED and breaker.allows(
+        draft, fault.node, nodes.SELF_CHECK
+    ):
         nodes.quarantine(draft, fault.node, fault.message, policy=nodes.SELF_CHECK)
     elif fault.kind is FaultKind.CHECK_FAILED:
         job_faults.leave(

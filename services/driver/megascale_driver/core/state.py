@@ -324,6 +324,9 @@ class Job:
     failed_since_step: int = 0
     # (attempt, step, rank) of damaged snapshots that have a line in the log.
     damaged_snapshots: tuple[tuple[int, int, int], ...] = ()
+    # The configuration of the next attempt as canonical JSON; "" if it stays.
+    pending_spec: str = ""
+    rollbacks: tuple[Rollback, ...] = ()
     # The newest profile requested, of this attempt or an earlier one.
     profile: Profile | None = None
     # When the fields that ride were last stored for their own sake (core.accounting).
@@ -364,6 +367,10 @@ class Job:
         """Whether the job ends with the stop of its attempt."""
         return self.after_stop in TERMINAL_PHASES
 
+    def abandoned(self, step: int, attempt: int) -> bool:
+        """Whether a state lies on a branch that an operator gave up."""
+        return any(attempt <= back.attempt and step > back.step for back in self.rollbacks)
+
     def slot_of(self, node: str) -> NodeSlot | None:
         """The node's slot in the attempt, if it has one."""
         return self.current.slot_of(node)
@@ -388,6 +395,14 @@ class Root:
 
 
 @dataclass(frozen=True, slots=True)
+class Rollback:
+    """An order to go back: of attempts up to ``attempt``, nothing above ``step`` is restored."""
+
+    step: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
 class Breaker:
     """Evictions in the current window, by the driver itself.
 
@@ -399,6 +414,8 @@ class Breaker:
     switches: tuple[SwitchTrip, ...] = ()
     # What self-checks found lately, the newest last.
     roots: tuple[Root, ...] = ()
+    # How operators have the rules applied (core.rules); a rule without an entry is enforced.
+    modes: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
