@@ -324,6 +324,7 @@ async def test_damaged_checkpoints_are_refused_by_name_after_the_loss_of_a_node(
     refusals = [event.message for event in run.events if event.reason == "CHECKPOINT_REFUSED"]
     for name in names:
         assert any(name in message for message in refusals), (name, story)
+    assert job.attempt == 2, f"a damaged file costs no attempt of its own: {story}"
     # No node is evicted for a damaged file.
     assert list(job.evicted_nodes) == [lost], story
     assert spare in job.nodes

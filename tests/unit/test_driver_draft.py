@@ -71,6 +71,8 @@ def test_a_head_of_an_older_build_is_read_as_job_and_attempt() -> None:
 def test_a_head_of_this_build_has_the_names_that_an_older_one_reads() -> None:
     job = codec.load(Job, OLD_HEAD.encode(), config=demo_job("a"))
     written, known = json.loads(codec.dump(job)), json.loads(OLD_HEAD)
+    # An older build ignores what the plan has besides.
+    written["restore"] = {name: written["restore"][name] for name in known["restore"]}
     assert {name: written.get(name) for name in known if name != "txn"} == {
         name: value for name, value in known.items() if name != "txn"
     }

@@ -35,6 +35,7 @@ from megascale_driver.core.state import (
     JobPhase,
     Liveness,
     Report,
+    WorkerReport,
 )
 
 
@@ -218,6 +219,27 @@ def test_a_damaged_checkpoint_is_refused_and_blames_no_node(desk: Desk) -> None:
     job = desk.job()
     assert (job.refused_steps, job.node_failures, job.evicted, job.restarts) == ((30,), {}, (), 1)
     assert job.restarts_without_progress == 0 and "CHECKPOINT_REFUSED" in desk.reasons()
+
+
+def test_an_attempt_that_fell_to_an_older_checkpoint_says_so_and_goes_on(desk: Desk) -> None:
+    older = RestorePlan(RestoreSource.STORAGE, 20, 1, "m20", checked=False)
+    oldest = replace(older, step=10, manifest_uri="m10")
+    plan = RestorePlan(RestoreSource.STORAGE, 30, 1, "m30", older=(older, oldest))
+    desk.state = replace(desk.state, jobs={"a": job_with(desk.job(), restore=plan)})
+    attempt = desk.job().attempt
+    for node in ("n1", "n2"):
+        workers = (WorkerReport(0, restored_step=20, restore_problem="step 30: f is damaged"),)
+        desk.report(node, AttemptPhase.RUNNING, workers=workers)
+    job = desk.job()
+    assert job.current.restore == replace(older, older=(oldest,))
+    assert (job.attempt, job.refused_steps, job.restarts) == (attempt, (30,), 0)
+    (line,) = [line for line in desk.audit if line.reason == "CHECKPOINT_REFUSED"]
+    assert "step 30: f is damaged" in line.message
+    assert line.outcome == "the same attempt goes on from step 20"
+    # A step that no plan names changes nothing.
+    workers = (WorkerReport(0, restored_step=5, restore_problem="?"),)
+    desk.report("n1", AttemptPhase.RUNNING, workers=workers)
+    assert desk.job().current.restore == job.current.restore
 
 
 def test_a_job_leaves_a_node_that_fails_repeatedly_and_ends_with_its_budget(desk: Desk) -> None:

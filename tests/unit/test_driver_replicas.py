@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.harness.desk import Desk
+from tests.harness.desk import POLICY, Desk
 from tests.harness.simulated_cluster import demo_job
 
 from megascale.v1 import link_pb2, types_pb2
@@ -14,6 +14,7 @@ from megascale_driver import wire
 from megascale_driver.core.checkpoint_progress import Progress, SealedSnapshot
 from megascale_driver.core.conditions import CheckpointFailure
 from megascale_driver.core.events import AttemptOpened, JobSubmitted, OpenAttempt
+from megascale_driver.core.explain import explanation
 from megascale_driver.core.replica_orders import ReplicaSource
 from megascale_driver.core.state import AttemptPhase, Job, JobPhase
 from megascale_driver.journal import codec
@@ -188,6 +189,24 @@ def test_failed_copies_have_a_line_for_each_power_of_ten() -> None:
     found = [line.message for line in desk.audit if line.reason == "REPLICA_FAILED"]
     assert [line.rpartition("(")[2].split()[0] for line in found] == ["1", "10", "100"]
     assert "step 1 of rank 0 on n1 has no replica on n2: overtaken" in found[0]
+
+
+def test_a_copy_that_fails_is_the_cause_until_one_succeeds() -> None:
+    desk = begin("n1", "n2")
+    running(desk)
+
+    def explained() -> tuple[str, str]:
+        log = [line for line in desk.audit if line.log == "a"]
+        found = explanation(desk.state, "a", log, desk.now_s, POLICY)
+        return found.cause.reason if found.cause is not None else "", found.sentence
+
+    assert explained()[0] == ""
+    show(desk, "n1", failure=CheckpointFailure(1, 20, 0, "the peer has no room"))
+    cause, sentence = explained()
+    assert cause == "REPLICA_FAILED"
+    assert "have no replicas: step 20 of rank 0 on n1: the peer has no room" in sentence
+    show(desk, "n1", replicas=held(RANKS["n2"], (30, 1)))
+    assert explained()[0] == "" and "replicas" not in explained()[1]
 
 
 def test_orders_outlive_the_driver() -> None:

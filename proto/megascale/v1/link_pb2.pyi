@@ -529,6 +529,7 @@ class RestorePlan(google.protobuf.message.Message):
     WRITTEN_BY_ATTEMPT_FIELD_NUMBER: builtins.int
     MANIFEST_URI_FIELD_NUMBER: builtins.int
     MANIFEST_XXH3_FIELD_NUMBER: builtins.int
+    OLDER_FIELD_NUMBER: builtins.int
     source: megascale.v1.types_pb2.RestoreSource.ValueType
     """Where the state is."""
     step: builtins.int
@@ -539,6 +540,12 @@ class RestorePlan(google.protobuf.message.Message):
     """Address of the manifest. With source STORAGE; with MEMORY where the step is committed as well."""
     manifest_xxh3: builtins.str
     """xxh3-128 of the manifest as its COMMIT record has it, hexadecimal; empty: not known."""
+    @property
+    def older(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RestorePlan]:
+        """Committed checkpoints that the attempt falls to, newest first, where the state turns out to be
+        damaged; they have no older ones of their own.
+        """
+
     def __init__(
         self,
         *,
@@ -547,8 +554,9 @@ class RestorePlan(google.protobuf.message.Message):
         written_by_attempt: builtins.int = ...,
         manifest_uri: builtins.str = ...,
         manifest_xxh3: builtins.str = ...,
+        older: collections.abc.Iterable[Global___RestorePlan] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["manifest_uri", b"manifest_uri", "manifest_xxh3", b"manifest_xxh3", "source", b"source", "step", b"step", "written_by_attempt", b"written_by_attempt"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["manifest_uri", b"manifest_uri", "manifest_xxh3", b"manifest_xxh3", "older", b"older", "source", b"source", "step", b"step", "written_by_attempt", b"written_by_attempt"]) -> None: ...
 
 Global___RestorePlan: typing_extensions.TypeAlias = RestorePlan
 
@@ -569,6 +577,8 @@ class WorkerStatus(google.protobuf.message.Message):
     STATUS_AGE_FIELD_NUMBER: builtins.int
     EXITED_AT_FIELD_NUMBER: builtins.int
     OPERATIONS_FIELD_NUMBER: builtins.int
+    RESTORED_STEP_FIELD_NUMBER: builtins.int
+    RESTORE_PROBLEM_FIELD_NUMBER: builtins.int
     rank: builtins.int
     """Global rank."""
     state: Global___WorkerState.ValueType
@@ -588,6 +598,10 @@ class WorkerStatus(google.protobuf.message.Message):
     """Last completed step, from the status page."""
     phase: builtins.str
     """Phase, from the status page: STARTING, WARMUP, COMPILE, STEP, EVAL, SNAPSHOT, RESTORE, DONE."""
+    restored_step: builtins.int
+    """Step that was restored in place of the planned one, which is damaged; absent: the planned one."""
+    restore_problem: builtins.str
+    """What is wrong with the planned one."""
     @property
     def status_age(self) -> google.protobuf.duration_pb2.Duration:
         """Time since the status page was last written."""
@@ -616,9 +630,12 @@ class WorkerStatus(google.protobuf.message.Message):
         status_age: google.protobuf.duration_pb2.Duration | None = ...,
         exited_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         operations: collections.abc.Iterable[Global___OperationCounts] | None = ...,
+        restored_step: builtins.int | None = ...,
+        restore_problem: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["exited_at", b"exited_at", "status_age", b"status_age"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["error", b"error", "error_kind", b"error_kind", "exit_status", b"exit_status", "exited_at", b"exited_at", "operations", b"operations", "phase", b"phase", "pid", b"pid", "rank", b"rank", "state", b"state", "status_age", b"status_age", "step", b"step"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_restored_step", b"_restored_step", "exited_at", b"exited_at", "restored_step", b"restored_step", "status_age", b"status_age"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_restored_step", b"_restored_step", "error", b"error", "error_kind", b"error_kind", "exit_status", b"exit_status", "exited_at", b"exited_at", "operations", b"operations", "phase", b"phase", "pid", b"pid", "rank", b"rank", "restore_problem", b"restore_problem", "restored_step", b"restored_step", "state", b"state", "status_age", b"status_age", "step", b"step"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_restored_step", b"_restored_step"]) -> typing.Literal["restored_step"] | None: ...
 
 Global___WorkerStatus: typing_extensions.TypeAlias = WorkerStatus
 

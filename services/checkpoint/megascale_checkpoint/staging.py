@@ -49,16 +49,22 @@ class SlotMemory:
         self._closed = False
         self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            # Reserve the pages now: a full tmpfs raises an error here, while a hole in the file
-            # would kill the writer with SIGBUS later.
-            os.posix_fallocate(self.descriptor, 0, size_bytes)
+            os.ftruncate(self.descriptor, size_bytes)
             self._map = mmap.mmap(self.descriptor, size_bytes, flags=mmap.MAP_SHARED)
+            # Huge pages, where the mount gives them (huge=advise or within_size): mapping and
+            # pinning 4 KiB pages costs a restarted rank several times what the copy does.
+            with suppress(OSError):
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+            view = memoryview(self._map)
+            _populate(view)
+            # Reserve what is not there yet: a full tmpfs raises an error here, while a hole in the
+            # file would kill the writer with SIGBUS later.
+            os.posix_fallocate(self.descriptor, 0, size_bytes)
         except OSError:
             os.close(self.descriptor)
             path.unlink()
             raise
-        self.view = memoryview(self._map)
-        _populate(self.view)
+        self.view = view
 
     def close(self) -> None:
         """Unmap and remove the file, once; its memory is freed when no process maps it any more."""

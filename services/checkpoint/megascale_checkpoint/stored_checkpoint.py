@@ -44,13 +44,16 @@ class StoredCheckpoint:
         """Read and verify the manifest of ``plan``.
 
         Raises:
-            DamagedError: it is not the one that was committed, or of another step.
+            DamagedError: it is not the one that was committed, or of another step; or the plan is
+                not ``checked``, and there is none.
             RequestError: there is none on this node, or the uri is not supported.
             OSError: the storage does not answer.
         """
         try:
             storage, manifest = manifests.load(plan.manifest_uri, plan.manifest_xxh3)
         except MissingFileError as error:
+            if not plan.checked:
+                raise  # nobody has looked at it since it was committed
             # The committer has just read the manifest on its node, so this node's folder is at
             # fault and the checkpoint must not be marked as damaged.
             raise RequestError(

@@ -44,7 +44,7 @@ from megascale_trainer.snapshot_schedule import SnapshotSchedule, ToSeal, Votes
 
 ACQUIRE_RETRY_S = 0.2
 # Small slots are prepared by then; with large ones the first steps run beside it.
-PREPARE_WAIT_S = 2.0
+PREPARE_WAIT_S, SMALL_SLOTS_BYTES = 2.0, 1 << 30
 
 
 class TrainingState(Protocol):
@@ -118,7 +118,8 @@ class Snapshotter:
             collective_timeout_s=collective_timeout_s,
         )
         self.link.connect(START_TIMEOUT_S)
-        self.link.wait_prepared(PREPARE_WAIT_S)
+        if self.link.slots_bytes <= SMALL_SLOTS_BYTES:
+            self.link.wait_prepared(PREPARE_WAIT_S)
 
     def ask_ahead(self, step: int) -> None:
         """Ask for the slot of a later ``step``; the answer is read before its vote."""

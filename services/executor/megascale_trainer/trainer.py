@@ -20,7 +20,7 @@ from megascale_common.sizes.checkpoint_layout import ShardLayout
 from megascale_common.sizes.parameter_table import parameter_table, shard_layout
 from megascale_kernels.operators import choose
 from megascale_trainer.batch import MicroBatch
-from megascale_trainer.host_copy import CopyEnd
+from megascale_trainer.host_copy import CopyEnd, parts
 from megascale_trainer.model.initial_values import fill_shard
 from megascale_trainer.optimizer.interface import OptimizerSetup
 from megascale_trainer.optimizer.learning_rate import learning_rate
@@ -290,7 +290,8 @@ class Trainer:
         """
         image = self.state_image()
         self._check_slot(slot)
-        slot[: image.numel()].copy_(image, non_blocking=True)
+        for start, stop in parts(0, image.numel()):
+            slot[start:stop].copy_(image[start:stop], non_blocking=True)
 
     def wait_before_update(self, copied: CopyEnd) -> None:
         """Have the next update held until ``copied``; on CUDA by the device, not the host.
@@ -302,7 +303,8 @@ class Trainer:
     def load_from(self, slot: torch.Tensor) -> None:
         """Take the states from ``slot``, uint8 [slot_bytes].
 
-        What no piece of the layout describes (padding) becomes zero.
+        What no piece of the layout describes (padding) becomes zero. From pinned memory the copies
+        are only enqueued, on the current stream.
 
         The parameters themselves follow with :meth:`finish_load`, which all ranks call together.
         """
@@ -312,7 +314,8 @@ class Trainer:
         image.zero_()
         for piece in sorted(self._layout.pieces, key=lambda piece: piece.slot_offset_bytes):
             end = piece.slot_offset_bytes + piece.size_bytes
-            image[piece.slot_offset_bytes : end].copy_(slot[piece.slot_offset_bytes : end])
+            for start, stop in parts(piece.slot_offset_bytes, end):
+                image[start:stop].copy_(slot[start:stop], non_blocking=True)
 
     def finish_load(self, step: int) -> None:
         """Set the number of completed steps; publish the loaded parameters to all replicas."""

@@ -164,10 +164,14 @@ class SelfChecked(TypedDict):
 
 
 class Running(TypedDict):
-    """Worker to agent: past rendezvous and restore; the next step is ``step + 1``."""
+    """Worker to agent: past rendezvous and restore; the next step is ``step + 1``.
+
+    ``passed_over``: what is wrong with the planned step, where ``step`` is an older one.
+    """
 
     kind: Literal["running"]
     step: int
+    passed_over: NotRequired[str]
 
 
 class StepDone(TypedDict):

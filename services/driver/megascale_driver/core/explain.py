@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from megascale_driver.analysis.progress import suspects
-from megascale_driver.core import blame, failure_rate, hang
+from megascale_driver.core import blame, failure_rate, hang, replicas
 from megascale_driver.core.candidates import candidate, usable
 from megascale_driver.core.conditions import ConditionType
 from megascale_driver.core.events import Audit
@@ -116,7 +116,7 @@ def explanation(
 ) -> Explanation:
     """Everything about job ``name``, which must exist; ``log``: its audit lines, oldest first."""
     job = state.jobs[name]
-    cause = _cause(job, log)
+    cause = _cause(state, job, log)
     actions = [
         line
         for line in log
@@ -154,13 +154,19 @@ def explain(state: Cluster, name: str, now_s: float, policy: Policy) -> str:
         text = (
             f"job {name} runs attempt {job.attempt} on {nodes}{restarts}; "
             f"its last known step is {job.current.step}"
-            f"{_failing_checkpoint(job, now_s)}{_auto_interval(job)}"
+            f"{_failing_checkpoint(job, now_s)}{_failing_replicas(state, job)}"
+            f"{_auto_interval(job)}"
         )
         standstill = hang.describe(state.nodes, job, now_s, policy)
         return f"{text}; {standstill}" if standstill else text
     if job.phase is JobPhase.STOPPING:
         return f"job {name} is stopping attempt {job.attempt} because {job.stop_reason}"
     return f"job {name} has {job.phase.lower()}: {job.reason}"
+
+
+def _failing_replicas(state: Cluster, job: Job) -> str:
+    problem = replicas.problem(job, state.nodes) if job.config.checkpoint.replicas else ""
+    return f"; the newest snapshots have no replicas: {problem}" if problem else ""
 
 
 def _auto_interval(job: Job) -> str:
@@ -261,7 +267,7 @@ def _laggards(state: Cluster, job: Job) -> str:
     return f"waiting for {', '.join(waiting)}"
 
 
-def _cause(job: Job, log: Sequence[Audit]) -> Audit | None:
+def _cause(state: Cluster, job: Job, log: Sequence[Audit]) -> Audit | None:
     """What brought the job where it is; None while nothing has happened to it."""
     cancelled = JobPhase.CANCELLED in (job.phase, job.after_stop)
     if cancelled and (job.terminal or job.phase is JobPhase.STOPPING):
@@ -274,11 +280,22 @@ def _cause(job: Job, log: Sequence[Audit]) -> Audit | None:
     if passing is not None or job.phase is JobPhase.SUCCEEDED:
         return passing
     stopped = _newest(log, ("ATTEMPT_STOPPED",))
+    uncopied = _without_replica(state, job, log)
+    if uncopied is not None and (stopped is None or stopped.seq < uncopied.seq):
+        return uncopied
     if stopped is None:
         return _newest(log, ("JOB_FAILED",))
     before = [line for line in log if line.seq < stopped.seq and line.attempt == stopped.attempt]
     why = stopped.message.removeprefix(f"attempt {stopped.attempt} has stopped: ")
     return _stopped_for(before, why) or stopped
+
+
+def _without_replica(state: Cluster, job: Job, log: Sequence[Audit]) -> Audit | None:
+    """The newest copy of this attempt that failed, as long as its node reports no newer success."""
+    if not job.config.checkpoint.replicas or not replicas.problem(job, state.nodes):
+        return None
+    lines = [line for line in log if line.attempt == job.attempt]
+    return _newest(lines, ("REPLICA_FAILED",))
 
 
 def _cause_of_stop(job: Job, log: Sequence[Audit]) -> Audit | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megascale_driver.core import breaker, profiles, saving
+from megascale_driver.core import breaker, profiles, restored, saving
 from megascale_driver.core.checkpoint_progress import Progress
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import (
@@ -89,6 +89,7 @@ def report(draft: Draft, event: NodeReport) -> Job | None:
     )
     for progress in event.report.progress:
         _committed(draft, node.name, progress)
+    restored.report(draft, node.name, event.report)
     saving.report(draft, node, event.report)
     profiles.report(draft, node.name, event.report)
     before = node.report

@@ -121,6 +121,9 @@ class WorkerReport:
     error: str = ""
     error_kind: str = ""
     exited_at_s: float = 0.0
+    # Step that was restored in place of the planned one; -1: the planned one was.
+    restored_step: int = -1
+    restore_problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)

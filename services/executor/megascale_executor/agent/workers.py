@@ -52,6 +52,8 @@ class Worker:
     page: Path
     process: ForkedProcess | None = None
     running: bool = False
+    restored_step: int = 0  # with ``passed_over``: what is wrong with the planned one
+    passed_over: str = ""
     finished: bool = False
     not_saved: str = ""  # with ``finished``: why the last step is not committed
     error_kind: str = ""
@@ -161,6 +163,8 @@ class WorkerSet:
     def _take(self, worker: Worker, message: WorkerMessage) -> None:
         if message["kind"] == "running":
             worker.running = True
+            worker.restored_step = message["step"]
+            worker.passed_over = message.get("passed_over", "")
             if all(each.running for each in self.workers):
                 self._events.all_running()
         elif message["kind"] == "step":

@@ -126,6 +126,11 @@ class SnapshotSteps:
         if isinstance(self._cadence, AutoCadence):
             self._cadence.decide(step, wishes)
 
+    def poll(self) -> None:
+        """The host waits for the device: seal what was copied by now, so that its slot is free."""
+        if self._snapshots is not None:
+            self._snapshots.seal_if_copied()
+
     def after(self, step: int, skipped_updates: int) -> None:
         """``step`` was launched: seal what was copied; start or skip its snapshot as decided."""
         if self._snapshots is None:

@@ -104,6 +104,7 @@ class StepLoop:
         # The host stays in this loop when its device hangs: the page shows how far that came.
         while not launched.result.ready():
             self.groups.poll()
+            self.snapshots.poll()
             time.sleep(STEP_POLL_S)
         record = launched.result.read()
         self.status.update(step=launched.step, phase=Phase.STEP)

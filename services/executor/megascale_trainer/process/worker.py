@@ -51,6 +51,7 @@ from megascale_trainer.process.step_records import StepRecords
 from megascale_trainer.restore import RestoreRefused, restore
 from megascale_trainer.snapshot import Snapshotter
 from megascale_trainer.telemetry.profiling import StepProfiler
+from megascale_trainer.telemetry.timeline import Timeline
 from megascale_trainer.trainer import Trainer
 
 RENDEZVOUS_TIMEOUT_S = 120.0
@@ -113,11 +114,14 @@ class _Worker:
         )
         self._snapshots: Snapshotter | None = None
         self._skipped, self._consumed = 0, 0
+        self._start = Timeline()
+        self._passed_over: tuple[str, ...] = ()
 
     def run(self) -> None:
         """The whole life of the rank."""
         self._say_hello()
-        self._groups = self._meet()
+        with self._start.part("meet"):
+            self._groups = self._meet()
         try:
             self._work()
         except BaseException:
@@ -128,16 +132,23 @@ class _Worker:
 
     def _work(self) -> None:
         config, status = self._config, self._status
-        trainer = self._build()
+        start = self._start
+        with start.part("build"):
+            trainer = self._build()
         if config.checkpoint.uri:
-            self._snapshots = self._register(trainer)
-        done = self._restore(trainer)
-        loop = self._step_loop(trainer, done)
+            with start.part("register"):
+                self._snapshots = self._register(trainer)
+        with start.part("restore"):
+            done = self._restore(trainer)
+        with start.part("data"):
+            loop = self._step_loop(trainer, done)
+        print(f"ready to train: {start}", flush=True)
         # From here on garbage is only collected at chosen steps (see step_loop).
         gc.collect()
         gc.freeze()
         gc.disable()
-        framing.send(self._agent, Running(kind="running", step=done))
+        passed_over = "; ".join(self._passed_over)[:MAX_ERROR_CHARS]
+        framing.send(self._agent, Running(kind="running", step=done, passed_over=passed_over))
         status.update(step=done, phase=Phase.WARMUP)
         loop.run(done)
         status.update(phase=Phase.SNAPSHOT)
@@ -239,6 +250,10 @@ class _Worker:
         self._status.update(phase=Phase.RESTORE)
         world = self._groups.world
         restored = restore(self._snapshots.link, plan, trainer, self._device, world)
+        plan = self._plan = restored.plan
+        self._passed_over = restored.passed_over
+        for problem in restored.passed_over:
+            print(f"passed over: {problem}", flush=True)
         if restored.damage:
             print(f"memory is damaged, storage was read: {restored.damage}", flush=True)
         small_state = restored.small_state
