@@ -169,7 +169,7 @@ def test_a_job_that_backs_off_says_so() -> None:
         for slot in desk.job().slots:
             desk.report(slot.node, AttemptPhase.IDLE)
         if desk.job().phase is JobPhase.QUEUED:
-            assert "it backs off" in desk.job().reason, desk.job().reason
+            assert "the next attempt begins in" in desk.job().reason, desk.job().reason
             rest(desk, 10.0)
 
 

@@ -455,7 +455,8 @@ def test_explain_names_what_a_waiting_job_waits_for(desk: Desk) -> None:
     desk.feed(JobSubmitted(desk.now_s, demo_job("b"), "me"))
     assert explain(desk.state, "b", desk.now_s, POLICY) == (
         "job b is waiting: it needs 2 nodes with 4 cpu devices, 0 schedulable nodes are idle; "
-        "n1 runs job a; n2 runs job a; n3 is quarantined (bad fan)"
+        "n1 runs job a; n2 runs job a; n3 is quarantined (bad fan) (waiting for nodes (it needs 8 "
+        "devices in groups of 2 on one node, 0 of 8 are free until job a ends or leaves))"
     )
     assert (
         explain(desk.state, "a", desk.now_s, POLICY)

@@ -104,7 +104,10 @@ def build_app() -> typer.Typer:
             jobs.events,
             profile.profile,
             specs.clone,
+            jobs.suspend,
+            jobs.resume,
             jobs.cancel,
+            jobs.delete,
         ),
         NODES: (
             nodes.nodes,

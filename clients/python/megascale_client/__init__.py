@@ -38,6 +38,8 @@ from megascale_client.messages import (
     NodeLiveness,
     Profile,
     RestoreSource,
+    ResumeJobResponse,
+    SuspendJobResponse,
     Trace,
     TraceState,
 )
@@ -76,7 +78,9 @@ __all__ = [
     "NotPossible",
     "Profile",
     "RestoreSource",
+    "ResumeJobResponse",
     "ServiceFailure",
+    "SuspendJobResponse",
     "TimedOut",
     "Trace",
     "TraceState",

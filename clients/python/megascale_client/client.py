@@ -46,6 +46,8 @@ from megascale_client.messages import (
     JobPhase,
     Node,
     Profile,
+    ResumeJobResponse,
+    SuspendJobResponse,
     TraceState,
     UncordonNodeResponse,
     WatchJobResponse,
@@ -230,6 +232,40 @@ class AsyncClient:
         request = driver_pb2.CancelJobRequest(name=name, reason=reason, request_id=_request_id())
         answer = await self._connection.unary("CancelJob", request, driver_pb2.CancelJobResponse)
         return Job(answer.job)
+
+    async def suspend(
+        self, name: str, reason: str, *, validate_only: bool = False
+    ) -> SuspendJobResponse:
+        """Save a job's state, then stop it and free its nodes until :meth:`resume`.
+
+        Returns at once: a running job is SUSPENDED when it has saved (:meth:`wait`). With
+        ``validate_only`` nothing changes. Raises NotFound, NotPossible (it has no checkpoints, or
+        has ended).
+        """
+        request = driver_pb2.SuspendJobRequest(
+            name=name, reason=reason, request_id=_request_id(), validate_only=validate_only
+        )
+        answer = await self._connection.unary("SuspendJob", request, driver_pb2.SuspendJobResponse)
+        return SuspendJobResponse(answer)
+
+    async def resume(
+        self, name: str, reason: str, *, validate_only: bool = False
+    ) -> ResumeJobResponse:
+        """Let a suspended job have nodes again. Raises NotFound, NotPossible (it has ended)."""
+        request = driver_pb2.ResumeJobRequest(
+            name=name, reason=reason, request_id=_request_id(), validate_only=validate_only
+        )
+        answer = await self._connection.unary("ResumeJob", request, driver_pb2.ResumeJobResponse)
+        return ResumeJobResponse(answer)
+
+    async def delete(
+        self, name: str, reason: str, *, validate_only: bool = False
+    ) -> driver_pb2.DeleteJobResponse:
+        """Forget an ended job; its checkpoints stay. Raises NotFound, NotPossible (it runs)."""
+        request = driver_pb2.DeleteJobRequest(
+            name=name, reason=reason, request_id=_request_id(), validate_only=validate_only
+        )
+        return await self._connection.unary("DeleteJob", request, driver_pb2.DeleteJobResponse)
 
     async def profile(
         self,

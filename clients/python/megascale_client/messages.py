@@ -33,6 +33,8 @@ __all__ = [
     "NodeLiveness",
     "Profile",
     "RestoreSource",
+    "ResumeJobResponse",
+    "SuspendJobResponse",
     "Trace",
     "TraceState",
     "UncordonNodeResponse",
@@ -97,6 +99,8 @@ class JobPhase(NamedEnum):
     FAILED = 7
     # Cancelled on request.
     CANCELLED = 8
+    # Has saved and left its nodes on request; runs again after ResumeJob.
+    SUSPENDED = 9
 
 
 class NodeAssignment(NamedEnum):
@@ -291,6 +295,22 @@ class EvictNodeResponse(View, of=driver_pb2.EvictNodeResponse):
     consequence: str
 
 
+class SuspendJobResponse(View, of=driver_pb2.SuspendJobResponse):
+    """What the call returns."""
+
+    proto: driver_pb2.SuspendJobResponse
+    job: Job
+    consequence: str
+
+
+class ResumeJobResponse(View, of=driver_pb2.ResumeJobResponse):
+    """What the call returns."""
+
+    proto: driver_pb2.ResumeJobResponse
+    job: Job
+    consequence: str
+
+
 class CordonNodeResponse(View, of=driver_pb2.CordonNodeResponse):
     """What the call returns."""
 
@@ -307,6 +327,6 @@ class UncordonNodeResponse(View, of=driver_pb2.UncordonNodeResponse):
     consequence: str
 
 
-TERMINAL_PHASES = frozenset(phase for phase in JobPhase if phase >= JobPhase.SUCCEEDED)
+TERMINAL_PHASES = frozenset({JobPhase.SUCCEEDED, JobPhase.FAILED, JobPhase.CANCELLED})
 
 # End of the generated part.

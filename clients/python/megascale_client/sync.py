@@ -43,6 +43,8 @@ from megascale_client.messages import (
     JobPhase,
     Node,
     Profile,
+    ResumeJobResponse,
+    SuspendJobResponse,
     UncordonNodeResponse,
     WatchJobResponse,
 )
@@ -149,6 +151,25 @@ class Client:
     def cancel(self, name: str, reason: str) -> Job:
         """Stop a job's workers; its committed checkpoints stay. Raises NotFound, NotPossible."""
         return self._loop.run(self._client.cancel(name, reason))
+
+    def suspend(self, name: str, reason: str, *, validate_only: bool = False) -> SuspendJobResponse:
+        """Save a job's state, then stop it and free its nodes until :meth:`resume`.
+
+        Returns at once: a running job is SUSPENDED when it has saved (:meth:`wait`). With
+        ``validate_only`` nothing changes. Raises NotFound, NotPossible (it has no checkpoints, or
+        has ended).
+        """
+        return self._loop.run(self._client.suspend(name, reason, validate_only=validate_only))
+
+    def resume(self, name: str, reason: str, *, validate_only: bool = False) -> ResumeJobResponse:
+        """Let a suspended job have nodes again. Raises NotFound, NotPossible (it has ended)."""
+        return self._loop.run(self._client.resume(name, reason, validate_only=validate_only))
+
+    def delete(
+        self, name: str, reason: str, *, validate_only: bool = False
+    ) -> driver_pb2.DeleteJobResponse:
+        """Forget an ended job; its checkpoints stay. Raises NotFound, NotPossible (it runs)."""
+        return self._loop.run(self._client.delete(name, reason, validate_only=validate_only))
 
     def profile(
         self,

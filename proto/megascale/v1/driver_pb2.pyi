@@ -739,6 +739,152 @@ class CancelJobResponse(google.protobuf.message.Message):
 Global___CancelJobResponse: typing_extensions.TypeAlias = CancelJobResponse
 
 @typing.final
+class SuspendJobRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Name of the job."""
+    request_id: builtins.str
+    """Makes a retry safe: for a day the same id and request return the same result."""
+    reason: builtins.str
+    """Why; recorded in the audit log. Required."""
+    validate_only: builtins.bool
+    """Only return the consequence; change nothing."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        request_id: builtins.str = ...,
+        reason: builtins.str = ...,
+        validate_only: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "reason", b"reason", "request_id", b"request_id", "validate_only", b"validate_only"]) -> None: ...
+
+Global___SuspendJobRequest: typing_extensions.TypeAlias = SuspendJobRequest
+
+@typing.final
+class SuspendJobResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    CONSEQUENCE_FIELD_NUMBER: builtins.int
+    consequence: builtins.str
+    """What the order does to the job, in one sentence."""
+    @property
+    def job(self) -> Global___Job:
+        """The job, after the order unless validate_only is set; phase SUSPENDED once its nodes are free."""
+
+    def __init__(
+        self,
+        *,
+        job: Global___Job | None = ...,
+        consequence: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["job", b"job"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["consequence", b"consequence", "job", b"job"]) -> None: ...
+
+Global___SuspendJobResponse: typing_extensions.TypeAlias = SuspendJobResponse
+
+@typing.final
+class ResumeJobRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Name of the job."""
+    request_id: builtins.str
+    """Makes a retry safe: for a day the same id and request return the same result."""
+    reason: builtins.str
+    """Why; recorded in the audit log. Required."""
+    validate_only: builtins.bool
+    """Only return the consequence; change nothing."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        request_id: builtins.str = ...,
+        reason: builtins.str = ...,
+        validate_only: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "reason", b"reason", "request_id", b"request_id", "validate_only", b"validate_only"]) -> None: ...
+
+Global___ResumeJobRequest: typing_extensions.TypeAlias = ResumeJobRequest
+
+@typing.final
+class ResumeJobResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    CONSEQUENCE_FIELD_NUMBER: builtins.int
+    consequence: builtins.str
+    """What the order does to the job, in one sentence."""
+    @property
+    def job(self) -> Global___Job:
+        """The job, after the order unless validate_only is set."""
+
+    def __init__(
+        self,
+        *,
+        job: Global___Job | None = ...,
+        consequence: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["job", b"job"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["consequence", b"consequence", "job", b"job"]) -> None: ...
+
+Global___ResumeJobResponse: typing_extensions.TypeAlias = ResumeJobResponse
+
+@typing.final
+class DeleteJobRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Name of the job."""
+    request_id: builtins.str
+    """Makes a retry safe: for a day the same id and request return the same result."""
+    reason: builtins.str
+    """Why; recorded in the audit log. Required."""
+    validate_only: builtins.bool
+    """Only return the consequence; change nothing."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        request_id: builtins.str = ...,
+        reason: builtins.str = ...,
+        validate_only: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "reason", b"reason", "request_id", b"request_id", "validate_only", b"validate_only"]) -> None: ...
+
+Global___DeleteJobRequest: typing_extensions.TypeAlias = DeleteJobRequest
+
+@typing.final
+class DeleteJobResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONSEQUENCE_FIELD_NUMBER: builtins.int
+    consequence: builtins.str
+    """What is deleted and what stays, in one sentence."""
+    def __init__(
+        self,
+        *,
+        consequence: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["consequence", b"consequence"]) -> None: ...
+
+Global___DeleteJobResponse: typing_extensions.TypeAlias = DeleteJobResponse
+
+@typing.final
 class ProfileJobRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

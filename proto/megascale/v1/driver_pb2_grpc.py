@@ -68,6 +68,21 @@ class DriverServiceStub(object):
                 request_serializer=megascale_dot_v1_dot_driver__pb2.CancelJobRequest.SerializeToString,
                 response_deserializer=megascale_dot_v1_dot_driver__pb2.CancelJobResponse.FromString,
                 _registered_method=True)
+        self.SuspendJob = channel.unary_unary(
+                '/megascale.v1.DriverService/SuspendJob',
+                request_serializer=megascale_dot_v1_dot_driver__pb2.SuspendJobRequest.SerializeToString,
+                response_deserializer=megascale_dot_v1_dot_driver__pb2.SuspendJobResponse.FromString,
+                _registered_method=True)
+        self.ResumeJob = channel.unary_unary(
+                '/megascale.v1.DriverService/ResumeJob',
+                request_serializer=megascale_dot_v1_dot_driver__pb2.ResumeJobRequest.SerializeToString,
+                response_deserializer=megascale_dot_v1_dot_driver__pb2.ResumeJobResponse.FromString,
+                _registered_method=True)
+        self.DeleteJob = channel.unary_unary(
+                '/megascale.v1.DriverService/DeleteJob',
+                request_serializer=megascale_dot_v1_dot_driver__pb2.DeleteJobRequest.SerializeToString,
+                response_deserializer=megascale_dot_v1_dot_driver__pb2.DeleteJobResponse.FromString,
+                _registered_method=True)
         self.ProfileJob = channel.unary_unary(
                 '/megascale.v1.DriverService/ProfileJob',
                 request_serializer=megascale_dot_v1_dot_driver__pb2.ProfileJobRequest.SerializeToString,
@@ -213,6 +228,63 @@ class DriverServiceServicer(object):
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
         - FAILED_PRECONDITION (JOB_ENDED): the job has succeeded or failed already.
+        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+        repeat it with the same request_id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SuspendJob(self, request, context):
+        """Frees the nodes of a job until ResumeJob. A running job first saves: all its ranks take a
+        snapshot after the same step, wait until that is a complete checkpoint, and end; no completed
+        step is lost. It stays RUNNING until then, and goes on training if it cannot save, which
+        withdraws the order. A job that does not train yet stops at once. Suspending a suspended job
+        changes nothing.
+
+        Callers: client, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
+        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_ENDED): the job has ended, or is ending.
+        - FAILED_PRECONDITION (JOB_CANNOT_SAVE): the job runs without checkpoints, so its steps would be
+        lost.
+        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+        repeat it with the same request_id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeJob(self, request, context):
+        """Lets a suspended job have nodes again: it goes back to the queue, and restores its newest
+        checkpoint. An order to suspend that has not been carried out is withdrawn. Resuming a job that
+        is not suspended changes nothing.
+
+        Callers: client, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
+        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_ENDED): the job has ended.
+        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+        repeat it with the same request_id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteJob(self, request, context):
+        """Forgets an ended job: its record, its attempts and its log. Its checkpoints and the logs of its
+        ranks stay. Its name may be used again, with another checkpoint.uri.
+
+        Callers: client, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
+        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_NOT_ENDED): the job has not ended; CancelJob ends it.
         - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
         repeat it with the same request_id.
         """
@@ -448,6 +520,21 @@ def add_DriverServiceServicer_to_server(servicer, server):
                     request_deserializer=megascale_dot_v1_dot_driver__pb2.CancelJobRequest.FromString,
                     response_serializer=megascale_dot_v1_dot_driver__pb2.CancelJobResponse.SerializeToString,
             ),
+            'SuspendJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.SuspendJob,
+                    request_deserializer=megascale_dot_v1_dot_driver__pb2.SuspendJobRequest.FromString,
+                    response_serializer=megascale_dot_v1_dot_driver__pb2.SuspendJobResponse.SerializeToString,
+            ),
+            'ResumeJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeJob,
+                    request_deserializer=megascale_dot_v1_dot_driver__pb2.ResumeJobRequest.FromString,
+                    response_serializer=megascale_dot_v1_dot_driver__pb2.ResumeJobResponse.SerializeToString,
+            ),
+            'DeleteJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteJob,
+                    request_deserializer=megascale_dot_v1_dot_driver__pb2.DeleteJobRequest.FromString,
+                    response_serializer=megascale_dot_v1_dot_driver__pb2.DeleteJobResponse.SerializeToString,
+            ),
             'ProfileJob': grpc.unary_unary_rpc_method_handler(
                     servicer.ProfileJob,
                     request_deserializer=megascale_dot_v1_dot_driver__pb2.ProfileJobRequest.FromString,
@@ -658,6 +745,87 @@ class DriverService(object):
             '/megascale.v1.DriverService/CancelJob',
             megascale_dot_v1_dot_driver__pb2.CancelJobRequest.SerializeToString,
             megascale_dot_v1_dot_driver__pb2.CancelJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SuspendJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/megascale.v1.DriverService/SuspendJob',
+            megascale_dot_v1_dot_driver__pb2.SuspendJobRequest.SerializeToString,
+            megascale_dot_v1_dot_driver__pb2.SuspendJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/megascale.v1.DriverService/ResumeJob',
+            megascale_dot_v1_dot_driver__pb2.ResumeJobRequest.SerializeToString,
+            megascale_dot_v1_dot_driver__pb2.ResumeJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/megascale.v1.DriverService/DeleteJob',
+            megascale_dot_v1_dot_driver__pb2.DeleteJobRequest.SerializeToString,
+            megascale_dot_v1_dot_driver__pb2.DeleteJobResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -105,6 +105,54 @@ _DriverServiceCancelJobType = typing_extensions.TypeVar(
     ],
 )
 
+_DriverServiceSuspendJobType = typing_extensions.TypeVar(
+    '_DriverServiceSuspendJobType',
+    grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.SuspendJobRequest,
+        megascale.v1.driver_pb2.SuspendJobResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.SuspendJobRequest,
+        megascale.v1.driver_pb2.SuspendJobResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.SuspendJobRequest,
+        megascale.v1.driver_pb2.SuspendJobResponse,
+    ],
+)
+
+_DriverServiceResumeJobType = typing_extensions.TypeVar(
+    '_DriverServiceResumeJobType',
+    grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.ResumeJobRequest,
+        megascale.v1.driver_pb2.ResumeJobResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.ResumeJobRequest,
+        megascale.v1.driver_pb2.ResumeJobResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.ResumeJobRequest,
+        megascale.v1.driver_pb2.ResumeJobResponse,
+    ],
+)
+
+_DriverServiceDeleteJobType = typing_extensions.TypeVar(
+    '_DriverServiceDeleteJobType',
+    grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.DeleteJobRequest,
+        megascale.v1.driver_pb2.DeleteJobResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.DeleteJobRequest,
+        megascale.v1.driver_pb2.DeleteJobResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.DeleteJobRequest,
+        megascale.v1.driver_pb2.DeleteJobResponse,
+    ],
+)
+
 _DriverServiceProfileJobType = typing_extensions.TypeVar(
     '_DriverServiceProfileJobType',
     grpc.UnaryUnaryMultiCallable[
@@ -313,7 +361,7 @@ _DriverServiceGetClusterInfoType = typing_extensions.TypeVar(
     ],
 )
 
-class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServiceGetJobType, _DriverServiceListJobsType, _DriverServiceWatchJobType, _DriverServiceCancelJobType, _DriverServiceProfileJobType, _DriverServiceCancelProfileType, _DriverServiceExplainJobType, _DriverServiceListNodesType, _DriverServiceEvictNodeType, _DriverServiceCordonNodeType, _DriverServiceUncordonNodeType, _DriverServiceRunDiagnosticsType, _DriverServiceListEventsType, _DriverServiceWatchEventsType, _DriverServiceTailLogsType, _DriverServiceListCheckpointsType, _DriverServiceGetClusterInfoType]):
+class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServiceGetJobType, _DriverServiceListJobsType, _DriverServiceWatchJobType, _DriverServiceCancelJobType, _DriverServiceSuspendJobType, _DriverServiceResumeJobType, _DriverServiceDeleteJobType, _DriverServiceProfileJobType, _DriverServiceCancelProfileType, _DriverServiceExplainJobType, _DriverServiceListNodesType, _DriverServiceEvictNodeType, _DriverServiceCordonNodeType, _DriverServiceUncordonNodeType, _DriverServiceRunDiagnosticsType, _DriverServiceListEventsType, _DriverServiceWatchEventsType, _DriverServiceTailLogsType, _DriverServiceListCheckpointsType, _DriverServiceGetClusterInfoType]):
     """Jobs, nodes and the audit log, served by the leader of the drivers. A standby driver refuses
     every call. A leader that has lost etcd still answers the calls that only read, and refuses those
     that change something.
@@ -346,6 +394,18 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
         grpc.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.CancelJobRequest,
             megascale.v1.driver_pb2.CancelJobResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.SuspendJobRequest,
+            megascale.v1.driver_pb2.SuspendJobResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.ResumeJobRequest,
+            megascale.v1.driver_pb2.ResumeJobResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.DeleteJobRequest,
+            megascale.v1.driver_pb2.DeleteJobResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.ProfileJobRequest,
@@ -422,6 +482,18 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
         grpc.aio.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.CancelJobRequest,
             megascale.v1.driver_pb2.CancelJobResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.SuspendJobRequest,
+            megascale.v1.driver_pb2.SuspendJobResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.ResumeJobRequest,
+            megascale.v1.driver_pb2.ResumeJobResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.DeleteJobRequest,
+            megascale.v1.driver_pb2.DeleteJobResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.ProfileJobRequest,
@@ -531,6 +603,54 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
     - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
     - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
     - FAILED_PRECONDITION (JOB_ENDED): the job has succeeded or failed already.
+    - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+      repeat it with the same request_id.
+    """
+
+    SuspendJob: _DriverServiceSuspendJobType
+    """Frees the nodes of a job until ResumeJob. A running job first saves: all its ranks take a
+    snapshot after the same step, wait until that is a complete checkpoint, and end; no completed
+    step is lost. It stays RUNNING until then, and goes on training if it cannot save, which
+    withdraws the order. A job that does not train yet stops at once. Suspending a suspended job
+    changes nothing.
+
+    Callers: client, operator
+    Errors:
+    - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
+    - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+    - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+    - FAILED_PRECONDITION (JOB_ENDED): the job has ended, or is ending.
+    - FAILED_PRECONDITION (JOB_CANNOT_SAVE): the job runs without checkpoints, so its steps would be
+      lost.
+    - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+      repeat it with the same request_id.
+    """
+
+    ResumeJob: _DriverServiceResumeJobType
+    """Lets a suspended job have nodes again: it goes back to the queue, and restores its newest
+    checkpoint. An order to suspend that has not been carried out is withdrawn. Resuming a job that
+    is not suspended changes nothing.
+
+    Callers: client, operator
+    Errors:
+    - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
+    - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+    - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+    - FAILED_PRECONDITION (JOB_ENDED): the job has ended.
+    - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+      repeat it with the same request_id.
+    """
+
+    DeleteJob: _DriverServiceDeleteJobType
+    """Forgets an ended job: its record, its attempts and its log. Its checkpoints and the logs of its
+    ranks stay. Its name may be used again, with another checkpoint.uri.
+
+    Callers: client, operator
+    Errors:
+    - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
+    - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+    - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+    - FAILED_PRECONDITION (JOB_NOT_ENDED): the job has not ended; CancelJob ends it.
     - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
       repeat it with the same request_id.
     """
@@ -718,6 +838,18 @@ DriverServiceAsyncStub: typing_extensions.TypeAlias = DriverServiceStub[
         megascale.v1.driver_pb2.CancelJobResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.SuspendJobRequest,
+        megascale.v1.driver_pb2.SuspendJobResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.ResumeJobRequest,
+        megascale.v1.driver_pb2.ResumeJobResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.DeleteJobRequest,
+        megascale.v1.driver_pb2.DeleteJobResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         megascale.v1.driver_pb2.ProfileJobRequest,
         megascale.v1.driver_pb2.ProfileJobResponse,
     ],
@@ -862,6 +994,69 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
         - FAILED_PRECONDITION (JOB_ENDED): the job has succeeded or failed already.
+        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+          repeat it with the same request_id.
+        """
+
+    @abc.abstractmethod
+    def SuspendJob(
+        self,
+        request: megascale.v1.driver_pb2.SuspendJobRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[megascale.v1.driver_pb2.SuspendJobResponse, collections.abc.Awaitable[megascale.v1.driver_pb2.SuspendJobResponse]]:
+        """Frees the nodes of a job until ResumeJob. A running job first saves: all its ranks take a
+        snapshot after the same step, wait until that is a complete checkpoint, and end; no completed
+        step is lost. It stays RUNNING until then, and goes on training if it cannot save, which
+        withdraws the order. A job that does not train yet stops at once. Suspending a suspended job
+        changes nothing.
+
+        Callers: client, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
+        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_ENDED): the job has ended, or is ending.
+        - FAILED_PRECONDITION (JOB_CANNOT_SAVE): the job runs without checkpoints, so its steps would be
+          lost.
+        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+          repeat it with the same request_id.
+        """
+
+    @abc.abstractmethod
+    def ResumeJob(
+        self,
+        request: megascale.v1.driver_pb2.ResumeJobRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[megascale.v1.driver_pb2.ResumeJobResponse, collections.abc.Awaitable[megascale.v1.driver_pb2.ResumeJobResponse]]:
+        """Lets a suspended job have nodes again: it goes back to the queue, and restores its newest
+        checkpoint. An order to suspend that has not been carried out is withdrawn. Resuming a job that
+        is not suspended changes nothing.
+
+        Callers: client, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
+        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_ENDED): the job has ended.
+        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+          repeat it with the same request_id.
+        """
+
+    @abc.abstractmethod
+    def DeleteJob(
+        self,
+        request: megascale.v1.driver_pb2.DeleteJobRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[megascale.v1.driver_pb2.DeleteJobResponse, collections.abc.Awaitable[megascale.v1.driver_pb2.DeleteJobResponse]]:
+        """Forgets an ended job: its record, its attempts and its log. Its checkpoints and the logs of its
+        ranks stay. Its name may be used again, with another checkpoint.uri.
+
+        Callers: client, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
+        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - FAILED_PRECONDITION (JOB_NOT_ENDED): the job has not ended; CancelJob ends it.
         - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
           repeat it with the same request_id.
         """

@@ -338,10 +338,15 @@ class DesiredState(google.protobuf.message.Message):
     PHASE_FIELD_NUMBER: builtins.int
     ASSIGNMENT_FIELD_NUMBER: builtins.int
     PROFILE_FIELD_NUMBER: builtins.int
+    LEAVE_FIELD_NUMBER: builtins.int
     version: builtins.int
     """Number of this desired state within the epoch; an agent refuses a lower one."""
     phase: Global___DesiredPhase.ValueType
     """What to do."""
+    leave: builtins.str
+    """Id of an order: save the state after one of the next steps, all ranks the same, and end. Empty:
+    there is none, or it is withdrawn. With START.
+    """
     @property
     def epoch(self) -> megascale.v1.types_pb2.Epoch:
         """Epoch of the driver; an agent refuses a lower one than it has received before."""
@@ -362,9 +367,10 @@ class DesiredState(google.protobuf.message.Message):
         phase: Global___DesiredPhase.ValueType = ...,
         assignment: Global___AttemptAssignment | None = ...,
         profile: Global___ProfileCommand | None = ...,
+        leave: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["assignment", b"assignment", "epoch", b"epoch", "profile", b"profile"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["assignment", b"assignment", "epoch", b"epoch", "phase", b"phase", "profile", b"profile", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["assignment", b"assignment", "epoch", b"epoch", "leave", b"leave", "phase", b"phase", "profile", b"profile", "version", b"version"]) -> None: ...
 
 Global___DesiredState: typing_extensions.TypeAlias = DesiredState
 
@@ -895,6 +901,7 @@ class Heartbeat(google.protobuf.message.Message):
     ACK_RECEIVED_AT_FIELD_NUMBER: builtins.int
     TRACES_FIELD_NUMBER: builtins.int
     CHECKPOINT_DAEMON_FIELD_NUMBER: builtins.int
+    FINISHED_STEP_FIELD_NUMBER: builtins.int
     seq: builtins.int
     """Number of this heartbeat; counts from 1 for every start of the agent."""
     desired_version: builtins.int
@@ -911,6 +918,10 @@ class Heartbeat(google.protobuf.message.Message):
     """
     store_endpoint: builtins.str
     """Address (host:port) of the rendezvous store. With PREPARED on the node of rank 0."""
+    finished_step: builtins.int
+    """With FINISHED: the step after which the workers ended; below the last step of the job by an
+    order to leave, and then its checkpoint is complete. 0: not known.
+    """
     @property
     def epoch_seen(self) -> megascale.v1.types_pb2.Epoch:
         """Highest epoch that the node has received."""
@@ -985,9 +996,10 @@ class Heartbeat(google.protobuf.message.Message):
         ack_received_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         traces: collections.abc.Iterable[Global___TraceReport] | None = ...,
         checkpoint_daemon: Global___CheckpointDaemonState | None = ...,
+        finished_step: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["ack_driver_received_at", b"ack_driver_received_at", "ack_driver_sent_at", b"ack_driver_sent_at", "ack_received_at", b"ack_received_at", "checkpoint_daemon", b"checkpoint_daemon", "epoch_seen", b"epoch_seen", "host", b"host", "sent_at", b"sent_at"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ack_driver_received_at", b"ack_driver_received_at", "ack_driver_sent_at", b"ack_driver_sent_at", "ack_received_at", b"ack_received_at", "attempt", b"attempt", "checkpoint_daemon", b"checkpoint_daemon", "checkpoints", b"checkpoints", "checks", b"checks", "desired_version", b"desired_version", "epoch_seen", b"epoch_seen", "failure", b"failure", "host", b"host", "job", b"job", "logs", b"logs", "phase", b"phase", "sent_at", b"sent_at", "seq", b"seq", "store_endpoint", b"store_endpoint", "traces", b"traces", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ack_driver_received_at", b"ack_driver_received_at", "ack_driver_sent_at", b"ack_driver_sent_at", "ack_received_at", b"ack_received_at", "attempt", b"attempt", "checkpoint_daemon", b"checkpoint_daemon", "checkpoints", b"checkpoints", "checks", b"checks", "desired_version", b"desired_version", "epoch_seen", b"epoch_seen", "failure", b"failure", "finished_step", b"finished_step", "host", b"host", "job", b"job", "logs", b"logs", "phase", b"phase", "sent_at", b"sent_at", "seq", b"seq", "store_endpoint", b"store_endpoint", "traces", b"traces", "workers", b"workers"]) -> None: ...
 
 Global___Heartbeat: typing_extensions.TypeAlias = Heartbeat
 

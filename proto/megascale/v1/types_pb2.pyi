@@ -182,6 +182,8 @@ class _JobPhaseEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     """Given up; phase_reason has the last failure."""
     JOB_PHASE_CANCELLED: _JobPhase.ValueType  # 8
     """Cancelled on request."""
+    JOB_PHASE_SUSPENDED: _JobPhase.ValueType  # 9
+    """Has saved and left its nodes on request; runs again after ResumeJob."""
 
 class JobPhase(_JobPhase, metaclass=_JobPhaseEnumTypeWrapper):
     """Phase of a job."""
@@ -203,6 +205,8 @@ JOB_PHASE_FAILED: JobPhase.ValueType  # 7
 """Given up; phase_reason has the last failure."""
 JOB_PHASE_CANCELLED: JobPhase.ValueType  # 8
 """Cancelled on request."""
+JOB_PHASE_SUSPENDED: JobPhase.ValueType  # 9
+"""Has saved and left its nodes on request; runs again after ResumeJob."""
 Global___JobPhase: typing_extensions.TypeAlias = JobPhase
 
 class _JobConditionType:

@@ -12,6 +12,7 @@ import gc
 import math
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import uvloop
@@ -35,6 +36,7 @@ from megascale_driver.leadership import Leader
 from megascale_driver.link_service import LinkService
 from megascale_driver.metrics import DriverMetrics
 from megascale_driver.platform.etcd_check import check_endpoints, require_etcd
+from megascale_driver.queue_options import add_queue_options
 from megascale_driver.service import DriverService
 
 SERVICES = ("megascale.v1.DriverService", "megascale.v1.ExecutorLinkService")
@@ -97,6 +99,13 @@ async def _serve_until(
 ) -> None:
     policy = Policy.for_interval(
         options.heartbeat_interval_s, HangLimits(floor_s=options.hang_floor_s)
+    )
+    policy = replace(
+        policy,
+        quotas=dict(options.quota),
+        preempt=options.preemption,
+        keep_ended_jobs=options.keep_ended_jobs,
+        keep_ended_s=options.keep_ended_days * 86_400.0,
     )
     engine = Engine(policy, SystemClock(), token, "")
     server = RpcServer(token, tls=tls)
@@ -196,6 +205,7 @@ def _parser() -> argparse.ArgumentParser:
         help="write host:port to this file once it serves",
     )
     _add_metrics_and_limits(parser)
+    add_queue_options(parser)
     _add_tls(parser)
     parser.add_argument("--version", action="version", version=build_version())
     return parser

@@ -29,12 +29,13 @@ from megascale_driver.service_base import (
     required_reason,
 )
 from megascale_driver.service_nodes import NodeMethods
+from megascale_driver.service_queue import QueueMethods
 from megascale_driver.service_watch import WatchMethods
 
 MAX_SPEC_BYTES = 64 << 10  # etcd takes 1.5 MiB for a whole transaction
 
 
-class DriverService(NodeMethods, WatchMethods, driver_pb2_grpc.DriverServiceServicer):
+class DriverService(NodeMethods, QueueMethods, WatchMethods, driver_pb2_grpc.DriverServiceServicer):
     """Jobs, nodes, audit log: everything that clients may ask of the driver."""
 
     @answers

@@ -29,6 +29,7 @@ from megascale_common.service.errors import (
     invalid,
 )
 from megascale_driver import profile_request, wire
+from megascale_driver.core import machine
 from megascale_driver.core.events import Mutation, Outcome, RequestKey
 from megascale_driver.core.state import Job, Node
 from megascale_driver.engine import Engine
@@ -50,6 +51,8 @@ _REFUSALS: dict[str, tuple[type[ServiceError], str]] = {
     ),
     "JOB_NOT_FOUND": (NotFoundError, "there is no such job; `ListJobs` lists all jobs"),
     "JOB_ENDED": (StateError, "the job has ended already"),
+    "JOB_CANNOT_SAVE": (StateError, "the job has no checkpoints, so its steps would be lost"),
+    "JOB_NOT_ENDED": (StateError, "the job has not ended; cancel it first"),
     **dict.fromkeys(profile_request.REFUSALS, (StateError, "the job cannot be profiled now")),
     "NO_PROFILE": (StateError, "no profile of the job is in progress"),
     "NODE_NOT_FOUND": (NotFoundError, "there is no such node; `ListNodes` lists all nodes"),
@@ -112,6 +115,19 @@ class ServiceBase:
                 reason="ETCD_SILENT",
             ) from error
         raise_refusal(outcome)
+
+    def _preview(self, event: Mutation, reason: str, what: str = "node") -> str:
+        """What the request would lead to: the core is asked, its new state is thrown away.
+
+        Raises:
+            ServiceError: the core would refuse the request.
+        """
+        _, outcome = machine.step(self.engine.state, event, self.engine.policy)
+        raise_refusal(outcome)
+        line = next((line for line in outcome.audit if line.reason == reason), None)
+        if line is None:
+            return f"nothing changes: the {what} is in that state already"
+        return line.outcome
 
 
 def raise_refusal(outcome: Outcome) -> None:

@@ -8,11 +8,9 @@ from megascale.v1 import driver_pb2
 from megascale_common.service.errors import StateError
 from megascale_common.service.handlers import answers
 from megascale_driver import wire
-from megascale_driver.core import machine
 from megascale_driver.core.events import (
     CordonRequested,
     EvictRequested,
-    Mutation,
     UncordonRequested,
 )
 from megascale_driver.core.state import Disposition, Job, Node
@@ -22,7 +20,6 @@ from megascale_driver.service_base import (
     actor_of,
     first_page,
     from_node,
-    raise_refusal,
     request_key,
     required_reason,
 )
@@ -114,19 +111,6 @@ class NodeMethods(ServiceBase):
     def _node_message(self, name: str) -> driver_pb2.Node:
         last_beat_s = self.engine.presence.lane.last_beat_s(name)
         return wire.node_message(self.engine.state, self._node(name), last_beat_s)
-
-    def _preview(self, event: Mutation, reason: str) -> str:
-        """What the request would lead to: the core is asked, its new state is thrown away.
-
-        Raises:
-            ServiceError: the core would refuse the request.
-        """
-        _, outcome = machine.step(self.engine.state, event, self.engine.policy)
-        raise_refusal(outcome)
-        line = next((line for line in outcome.audit if line.reason == reason), None)
-        if line is None:
-            return "nothing changes: the node is in that state already"
-        return line.outcome
 
     def _consequence(self, node: Node) -> str:
         """What an eviction of the node would lead to, in one sentence."""

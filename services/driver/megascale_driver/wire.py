@@ -116,6 +116,7 @@ def desired_state(node: Node, job: Job | None, epoch: types_pb2.Epoch) -> link_p
                 fleet_device_hours=wanted.failures.device_hours,
             )
         )
+        message.leave = wanted.leave
         if wanted.restore is not None:
             message.assignment.restore.CopyFrom(restore.to_proto(wanted.restore))
         if wanted.profile is not None:

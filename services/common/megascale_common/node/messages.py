@@ -16,6 +16,7 @@ Agent and worker, over the socket passed with Fork:
     worker: Running, then StepDone per step (from one rank per job: see ``reports``), then Failed or
         Finished.
     agent: ProfileSteps at any time; the worker answers each with Profiled, steps later.
+    agent: Leave or Stay at any time; the workers end early together, each with Finished.
     agent: STACKS_SIGNAL at any time; the worker writes its threads' stacks to its log, even from
         inside a hung call.
     Or, instead of Assignment, agent: SelfCheck (-> fds: the store's listening socket, on rank 0 of
@@ -203,6 +204,22 @@ class CancelProfile(TypedDict):
     id: str
 
 
+class Leave(TypedDict):
+    """Agent to worker: save after one of the next steps and end; all ranks do so together.
+
+    If the state cannot be saved they train on, and ignore this ``id`` from then on.
+    """
+
+    kind: Literal["leave"]
+    id: str
+
+
+class Stay(TypedDict):
+    """Agent to worker: the order to leave is withdrawn, unless it is being carried out."""
+
+    kind: Literal["stay"]
+
+
 class Profiled(TypedDict):
     """Worker to agent: what became of a trace; ``detail`` gives the reason when there is none."""
 
@@ -229,6 +246,7 @@ class Failed(TypedDict):
 class Finished(TypedDict):
     """Worker to agent: all steps are done, and the last snapshot is committed or given up.
 
+    ``step`` is the last; before that of the job it is committed, and the run ended by Leave.
     ``not_saved`` is the reason for giving up; "" where it is committed, or the job writes none.
     """
 

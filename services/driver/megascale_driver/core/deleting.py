@@ -40,10 +40,10 @@ def expire(draft: Draft) -> None:
 
 def _delete(draft: Draft, job: Job, why: str, actor: str) -> None:
     del draft.jobs[job.name]
+    uri = job.config.checkpoint.uri
     draft.log(
         "JOB_DELETED", f"job {job.name}, which had {job.phase.lower()}, is deleted: {why}",
         subject=f"jobs/{job.name}", actor=actor, policy="retention",
-        outcome=f"its checkpoints stay in {job.config.checkpoint.uri}"
-        if job.config.checkpoint.uri
-        else "",
+        outcome="its record and log are gone"
+        + (f"; its checkpoints stay in {uri}" if uri else ""),
     )  # fmt: skip

@@ -110,6 +110,7 @@ def _relevant(report: Report) -> tuple[object, ...]:
         report.attempt,
         report.phase,
         report.failure,
+        report.finished_step,
         report.workers,
         report.checks,
         report.store_endpoint,

@@ -28,14 +28,11 @@ def schedule(draft: Draft) -> None:
         # would go to worse nodes than in a moment, or its old nodes would look lost.
         draft.queue_due_s = draft.now_s
         return
-    queued = [job for job in draft.jobs.values() if job.phase is JobPhase.QUEUED]
-    waiting = bool(queued)
-    draft.queue_due_s = min(
-        [
-            draft.now_s + RECHECK_S if waiting else float("inf"),
-            *(job.not_before_s for job in queued if job.not_before_s > draft.now_s),
-        ]
-    )
+    waiting = [job for job in draft.jobs.values() if job.phase is JobPhase.QUEUED]
+    draft.queue_due_s = draft.now_s + RECHECK_S if waiting else float("inf")
+    for job in waiting:
+        if draft.now_s < job.not_before_s < draft.queue_due_s:
+            draft.queue_due_s = job.not_before_s
     if not waiting and not any(_lacks_spares(draft, job) for job in draft.jobs.values()):
         return
     plan = decide(view_of(draft))
@@ -86,7 +83,7 @@ def _carry_out(draft: Draft, decision: Decision) -> None:
         _start(draft, job, decision)
     elif decision.kind is Kind.PREEMPT:
         leaving.preempt(draft, job, beside=decision.beside, why=decision.why)
-    else:
+    elif decision.why:
         _wait(draft, job, decision)
 
 

@@ -64,6 +64,13 @@ def suspend(draft: Draft, event: SuspendRequested) -> None:
         jobs.stop(draft, job, JobPhase.SUSPENDED, why)
 
 
+def _of_resume(job: Job) -> str:
+    if job.phase is JobPhase.RUNNING:
+        return f"job {job.name} stays on its nodes, unless its workers have saved and ended already"
+    step = f"restores step {job.committed_step}" if job.committed_step else "starts from step 0"
+    return f"job {job.name} waits for nodes, and {step}"
+
+
 def resume(draft: Draft, event: ResumeRequested) -> None:
     """Let the job have nodes again; nothing happens to one that is not suspended."""
     job = draft.jobs.get(event.job)
@@ -77,6 +84,7 @@ def resume(draft: Draft, event: ResumeRequested) -> None:
     draft.log(
         "JOB_RESUMED", f"{event.actor} asked to resume the job: {event.reason}",
         subject=f"jobs/{job.name}", job=job.name, actor=event.actor, attempt=job.attempt,
+        outcome=_of_resume(job),
     )  # fmt: skip
     job = draft.jobs[job.name]
     if job.phase is JobPhase.SUSPENDED:

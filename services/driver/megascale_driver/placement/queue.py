@@ -68,16 +68,15 @@ class _Round:
         return Plan(tuple(self._decisions), dict(self._pool.free))
 
     def _decide(self, job: WaitingJob) -> Decision:
+        if self._view.now_s < job.not_before_s:
+            own = tuple(self._pool.own(job))
+            self._pool.take(own)
+            return Decision(Kind.KEEP, job.name, "", nodes=own)
         if why := self._quota.never(job):
             self._pool.release(job)
             return Decision(Kind.WAIT, job.name, why)
         if not self._known.fits(job.world_size, job.tp):
             return self._unplaceable(job)
-        if self._view.now_s < job.not_before_s:
-            own = tuple(self._pool.own(job))
-            self._pool.take(own)
-            why = "it backs off, since its last attempts made no progress"
-            return Decision(Kind.KEEP, job.name, why, nodes=own)
         short = self._quota.short(job)
         room = self._pool.room_for(job)
         if not short and room.fits(job.world_size, job.tp):

@@ -31,6 +31,7 @@ class WaitingJob:
 
     ``last``: its placement when it was last running, while it recovers from a fault; empty for a
     job that is new, was preempted or resumed. ``waiting_since_s``: since when it is queued.
+    ``not_before_s``: it backs off until then.
     """
 
     name: str
@@ -43,7 +44,6 @@ class WaitingJob:
     last: tuple[Part, ...] = ()
     spares: tuple[str, ...] = ()
     evicted: frozenset[str] = frozenset()
-    # Until then it is not placed (back-off), and keeps what it has.
     not_before_s: float = 0.0
 
     @property
@@ -135,7 +135,7 @@ STARTS = frozenset({Kind.PLACE, Kind.BACKFILL})
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One decision. ``why`` is a clause for the job's reason and the audit log.
+    """One decision. ``why`` is a clause for the job's reason and the audit log; "": it backs off.
 
     ``parts``: with PLACE and BACKFILL. ``nodes``: idle nodes that are held for the job. ``beside``:
     the job that a PREEMPT makes room for.

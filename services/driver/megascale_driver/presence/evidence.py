@@ -38,6 +38,7 @@ def of(beat: link_pb2.Heartbeat) -> Evidence:
         beat.attempt,
         beat.phase,
         beat.failure,
+        beat.finished_step,
         beat.store_endpoint,
     ]
     for worker in beat.workers:

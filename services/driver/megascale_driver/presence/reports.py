@@ -52,6 +52,7 @@ def report(beat: link_pb2.Heartbeat, epoch: types_pb2.Epoch, clock_offset_s: flo
         attempt=beat.attempt,
         phase=AttemptPhase(name),
         failure=beat.failure[:MAX_TEXT],
+        finished_step=max(0, beat.finished_step),
         workers=tuple(_worker(item, clock_offset_s) for item in beat.workers),
         checks=tuple(
             Check(c.name, types_pb2.CheckVerdict.Name(c.verdict).removeprefix("CHECK_VERDICT_"),

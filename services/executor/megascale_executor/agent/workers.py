@@ -55,6 +55,7 @@ class Worker:
     restored_step: int = 0  # with ``passed_over``: what is wrong with the planned one
     passed_over: str = ""
     finished: bool = False
+    finished_step: int = 0
     not_saved: str = ""  # with ``finished``: why the last step is not committed
     error_kind: str = ""
     error: str = ""
@@ -181,7 +182,8 @@ class WorkerSet:
             )
             worker.failed.set()
         elif message["kind"] == "finished":
-            worker.not_saved, worker.finished = message["not_saved"], True
+            worker.not_saved, worker.finished_step = message["not_saved"], message["step"]
+            worker.finished = True
         else:
             raise framing.FramingError(f"unknown kind {message['kind']!r}")
 

@@ -152,6 +152,42 @@ class SnapshotSteps:
         self._settle(self._config.training.steps, skipped_updates, finite=True)
         self._vote_and_take_last(world, device, skipped_updates)
 
+    @property
+    def last(self) -> int:
+        """The step that the run ends with, as far as it is decided."""
+        return self._cadence.last
+
+    def end_at(self, step: int) -> None:
+        """The run ends early, with ``step``, if that can be saved."""
+        self._cadence.end_at(step)
+
+    def save_early(self, world: Group, device: torch.device, skipped_updates: int) -> str:
+        """After a step that the run is to end with: returns "" once it is committed, or why not.
+
+        Every rank calls it together, and all have the same answer. After a problem they train on.
+        """
+        if self._snapshots is None:
+            return "the job has no checkpoints"
+        # A rank that gives up at once waits for the others in the all-reduce.
+        timeout_s = min(
+            self._config.checkpoint.final_timeout_s,
+            self._config.recovery.collective_timeout_s / SHARE_OF_COLLECTIVE_TIMEOUT,
+        )
+        problem = self._save_last(world, device, skipped_updates, timeout_s)
+        saved = torch.zeros(1, device=device, dtype=torch.float64)
+        saved += not problem
+        world.all_reduce(saved)
+        if saved.item() > 0:  # a commit that one rank has seen is there for all
+            return ""
+        self._cadence.go_on()
+        self._status.update(phase=Phase.STEP)
+        return problem
+
+    def close(self) -> None:
+        """After a run that ended early: the last step is committed."""
+        if self._snapshots is not None:
+            self._snapshots.close()
+
     def finish(self, world: Group, device: torch.device, skipped_updates: int) -> str:
         """After the last step: wait until it is committed; returns "" or why it is not.
 
@@ -160,16 +196,25 @@ class SnapshotSteps:
         if self._snapshots is None:
             return ""
         timeout_s = self._config.checkpoint.final_timeout_s
+        problem = self._save_last(world, device, skipped_updates, timeout_s)
+        if problem:
+            print(f"the last checkpoint is not committed: {problem}", flush=True)
+        self._snapshots.close()
+        return problem
+
+    def _save_last(
+        self, world: Group, device: torch.device, skipped_updates: int, timeout_s: float
+    ) -> str:
+        """Wait until the last step is committed, and take its snapshot again where it was skipped.
+
+        Returns "" or the problem.
+        """
         # The ranks have the same sum of votes, so they try equally often.
         for _ in range(math.ceil(timeout_s / self._slot_timeout_s)):
             if not self._last_missed:
                 break
             self._vote_and_take_last(world, device, skipped_updates)
-        problem = self._drain_last(skipped_updates, time.monotonic() + timeout_s)
-        if problem:
-            print(f"the last checkpoint is not committed: {problem}", flush=True)
-        self._snapshots.close()
-        return problem
+        return self._drain_last(skipped_updates, time.monotonic() + timeout_s)
 
     def _drain_last(self, skipped_updates: int, deadline_s: float) -> str:
         assert self._snapshots is not None
@@ -177,7 +222,7 @@ class SnapshotSteps:
             self._status.update(phase=Phase.SNAPSHOT)
             self._snapshots.seal_if_copied(wait=True)
             slice_s = min(DRAIN_SLICE_S, max(0.0, deadline_s - time.monotonic()))
-            drained = self._snapshots.drain(self._config.training.steps, slice_s)
+            drained = self._snapshots.drain(self.last, slice_s)
             if not drained.problem or time.monotonic() >= deadline_s:
                 return drained.problem
             if not self._snapshots.connected:
@@ -190,22 +235,20 @@ class SnapshotSteps:
 
     def _take_last_alone(self, skipped_updates: int) -> None:
         assert self._snapshots is not None
-        steps = self._config.training.steps
-        if Votes.of(self._snapshots.reserve(steps)).must_skip == 0:
-            self._take(steps, Votes(0, 0), skipped_updates)
+        if Votes.of(self._snapshots.reserve(self.last)).must_skip == 0:
+            self._take(self.last, Votes(0, 0), skipped_updates)
 
     def _vote_and_take_last(self, world: Group, device: torch.device, skipped_updates: int) -> None:
         assert self._snapshots is not None
-        steps = self._config.training.steps
         self._status.update(phase=Phase.SNAPSHOT)
         votes = torch.zeros(1, device=device, dtype=torch.float64)
-        votes += self._snapshots.reserve_or_wait(steps, self._slot_timeout_s)
+        votes += self._snapshots.reserve_or_wait(self.last, self._slot_timeout_s)
         world.all_reduce(votes)
-        self._take(steps, Votes.of(round(votes.item())), skipped_updates)
+        self._take(self.last, Votes.of(round(votes.item())), skipped_updates)
 
     def _take(self, step: int, votes: Votes, skipped_updates: int) -> None:
         assert self._snapshots is not None
-        if step == self._config.training.steps:
+        if step == self.last:
             self._last_missed = votes.must_skip > 0
         persist = not votes.must_skip and self._cadence.persists(step, votes)
         small_state = {

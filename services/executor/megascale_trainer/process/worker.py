@@ -44,6 +44,7 @@ from megascale_trainer.data.errors import CorpusError, DataError
 from megascale_trainer.parallel.groups import Groups
 from megascale_trainer.process import title
 from megascale_trainer.process.bootstrap import create_groups
+from megascale_trainer.process.leave_order import LeaveOrder
 from megascale_trainer.process.loaded_model import differences
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
 from megascale_trainer.process.step_loop import StepLoop
@@ -150,18 +151,15 @@ class _Worker:
         passed_over = "; ".join(self._passed_over)[:MAX_ERROR_CHARS]
         framing.send(self._agent, Running(kind="running", step=done, passed_over=passed_over))
         status.update(step=done, phase=Phase.WARMUP)
-        loop.run(done)
+        last = loop.run(done)
         status.update(phase=Phase.SNAPSHOT)
-        not_saved = self._finish(loop, done)
+        not_saved = self._finish(loop, done, last)
         loop.data.close()
         if loop.held_out is not None:
             loop.held_out.close()
         status.update(phase=Phase.DONE)
-        print(f"finished: step {config.training.steps} is the last", flush=True)
-        framing.send(
-            self._agent,
-            Finished(kind="finished", step=config.training.steps, not_saved=not_saved),
-        )
+        print(f"finished: step {last} is the last", flush=True)
+        framing.send(self._agent, Finished(kind="finished", step=last, not_saved=not_saved))
 
     def _say_hello(self) -> None:
         who, layout = self._assignment, self._config.layout
@@ -300,6 +298,7 @@ class _Worker:
 
     def _step_loop(self, trainer: Trainer, done: int) -> StepLoop:
         config, device = self._config, self._device
+        leave = LeaveOrder(self._assignment["rank"])
         return StepLoop(
             trainer=trainer,
             device=device,
@@ -311,7 +310,8 @@ class _Worker:
                 config, self._status, self._snapshots, done, self._device_hours()
             ),
             records=StepRecords(self._agent, self._assignment, config, device),
-            profiler=StepProfiler(self._agent, device),
+            profiler=StepProfiler(self._agent, device, leave.take),
+            leave=leave,
             skipped=self._skipped,
         )
 
@@ -322,8 +322,11 @@ class _Worker:
             self._config.checkpoint.device_mtbf_hours, counted["count"], counted["device_hours"]
         )
 
-    def _finish(self, loop: StepLoop, done: int) -> str:
+    def _finish(self, loop: StepLoop, done: int, last: int) -> str:
         """After the last step: have it committed; returns "" or why it is not."""
+        if last < self._config.training.steps:
+            loop.snapshots.close()
+            return ""
         world, device, skipped = self._groups.world, self._device, loop.skipped
         if done == self._config.training.steps:
             if self._plan.source is RestoreSource.STORAGE:
