@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megascale_cli import checkpoints, jobfile, joblist, jobs, logs, nodes, profile, specs
+from megascale_cli import checkpoints, jobfile, joblist, jobs, logs, nodes, orders, profile, specs
 from megascale_cli.demo.command import demo
 from megascale_cli.exits import HELP
 from megascale_cli.options import FIRST_STEPS, HELP_OPTIONS, JOBS, NODES, Json
@@ -106,6 +106,8 @@ def build_app() -> typer.Typer:
             specs.clone,
             jobs.suspend,
             jobs.resume,
+            orders.restart,
+            orders.update,
             jobs.cancel,
             jobs.delete,
         ),
@@ -114,14 +116,17 @@ def build_app() -> typer.Typer:
             nodes.diagnose,
             nodes.cordon,
             nodes.uncordon,
+            orders.drain,
             nodes.evict,
+            orders.policy,
+            orders.reset_breaker,
             nodes.cluster,
             version,
         ),
     }
     for panel, commands in panels.items():
         for command in commands:
-            app.command(command.__name__, rich_help_panel=panel)(command)
+            app.command(command.__name__.replace("_", "-"), rich_help_panel=panel)(command)
     checkpoint = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
     checkpoint.command("list")(checkpoints.list_checkpoints)
     checkpoint.command("fetch")(checkpoints.fetch)

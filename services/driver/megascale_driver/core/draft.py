@@ -13,9 +13,10 @@ from megascale_driver.core import accounting
 from megascale_driver.core.attempt import Fault
 from megascale_driver.core.changes import AttemptChanges, JobChanges, NodeChanges
 from megascale_driver.core.desired import desired_of
-from megascale_driver.core.events import Audit, Effect, Evidence, Outcome, Reason
+from megascale_driver.core.events import Audit, Effect, Evidence, Outcome
 from megascale_driver.core.overlay import Working
 from megascale_driver.core.policy import Policy
+from megascale_driver.core.reasons import Reason
 from megascale_driver.core.rules import mode_of
 from megascale_driver.core.state import Breaker, Cluster, Job, Node, Request, Root
 

@@ -8,68 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from megascale_common.job.config import JobConfig
 from megascale_common.job.restore import RestorePlan
 from megascale_driver.analysis.divergence import Divergence
 from megascale_driver.analysis.progress import RankStatus
 from megascale_driver.core.state import Identity, Report
-
-# Every reason of a line of the audit log; docs/operations.md has what to do for each.
-Reason = Literal[
-    "LEADER_ELECTED",
-    "ROW_UNREADABLE",
-    "SUBMITTED",
-    "PLACED",
-    "ATTEMPT_PREPARING",
-    "ATTEMPT_OPENED",
-    "ATTEMPT_STARTED",
-    "ATTEMPT_STOPPED",
-    "WORKER_EXITED",
-    "WORKER_OUT_OF_MEMORY",
-    "HANG_SUSPECTED",
-    "LOSS_DIVERGED",
-    "SPARE_ASSIGNED",
-    "CHECKPOINT_COMMITTED",
-    "CHECKPOINT_REFUSED",
-    "CHECKPOINT_FAILED",
-    "CHECKPOINT_SKIPPED",
-    "SNAPSHOT_DAMAGED",
-    "CHECKPOINT_DAEMON_RESTARTED",
-    "REPLICA_FAILED",
-    "PROFILE_REQUESTED",
-    "PROFILE_WRITTEN",
-    "PROFILE_MISSED",
-    "PROFILE_CANCELLED",
-    "CANCEL_REQUESTED",
-    "RESTART_REQUESTED",
-    "UPDATE_REQUESTED",
-    "JOB_WAITS",
-    "SUSPEND_REQUESTED",
-    "PREEMPTION_ORDERED",
-    "LEAVE_WITHDRAWN",
-    "JOB_SUSPENDED",
-    "JOB_PREEMPTED",
-    "JOB_RESUMED",
-    "JOB_DELETED",
-    "JOB_SUCCEEDED",
-    "JOB_FAILED",
-    "JOB_CANCELLED",
-    "NODE_JOINED",
-    "NODE_RESTARTED",
-    "NODE_SUSPECT",
-    "NODE_DEAD",
-    "NODE_EVICTED",
-    "NODE_DRAINING",
-    "NODE_CORDONED",
-    "NODE_UNCORDONED",
-    "SOFTWARE_SUSPECTED",
-    "SWITCH_LOST",
-    "POLICY_SET",
-    "BREAKER_TRIPPED",
-    "BREAKER_RESET",
-]
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,8 +43,8 @@ from megascale_driver.core.events import (
     JobSubmitted,
     OpenAttempt,
     OpenFailed,
-    Reason,
 )
+from megascale_driver.core.reasons import Reason
 from megascale_driver.core.replica_orders import ReplicaOrders, ReplicaSource
 from megascale_driver.core.restore import sealed_everywhere
 from megascale_driver.core.state import (

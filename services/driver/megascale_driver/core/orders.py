@@ -22,7 +22,7 @@ from megascale_driver.core.events import (
     UpdateRequested,
 )
 from megascale_driver.core.rules import RULES, mode_of
-from megascale_driver.core.state import Disposition, Job, JobPhase, Rollback
+from megascale_driver.core.state import Cluster, Disposition, Job, JobPhase, Rollback
 
 MAX_ROLLBACKS = 8
 MAX_REFUSED = 10_000  # steps of abandoned branches that are kept from being restored
@@ -73,6 +73,12 @@ def restart_consequence(job: Job, from_step: int | None, *, now: bool) -> str:
 def leaving_saves(job: Job) -> bool:
     """Whether the job can save before it leaves."""
     return job.phase is JobPhase.RUNNING and bool(job.config.checkpoint.uri)
+
+
+def leaves_after_save(state: Cluster, node: str) -> bool:
+    """Whether a job runs on the node that saves before it leaves."""
+    job = state.holder_of(node)
+    return job is not None and leaving_saves(job)
 
 
 def update(draft: Draft, event: UpdateRequested) -> None:

@@ -13,7 +13,8 @@ from __future__ import annotations
 from megascale_driver.core import blame, breaker, budgets, job_faults, nodes
 from megascale_driver.core.attempt import Fault, FaultKind, NodeSlot
 from megascale_driver.core.draft import Draft
-from megascale_driver.core.events import Evidence, Reason
+from megascale_driver.core.events import Evidence
+from megascale_driver.core.reasons import Reason
 from megascale_driver.core.state import (
     AttemptPhase,
     Disposition,
