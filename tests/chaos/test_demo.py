@@ -27,7 +27,7 @@ SMALL = (
     "--steps",
     "14",
 )
-FEWER_STEPS = "26"  # of 48: two checkpoints, the fault and as many steps again
+FEWER_STEPS = "32"  # of 48: two checkpoints, the fault and as many steps again
 SUSPECT_S = 8.0  # without a heartbeat; a broken link shows earlier, however slow the machine
 
 

@@ -46,6 +46,11 @@ class UpProcess:
     def __init__(self, folder: Path, *options: str) -> None:
         self.folder = folder
         self._mark = uuid.uuid4().hex
+        self._marked = {
+            **os.environ,
+            "PYTHONPATH": python_path(folder.with_name(folder.name + ".site")),
+            MARK_VARIABLE: self._mark,
+        }
         self._output = folder.with_name(folder.name + ".up.jsonl")
         self._errors = folder.with_name(folder.name + ".up.log")
         command = [
@@ -61,12 +66,7 @@ class UpProcess:
         with self._output.open("wb") as output, self._errors.open("wb") as errors:
             self.process = subprocess.Popen(
                 command,
-                env={
-                    **os.environ,
-                    "PYTHONPATH": python_path(folder.with_name(folder.name + ".site")),
-                    MARK_VARIABLE: self._mark,
-                    "MEGASCALE_PARENT_PID": str(os.getpid()),
-                },
+                env={**self._marked, "MEGASCALE_PARENT_PID": str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=errors,
@@ -105,7 +105,7 @@ class UpProcess:
         """A command of the CLI as a process that counts as one of this cluster."""
         return subprocess.Popen(
             [sys.executable, "-m", "megascale_cli", *arguments],
-            env={**os.environ, "COLUMNS": "200", MARK_VARIABLE: self._mark},
+            env={**self._marked, "COLUMNS": "200"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

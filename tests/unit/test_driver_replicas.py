@@ -10,7 +10,7 @@ from tests.harness.simulated_cluster import demo_job
 
 from megascale.v1 import link_pb2, types_pb2
 from megascale_common.job.restore import RestorePlan, RestoreSource
-from megascale_driver import wire
+from megascale_driver import orders, wire
 from megascale_driver.core.checkpoint_progress import Progress, SealedSnapshot
 from megascale_driver.core.conditions import CheckpointFailure
 from megascale_driver.core.events import AttemptOpened, JobSubmitted, OpenAttempt
@@ -75,7 +75,7 @@ def test_each_node_gets_the_address_of_its_peer_with_start() -> None:
     assert desk.state.nodes["n1"].desired.replicas.target == ""
     opened(desk, NO_RESTORE)
     assert dict(desk.job().current.replica_orders.peers) == {"n1": "n2", "n2": "n1"}
-    message = wire.desired_state(desk.state.nodes["n1"], desk.job(), types_pb2.Epoch())
+    message = orders.desired_state(desk.state.nodes["n1"], desk.job(), types_pb2.Epoch())
     assert message.assignment.replica_target == "n2:3"
     assert list(message.assignment.replica_sources) == []
 
@@ -113,7 +113,7 @@ def test_a_lost_node_is_restored_from_its_peer() -> None:
     sources = [ReplicaSource(rank, "n1", "n1:3") for rank in RANKS["n2"]]
     assert list(desk.job().current.replica_orders.sources) == sources
     assert desk.state.nodes["n1"].desired.replicas.sources == ()
-    message = wire.desired_state(desk.state.nodes["n2"], desk.job(), types_pb2.Epoch())
+    message = orders.desired_state(desk.state.nodes["n2"], desk.job(), types_pb2.Epoch())
     found = [(item.rank, item.endpoint) for item in message.assignment.replica_sources]
     assert found == [(rank, "n1:3") for rank in RANKS["n2"]]
     line = next(line for line in reversed(desk.audit) if line.reason == "ATTEMPT_OPENED")

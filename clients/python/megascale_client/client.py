@@ -35,7 +35,7 @@ from megascale_client.errors import (
     details_of,
     from_rpc,
 )
-from megascale_client.fetch import FetchedCheckpoint, Progress, fetch
+from megascale_client.fetch import FetchedCheckpoint, OpenSource, Progress, fetch
 from megascale_client.messages import (
     TERMINAL_PHASES,
     CheckResult,
@@ -394,26 +394,26 @@ class AsyncClient(OrderCalls):
         *,
         step: int | None = None,
         progress: Progress | None = None,
+        open_source: OpenSource | None = None,
     ) -> FetchedCheckpoint:
-        """Copy a complete checkpoint from its storage into the new folder ``to``.
+        """Copy a complete checkpoint from its storage into the new folder ``to``, verified.
 
-        Sizes are compared with the manifest, and checksums too where the package xxhash is
-        installed; the result names which. A fetch that fails or is cancelled leaves no folder.
+        A fetch that fails or is cancelled leaves no folder.
 
         Args:
             step: step of the checkpoint; None means the newest.
             progress: called as ``progress(done_bytes, total_bytes)`` from another thread.
+            open_source: opens what is no folder (:mod:`megascale_client.fetch`).
 
         Raises:
             NotFound: no such job, or it has no complete checkpoint (of that step).
-            NotPossible: the storage cannot be read from here, or ``to`` is taken or cannot be
-                written.
+            NotPossible: the storage cannot be read from here, or ``to`` cannot be written.
             DamagedCheckpoint: a file is not what was committed.
         """
         steps = []
         async for checkpoint in self.checkpoints(name):
             if step is None or checkpoint.step == step:
-                return await fetch(checkpoint, Path(to), progress)
+                return await fetch(checkpoint, Path(to), progress, open_source)
             steps.append(str(checkpoint.step))
         if step is None:
             raise NotFound(f"job {name} has no complete checkpoint yet")

@@ -34,7 +34,7 @@ from typing import Any, Self, TypeVar
 
 from megascale.v1 import driver_pb2, job_pb2, types_pb2
 from megascale_client.client import DEFAULT_RETRY_FOR_S, DEFAULT_TIMEOUT_S, AsyncClient
-from megascale_client.fetch import FetchedCheckpoint, Progress
+from megascale_client.fetch import FetchedCheckpoint, OpenSource, Progress
 from megascale_client.messages import (
     CheckResult,
     CordonNodeResponse,
@@ -244,23 +244,27 @@ class Client:
         *,
         step: int | None = None,
         progress: Progress | None = None,
+        open_source: OpenSource | None = None,
     ) -> FetchedCheckpoint:
-        """Copy a complete checkpoint from its storage into the new folder ``to``.
+        """Copy a complete checkpoint from its storage into the new folder ``to``, verified.
 
-        Sizes are compared with the manifest, and checksums too where the package xxhash is
-        installed; the result names which. A fetch that fails or is cancelled leaves no folder.
+        A fetch that fails or is cancelled leaves no folder.
 
         Args:
             step: step of the checkpoint; None means the newest.
             progress: called as ``progress(done_bytes, total_bytes)`` from another thread.
+            open_source: opens what is no folder (:mod:`megascale_client.fetch`).
 
         Raises:
             NotFound: no such job, or it has no complete checkpoint (of that step).
-            NotPossible: the storage cannot be read from here, or ``to`` is taken or cannot be
-                written.
+            NotPossible: the storage cannot be read from here, or ``to`` cannot be written.
             DamagedCheckpoint: a file is not what was committed.
         """
-        return self._loop.run(self._client.fetch_checkpoint(name, to, step=step, progress=progress))
+        return self._loop.run(
+            self._client.fetch_checkpoint(
+                name, to, step=step, progress=progress, open_source=open_source
+            )
+        )
 
     def cluster_info(self) -> driver_pb2.GetClusterInfoResponse:
         """The leading driver, since when it leads, and counts of nodes and jobs."""

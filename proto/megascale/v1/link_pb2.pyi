@@ -181,7 +181,10 @@ Global___ConnectResponse: typing_extensions.TypeAlias = ConnectResponse
 
 @typing.final
 class ProtocolRange(google.protobuf.message.Message):
-    """Range of the link protocol versions that a side speaks, both ends included."""
+    """Range of the link protocol versions that a side speaks, both ends included. The link uses the
+    highest that both have. 1: every node gets the whole rank table. 2: it gets its own ranks and the
+    digest of the table.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -435,6 +438,7 @@ class AttemptAssignment(google.protobuf.message.Message):
     REPLICA_SOURCES_FIELD_NUMBER: builtins.int
     FLEET_FAILURES_FIELD_NUMBER: builtins.int
     FLEET_DEVICE_HOURS_FIELD_NUMBER: builtins.int
+    RANK_TABLE_DIGEST_FIELD_NUMBER: builtins.int
     job: builtins.str
     """Name of the job."""
     attempt: builtins.int
@@ -453,6 +457,10 @@ class AttemptAssignment(google.protobuf.message.Message):
     """
     fleet_device_hours: builtins.float
     """Hours that devices trained meanwhile, over all jobs of the fleet. With START, likewise."""
+    rank_table_digest: builtins.str
+    """Digest of the attempt's rank table (which rank runs on which node), the same for all its nodes.
+    The ranks compare it when they meet. The table itself is in `nodes` of the job.
+    """
     @property
     def spec(self) -> megascale.v1.job_pb2.JobSpec:
         """Specification of the job."""
@@ -467,7 +475,9 @@ class AttemptAssignment(google.protobuf.message.Message):
 
     @property
     def rank_nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Node of each global rank: entry r is the node of rank r."""
+        """Node of each global rank: entry r is the node of rank r. Only with link protocol 1: a node
+        needs its own ranks, and the table of a large job is larger than all else in this message.
+        """
 
     @property
     def restore(self) -> Global___RestorePlan:
@@ -496,9 +506,10 @@ class AttemptAssignment(google.protobuf.message.Message):
         replica_sources: collections.abc.Iterable[Global___ReplicaSource] | None = ...,
         fleet_failures: builtins.int = ...,
         fleet_device_hours: builtins.float = ...,
+        rank_table_digest: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["restore", b"restore", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "committer_endpoint", b"committer_endpoint", "devices", b"devices", "fleet_device_hours", b"fleet_device_hours", "fleet_failures", b"fleet_failures", "job", b"job", "rank_nodes", b"rank_nodes", "ranks", b"ranks", "replica_sources", b"replica_sources", "replica_target", b"replica_target", "restore", b"restore", "spec", b"spec", "spec_revision", b"spec_revision", "store_endpoint", b"store_endpoint"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "committer_endpoint", b"committer_endpoint", "devices", b"devices", "fleet_device_hours", b"fleet_device_hours", "fleet_failures", b"fleet_failures", "job", b"job", "rank_nodes", b"rank_nodes", "rank_table_digest", b"rank_table_digest", "ranks", b"ranks", "replica_sources", b"replica_sources", "replica_target", b"replica_target", "restore", b"restore", "spec", b"spec", "spec_revision", b"spec_revision", "store_endpoint", b"store_endpoint"]) -> None: ...
 
 Global___AttemptAssignment: typing_extensions.TypeAlias = AttemptAssignment
 

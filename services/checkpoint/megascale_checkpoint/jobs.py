@@ -315,11 +315,12 @@ class Jobs:
         snapshots = job.ranks.pop(rank, None)
         if snapshots is not None:
             snapshots.owner = None
-            if await snapshots.stop(0.0):
-                await in_pool(self._pools.memory, self._staging.free, snapshots.memories)
-            else:
-                # Its memory stays accounted for: the thread still reads it.
-                log.error("slots are lost: a storage holds a thread", job=job.name, rank=rank)
+            free = self._staging.free
+            if not await snapshots.stop(0.0):
+                # The thread still maps it, and what it may yet read there counts for nothing.
+                log.warning("a storage holds a thread", job=job.name, rank=rank)
+                free = self._staging.free_unread
+            await in_pool(self._pools.memory, free, snapshots.memories)
 
     def _pools_of(self, job: str) -> Pools:
         if job not in self._job_pools:

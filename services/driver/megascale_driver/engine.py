@@ -48,6 +48,7 @@ from megascale_driver.journal.audit_log import AuditLog, canonical
 from megascale_driver.journal.store import Loaded, Store
 from megascale_driver.node_calls import NodeCalls
 from megascale_driver.open_links import Link, OpenLinks
+from megascale_driver.orders import Orders
 from megascale_driver.presence.inbox import Inbox
 from megascale_driver.presence.intake import Intake
 from megascale_driver.presence.lane import News
@@ -340,10 +341,10 @@ class Engine:
             if before is not job and (before is None or _visible(before) != _visible(job)):
                 self._publish_job(name)
         commanded = {name: None for _, outcome in outcomes for name in outcome.commanded}
+        orders = Orders(self.state, epoch) if commanded else None
         for name in commanded:
-            node = self.state.nodes[name]
-            if (link := self.links.get(name)) is not None:
-                link.command(wire.desired_state(node, self.state.holder_of(name), epoch))
+            if orders is not None and (link := self.links.get(name)) is not None:
+                link.command(orders.of(name, link.protocol))
         for entry, outcome in outcomes:
             for effect in outcome.effects:
                 self._spawn(self._perform(effect))

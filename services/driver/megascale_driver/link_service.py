@@ -28,8 +28,8 @@ from megascale_driver import wire
 from megascale_driver.engine import Engine
 from megascale_driver.leadership import Leader
 from megascale_driver.open_links import Link
+from megascale_driver.orders import PROTOCOL
 
-PROTOCOL = link_pb2.ProtocolRange(lowest=1, highest=1)
 HELLO_TIMEOUT_S = 10.0
 MAX_HEARTBEAT_BYTES = 64 << 10
 
@@ -58,7 +58,8 @@ class LinkService(link_pb2_grpc.ExecutorLinkServiceServicer):
         if term is None:  # it may have ended while this call waited for the hello
             await abort(context, self._leader.not_leading())
         now_s = self._engine.clock.now_s()
-        link = Link(hello.node, wire.identity(hello), now_s, context.write)
+        protocol = min(hello.protocol.highest, PROTOCOL.highest)
+        link = Link(hello.node, wire.identity(hello), now_s, context.write, protocol)
         greeting = link_pb2.DriverHello(
             protocol=PROTOCOL,
             build=build_version(),

@@ -20,7 +20,6 @@ from megascale_driver.core.goodput import PARTS, Ledger
 from megascale_driver.core.rules import RULES, mode_of
 from megascale_driver.core.state import (
     Cluster,
-    Desired,
     Device,
     Identity,
     Job,
@@ -81,56 +80,6 @@ def identity(hello: link_pb2.ExecutorHello) -> Identity:
         folder=hello.folder[:MAX_TEXT],
         file_view=hello.file_view[:MAX_LABEL],
     )  # fmt: skip
-
-
-def desired_state(node: Node, job: Job | None, epoch: types_pb2.Epoch) -> link_pb2.DesiredState:
-    """The desired state of ``node``; ``job`` is the job that holds it, if any."""
-    wanted: Desired = node.desired
-    message = link_pb2.DesiredState(
-        epoch=epoch,
-        version=node.desired_version,
-        phase=link_pb2.DesiredPhase.Value(f"DESIRED_PHASE_{wanted.phase}"),
-    )
-    slot = job.slot_of(node.name) if job is not None else None
-    if wanted.job and job is not None and slot is not None:
-        rank_nodes = [""] * job.config.layout.world_size
-        for other in job.slots:
-            for rank in other.ranks:
-                rank_nodes[rank] = other.node
-        message.assignment.CopyFrom(
-            link_pb2.AttemptAssignment(
-                job=job.name,
-                attempt=wanted.attempt,
-                spec_revision=job.spec_revision,
-                spec=job_spec.to_proto(job.config),
-                ranks=slot.ranks,
-                devices=slot.devices,
-                rank_nodes=rank_nodes,
-                store_endpoint=wanted.store_endpoint,
-                committer_endpoint=wanted.committer_endpoint,
-                replica_target=wanted.replicas.target,
-                replica_sources=[
-                    link_pb2.ReplicaSource(rank=source.rank, endpoint=source.endpoint)
-                    for source in wanted.replicas.sources
-                ],
-                fleet_failures=wanted.failures.count,
-                fleet_device_hours=wanted.failures.device_hours,
-            )
-        )
-        message.leave = wanted.leave
-        if wanted.restore is not None:
-            message.assignment.restore.CopyFrom(restore.to_proto(wanted.restore))
-        if wanted.profile is not None:
-            message.profile.CopyFrom(
-                link_pb2.ProfileCommand(
-                    id=wanted.profile.id,
-                    first_step=wanted.profile.first_step,
-                    last_step=wanted.profile.last_step,
-                    ranks=wanted.profile.ranks,
-                    not_after=timestamp(wanted.profile.not_after_s),
-                )
-            )
-    return message
 
 
 def profile_message(profile: Profile) -> driver_pb2.Profile:

@@ -111,6 +111,7 @@ class Assignment(TypedDict):
     node: str
     job: str
     attempt: int
+    rank_table: NotRequired[str]  # digest of the attempt's rank table; empty: the driver gave none
     rank: int
     local_rank: int
     device_kind: Literal["cpu", "cuda"]

@@ -43,7 +43,7 @@ from megascale_trainer.data.device_batches import StepBatches, step_batches
 from megascale_trainer.data.errors import CorpusError, DataError
 from megascale_trainer.parallel.groups import Groups
 from megascale_trainer.process import title
-from megascale_trainer.process.bootstrap import create_groups
+from megascale_trainer.process.bootstrap import compare_rank_tables, create_groups
 from megascale_trainer.process.leave_order import LeaveOrder
 from megascale_trainer.process.loaded_model import differences
 from megascale_trainer.process.snapshot_steps import SnapshotSteps
@@ -184,6 +184,7 @@ class _Worker:
             master_listen_fd=self._store_listen if who["rank"] == 0 else None,
         )
         prefixed = PrefixStore(f"{who['job']}/{who['attempt']}", store)
+        compare_rank_tables(prefixed, who["rank"], who.get("rank_table", ""))
         return create_groups(
             config.layout,
             who["rank"],
