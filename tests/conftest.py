@@ -35,6 +35,7 @@ LANES = {
         "integration/test_up.py",
     ),
     "more clusters": (
+        "chaos/test_suspend.py",
         "chaos/test_waits.py",
         "integration/test_export_and_import.py",
         "integration/test_first_hour.py",

@@ -60,6 +60,9 @@ NOT_RUN = {
     "megascale submit docs/examples/job.yaml": "README's block has one",
     "megascale submit docs/examples/job.yaml --watch": "a job after the restored backup runs so",
     "megascale profile example --steps 2 --ranks 0,3": "the job has ended; README's block has one",
+    "megascale suspend example --reason REASON": "it has ended; chaos/test_suspend.py suspends one",
+    "megascale resume example --reason REASON": "chaos/test_suspend.py resumes one",
+    "megascale delete example --reason REASON": "other commands need it; chaos/test_suspend.py",
     "megascale profile example --cancel": "the job has ended; test_cli.py cancels one",
 }
 # In this order; those that start a node stay in the foreground until Ctrl-C.

@@ -40,7 +40,7 @@ EXPORTED = {
         "JobConditionType",
     ),
     *("NodeAssignment", "NodeDisposition", "NodeLiveness", "Profile", "RestoreSource"),
-    *("Trace", "TraceState", "TimedOut"),
+    *("Trace", "TraceState", "TimedOut", "SuspendJobResponse", "ResumeJobResponse"),
     *(
         "MegascaleError",
         "InvalidJob",
@@ -66,7 +66,7 @@ METHODS = {
         "checkpoints",
         "fetch_checkpoint",
     ),
-    *("profile", "profiled", "cancel_profile"),
+    *("profile", "profiled", "cancel_profile", "suspend", "resume", "delete"),
     *("nodes", "evict", "cordon", "uncordon", "diagnose", "events", "watch_events"),
 }
 

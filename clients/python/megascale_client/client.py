@@ -28,14 +28,13 @@ from megascale_client.errors import (
     ClusterNotFound,
     InvalidJob,
     InvalidRequest,
-    NotFound,
     NotPossible,
     TimedOut,
     Unavailable,
     details_of,
     from_rpc,
 )
-from megascale_client.fetch import FetchedCheckpoint, OpenSource, Progress, fetch
+from megascale_client.fetch import FetchedCheckpoint, OpenSource, Progress, chosen, fetch
 from megascale_client.messages import (
     TERMINAL_PHASES,
     CheckResult,
@@ -46,7 +45,8 @@ from megascale_client.messages import (
     TraceState,
     WatchJobResponse,
 )
-from megascale_client.orders import OrderCalls, request_id
+from megascale_client.orders import OrderCalls
+from megascale_client.repetition import Seen, request_id
 from megascale_client.run_folder import (
     address_reader,
     find_run_folder,
@@ -176,7 +176,7 @@ class AsyncClient(OrderCalls):
         sends its updates from the start, and those seen before are skipped. Raises NotFound.
         """
         token = resume_token
-        seen = _Seen()
+        seen = Seen()
         retry = RetryTimer(self._retry_for_s)
         while True:
             request = driver_pb2.WatchJobRequest(name=name, resume_token=token)
@@ -410,15 +410,8 @@ class AsyncClient(OrderCalls):
             NotPossible: the storage cannot be read from here, or ``to`` cannot be written.
             DamagedCheckpoint: a file is not what was committed.
         """
-        steps = []
-        async for checkpoint in self.checkpoints(name):
-            if step is None or checkpoint.step == step:
-                return await fetch(checkpoint, Path(to), progress, open_source)
-            steps.append(str(checkpoint.step))
-        if step is None:
-            raise NotFound(f"job {name} has no complete checkpoint yet")
-        known = f"it has those of steps {', '.join(steps)}" if steps else "it has none yet"
-        raise NotFound(f"job {name} has no complete checkpoint of step {step}: {known}")
+        checkpoint = await chosen(self.checkpoints(name), name, step)
+        return await fetch(checkpoint, Path(to), progress, open_source)
 
     async def cluster_info(self) -> driver_pb2.GetClusterInfoResponse:
         """The leading driver, since when it leads, and counts of nodes and jobs."""
@@ -426,25 +419,3 @@ class AsyncClient(OrderCalls):
         return await self._connection.unary(
             "GetClusterInfo", request, driver_pb2.GetClusterInfoResponse
         )
-
-
-class _Seen:
-    """What a watch has yielded: events by number in the job's log, steps by attempt and step."""
-
-    def __init__(self) -> None:
-        self._event = 0
-        self._step = (0, 0)
-
-    def is_new(self, update: driver_pb2.WatchJobResponse) -> bool:
-        """Record an update; False when it was yielded before. The job's state is always new."""
-        kind = update.WhichOneof("update")
-        if kind == "event":
-            new = update.event.seq > self._event
-            self._event = max(self._event, update.event.seq)
-        elif kind == "step":
-            place = (update.step.attempt, update.step.step)
-            new = place > self._step
-            self._step = max(self._step, place)
-        else:
-            new = kind is not None
-        return new

@@ -20,7 +20,7 @@ import os
 import shutil
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -28,7 +28,7 @@ from typing import Any, Literal, Protocol
 from urllib.parse import unquote, urlsplit
 
 from megascale.v1 import driver_pb2
-from megascale_client.errors import DamagedCheckpoint, NotPossible
+from megascale_client.errors import DamagedCheckpoint, NotFound, NotPossible
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
@@ -69,6 +69,25 @@ class FetchedCheckpoint:
 
 class _Cancelled(Exception):
     """The caller was cancelled."""
+
+
+async def chosen(
+    checkpoints: AsyncIterator[driver_pb2.Checkpoint], job: str, step: int | None
+) -> driver_pb2.Checkpoint:
+    """The checkpoint of ``step`` among those of a job, newest first; None means the newest.
+
+    Raises:
+        NotFound: there is none.
+    """
+    steps = []
+    async for checkpoint in checkpoints:
+        if step is None or checkpoint.step == step:
+            return checkpoint
+        steps.append(str(checkpoint.step))
+    if step is None:
+        raise NotFound(f"job {job} has no complete checkpoint yet")
+    known = f"it has those of steps {', '.join(steps)}" if steps else "it has none yet"
+    raise NotFound(f"job {job} has no complete checkpoint of step {step}: {known}")
 
 
 async def fetch(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
-
 from megascale.v1 import driver_pb2, job_pb2, types_pb2
 from megascale_client.connection import Connection
 from megascale_client.errors import InvalidJob, InvalidRequest
@@ -20,6 +18,7 @@ from megascale_client.messages import (
     UncordonNodeResponse,
     UpdateJobResponse,
 )
+from megascale_client.repetition import request_id
 
 
 class OrderCalls:
@@ -187,8 +186,3 @@ class OrderCalls:
         return await self._connection.unary(
             "ResetBreaker", request, driver_pb2.ResetBreakerResponse
         )
-
-
-def request_id() -> str:
-    """A new id: made once per call, so that the driver recognises every repetition of it."""
-    return str(uuid.uuid4())

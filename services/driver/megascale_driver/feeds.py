@@ -134,6 +134,10 @@ class JobFeeds:
         for feed in ended[:-KEPT_ENDED]:
             feed.shrink()
 
+    def forget(self, job: str) -> None:
+        """The job is deleted; a watch of it has ended, because the job had."""
+        self._feeds.pop(job, None)
+
     def record_of(self, job: str) -> types_pb2.StepRecord | None:
         """The newest step record of a job; None before the first."""
         feed = self._feeds.get(job)

@@ -104,6 +104,7 @@ def _without_assignment(node: Node, epoch: types_pb2.Epoch) -> link_pb2.DesiredS
         epoch=epoch,
         version=node.desired_version,
         phase=link_pb2.DesiredPhase.Value(f"DESIRED_PHASE_{wanted.phase}"),
+        leave=wanted.leave,
     )
     if wanted.profile is not None:
         message.profile.CopyFrom(

@@ -60,6 +60,14 @@ class AuditLog:
         self._changed.set()
         self._changed = asyncio.Event()
 
+    def forget(self, log: str) -> None:
+        """Drop the lines of a deleted job. Tokens that name one of them are not valid any more."""
+        if log in self._newest:
+            self._lines = [line for line in self._lines if line.log != log]
+            self._first = 0
+            self._positions = {_key(line): at for at, line in enumerate(self._lines)}
+            del self._newest[log]
+
     def behind(self, token: str) -> list[Audit]:
         """The lines behind the one that ``token`` names; for "" all lines that are held.
 

@@ -175,7 +175,7 @@ class AttemptState:
         if self.phase == STARTING:
             self.phase = RUNNING
 
-    def finished(self, step: int, not_saved: str = "") -> None:
+    def finished(self, not_saved: str = "", step: int = 0) -> None:
         """All workers of the node have ended after ``step``; ``not_saved``: why it is not."""
         if self.phase in (STARTING, RUNNING):
             self.phase, self.failure, self.finished_step = FINISHED, not_saved, step

@@ -275,7 +275,7 @@ class AttemptRunner:
         # The heartbeat that reports the end also has the last commit: the driver waits for it.
         await self._daemon.refresh()
         step = max((worker.finished_step for worker in self.workers), default=0)
-        self.state.finished(step, next((w.not_saved for w in self.workers if w.not_saved), ""))
+        self.state.finished(next((w.not_saved for w in self.workers if w.not_saved), ""), step)
         self._wake_and_report()
 
     def _on_failed(self, reason: str) -> None:
