@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import metadata
 from typing import Annotated
 
@@ -72,27 +73,9 @@ def _root(
     """The options that stand before a command."""
 
 
-def build_app() -> typer.Typer:
-    """All commands, including those of installed packages, which are loaded only when called."""
-    app = typer.Typer(
-        name="megascale",
-        cls=Commands,
-        help=GUIDE,
-        epilog=HELP,
-        no_args_is_help=True,
-        rich_markup_mode="rich",
-        context_settings={"help_option_names": HELP_OPTIONS},
-        # A local variable may hold the cluster token.
-        pretty_exceptions_show_locals=False,
-    )
-    app.callback(
-        cls=Commands,
-        help=GUIDE,
-        epilog=HELP,
-        no_args_is_help=True,
-        context_settings={"help_option_names": HELP_OPTIONS},
-    )(_root)
-    panels = {
+def _panels() -> dict[str, tuple[Callable[..., None], ...]]:
+    """The commands by their groups in the help, in order."""
+    return {
         FIRST_STEPS: (demo, jobfile.init, jobfile.plan),
         JOBS: (
             jobs.submit,
@@ -124,7 +107,29 @@ def build_app() -> typer.Typer:
             version,
         ),
     }
-    for panel, commands in panels.items():
+
+
+def build_app() -> typer.Typer:
+    """All commands, including those of installed packages, which are loaded only when called."""
+    app = typer.Typer(
+        name="megascale",
+        cls=Commands,
+        help=GUIDE,
+        epilog=HELP,
+        no_args_is_help=True,
+        rich_markup_mode="rich",
+        context_settings={"help_option_names": HELP_OPTIONS},
+        # A local variable may hold the cluster token.
+        pretty_exceptions_show_locals=False,
+    )
+    app.callback(
+        cls=Commands,
+        help=GUIDE,
+        epilog=HELP,
+        no_args_is_help=True,
+        context_settings={"help_option_names": HELP_OPTIONS},
+    )(_root)
+    for panel, commands in _panels().items():
         for command in commands:
             app.command(command.__name__.replace("_", "-"), rich_help_panel=panel)(command)
     checkpoint = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")

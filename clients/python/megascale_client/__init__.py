@@ -28,6 +28,7 @@ from megascale_client.messages import (
     CheckVerdict,
     Device,
     DeviceKind,
+    DrainNodeResponse,
     Job,
     JobCondition,
     JobConditionType,
@@ -45,6 +46,7 @@ from megascale_client.messages import (
     SuspendJobResponse,
     Trace,
     TraceState,
+    UpdateJobResponse,
 )
 from megascale_client.run_folder import find_run_folder
 from megascale_client.spec import parse_job
@@ -62,6 +64,7 @@ __all__ = [
     "DamagedCheckpoint",
     "Device",
     "DeviceKind",
+    "DrainNodeResponse",
     "FetchedCheckpoint",
     "FieldProblem",
     "InvalidJob",
@@ -91,6 +94,7 @@ __all__ = [
     "Trace",
     "TraceState",
     "Unavailable",
+    "UpdateJobResponse",
     "dump_job",
     "find_run_folder",
     "job_values",

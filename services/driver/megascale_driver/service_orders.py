@@ -62,7 +62,7 @@ class OrderMethods(WatchMethods):
             newest = ", ".join(map(str, steps[:SHOWN])) or "none"
             raise NotFoundError(
                 f"job {job.name} has no complete checkpoint of step {step}; it has {newest} "
-                "(`ListCheckpoints` lists all)",
+                "(`megascale checkpoint list` has all)",
                 reason="CHECKPOINT_NOT_FOUND",
             )
         return tuple(found for found in steps if found > step)
