@@ -50,7 +50,7 @@ TOOLS := $(CURDIR)/.tools/prometheus
 # the jars of an old Hadoop, in which the tests' HDFS runs
 HDFS_TOOLS := $(CURDIR)/.tools/hdfs
 
-.PHONY: help demo test crash test-slow test-export test-gpu test-system test-s3 test-hdfs system-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
+.PHONY: help demo test crash test-slow test-ha bench-fleet test-export test-gpu test-system test-s3 test-hdfs system-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
 .DEFAULT_GOAL := help
 
 help: ## show these verbs
@@ -59,7 +59,7 @@ help: ## show these verbs
 demo: $(READY) ## run the main job: train, lose a node, recover, compare with the undisturbed twin
 	$(PY) -m megascale_cli demo $(DEMO_ARGS)
 
-test: $(READY) $(KERNELS_READY) ## run the tests (about 11 minutes on 2 cores)
+test: $(READY) $(KERNELS_READY) ## run the tests (about 8 minutes on 2 cores)
 	$(PY) -m pytest -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
 
 crash: $(READY) ## crash the checkpoint daemon at every write, sync, message (CASES=200 SEED=0): nothing lost, nothing silent
@@ -67,6 +67,9 @@ crash: $(READY) ## crash the checkpoint daemon at every write, sync, message (CA
 
 test-slow: $(READY) $(KERNELS_READY) ## run the tests that `make test` leaves out: benchmarks, two sabotages of the demo, further kernels, layouts and crashes
 	$(PY) -m pytest -m slow $(PYTEST_ARGS)
+
+test-ha: $(READY) ## three drivers and three etcd members under a training job: leaders killed, stopped, cut off (about 2 minutes)
+	$(PY) -m pytest -s -m "slow or not slow" tests/chaos/test_high_availability.py $(PYTEST_ARGS)
 
 test-export: $(READY) $(EXPORT_READY) ## run the tests that load exported models in transformers
 	$(PY) -m pytest -m export tests/export $(PYTEST_ARGS)
@@ -117,6 +120,9 @@ dashboard-check: $(READY) ## check that deploy/grafana/megascale.json is up to d
 
 bench: $(READY) ## run the benchmarks that need no special hardware
 	$(PY) benchmarks/throughput.py --device cpu --tp 2 --pp 2 --dp 2
+
+bench-fleet: $(READY) ## time of a failover with a large state and history in etcd (NODES=12500 LINES=1000000)
+	@$(PY) benchmarks/fleet.py --nodes $(or $(NODES),12500) --lines $(or $(LINES),1000000)
 
 clean: ## remove environments, caches and runs
 	rm -rf $(VENV) $(VENV)-proto .tools runs site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

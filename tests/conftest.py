@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ LANES = {
     ),
     "recoveries": (
         "chaos/test_hang.py",
+        "chaos/test_high_availability.py",
         "chaos/test_nothing_left.py",
         "chaos/test_recovery.py",
         "chaos/test_replicas.py",
@@ -35,6 +37,7 @@ LANES = {
         "integration/test_up.py",
     ),
     "more clusters": (
+        "chaos/test_orders.py",
         "chaos/test_suspend.py",
         "chaos/test_waits.py",
         "integration/test_export_and_import.py",
@@ -82,11 +85,8 @@ def pytest_collection_finish() -> None:
     """Keep what was imported (torch, for one) out of every later garbage collection."""
     gc.collect()
     gc.freeze()
-
-
-def pytest_sessionfinish() -> None:
-    """Give it back to the collection at exit: Triton complains of what that does not find."""
-    gc.unfreeze()
+    # Given back to the collection at exit: Triton complains of what that does not find.
+    atexit.register(gc.unfreeze)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -372,6 +372,14 @@ def test_nodes_are_cordoned_evicted_and_put_back_with_an_audit_trail(cluster: Cl
         "SUBMITTED",
         "NODE_EVICTED",
     }
+    ordered = cluster.one("driver/suspend_job.sh", "demo", "a pause")
+    assert "saves its state" in ordered["consequence"]
+    until(lambda: cluster.job()["phase"] == "JOB_PHASE_SUSPENDED", "it is suspended")
+    saved = cluster.job()["committed_step"]
+    ordered = cluster.one("driver/resume_job.sh", "demo", "the pause is over")
+    assert ordered["consequence"] == f"job demo waits for nodes, and restores step {saved}"
+    until(lambda: cluster.job()["phase"] == "JOB_PHASE_RUNNING", "it is resumed")
+    assert cluster.job()["restored_step"] == saved
     cancelled = cluster.one("driver/cancel_job.sh", "demo", "enough")
     assert cancelled["job"]["phase"] in ("JOB_PHASE_STOPPING", "JOB_PHASE_CANCELLED")
     until(lambda: cluster.job()["phase"] == "JOB_PHASE_CANCELLED", "it is cancelled")
@@ -383,3 +391,6 @@ def test_nodes_are_cordoned_evicted_and_put_back_with_an_audit_trail(cluster: Cl
         to=lambda seen: seen[-1]["event"]["reason"] == "JOB_CANCELLED",
     )
     assert [update["event"]["reason"] for update in followed[:2]] == ["PLACED", "ATTEMPT_PREPARING"]
+    deleted = cluster.one("driver/delete_job.sh", "demo", "tidy")
+    assert "its record and log are gone" in deleted["consequence"]
+    assert not cluster.one("driver/list_jobs.sh").get("jobs")

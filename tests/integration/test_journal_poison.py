@@ -20,8 +20,11 @@ from tests.harness.waiting import CALL_TIMEOUT_S
 from megascale.v1 import driver_pb2, types_pb2
 from megascale_common.etcd.client import EtcdClient
 from megascale_common.etcd.server import EtcdServer
+from megascale_common.service.errors import NotLeaderError
+from megascale_driver.core.events import Audit
 from megascale_driver.core.state import Cluster, Disposition, Job
 from megascale_driver.journal import codec
+from megascale_driver.journal.fenced import MARKER
 from megascale_driver.journal.store import META
 
 etcd_server, etcd_prefix = etcd_harness.etcd_server, etcd_harness.etcd_prefix
@@ -95,6 +98,7 @@ async def test_bytes_that_are_no_row_cost_what_they_stand_for(
         await etcd.put(key, value)
     await etcd.put("jobs/ghost/specs/1", b"{}")
     await etcd.put("jobs/NOT A NAME/head", b"{}")
+    await etcd.delete(MARKER)  # as a refused write does: the next leader looks for such jobs
     store, found, _ = await leader(etcd)
     assert list(found.jobs) == ["good"] and sorted(found.nodes) == ["n00000", "n00001"]
     assert sorted(found.unreadable) == [
@@ -151,6 +155,30 @@ async def test_a_later_schema_is_refused_and_small_states_keep_the_first(
     await change(etcd, META, schema_version=codec.SCHEMA_VERSION + 1)
     with pytest.raises(Exception, match="start the newer build"):
         await leader(etcd)
+
+
+async def test_a_job_that_somebody_else_wrote_costs_one_term(etcd: WatchedEtcd) -> None:
+    await stored(etcd, Job("good", demo_job("good")))
+    await etcd.put("jobs/ghost/specs/1", b"{}")
+    store, found, _ = await leader(etcd)
+    jobs = {**found.jobs, "ghost": Job("ghost", demo_job("ghost"))}
+    with pytest.raises(NotLeaderError):
+        await store.commit(found, replace(found, jobs=jobs), (), deadline_s=journal.DEADLINE_S)
+    _, found, _ = await leader(etcd)
+    assert list(found.unreadable) == ["jobs/ghost"] and list(found.jobs) == ["good"]
+
+
+async def test_jobs_of_a_build_without_the_index_are_found(etcd: WatchedEtcd) -> None:
+    """An earlier build leads in between: it knows neither the index nor the marker."""
+    await stored(etcd, Job("a", demo_job("a")))
+    head, spec = await row(etcd, "jobs/a/head"), await row(etcd, "jobs/a/specs/1")
+    earlier = Audit("", 1, 1e9, "driver", "driver", "LEADER_ELECTED", "an earlier build leads")
+    await etcd.put("log/" + "1".zfill(20), codec.dump(earlier, txn="0" * 32))
+    await etcd.put("jobs/b/specs/1", spec.value.replace(b'"a"', b'"b"'))
+    await etcd.put("jobs/b/head", head.value.replace(b'"name":"a"', b'"name":"b"'))
+    for _ in range(2):
+        _, found, audit = await leader(etcd)
+        assert sorted(found.jobs) == ["a", "b"] and found.log_seq == 1 and len(audit) == 1
 
 
 async def row(etcd: EtcdClient, key: str) -> Any:

@@ -199,6 +199,7 @@ class DriverServiceServicer(object):
         with its problem and the remedy.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
         - ALREADY_EXISTS (JOB_EXISTS): a job has that name already, ended or not.
+        - ALREADY_EXISTS (JOB_UNREADABLE): etcd has a job of that name which this driver cannot read.
         - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
         repeat it with the same request_id.
         """
@@ -346,8 +347,8 @@ class DriverServiceServicer(object):
 
         Callers: client, operator
         Errors:
-        - INVALID_ARGUMENT (INVALID_JOB): the specification is not valid, or changes what cannot change;
-        fields and remedies are in the details.
+        - INVALID_ARGUMENT (BAD_JOB_SPEC): values of the spec are refused, or change what cannot change;
+        BadRequest lists each field with its problem and the remedy.
         - INVALID_ARGUMENT (BAD_REQUEST): the reason or the specification is missing, or the request_id
         is malformed.
         - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
@@ -512,7 +513,8 @@ class DriverServiceServicer(object):
 
     def ListEvents(self, request, context):
         """Lists the audit log of a job, of a node or of the whole cluster, oldest first, page by page.
-        The driver holds at least the newest 50,000 lines.
+        A driver holds the newest lines: 50,000 of its own term; of what was there before it, the newest
+        5,000 of the cluster's log and 500 of each job's.
 
         Callers: client, operator
         Errors:

@@ -32,6 +32,7 @@ from megascale_common.service.start import ends_with_a_sentence, read_token, wri
 from megascale_driver.analysis.progress import HangLimits
 from megascale_driver.core.policy import Policy
 from megascale_driver.engine import Engine
+from megascale_driver.journal.trimming import DAY_S, Retention
 from megascale_driver.leadership import Leader
 from megascale_driver.link_service import LinkService
 from megascale_driver.metrics import DriverMetrics
@@ -117,7 +118,7 @@ async def _serve_until(
         for name in SERVICES:
             await server.set_serving(name, leads)
 
-    leader = Leader(client, engine, set_serving, keeper)
+    leader = Leader(client, engine, set_serving, keeper, retention=_retention(options))
     service = DriverService(engine, leader, options.cluster)
     driver_pb2_grpc.add_DriverServiceServicer_to_server(service, server.server)
     link_pb2_grpc.add_ExecutorLinkServiceServicer_to_server(
@@ -207,6 +208,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_metrics_and_limits(parser)
     add_queue_options(parser)
     _add_tls(parser)
+    _add_retention(parser)
     parser.add_argument("--version", action="version", version=build_version())
     return parser
 
@@ -239,6 +241,49 @@ def _add_metrics_and_limits(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="a step counts as hung after this time at the earliest; default 60",
     )
+
+
+def _add_retention(parser: argparse.ArgumentParser) -> None:
+    kept = Retention()
+    parser.add_argument(
+        "--audit-lines",
+        type=_positive,
+        default=kept.lines,
+        metavar="N",
+        help=f"newest lines of the cluster's log and of each job's that stay in etcd; default "
+        f"{kept.lines}, of a job that has ended {kept.ended_lines} at most",
+    )
+    parser.add_argument(
+        "--audit-days",
+        type=_positive,
+        default=int(kept.age_s / DAY_S),
+        metavar="N",
+        help=f"days for which a line stays there at most; default {kept.age_s / DAY_S:.0f}",
+    )
+    parser.add_argument(
+        "--audit-export",
+        type=Path,
+        metavar="FOLDER",
+        help="append lines to audit-DATE.jsonl in this folder before they are removed from etcd; "
+        "default: they are removed without",
+    )
+
+
+def _retention(options: argparse.Namespace) -> Retention:
+    lines: int = options.audit_lines
+    kept = Retention()
+    return Retention(
+        lines=lines,
+        age_s=options.audit_days * DAY_S,
+        ended_lines=min(lines, kept.ended_lines),
+        export_to=options.audit_export,
+    )
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) <= 10**9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 1000000000")
+    return int(text)
 
 
 def _add_tls(parser: argparse.ArgumentParser) -> None:

@@ -42,6 +42,7 @@ class MemberStatus:
     leader_id: int
     database_size_bytes: int
     revision: int
+    member_id: int = 0
 
 
 class EtcdClient:
@@ -234,7 +235,13 @@ class EtcdClient:
             return await member.maintenance.Status(rpc_pb2.StatusRequest(), timeout=timeout_s)
 
         reply = await self.members.read("status", self.timeout_s, send)
-        return MemberStatus(reply.version, reply.leader, reply.dbSize, reply.header.revision)
+        return MemberStatus(
+            reply.version,
+            reply.leader,
+            reply.dbSize,
+            reply.header.revision,
+            reply.header.member_id,
+        )
 
     async def _range(self, request: rpc_pb2.RangeRequest) -> rpc_pb2.RangeResponse:
         async def send(member: Member, timeout_s: float) -> rpc_pb2.RangeResponse:

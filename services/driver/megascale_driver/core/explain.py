@@ -226,7 +226,8 @@ def _waiting(state: Cluster, job: Job) -> str:
         f"it needs {needs(job, nodes)}",
         f"{count} schedulable {'node is' if count == 1 else 'nodes are'} idle",
     ]
-    if not job.waits_as:
+    decided = job.reason.startswith("waiting for nodes (")
+    if not decided:
         parts.append("it is about to be placed")
     idle_names = {n.name for n in idle}
     blocked = [_blocked(n, taken, reserved) for n in nodes if n.name not in idle_names]
@@ -234,7 +235,7 @@ def _waiting(state: Cluster, job: Job) -> str:
     return (
         text
         + ("; " + "; ".join(blocked[:8]) if blocked else "")
-        + (f" ({job.reason})" if job.attempt or job.waits_as else "")
+        + (f" ({job.reason})" if job.attempt or decided else "")
     )
 
 

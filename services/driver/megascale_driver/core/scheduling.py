@@ -130,13 +130,16 @@ def waiting(what: str, stop_reason: str) -> str:
 
 
 def _wait(draft: Draft, job: Job, decision: Decision) -> None:
-    """Say why the job waits: always in its reason, in the log once for each kind of wait."""
+    """Say why the job waits: in its reason at once, in the log once for each kind of wait.
+
+    A job that starts within a second, as most do after a fault, has no line about its wait.
+    """
     reason = waiting(decision.why, job.stop_reason)
     if reason != job.reason:
         job = draft.job(job.name, reason=reason)
     if decision.kind is Kind.WAIT and job.spares:
         draft.job(job.name, spares=())  # it holds nothing, and others may have them
-    if job.waits_as != decision.kind:
+    if job.waits_as != decision.kind and draft.now_s - job.updated_at_s >= RECHECK_S:
         draft.job(job.name, waits_as=decision.kind.value)
         draft.log(
             "JOB_WAITS", decision.why, subject=f"jobs/{job.name}", job=job.name,

@@ -16,15 +16,18 @@ in between leaves the rest to the next one, which carries it out before it reads
 
 from __future__ import annotations
 
+import contextlib
 import json
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from megascale_common.etcd.election import Leadership
+from megascale_common.etcd.errors import EtcdError
 from megascale_common.etcd.operations import (
     Compare,
     Delete,
+    DeleteRange,
     KeyValue,
     ModRevisionEquals,
     Operation,
@@ -41,7 +44,7 @@ INTENTS = "intents/"
 # Half of what etcd takes: --max-txn-ops 128, --max-request-bytes 1.5 MiB.
 MAX_CHANGES = 60
 MAX_BYTES = 700 << 10
-MARKER = "housekeeping"
+MARKER = "journal"
 _PIECE_BYTES = MAX_BYTES // 2  # as text within text, a piece grows by its quotation marks
 
 _log = logs.get(__name__)
@@ -62,6 +65,9 @@ class FencedWriter:
         marker: str = MARKER,
     ) -> None:
         self.revisions: dict[str, int] = {}
+        self.note: dict[str, int] = {}  # stored in the marker with each transaction
+        self.noted: dict[str, int] = {}  # as found there
+        self.marked = 0  # the marker's revision, as found; 0 without one
         self.largest_bytes = 0  # of all requests so far, as this module counts them
         self._client, self._leadership, self._marker = client, leadership, marker
         self._remaining_s = remaining_s
@@ -73,7 +79,11 @@ class FencedWriter:
     async def adopt_marker(self) -> None:
         """Read the marker's revision, before the first write of a leadership."""
         found = await self._client.get(self._marker)
-        self.revisions[self._marker] = found.mod_revision if found is not None else 0
+        self.marked = found.mod_revision if found is not None else 0
+        self.revisions[self._marker] = self.marked
+        if found is not None:
+            values = codec.parse(found.value, self._marker)
+            self.noted = {name: v for name, v in values.items() if type(v) is int}
 
     async def write(self, changes: Sequence[Change], before: Sequence[Change] = ()) -> None:
         """Make all changes in one transaction, or in an intent if they are too many.
@@ -134,17 +144,12 @@ class FencedWriter:
         if not changes and not guards:
             return
         txn_id = uuid.uuid4().hex
-        compared = guards or [change.key for change in changes if not change.prefix]
+        compared = guards or [c.key for c in changes if not c.prefix and not c.end]
         compare: list[Compare] = [self._leadership.guard(), self._expect(self._marker)]
         compare += [self._expect(key) for key in compared]
-        success: list[Operation] = [
-            Put(change.key, change.value)
-            if change.value is not None
-            else Delete(change.key, prefix=change.prefix)
-            for change in changes
-        ]
+        success = [_operation(change) for change in changes]
         success += [Delete(key) for key in guards]
-        success.append(Put(self._marker, json.dumps({"txn": txn_id}).encode()))
+        success.append(Put(self._marker, json.dumps({"txn": txn_id, **self.note}).encode()))
         sent_bytes = sum(map(size_of, changes)) + size_of(Change(self._marker, b"x" * 48))
         self.largest_bytes = max(self.largest_bytes, sent_bytes)
         result = await txn_settled(
@@ -156,10 +161,22 @@ class FencedWriter:
             deadline_s=max(self._remaining_s(), 0.1),
         )
         if isinstance(result, Rejected):
+            await self._refused(result)
             raise NotLeaderError(
                 f"the write of {', '.join(change.key for change in changes[:4])} was refused"
             )
         self._written([*changes, *map(Change, guards)], result.revision)
+
+    async def _refused(self, result: Rejected) -> None:
+        """If this is the leader still, somebody else has changed keys: have all read again."""
+        guard = self._leadership.guard()
+        holder = result.current.get(guard.key)
+        if holder is None or holder.create_revision != guard.revision:
+            return
+        _log.error("keys in etcd were changed by another than the leader; the term begins again")
+        with contextlib.suppress(EtcdError):
+            # Without its marker the next term looks for jobs that the index does not name.
+            await self._client.txn(compare=[guard], success=[Delete(self._marker)])
 
     def _written(self, changes: Iterable[Change], revision: int) -> None:
         self.revisions[self._marker] = revision
@@ -176,10 +193,23 @@ class FencedWriter:
         return ModRevisionEquals(key, self.revisions.get(key, 0))
 
 
+def _operation(change: Change) -> Operation:
+    if change.value is not None:
+        return Put(change.key, change.value)
+    if change.end:
+        return DeleteRange(change.key, change.end)
+    return Delete(change.key, prefix=change.prefix)
+
+
 def _packed(piece: list[Change]) -> bytes:
     return codec.text(
         [
-            [change.key, None if change.value is None else change.value.decode(), change.prefix]
+            [
+                change.key,
+                None if change.value is None else change.value.decode(),
+                change.prefix,
+                change.end,
+            ]
             for change in piece
         ]
     )
@@ -188,5 +218,6 @@ def _packed(piece: list[Change]) -> bytes:
 def _unpacked(value: bytes) -> list[Change]:
     found: list[Any] = json.loads(value)
     return [
-        Change(key, None if text is None else text.encode(), prefix) for key, text, prefix in found
+        Change(key, None if text is None else text.encode(), prefix, end)
+        for key, text, prefix, end in found
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 from megascale_common.etcd.errors import ResourceExhausted
 from megascale_common.etcd.operations import KeyValue
@@ -18,15 +18,9 @@ def end_of(prefix: str) -> str:
 
 
 async def items(
-    client: Etcd,
-    start: str,
-    end: str,
-    skip: Callable[[str], str | None] = lambda key: None,
-    page_keys: int = PAGE_KEYS,
+    client: Etcd, start: str, end: str, page_keys: int = PAGE_KEYS
 ) -> AsyncIterator[KeyValue]:
     """The keys of a range in order, a page at a time.
-
-    ``skip`` gets the last key of each page, and may name a later key to go on from.
 
     Not at one revision: for a leader, whose fence keeps all others from writing.
     """
@@ -42,32 +36,50 @@ async def items(
             yield item
         if not page.more:
             return
-        last = page.items[-1].key
-        start = skip(last) or f"{last}\0"
+        start = f"{page.items[-1].key}\0"
 
 
-async def last_number(client: Etcd, log: str) -> int:
+async def job_names(client: Etcd) -> list[str]:
+    """The names of all jobs, found without an index: each read costs etcd all logs behind it."""
+    names: list[str] = []
+    start = "jobs/"
+    while page := (await client.get_range(start, "jobs0", limit=1)).items:
+        names.append(page[0].key.removeprefix("jobs/").partition("/")[0])
+        start = f"jobs/{names[-1]}0"  # "0" follows "/"
+    return names
+
+
+async def last_number(client: Etcd, log: str, hint: int = 0) -> int:
     """The number of a log's last record, 0 if it has none: in O(log lines) small reads.
 
-    etcd sorts a range in descending order by reading all of it, so the end is searched for: a log
-    has no gaps but the trimmed part in front.
+    ``hint`` is the number of a line at or before the end, 0 if none is known. Every read but the
+    first without a hint is of a short range: etcd goes through all keys of a range, whatever the
+    limit, and sorts in descending order by reading all of it. The end can be searched for because
+    a log has no gap wider than a block, but the trimmed part in front.
     """
-    end = end_of(records.folder(log))
+    gap = records.BLOCK_LINES
 
-    async def at_or_after(number: int) -> int | None:
-        page = await client.get_range(records.key(log, number), end, limit=1)
-        return records.number(page.items[0].key) if page.items else None
+    async def newest_in(first: int, last: int) -> int | None:
+        start, end = records.key(log, max(0, first)), records.key(log, last + 1)
+        page = await client.get_range(start, end)
+        return records.number(page.items[-1].key) if page.items else None
 
-    if (low := await at_or_after(0)) is None:
-        return 0
-    step = 1
-    while (found := await at_or_after(low + step)) is not None:
+    low = await newest_in(hint - gap + 1, hint + gap) if hint else None
+    if low is None:
+        folder = records.folder(log)
+        page = await client.get_range(folder, end_of(folder), limit=1)
+        if not page.items:
+            return 0
+        low = records.number(page.items[0].key)
+    step = gap
+    while (found := await newest_in(low + step, low + step + gap - 1)) is not None:
         low, step = found, 2 * step
-    high = low + step  # there is no record at or behind it
-    while high - low > 1:
+    # There is no record in the gap that begins at `low + step`, so there is none behind it.
+    high = low + step
+    while high - low > gap:
         middle = (low + high) // 2
-        if (found := await at_or_after(middle)) is not None:
-            low = found
+        if (found := await newest_in(middle, middle + gap - 1)) is not None:
+            low = max(low, found)
         else:
             high = middle
-    return low
+    return await newest_in(low, low + 2 * gap) or low

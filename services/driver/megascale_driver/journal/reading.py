@@ -6,9 +6,10 @@ quarantined; its job is left as it is in etcd, and its name is held until somebo
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from megascale_common.etcd.operations import KeyValue
@@ -30,12 +31,12 @@ from megascale_driver.core.state import (
 from megascale_driver.journal import codec, ranges, records
 from megascale_driver.journal.parts import PARTS, joined, named
 from megascale_driver.journal.plausible import implausible
-from megascale_driver.journal.rows import Rows, attempt_key
+from megascale_driver.journal.rows import INDEX, Rows, attempt_key
 
 CLUSTER_LINES = 5_000  # newest lines of the cluster's log that a new leader holds
 ACTIVE_JOB_LINES = 500  # of a job that has not ended
 ENDED_JOB_LINES = 100
-JOB_PAGE_KEYS = 128
+JOBS_AT_ONCE = 16  # read side by side
 MAX_PROBLEM = 500  # characters of the reason why a row cannot be read
 UNREADABLE = "unreadable-row"  # the policy of a quarantine by it
 
@@ -52,15 +53,6 @@ class Loaded:
     generation: int
 
 
-@dataclass(slots=True)
-class _JobKeys:
-    """The keys of one job by what stands behind ``jobs/{name}/``; its log apart."""
-
-    rows: dict[str, bytes] = field(default_factory=dict)
-    log: list[KeyValue] = field(default_factory=list)
-    log_skipped: bool = False
-
-
 class Reader:
     """Reads the state once; takes note of every key in ``rows`` and ``revisions``."""
 
@@ -70,8 +62,11 @@ class Reader:
         self._lines: list[tuple[int, Audit]] = []
         self.chunks: set[str] = set()  # all that are stored, named by a row or not
 
-    async def read(self, generation: int) -> Loaded:
-        """Everything but ``meta``, which the caller has read."""
+    async def read(self, generation: int, last_record: int) -> Loaded:
+        """Everything but ``meta``, which the caller has read.
+
+        ``last_record`` is the number of the newest record of the cluster's log.
+        """
         chunks = await self._table("parts/")
         self.chunks.update(f"parts/{name}" for name in chunks)
         nodes = {
@@ -83,11 +78,12 @@ class Reader:
             if (request := self._row(f"requests/{name}", Request, value)) is not None
         }  # fmt: skip
         breaker = await self._breaker({f"parts/{name}": value for name, value in chunks.items()})
-        jobs = await self._jobs()
-        await self._log_from("", await ranges.last_number(self._client, "") - CLUSTER_LINES)
+        jobs = await self._jobs(await self._table(INDEX))
+        await self._log_from("", last_record - CLUSTER_LINES, last_record + records.BLOCK_LINES)
         lines = sorted(self._lines, key=lambda item: (item[0], item[1].log, item[1].seq))
         last = max((line.seq for _, line in lines if not line.log), default=0)
-        cluster = Cluster(nodes, jobs, requests, breaker, log_seq=last, unreadable=self._unreadable)
+        unreadable = dict(sorted(self._unreadable.items()))
+        cluster = Cluster(nodes, jobs, requests, breaker, log_seq=last, unreadable=unreadable)
         audit = tuple(line for _, line in lines)
         return Loaded(cluster, audit, generation)
 
@@ -98,45 +94,44 @@ class Reader:
             found[item.key[len(prefix) :]] = item.value
         return found
 
-    async def _jobs(self) -> dict[str, Job]:
-        found: dict[str, _JobKeys] = {}
+    async def _jobs(self, names: Iterable[str]) -> dict[str, Job]:
+        room = asyncio.Semaphore(JOBS_AT_ONCE)
 
-        def behind_the_log(last: str) -> str | None:
-            name, _, rest = last.removeprefix("jobs/").partition("/")
-            if not rest.startswith("log/"):
-                return None
-            found[name].log_skipped = True
-            return f"jobs/{name}/log0"  # "0" follows "/"
+        async def read(name: str) -> Job | None:
+            async with room:
+                return await self._read_job(name)
 
-        pages = ranges.items(self._client, "jobs/", "jobs0", behind_the_log, JOB_PAGE_KEYS)
-        async for item in pages:
-            name, _, rest = item.key.removeprefix("jobs/").partition("/")
-            keys = found.setdefault(name, _JobKeys())
-            if rest.startswith("log/"):
-                keys.log.append(item)
-            else:
+        jobs = await asyncio.gather(*map(read, names))
+        return {job.name: job for job in jobs if job is not None}
+
+    async def _read_job(self, name: str) -> Job | None:
+        """A job and the newest lines of its log; never a range that its log lies in."""
+        folder = f"jobs/{name}/"
+        rows: dict[str, bytes] = {}
+        for start, end in ((folder, f"{folder}log/"), (f"{folder}log0", f"jobs/{name}0")):
+            async for item in ranges.items(self._client, start, end):
+                rest = item.key.removeprefix(folder)
                 self._revisions[item.key] = item.mod_revision
-                keys.rows[rest] = item.value
+                rows[rest] = item.value
                 if "/placement/" in rest or rest.startswith("parts/"):
                     self.chunks.add(item.key)
-        jobs: dict[str, Job] = {}
-        for name, keys in found.items():
-            if (job := self._job(name, keys)) is not None:
-                jobs[name] = job
-                await self._job_log(job, keys)
-        return jobs
+        job = self._job(name, rows)
+        if job is not None:
+            lines = ENDED_JOB_LINES if job.terminal else ACTIVE_JOB_LINES
+            await self._log_from(name, job.log_seq - lines, job.log_seq)
+        return job
 
-    def _job(self, name: str, keys: _JobKeys) -> Job | None:
+    def _job(self, name: str, rows: Mapping[str, bytes]) -> Job | None:
         where = f"jobs/{name}"
         try:
             if not is_dns_label(name):
                 raise CodecError("its name is not a DNS-1123 label")
-            if (head := keys.rows.get("head")) is None:
+            if (head := rows.get("head")) is None:
                 raise CodecError("there is no head")
             values = codec.parse(head, "head")
-            chunks = {f"{where}/{rest}": value for rest, value in keys.rows.items()}
+            chunks = {f"{where}/{rest}": value for rest, value in rows.items()}
             revision = values.get("spec_revision", 1)
-            if (stored := keys.rows.get(f"specs/{revision}")) is None:
+            if (stored := rows.get(f"specs/{revision}")) is None:
                 raise CodecError(f"there is no specification of revision {revision}")
             spec = codec.parse(stored, f"specs/{revision}")
             spec.pop("txn", None)
@@ -146,7 +141,7 @@ class Reader:
                 config=job_config.from_accepted(spec),
                 attempts=(),
             )
-            job = replace(job, attempts=self._attempts(job, keys, chunks))
+            job = replace(job, attempts=self._attempts(job, rows, chunks))
             if (problem := implausible(job)) or job.name != name:
                 raise CodecError(problem or f"the head is that of {job.name!r}")
         except (CodecError, ServiceError, ValueError, TypeError, KeyError, RecursionError) as error:
@@ -156,14 +151,14 @@ class Reader:
         return job
 
     def _attempts(
-        self, job: Job, keys: _JobKeys, chunks: Mapping[str, bytes]
+        self, job: Job, rows: Mapping[str, bytes], chunks: Mapping[str, bytes]
     ) -> tuple[AttemptRecord, ...]:
         """The records of a job's attempts; large placements of the newest one alone."""
         found = []
-        for rest in sorted(keys.rows):
+        for rest in sorted(rows):
             if not rest.startswith("attempts/") or rest.count("/") > 1:
                 continue
-            values = codec.parse(keys.rows[rest], rest)
+            values = codec.parse(rows[rest], rest)
             key = f"jobs/{job.name}/{rest}"
             self._rows.adopt(key, AttemptRecord, values)
             if named(values) and key == attempt_key(job.name, job.attempt):
@@ -177,19 +172,14 @@ class Reader:
                 found.append(codec.build(AttemptRecord, joined(values, chunks)))
         return tuple(found)
 
-    async def _job_log(self, job: Job, keys: _JobKeys) -> None:
-        lines = ENDED_JOB_LINES if job.terminal else ACTIVE_JOB_LINES
-        if keys.log_skipped:
-            await self._log_from(job.name, job.log_seq - lines)
-        else:
-            self._take(item for item in keys.log[-lines:])
+    async def _log_from(self, log: str, behind: int, last: int) -> None:
+        """The lines of a log behind number ``behind``, up to ``last``."""
+        # A block begins before its lines.
+        first = max(0, behind + 1 - records.BLOCK_LINES)
+        start, end = records.key(log, first), records.key(log, last + 1)
+        self._take([item async for item in ranges.items(self._client, start, end)], behind)
 
-    async def _log_from(self, log: str, number: int) -> None:
-        """The lines of a log behind number ``number``."""
-        start, end = records.key(log, max(0, number + 1)), ranges.end_of(records.folder(log))
-        self._take([item async for item in ranges.items(self._client, start, end)])
-
-    def _take(self, items: Iterable[KeyValue]) -> None:
+    def _take(self, items: Iterable[KeyValue], behind: int) -> None:
         for item in items:
             self._revisions[item.key] = item.mod_revision
             try:
@@ -197,7 +187,7 @@ class Reader:
             except CodecError as error:
                 _log.error("a record of the log cannot be read", key=item.key, error=str(error))
                 continue
-            self._lines += [(item.mod_revision, line) for line in found]
+            self._lines += [(item.mod_revision, line) for line in found if line.seq > behind]
 
     def _node(self, name: str, value: bytes) -> Node | None:
         node = self._row(f"nodes/{name}", Node, value)

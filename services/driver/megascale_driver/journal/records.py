@@ -18,6 +18,7 @@ from megascale_driver.journal import codec
 
 PLAIN_LINES = 24  # of one decision in one log; more become blocks
 BLOCK_BYTES = 64 << 10  # a block is closed once its lines are as large
+BLOCK_LINES = 512  # or as many: between two records of a log lies no larger gap
 _NUMBER_DIGITS = 20
 
 
@@ -86,7 +87,7 @@ def _blocks(lines: list[Audit]) -> Iterator[list[dict[str, Any]]]:
         values = codec.plain(line)
         block.append(values)
         size_bytes += 80 + len(line.message) + sum(len(str(item)) for item in values["evidence"])
-        if size_bytes >= BLOCK_BYTES:
+        if size_bytes >= BLOCK_BYTES or len(block) == BLOCK_LINES:
             yield block
             block, size_bytes = [], 0
     if block:

@@ -2,7 +2,8 @@
 
 Keys under the cluster's prefix: ``meta``, ``driver/leader``, ``log/{seq}``, ``breaker``,
 ``nodes/{n}``, ``requests/{id}``, ``jobs/{j}/head``, ``jobs/{j}/specs/{rev}``,
-``jobs/{j}/attempts/{n}``, ``jobs/{j}/log/{seq}``; large fields of a head or an attempt lie in
+``jobs/{j}/attempts/{n}``, ``jobs/{j}/log/{seq}``, ``index/{j}`` (the names of all jobs, found
+without going through their logs); large fields of a head or an attempt lie in
 chunks under ``jobs/{j}/attempts/{n}/placement/`` and ``jobs/{j}/parts/``, those of the breaker
 under ``parts/`` (:mod:`megascale_driver.journal.parts`).
 """
@@ -21,16 +22,21 @@ from megascale_driver.core.storing import differs
 from megascale_driver.journal import codec, records
 from megascale_driver.journal.parts import PARTS, PartEncoder
 
+INDEX = "index/"
 TXN_ID = "txn"  # earlier builds wrote the id of the transaction into every value
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A new value for a key; without one, the key, or everything that begins with it, goes."""
+    """A new value for a key; without one the key goes.
+
+    With ``prefix`` everything goes that begins with it, with ``end`` all from it to before that.
+    """
 
     key: str
     value: bytes | None = None
     prefix: bool = False
+    end: str = ""
 
 
 @dataclass(slots=True)
@@ -99,11 +105,13 @@ class Rows:
         """Everything of a job goes, with what this decision would have added to it."""
         folder = f"jobs/{name}/"
         batch.changes = [change for change in batch.changes if not change.key.startswith(folder)]
-        batch.changes.append(Change(folder, prefix=True))
+        batch.changes += [Change(folder, prefix=True), Change(f"{INDEX}{name}")]
         self._forget(folder)
 
     def _job(self, batch: Batch, before: Job | None, job: Job) -> None:
         name = job.name
+        if before is None:
+            batch.changes.append(Change(f"{INDEX}{name}", b"{}"))
         if before is None or before.config is not job.config:
             spec = job_config.to_json(job.config).encode()
             batch.changes.append(Change(f"jobs/{name}/specs/{job.spec_revision}", spec))

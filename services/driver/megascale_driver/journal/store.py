@@ -13,13 +13,14 @@ from megascale_common.etcd.election import Leadership
 from megascale_common.etcd.protocol import Etcd
 from megascale_driver.core.events import Audit
 from megascale_driver.core.state import Cluster
-from megascale_driver.journal import codec
-from megascale_driver.journal.fenced import MAX_CHANGES, FencedWriter
+from megascale_driver.journal import codec, ranges, records
+from megascale_driver.journal.fenced import MAX_BYTES, MAX_CHANGES, FencedWriter
 from megascale_driver.journal.reading import Loaded, Reader, read_meta
-from megascale_driver.journal.rows import Change, Rows
+from megascale_driver.journal.rows import INDEX, Change, Rows, pieces
 
 LEADER_KEY = "driver/leader"
 META = "meta"
+LOG_SEQ = "log_seq"  # in the marker: the last line of the cluster's log
 START_DEADLINE_S = 30.0  # for the writes before the first commit, bounded by the lease as well
 GARBAGE_PER_COMMIT = 20  # chunks that nothing names any more, removed beside a decision
 
@@ -51,13 +52,35 @@ class Store:
             CodecError: ``meta`` cannot be read, or a later build has written it.
             NotLeaderError: the leadership was lost meanwhile.
         """
-        await self._writer.adopt_marker()
+        writer = self._writer
+        await writer.adopt_marker()
+        writer.note = dict(writer.noted)
+        last = await ranges.last_number(self._client, "", writer.noted.get(LOG_SEQ, 0))
+        await self._index_jobs(last)
         await self._read_meta()
-        await self._writer.recover()
-        reader = Reader(self._client, self._rows, self._writer.revisions)
-        loaded = await reader.read(self._generation)
+        await writer.recover()
+        reader = Reader(self._client, self._rows, writer.revisions)
+        # What was just carried out may have added lines.
+        last = await ranges.last_number(self._client, "", last)
+        loaded = await reader.read(self._generation, last)
+        writer.note[LOG_SEQ] = loaded.cluster.log_seq
         self._chunks = reader.chunks
         return loaded
+
+    async def _index_jobs(self, last: int) -> None:
+        """Make the index of jobs complete, if an earlier build has led since it was.
+
+        That does not know the index. Its term began with a line in the cluster's log, which is
+        newer than the marker that this build writes with every transaction.
+        """
+        newest = await self._client.get(records.key("", last)) if last else None
+        if self._writer.marked and (newest is None or newest.mod_revision <= self._writer.marked):
+            return
+        known = {item.key for item in (await self._client.get_prefix(INDEX)).items}
+        names = await ranges.job_names(self._client)
+        missing = [key for name in names if (key := f"{INDEX}{name}") not in known]
+        for piece in pieces([Change(key, b"{}") for key in missing], MAX_CHANGES, MAX_BYTES):
+            await self._writer.write(piece)
 
     async def commit(
         self, old: Cluster, new: Cluster, audit: tuple[Audit, ...], *, deadline_s: float
@@ -72,6 +95,7 @@ class Store:
                 end: the next leader reads it from etcd.
         """
         self._deadline_s = deadline_s
+        self._writer.note[LOG_SEQ] = new.log_seq
         batch = self._rows.between(old, new, audit)
         if not batch.changes:
             return False
