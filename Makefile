@@ -50,7 +50,7 @@ TOOLS := $(CURDIR)/.tools/prometheus
 # the jars of an old Hadoop, in which the tests' HDFS runs
 HDFS_TOOLS := $(CURDIR)/.tools/hdfs
 
-.PHONY: help demo test crash test-slow test-ha bench-fleet test-export test-gpu test-system test-s3 test-hdfs system-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
+.PHONY: help demo test crash test-slow test-ha bench-fleet bench-heartbeats test-export test-gpu test-system test-s3 test-hdfs system-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
 .DEFAULT_GOAL := help
 
 help: ## show these verbs
@@ -120,6 +120,9 @@ dashboard-check: $(READY) ## check that deploy/grafana/megascale.json is up to d
 
 bench: $(READY) ## run the benchmarks that need no special hardware
 	$(PY) benchmarks/throughput.py --device cpu --tp 2 --pp 2 --dp 2
+
+bench-heartbeats: $(READY) ## heartbeats of many nodes: the driver's CPU beside a bare echo (NODES=1536 INTERVAL=1 WINDOW=60 RECONNECT=1)
+	@$(PY) benchmarks/heartbeats.py --nodes $(or $(NODES),1536) --interval $(or $(INTERVAL),1) --window $(or $(WINDOW),60) $(if $(RECONNECT),--reconnect)
 
 bench-fleet: $(READY) ## time of a failover with a large state and history in etcd (NODES=12500 LINES=1000000)
 	@$(PY) benchmarks/fleet.py --nodes $(or $(NODES),12500) --lines $(or $(LINES),1000000)

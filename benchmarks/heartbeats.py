@@ -327,7 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return asyncio.run(run(options))
     except (Failed, TimeoutError) as error:
-        print(f"heartbeats.py: {error or 'it took too long'}", file=sys.stderr)
+        print(f"heartbeats.py: {str(error) or 'it took too long'}", file=sys.stderr)
         return 2
     except (OSError, EtcdError) as error:
         print(f"heartbeats.py: {error}", file=sys.stderr)

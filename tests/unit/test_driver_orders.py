@@ -35,7 +35,9 @@ def fleet(nodes: int = NODES) -> Cluster:
     values["training"] |= {"global_batch_size": nodes}
     config = job_config.from_accepted(values)
     slots = tuple(
-        NodeSlot(f"node-{n:05d}", tuple(range(RANKS * n, RANKS * n + RANKS)), tuple(range(RANKS)))
+        NodeSlot(
+            f"node-{n:05d}", tuple(range(RANKS * n, RANKS * n + RANKS)), tuple(range(RANKS)), "i"
+        )
         for n in range(nodes)
     )
     job = Job("a", config, phase=JobPhase.STARTING, current=Attempt(number=3, slots=slots))

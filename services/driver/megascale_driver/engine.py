@@ -22,7 +22,7 @@ from megascale_common.service.clock import Clock
 from megascale_common.service.errors import NotLeaderError
 from megascale_driver import probes, wire
 from megascale_driver.analysis.divergence import DivergenceTrack, found, observe
-from megascale_driver.core import hang, machine
+from megascale_driver.core import hang, machine, plausible
 from megascale_driver.core.events import (
     Audit,
     Effect,
@@ -38,6 +38,7 @@ from megascale_driver.core.events import (
     Probe,
     ProbeResult,
     RankPages,
+    RecordRefused,
     StreamReset,
     Tick,
 )
@@ -60,6 +61,7 @@ BATCH_EVENTS = 256  # decided on in one commit
 # Status pages of an attempt that stands still are read so often, or less if it has many nodes.
 PAGES_INTERVAL_S = 1.0
 PAGES_NODES_PER_S = 300.0
+PROBES_AT_ONCE = 128  # the others wait: a fleet that is silent must not take all descriptors
 PAGES_AT_ONCE = 32  # nodes, before other tasks get a turn
 
 _ENDS = frozenset({AttemptPhase.FAILED, AttemptPhase.FINISHED})
@@ -115,10 +117,12 @@ class Engine:
         self._arrived = asyncio.Event()
         self._retimed = asyncio.Event()  # what the next tick waits for may have changed
         self.presence = Intake(policy)
+        self._refused_records: set[str] = set()  # jobs that had one in this term
         self._steps = StepLanes()
         self._tick_waits = False  # for the core
         self._pages_at_s: dict[str, float] = {}  # when those of a job were read
         self._tracks: dict[str, DivergenceTrack] = {}
+        self._probing = asyncio.Semaphore(PROBES_AT_ONCE)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def post(self, event: Event) -> None:
@@ -186,7 +190,13 @@ class Engine:
             return await answer
 
     def step_done(self, job: str, record: types_pb2.StepRecord) -> bool:
-        """Take in a step record; False if it was known."""
+        """Take in a step record; False if it was known, or cannot be true."""
+        known = self.state.jobs.get(job)
+        if known is not None and (problem := plausible.record(known, record.attempt, record.step)):
+            if job not in self._refused_records:
+                self._refused_records.add(job)  # once a term: a rank sends such records by the step
+                self.post(RecordRefused(self.clock.now_s(), job, problem))
+            return False
         if not self.feeds.of(job).add_step(record):
             return False
         held_s = record.snapshot_time.ToNanoseconds() / 1e9
@@ -251,6 +261,7 @@ class Engine:
         # First the start of the term, then for each open link the node's hello and its newest
         # heartbeat. One from before this epoch counts as a report without a desired state.
         self._inbox.clear()
+        self._refused_records.clear()
         self._tick_waits = False
         self._inbox.put(_Entry(LeaderStarted(term.since_s, self.address)))
         lane, links = self.presence.lane, self.links.all()
@@ -369,7 +380,8 @@ class Engine:
             return
         try:
             if isinstance(effect, Probe):
-                outcome = await probes.probe(effect, self._token)
+                async with self._probing:
+                    outcome = await probes.probe(effect, self._token)
                 self.post(ProbeResult(self.clock.now_s(), effect.node, effect.incarnation, outcome))
             else:
                 self.post(

@@ -351,6 +351,15 @@ class OpenFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordRefused:
+    """A step record of the job cannot be true; it was dropped."""
+
+    now_s: float
+    job: str
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
 class LossDiverged:
     """The step records of a job show that it diverges."""
 
@@ -371,6 +380,7 @@ Event = (
     | AttemptOpened
     | OpenFailed
     | LossDiverged
+    | RecordRefused
 )
 
 

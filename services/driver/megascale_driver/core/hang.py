@@ -25,7 +25,7 @@ from megascale_driver.analysis.progress import (
 )
 from megascale_driver.core.attempt import Fault, FaultKind
 from megascale_driver.core.draft import Draft
-from megascale_driver.core.events import Evidence, PagesRead
+from megascale_driver.core.events import Evidence, PagesRead, RankPages
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.state import (
     AttemptPhase,
@@ -45,26 +45,32 @@ def pages_read(draft: Draft, event: PagesRead) -> None:
     job = draft.jobs.get(event.job)
     if job is None or job.attempt != event.attempt or job.phase is not JobPhase.RUNNING:
         return
+    pages = {found.node: found for found in event.pages}
+    if _hangs(draft, job, pages):
+        return
+    # Kept for those who ask why the job stands still.
     for found in event.pages:
         node = draft.nodes.get(found.node)
-        if node is None or node.identity.incarnation != found.incarnation or not node.connected:
-            continue
-        if node.report is not None and found.at_s >= node.beat_at_s:
+        if node is not None and node.report is not None and _counts(found, node):
             report = replace(node.report, statuses=found.statuses)
             draft.node(node.name, report=report, beat_at_s=found.at_s)
-    check(draft, job)
 
 
-def check(draft: Draft, job: Job) -> Job:
+def _counts(found: RankPages, node: Node) -> bool:
+    """Whether the pages are of this incarnation of the node and as new as its report."""
+    return found.incarnation == node.identity.incarnation and found.at_s >= node.beat_at_s
+
+
+def _hangs(draft: Draft, job: Job, pages: Mapping[str, RankPages]) -> bool:
     """Record a fault, which ends the attempt, if no rank has advanced for its phase's limit."""
     # The cheap test first: no limit is below the floor.
     if draft.now_s - _since_s(job) < draft.policy.hang.floor_s:
-        return job
+        return False
     if job.current.faults or draft.now_s < draft.silence_hold_until_s:
-        return job
-    found = observed(draft.nodes, job, draft.policy)
+        return False
+    found = observed(draft.nodes, job, draft.policy, pages)
     if found is None or not found.hangs:
-        return job
+        return False
     guilty = suspects(found.ranks, job.config.layout)
     named = "; ".join(str(view) for view in guilty[:MAX_NAMED])
     more = f" and {len(guilty) - MAX_NAMED} more" if len(guilty) > MAX_NAMED else ""
@@ -75,7 +81,7 @@ def check(draft: Draft, job: Job) -> Job:
     nodes = {view.node for view in guilty}
     enforced = draft.enforced("hang")
     if not enforced and job.current.observed_hang_s == _since_s(job):
-        return job  # of this standstill there is a line
+        return False  # of this standstill there is a line
     draft.log(
         "HANG_SUSPECTED", message, subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt,
         policy="hang", mode="ENFORCE" if enforced else "OBSERVE", evidence=_evidence(guilty, found),
@@ -83,15 +89,25 @@ def check(draft: Draft, job: Job) -> Job:
         else "nothing: the rule is observed",
     )  # fmt: skip
     if not enforced:
-        return draft.attempt(job.name, observed_hang_s=_since_s(job))
+        draft.attempt(job.name, observed_hang_s=_since_s(job))
+        return False
     # Suspects on several nodes have a common cause, which is none of these nodes.
     blamed = guilty[0].node if len(nodes) == 1 else ""
     fault = Fault(FaultKind.HANG, blamed, draft.now_s, message, guilty[0].rank, hard=False)
-    return draft.fault(job.name, fault)
+    draft.fault(job.name, fault)
+    return True
 
 
-def observed(nodes: Mapping[str, Node], job: Job, policy: Policy) -> Standing | None:
-    """Progress of the job by the newest heartbeats; None while one of its nodes sends none."""
+def observed(
+    nodes: Mapping[str, Node],
+    job: Job,
+    policy: Policy,
+    pages: Mapping[str, RankPages] | None = None,
+) -> Standing | None:
+    """Progress of the job by the newest heartbeats; None while one of its nodes sends none.
+
+    ``pages``: status pages that are newer than those of the nodes' reports.
+    """
     beats: list[Beat] = []
     for slot in job.slots:
         node = nodes.get(slot.node)
@@ -105,7 +121,11 @@ def observed(nodes: Mapping[str, Node], job: Job, policy: Policy) -> Standing | 
         report = node.report
         if (report.job, report.attempt) != (job.name, job.attempt) or report.phase not in _AT_WORK:
             return None
-        beats.append(Beat(slot.node, node.beat_at_s, slot.ranks, report.statuses))
+        newest = pages.get(slot.node) if pages else None
+        if newest is not None and _counts(newest, node):
+            beats.append(Beat(slot.node, newest.at_s, slot.ranks, newest.statuses))
+        else:
+            beats.append(Beat(slot.node, node.beat_at_s, slot.ranks, report.statuses))
     return standing(beats, job.step_times, _since_s(job), policy.hang)
 
 

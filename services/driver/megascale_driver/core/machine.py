@@ -45,6 +45,7 @@ from megascale_driver.core.events import (
     ProbeResult,
     ProfileCancelRequested,
     ProfileRequested,
+    RecordRefused,
     RequestKey,
     RestartRequested,
     ResumeRequested,
@@ -118,6 +119,8 @@ def _dispatch(draft: Draft, event: Event) -> None:
         jobs.opened(draft, event)
     elif isinstance(event, OpenFailed):
         jobs.open_failed(draft, event)
+    elif isinstance(event, RecordRefused):
+        nodes.message_refused(draft, f"jobs/{event.job}", event.problem)
     elif isinstance(event, LossDiverged):
         divergence.diverged(draft, event)
     elif isinstance(event, LeaderStarted):

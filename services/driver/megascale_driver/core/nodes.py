@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megascale_driver.core import breaker, profiles, restored, saving
+from megascale_driver.core import breaker, plausible, profiles, restored, saving
 from megascale_driver.core.checkpoint_progress import Progress
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import (
@@ -78,6 +78,9 @@ def report(draft: Draft, event: NodeReport) -> Job | None:
     # has broken since.
     if node is None or node.identity.incarnation != event.incarnation or not node.connected:
         return None
+    if problem := plausible.report(draft.jobs, event.report):
+        message_refused(draft, f"nodes/{node.name}", problem)
+        return None
     draft.node(
         node.name,
         report=event.report,
@@ -100,6 +103,14 @@ def report(draft: Draft, event: NodeReport) -> Job | None:
     ):
         return None
     return draft.holder_of(node.name)
+
+
+def message_refused(draft: Draft, subject: str, problem: str) -> None:
+    """Write down that a message which cannot be true was refused."""
+    draft.log(
+        "MESSAGE_REFUSED", f"a message of {subject} cannot be true: {problem}",
+        subject=subject, policy="plausible", outcome="it is dropped as a whole",
+    )  # fmt: skip
 
 
 def _relevant(report: Report) -> tuple[object, ...]:

@@ -8,6 +8,7 @@ from typing import Literal
 Reason = Literal[
     "LEADER_ELECTED",
     "ROW_UNREADABLE",
+    "MESSAGE_REFUSED",
     "SUBMITTED",
     "PLACED",
     "ATTEMPT_PREPARING",

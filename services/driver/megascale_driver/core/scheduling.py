@@ -21,6 +21,11 @@ def schedule(draft: Draft) -> None:
     """Decide the queue, if something changed that it depends on; then name the spares."""
     if draft.now_s < draft.queue_due_s and not _stirred(draft):
         return
+    waiting = [job for job in draft.jobs.values() if job.phase is JobPhase.QUEUED]
+    if not waiting and not any(_lacks_spares(draft, job) for job in draft.jobs.values()):
+        draft.queue_due_s = float("inf")
+        return
+    # Looked at only if there is something to place: a fleet links at once to a new leader.
     if draft.now_s < draft.grace_until_s and any(
         node.liveness is Liveness.UNKNOWN for node in draft.nodes.values()
     ):
@@ -28,13 +33,10 @@ def schedule(draft: Draft) -> None:
         # would go to worse nodes than in a moment, or its old nodes would look lost.
         draft.queue_due_s = draft.now_s
         return
-    waiting = [job for job in draft.jobs.values() if job.phase is JobPhase.QUEUED]
     draft.queue_due_s = draft.now_s + RECHECK_S if waiting else float("inf")
     for job in waiting:
         if draft.now_s < job.not_before_s < draft.queue_due_s:
             draft.queue_due_s = job.not_before_s
-    if not waiting and not any(_lacks_spares(draft, job) for job in draft.jobs.values()):
-        return
     plan = decide(view_of(draft))
     starts = 0
     for decision in plan.decisions:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megascale_driver.core import hang
+from megascale_driver.core import hang, leaving
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.state import Cluster, Job, JobPhase
+
+SOON_S = 1e-3  # at the next tick
 
 
 def next_s(state: Cluster, now_s: float, policy: Policy) -> float:
@@ -25,6 +27,7 @@ def next_s(state: Cluster, now_s: float, policy: Policy) -> float:
 def _moments(state: Cluster, now_s: float, policy: Policy) -> Iterator[float]:
     yield state.grace_until_s
     yield state.silence_hold_until_s
+    yield max(state.queue_due_s, now_s + SOON_S)
     breaker = state.breaker
     if breaker.tripped_at_s:
         yield breaker.tripped_at_s + policy.breaker_window_s
@@ -37,8 +40,11 @@ def _moments(state: Cluster, now_s: float, policy: Policy) -> Iterator[float]:
         break  # they are in the order of their times
     yield state.queue_due_s
     for job in state.jobs.values():
+        yield job.not_before_s
         if job.active:
             yield from _of_job(job, now_s, policy)
+        elif job.terminal:
+            yield job.updated_at_s + policy.keep_ended_s + SOON_S
 
 
 def _of_job(job: Job, now_s: float, policy: Policy) -> Iterator[float]:
@@ -53,9 +59,13 @@ def _of_job(job: Job, now_s: float, policy: Policy) -> Iterator[float]:
         yield job.timer_s + policy.stop_timeout_s
         yield job.timer_s + policy.stop_timeout_s + policy.fence_timeout_s
     elif hang.stands_still(job, now_s, policy):
-        yield now_s + 1e-3  # its status pages are read again and again
+        yield now_s + SOON_S  # its status pages are read again and again
     else:
         yield hang.stands_still_from_s(job, policy)
+    yield attempt.stays_until_s
+    if attempt.leaving is not None:
+        limit_s = job.config.checkpoint.final_timeout_s + leaving.ORDER_S
+        yield attempt.leaving.since_s + limit_s
     if attempt.finished_at_s:
         yield attempt.finished_at_s + policy.commit_report_s
     if job.profile is not None and job.profile.pending:

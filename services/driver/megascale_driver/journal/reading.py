@@ -18,6 +18,7 @@ from megascale_common.job import config as job_config
 from megascale_common.job.names import is_dns_label
 from megascale_common.service import logs
 from megascale_common.service.errors import CodecError, ServiceError
+from megascale_driver.core import plausible
 from megascale_driver.core.events import Audit
 from megascale_driver.core.state import (
     AttemptRecord,
@@ -30,7 +31,6 @@ from megascale_driver.core.state import (
 )
 from megascale_driver.journal import codec, ranges, records
 from megascale_driver.journal.parts import PARTS, joined, named
-from megascale_driver.journal.plausible import implausible
 from megascale_driver.journal.rows import INDEX, Rows, attempt_key
 
 CLUSTER_LINES = 5_000  # newest lines of the cluster's log that a new leader holds
@@ -142,7 +142,7 @@ class Reader:
                 attempts=(),
             )
             job = replace(job, attempts=self._attempts(job, rows, chunks))
-            if (problem := implausible(job)) or job.name != name:
+            if (problem := plausible.stored(job)) or job.name != name:
                 raise CodecError(problem or f"the head is that of {job.name!r}")
         except (CodecError, ServiceError, ValueError, TypeError, KeyError, RecursionError) as error:
             self._refuse(where, error)
