@@ -222,6 +222,17 @@ def test_a_higher_priority_displaces_what_can_save_and_it_comes_back() -> None:
     assert restore is not None and restore.step == 12
 
 
+def test_an_order_for_a_job_that_no_longer_waits_is_withdrawn() -> None:
+    fleet = Yard("n0")
+    fleet.add("low")
+    fleet.start("low")
+    fleet.add("high", priority=3)
+    assert fleet.ordered("low")
+    fleet.feed(CancelRequested(fleet.now_s, "high", "enough", "ada"))
+    assert not fleet.ordered("low") and fleet.job("low").phase is JobPhase.RUNNING
+    assert "job high no longer waits" in fleet.said("low", "LEAVE_WITHDRAWN")[0]
+
+
 @pytest.mark.parametrize("saves", [False, True])
 def test_nobody_is_displaced_who_cannot_save_or_where_it_is_switched_off(saves: bool) -> None:
     fleet = Yard("n0")

@@ -466,6 +466,13 @@ def test_a_quota_is_promised_in_order() -> None:
     assert kinds(plan)["theirs"] is Kind.PLACE, "another tenant's job does not wait for the quota"
 
 
+def test_a_job_that_its_quota_can_never_admit_again_keeps_no_survivors() -> None:
+    last = (Part("a", (0, 1, 2, 3), (0, 1, 2, 3)),)
+    big = job("big", 4, priority=5, tenant="t", last=last, waiting_since_s=99.0)
+    plan = decide(view([big, job("low", 4)], nodes("a"), quotas={"t": 2}))
+    assert kinds(plan) == {"big": Kind.WAIT, "low": Kind.PLACE}
+
+
 def test_what_is_missing_is_a_clause() -> None:
     assert why(decide(view([job("a", 4)], {})), "a") == (
         "it needs 4 devices, and no node has joined yet"

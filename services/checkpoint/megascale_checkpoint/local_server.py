@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megascale_checkpoint.accepting import accept_all
 from megascale_checkpoint.jobs import Jobs
 from megascale_checkpoint.rank_snapshots import RankSnapshots
 from megascale_checkpoint.registration import (
@@ -45,7 +46,6 @@ MAX_CONNECTIONS = 64  # workers of one node, and those of the previous attempt t
 READ_BYTES = 1 << 16
 SEND_TIMEOUT_S = 10.0  # answers are short: a worker that does not read one is stuck
 MOST_DRAIN_S = 3600.0
-ACCEPT_PAUSE_S = 0.2  # after running out of descriptors: a worker that exits frees some
 
 
 class LocalServer:
@@ -61,24 +61,15 @@ class LocalServer:
 
     async def serve(self) -> None:
         """Accept workers until cancelled."""
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, _ = await loop.sock_accept(self._listener)
-            except OSError as error:
-                log.error("cannot accept a worker", error=str(error))
-                await asyncio.sleep(ACCEPT_PAUSE_S)
-                continue
-            if len(self._connections) >= MAX_CONNECTIONS:
-                log.warning("connection refused: too many", limit=MAX_CONNECTIONS)
-                sock.close()
-                continue
-            sock.setblocking(False)
-            self._accepted += 1
-            connection = _WorkerConnection(sock, self._jobs, self._accepted)
-            task = asyncio.create_task(connection.serve())
-            self._connections[task] = connection
-            task.add_done_callback(self._connections.pop)
+        await accept_all(self._listener, "a worker", self._connections, MAX_CONNECTIONS, self._take)
+
+    def _take(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._accepted += 1
+        connection = _WorkerConnection(sock, self._jobs, self._accepted)
+        task = asyncio.create_task(connection.serve())
+        self._connections[task] = connection
+        task.add_done_callback(self._connections.pop)
 
     async def close(self) -> None:
         """Stop listening and end all connections."""

@@ -165,15 +165,16 @@ class RankRestores:
         slot = await self._take_slot()
         return StoredReads(slot, stored, cancelled, began_s)
 
-    async def index(
-        self, reads: StoredReads, file: int, first: int, count: int
-    ) -> tuple[Runs, int]:
+    async def index(self, reads: StoredReads, file: int, first: int, most: int) -> tuple[Runs, int]:
         """Part of the index of a file, and the next piece to ask for (-1: none is left).
+
+        It has at most ``most`` units, or those of one piece.
 
         Raises: as :meth:`StoredCheckpoint.index`.
         """
 
         def read() -> tuple[Runs, int]:
+            count = reads.stored.fitting(file, first, most)
             following, all_pieces = first + count, reads.stored.piece_count(file)
             runs = reads.stored.index(file, first, count)
             return runs, following if following < all_pieces else -1

@@ -33,7 +33,7 @@ def retention_of(log: CommitLog) -> Retention:
 
 
 def loaded(state: LogState) -> set[Checkpoint]:
-    """The checkpoints that the newest attempt may restore, until it has committed one of its own."""
+    """The checkpoints that the newest attempt may restore, until it has committed its own."""
     newest = state.opens.get(state.attempt)
     if newest is None or state.last[0] == state.attempt:
         return set()

@@ -27,7 +27,7 @@ import boto3
 from botocore.client import Config
 from botocore.exceptions import ClientError
 
-from megascale_checkpoint.storage.protocol import check_path
+from megascale_checkpoint.storage.protocol import check_path, reads_as
 from megascale_checkpoint.storage.s3_errors import is_absent, is_conflict, is_taken, mapped
 from megascale_common.service.errors import RequestError, invalid
 
@@ -98,10 +98,7 @@ class S3Storage:
 
     def confirm(self, path: str, data: bytes) -> bool:
         """See :meth:`Storage.confirm`: what can be read is durable."""
-        try:
-            return self.read(path) == data
-        except FileNotFoundError:
-            return False
+        return reads_as(self, path, data)
 
     def read(self, path: str) -> bytes:
         """See :meth:`Storage.read`."""

@@ -81,10 +81,16 @@ def ended_early(draft: Draft, job: Job) -> str | None:
 
 
 def expire(draft: Draft, job: Job) -> None:
-    """Withdraw an order that has not been carried out in time: the job trains on."""
+    """Withdraw an order that nobody needs any more, or that has not been carried out in time."""
     leaving = job.current.leaving
+    if leaving is None:
+        return
+    winner = draft.jobs.get(leaving.beside)
+    if leaving.beside and (winner is None or winner.phase is not JobPhase.QUEUED):
+        withdraw(draft, job, f"job {leaving.beside} no longer waits for its nodes")
+        return
     limit_s = job.config.checkpoint.final_timeout_s + ORDER_S
-    if leaving is None or draft.now_s - leaving.since_s < limit_s:
+    if draft.now_s - leaving.since_s < limit_s:
         return
     if leaving.kind in STAYS or leaving.nodes:
         _stop_unsaved(draft, job, leaving, limit_s)

@@ -151,7 +151,7 @@ class _Round:
             return Decision(Kind.WAIT, job.name, why)
         found = reservation.reserve(
             job,
-            {**self._pool.own(job), **self._pool.open_to(job)},
+            self._pool.open_to(job),
             self._counted_on(leave or ()),
             soon={victim.name for victim in leave or ()},
             now_s=self._view.now_s,
@@ -242,7 +242,8 @@ _NOBODY = RunningJob(name="", world_size=0, nodes=(), leaving=True)
 def _between(view: View) -> dict[str, Candidate]:
     """Nodes that no job holds and that cannot start now: they are about to be idle."""
     held = {name for job in view.running for name in job.nodes}
-    return {n: c for n, c in view.known.items() if n not in held and n not in view.idle}
+    names = sorted(n for n in view.known if n not in held and n not in view.idle)
+    return {name: view.known[name] for name in names}
 
 
 def _need(job: WaitingJob) -> str:

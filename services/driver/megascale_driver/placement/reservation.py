@@ -47,7 +47,7 @@ def reserve(
     """The reservation of a job that has no room among ``idle``; None if it has none with ``busy``.
 
     Args:
-        idle: nodes that it may take, its survivors and spares first.
+        idle: nodes that it may take; its survivors and spares are held first.
         soon: jobs among them that are about to leave.
         backfill: whether idle nodes that it will not need may be left to others.
     """
@@ -68,7 +68,11 @@ def reserve(
     kind = next((k for k in KINDS if room.ranks(k, job.tp) >= job.world_size), None)
     if kind is None:
         return None
-    usable = [c for c in idle.values() if c.kind == kind and ranks_on(c, job.tp)]
+    mine = {*(part.node for part in job.last), *job.spares}
+    usable = sorted(
+        (c for c in idle.values() if c.kind == kind and ranks_on(c, job.tp)),
+        key=lambda c: (c.name not in mine, c.name),
+    )
     coming = [c for c in counted.values() if c.kind == kind and ranks_on(c, job.tp)]
     if backfill and end_s != UNKNOWN_END_S:
         missing = job.world_size - sum(ranks_on(c, job.tp) for c in coming)
