@@ -54,6 +54,7 @@ from megascale_driver.presence.inbox import Inbox
 from megascale_driver.presence.intake import Intake
 from megascale_driver.presence.lane import News
 from megascale_driver.presence.steps import StepLanes
+from megascale_driver.streams import first_of
 
 CALL_TIMEOUT_S = 4.0  # within which etcd has to confirm a request
 LOOP_BLOCKED_S = 1.0  # beyond, the driver itself stood still: silence of nodes is no evidence
@@ -485,16 +486,3 @@ def _refuse(entry: _Entry) -> None:
                 "the leadership ended before the commit was confirmed; send the request again"
             )
         )
-
-
-async def first_of(*waits: Coroutine[Any, Any, Any]) -> None:
-    """Wait until one of the waits has ended; the others are cancelled."""
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        # Nothing is suppressed here: a cancellation that arrives during this wait must go on to the
-        # caller, or SIGTERM would have no effect.
-        await asyncio.wait(tasks)
