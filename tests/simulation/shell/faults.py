@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tests.simulation.shell.world import World
 
 DAY_S = 86_400.0
+SAVING_S = 1200.0  # for which an order that saves first may still stop its job
 # Failures per 1,000 node-days, of Llama 3 and of Meta's RSC-1 (reference: control-plane.md, 4).
 RATES = (3.79, 6.5)
 # Shares of unexpected interruptions, after Llama 3's table (GPU and its memory, host, network).
@@ -380,6 +381,11 @@ class Weather:
         node = self._node(fault)
         self._ask("EvictNode", node.name, "its fan is loud")
         world = self._world
+        # An eviction waits for the job to save, and stops it after at most 420 s.
+        node.trouble_until_s = max(node.trouble_until_s, world.now_s + SAVING_S)
+        world.invariants.excused_s.update(
+            dict.fromkeys(world.jobs_on(node), world.now_s + SAVING_S)
+        )
         world.at(world.now_s + 600.0 + fault.for_s, self._ask, "UncordonNode", node.name, "fixed")
 
     def _cordon(self, fault: Fault) -> None:

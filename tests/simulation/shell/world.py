@@ -216,6 +216,10 @@ class World:
         name, _, boots = address.partition(":")[0].partition(".")
         return self.nodes[name], int(boots)
 
+    def jobs_on(self, node: SimNode) -> list[str]:
+        """The job that the node works for, if any."""
+        return [node.job] if node.job else []
+
     def storage_of(self, job: str) -> Storage:
         """The checkpoints of a job."""
         return self.storages.setdefault(job, Storage())
