@@ -17,6 +17,8 @@ TEST_PROCESSES ?= 3
 # Of `make crash`: how many cases, and from which number they follow.
 CASES ?= 200
 SEED ?= 0
+# Of `make simulate`: the seed to replay, if one is given (SEED is also that of `make crash`).
+REPLAYED := $(if $(filter command line environment,$(origin SEED)),$(SEED))
 
 ROOTS := proto services/common services/driver services/executor services/checkpoint kernels clients/python clients/cli
 # Every generator of a part of a page or module, such as docs.generate_api.
@@ -50,7 +52,7 @@ TOOLS := $(CURDIR)/.tools/prometheus
 # the jars of an old Hadoop, in which the tests' HDFS runs
 HDFS_TOOLS := $(CURDIR)/.tools/hdfs
 
-.PHONY: help demo test crash test-slow test-ha bench-fleet bench-heartbeats test-export test-gpu test-system test-s3 test-hdfs system-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
+.PHONY: help demo test crash simulate mutants test-slow test-ha bench-fleet bench-heartbeats test-export test-gpu test-system test-s3 test-hdfs system-tools hdfs-tools check proto proto-check docs docs-check dashboard dashboard-check format bench clean
 .DEFAULT_GOAL := help
 
 help: ## show these verbs
@@ -64,6 +66,13 @@ test: $(READY) $(KERNELS_READY) ## run the tests (about 8 minutes on 2 cores)
 
 crash: $(READY) ## crash the checkpoint daemon at every write, sync, message (CASES=200 SEED=0): nothing lost, nothing silent
 	@$(PY) -m tests.crash --cases $(CASES) --seed $(SEED)
+
+simulate: $(READY) ## simulate the whole driver shell (NODES=64 DAYS=2 FIRST=0 SEEDS=100; SEED= replays one with its shortest history)
+	@PYTHONHASHSEED=0 $(PY) -m tests.simulation --nodes $(or $(NODES),64) --days $(or $(DAYS),2) --storms $(or $(STORMS),4) \
+	  --first $(or $(FIRST),0) --seeds $(or $(SEEDS),100) $(if $(REPLAYED),--seed $(REPLAYED))
+
+mutants: $(READY) ## simulate with one defect at a time: each must break an invariant within a few seeds
+	@PYTHONHASHSEED=0 $(PY) -m tests.simulation.mutants
 
 test-slow: $(READY) $(KERNELS_READY) ## run the tests that `make test` leaves out: benchmarks, two sabotages of the demo, further kernels, layouts and crashes
 	$(PY) -m pytest -m slow $(PYTEST_ARGS)

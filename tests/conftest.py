@@ -37,6 +37,7 @@ LANES = {
         "integration/test_up.py",
     ),
     "more clusters": (
+        "chaos/test_orders.py",
         "chaos/test_suspend.py",
         "chaos/test_waits.py",
         "integration/test_export_and_import.py",

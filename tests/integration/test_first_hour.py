@@ -63,6 +63,11 @@ NOT_RUN = {
     "megascale suspend example --reason REASON": "it has ended; chaos/test_suspend.py suspends one",
     "megascale resume example --reason REASON": "chaos/test_suspend.py resumes one",
     "megascale delete example --reason REASON": "other commands need it; chaos/test_suspend.py",
+    "megascale restart example --reason REASON": "it has ended; chaos/test_orders.py restarts one",
+    "megascale restart example --from-step STEP --reason REASON": "chaos/test_orders.py goes back",
+    "megascale update JOB.YAML --reason REASON": "it has ended; chaos/test_orders.py updates one",
+    "megascale drain": "chaos/test_orders.py drains a node",
+    "megascale uncordon": "after each eviction of this test",
     "megascale profile example --cancel": "the job has ended; test_cli.py cancels one",
 }
 # In this order; those that start a node stay in the foreground until Ctrl-C.
@@ -270,7 +275,7 @@ def test_a_command_of_the_runbook_works(text: str, trained: Hour) -> None:
     if "MODEL" in text:
         trained.shell(MODEL)
     assert trained.shell(text).stdout
-    if "evict" in text:
+    if "evict" in text or "drain" in text:
         trained.shell('megascale uncordon n2 --reason "the test is over"')
 
 

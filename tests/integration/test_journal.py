@@ -200,3 +200,19 @@ async def test_the_end_of_a_log_is_found_wherever_it_begins(
         await put_lines(etcd, [line("", seq) for seq in range(first, last + 1)])
     await etcd.put("log0", b"{}")
     assert await ranges.last_number(etcd, "") == last
+
+
+async def test_a_deleted_job_leaves_nothing_and_its_name_is_free(etcd: WatchedEtcd) -> None:
+    store, empty, _ = await leader(etcd)
+    job = replace(placed("a", 40), log_seq=1)
+    state = Cluster(jobs={"a": job})
+    await store.commit(empty, state, (line("a", 1),), deadline_s=journal.DEADLINE_S)
+    gone = Cluster(log_seq=1)
+    # A line of the job's own log in the same decision goes with it.
+    lines = (line("", 1, "deleted"), line("a", 2))
+    await store.commit(state, gone, lines, deadline_s=journal.DEADLINE_S)
+    left = [item.key for item in (await etcd.get_prefix("")).items]
+    assert not [key for key in left if key.startswith(("jobs/", "index/"))], left
+    await store.commit(gone, replace(state, log_seq=1), (), deadline_s=journal.DEADLINE_S)
+    _, found, audit = await leader(etcd)
+    assert list(found.jobs) == ["a"] and [item.message for item in audit] == ["deleted"]

@@ -50,6 +50,8 @@ EXPORTED = {
         "NotPossible",
         "NotAllowed",
     ),
+    *("RestartJobResponse", "UpdateJobResponse", "DrainNodeResponse", "SetPolicyResponse"),
+    "PolicyMode",
     *("DamagedCheckpoint", "LimitReached", "Unavailable", "ClusterNotFound", "ServiceFailure"),
 }
 METHODS = {
@@ -67,6 +69,7 @@ METHODS = {
         "fetch_checkpoint",
     ),
     *("profile", "profiled", "cancel_profile", "suspend", "resume", "delete"),
+    *("restart", "update", "drain", "set_policy", "reset_breaker"),
     *("nodes", "evict", "cordon", "uncordon", "diagnose", "events", "watch_events"),
 }
 
@@ -98,7 +101,8 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def public(cls: type) -> set[str]:
-    return {name for name in vars(cls) if not name.startswith("_")}
+    kinds = (cls, *cls.__bases__)
+    return {name for kind in kinds for name in vars(kind) if not name.startswith("_")}
 
 
 def test_the_exported_names_are_frozen() -> None:

@@ -57,7 +57,7 @@ def test_a_new_job_of_a_deleted_name_begins_its_log_again() -> None:
     log = AuditLog()
     log.load([line("a", 1), line("b", 1), line("a", 2)])
     behind = token_of(line("b", 1))
-    log.forget("a")
+    log.extend([], gone=["a"])
     assert [each.log for each in log] == ["b"]
     log.extend([line("a", 1)])
     assert log.behind(behind) == [line("a", 1)]
@@ -65,5 +65,5 @@ def test_a_new_job_of_a_deleted_name_begins_its_log_again() -> None:
         log.behind(token_of(line("a", 2)))
     feeds = JobFeeds()
     feed = feeds.of("a")
-    feeds.forget("a")
+    feeds.forget(["a"])
     assert feeds.of("a") is not feed

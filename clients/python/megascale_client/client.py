@@ -38,18 +38,14 @@ from megascale_client.fetch import FetchedCheckpoint, OpenSource, Progress, chos
 from megascale_client.messages import (
     TERMINAL_PHASES,
     CheckResult,
-    CordonNodeResponse,
-    EvictNodeResponse,
     Job,
     JobPhase,
     Node,
     Profile,
-    ResumeJobResponse,
-    SuspendJobResponse,
     TraceState,
-    UncordonNodeResponse,
     WatchJobResponse,
 )
+from megascale_client.orders import OrderCalls
 from megascale_client.repetition import Seen, request_id
 from megascale_client.run_folder import (
     address_reader,
@@ -66,7 +62,7 @@ DIAGNOSE_TIMEOUT_S = 120.0
 PROFILE_POLL_INTERVAL_S = 0.5
 
 
-class AsyncClient:
+class AsyncClient(OrderCalls):
     """A connection to one cluster.
 
     Args:
@@ -226,45 +222,6 @@ class AsyncClient:
             reason="JOB_ENDED",
         )
 
-    async def cancel(self, name: str, reason: str) -> Job:
-        """Stop a job's workers; its committed checkpoints stay. Raises NotFound, NotPossible."""
-        request = driver_pb2.CancelJobRequest(name=name, reason=reason, request_id=request_id())
-        answer = await self._connection.unary("CancelJob", request, driver_pb2.CancelJobResponse)
-        return Job(answer.job)
-
-    async def suspend(
-        self, name: str, reason: str, *, validate_only: bool = False
-    ) -> SuspendJobResponse:
-        """Save a job's state, then stop it and free its nodes until :meth:`resume`.
-
-        Returns before it has saved; wait for SUSPENDED. With ``validate_only`` nothing changes.
-        Raises NotFound, NotPossible (it has no checkpoints, or has ended).
-        """
-        request = driver_pb2.SuspendJobRequest(
-            name=name, reason=reason, request_id=request_id(), validate_only=validate_only
-        )
-        answer = await self._connection.unary("SuspendJob", request, driver_pb2.SuspendJobResponse)
-        return SuspendJobResponse(answer)
-
-    async def resume(
-        self, name: str, reason: str, *, validate_only: bool = False
-    ) -> ResumeJobResponse:
-        """Let a suspended job have nodes again. Raises NotFound, NotPossible (it has ended)."""
-        request = driver_pb2.ResumeJobRequest(
-            name=name, reason=reason, request_id=request_id(), validate_only=validate_only
-        )
-        answer = await self._connection.unary("ResumeJob", request, driver_pb2.ResumeJobResponse)
-        return ResumeJobResponse(answer)
-
-    async def delete(
-        self, name: str, reason: str, *, validate_only: bool = False
-    ) -> driver_pb2.DeleteJobResponse:
-        """Forget an ended job; its checkpoints stay. Raises NotFound, NotPossible (it runs)."""
-        request = driver_pb2.DeleteJobRequest(
-            name=name, reason=reason, request_id=request_id(), validate_only=validate_only
-        )
-        return await self._connection.unary("DeleteJob", request, driver_pb2.DeleteJobResponse)
-
     async def profile(
         self,
         name: str,
@@ -333,42 +290,6 @@ class AsyncClient:
         ):
             for node in page.nodes:
                 yield Node(node)
-
-    async def evict(
-        self, node: str, reason: str, *, validate_only: bool = False
-    ) -> EvictNodeResponse:
-        """Quarantine a node: its work moves to a spare.
-
-        With ``validate_only`` nothing changes, and the answer has the consequence. Raises NotFound,
-        NotPossible.
-        """
-        request = driver_pb2.EvictNodeRequest(
-            name=node, reason=reason, request_id=request_id(), validate_only=validate_only
-        )
-        answer = await self._connection.unary("EvictNode", request, driver_pb2.EvictNodeResponse)
-        return EvictNodeResponse(answer)
-
-    async def cordon(
-        self, node: str, reason: str, *, validate_only: bool = False
-    ) -> CordonNodeResponse:
-        """Keep new work off a node; what runs there continues. Raises NotFound, NotPossible."""
-        request = driver_pb2.CordonNodeRequest(
-            name=node, reason=reason, request_id=request_id(), validate_only=validate_only
-        )
-        answer = await self._connection.unary("CordonNode", request, driver_pb2.CordonNodeResponse)
-        return CordonNodeResponse(answer)
-
-    async def uncordon(
-        self, node: str, reason: str, *, validate_only: bool = False
-    ) -> UncordonNodeResponse:
-        """Make a cordoned or quarantined node schedulable again. Raises NotFound, NotPossible."""
-        request = driver_pb2.UncordonNodeRequest(
-            name=node, reason=reason, request_id=request_id(), validate_only=validate_only
-        )
-        answer = await self._connection.unary(
-            "UncordonNode", request, driver_pb2.UncordonNodeResponse
-        )
-        return UncordonNodeResponse(answer)
 
     async def diagnose(self, node: str, checks: Sequence[str] = ()) -> list[CheckResult]:
         """Run self-checks of an idle or spare node now; without ``checks``, all of them.

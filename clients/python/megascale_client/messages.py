@@ -22,6 +22,7 @@ __all__ = [
     "CordonNodeResponse",
     "Device",
     "DeviceKind",
+    "DrainNodeResponse",
     "EvictNodeResponse",
     "Job",
     "JobCondition",
@@ -31,13 +32,18 @@ __all__ = [
     "NodeAssignment",
     "NodeDisposition",
     "NodeLiveness",
+    "PolicyMode",
+    "PolicyRule",
     "Profile",
+    "RestartJobResponse",
     "RestoreSource",
     "ResumeJobResponse",
+    "SetPolicyResponse",
     "SuspendJobResponse",
     "Trace",
     "TraceState",
     "UncordonNodeResponse",
+    "UpdateJobResponse",
     "WatchJobResponse",
 ]
 
@@ -141,6 +147,17 @@ class NodeLiveness(NamedEnum):
     SUSPECT = 3
     # Its process is gone, or it has been silent for too long.
     DEAD = 4
+
+
+class PolicyMode(NamedEnum):
+    """Whether the verdicts of a rule take effect."""
+
+    # Not a mode.
+    UNSPECIFIED = 0
+    # Verdicts take effect.
+    ENFORCE = 1
+    # Verdicts are only written to the audit log.
+    OBSERVE = 2
 
 
 class RestoreSource(NamedEnum):
@@ -308,6 +325,49 @@ class ResumeJobResponse(View, of=driver_pb2.ResumeJobResponse):
 
     proto: driver_pb2.ResumeJobResponse
     job: Job
+    consequence: str
+
+
+class RestartJobResponse(View, of=driver_pb2.RestartJobResponse):
+    """What the call returns."""
+
+    proto: driver_pb2.RestartJobResponse
+    job: Job
+    consequence: str
+
+
+class UpdateJobResponse(View, of=driver_pb2.UpdateJobResponse):
+    """What the call returns."""
+
+    proto: driver_pb2.UpdateJobResponse
+    job: Job
+    consequence: str
+    changed_fields: Sequence[str]
+    warnings: Sequence[str]
+
+
+class DrainNodeResponse(View, of=driver_pb2.DrainNodeResponse):
+    """What the call returns."""
+
+    proto: driver_pb2.DrainNodeResponse
+    node: Node
+    consequence: str
+
+
+class PolicyRule(View, of=driver_pb2.PolicyRule):
+    """A rule of the driver, and how it is applied."""
+
+    proto: driver_pb2.PolicyRule
+    name: str
+    mode: PolicyMode
+    effect: str
+
+
+class SetPolicyResponse(View, of=driver_pb2.SetPolicyResponse):
+    """What the call returns."""
+
+    proto: driver_pb2.SetPolicyResponse
+    rule: PolicyRule
     consequence: str
 
 

@@ -153,6 +153,38 @@ _DriverServiceDeleteJobType = typing_extensions.TypeVar(
     ],
 )
 
+_DriverServiceRestartJobType = typing_extensions.TypeVar(
+    '_DriverServiceRestartJobType',
+    grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.RestartJobRequest,
+        megascale.v1.driver_pb2.RestartJobResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.RestartJobRequest,
+        megascale.v1.driver_pb2.RestartJobResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.RestartJobRequest,
+        megascale.v1.driver_pb2.RestartJobResponse,
+    ],
+)
+
+_DriverServiceUpdateJobType = typing_extensions.TypeVar(
+    '_DriverServiceUpdateJobType',
+    grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.UpdateJobRequest,
+        megascale.v1.driver_pb2.UpdateJobResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.UpdateJobRequest,
+        megascale.v1.driver_pb2.UpdateJobResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.UpdateJobRequest,
+        megascale.v1.driver_pb2.UpdateJobResponse,
+    ],
+)
+
 _DriverServiceProfileJobType = typing_extensions.TypeVar(
     '_DriverServiceProfileJobType',
     grpc.UnaryUnaryMultiCallable[
@@ -230,6 +262,22 @@ _DriverServiceEvictNodeType = typing_extensions.TypeVar(
     default=grpc.UnaryUnaryMultiCallable[
         megascale.v1.driver_pb2.EvictNodeRequest,
         megascale.v1.driver_pb2.EvictNodeResponse,
+    ],
+)
+
+_DriverServiceDrainNodeType = typing_extensions.TypeVar(
+    '_DriverServiceDrainNodeType',
+    grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.DrainNodeRequest,
+        megascale.v1.driver_pb2.DrainNodeResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.DrainNodeRequest,
+        megascale.v1.driver_pb2.DrainNodeResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.DrainNodeRequest,
+        megascale.v1.driver_pb2.DrainNodeResponse,
     ],
 )
 
@@ -345,6 +393,38 @@ _DriverServiceListCheckpointsType = typing_extensions.TypeVar(
     ],
 )
 
+_DriverServiceSetPolicyType = typing_extensions.TypeVar(
+    '_DriverServiceSetPolicyType',
+    grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.SetPolicyRequest,
+        megascale.v1.driver_pb2.SetPolicyResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.SetPolicyRequest,
+        megascale.v1.driver_pb2.SetPolicyResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.SetPolicyRequest,
+        megascale.v1.driver_pb2.SetPolicyResponse,
+    ],
+)
+
+_DriverServiceResetBreakerType = typing_extensions.TypeVar(
+    '_DriverServiceResetBreakerType',
+    grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.ResetBreakerRequest,
+        megascale.v1.driver_pb2.ResetBreakerResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.ResetBreakerRequest,
+        megascale.v1.driver_pb2.ResetBreakerResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.ResetBreakerRequest,
+        megascale.v1.driver_pb2.ResetBreakerResponse,
+    ],
+)
+
 _DriverServiceGetClusterInfoType = typing_extensions.TypeVar(
     '_DriverServiceGetClusterInfoType',
     grpc.UnaryUnaryMultiCallable[
@@ -361,7 +441,7 @@ _DriverServiceGetClusterInfoType = typing_extensions.TypeVar(
     ],
 )
 
-class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServiceGetJobType, _DriverServiceListJobsType, _DriverServiceWatchJobType, _DriverServiceCancelJobType, _DriverServiceSuspendJobType, _DriverServiceResumeJobType, _DriverServiceDeleteJobType, _DriverServiceProfileJobType, _DriverServiceCancelProfileType, _DriverServiceExplainJobType, _DriverServiceListNodesType, _DriverServiceEvictNodeType, _DriverServiceCordonNodeType, _DriverServiceUncordonNodeType, _DriverServiceRunDiagnosticsType, _DriverServiceListEventsType, _DriverServiceWatchEventsType, _DriverServiceTailLogsType, _DriverServiceListCheckpointsType, _DriverServiceGetClusterInfoType]):
+class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServiceGetJobType, _DriverServiceListJobsType, _DriverServiceWatchJobType, _DriverServiceCancelJobType, _DriverServiceSuspendJobType, _DriverServiceResumeJobType, _DriverServiceDeleteJobType, _DriverServiceRestartJobType, _DriverServiceUpdateJobType, _DriverServiceProfileJobType, _DriverServiceCancelProfileType, _DriverServiceExplainJobType, _DriverServiceListNodesType, _DriverServiceEvictNodeType, _DriverServiceDrainNodeType, _DriverServiceCordonNodeType, _DriverServiceUncordonNodeType, _DriverServiceRunDiagnosticsType, _DriverServiceListEventsType, _DriverServiceWatchEventsType, _DriverServiceTailLogsType, _DriverServiceListCheckpointsType, _DriverServiceSetPolicyType, _DriverServiceResetBreakerType, _DriverServiceGetClusterInfoType]):
     """Jobs, nodes and the audit log, served by the leader of the drivers. A standby driver refuses
     every call. A leader that has lost etcd still answers the calls that only read, and refuses those
     that change something.
@@ -408,6 +488,14 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
             megascale.v1.driver_pb2.DeleteJobResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.RestartJobRequest,
+            megascale.v1.driver_pb2.RestartJobResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.UpdateJobRequest,
+            megascale.v1.driver_pb2.UpdateJobResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.ProfileJobRequest,
             megascale.v1.driver_pb2.ProfileJobResponse,
         ],
@@ -426,6 +514,10 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
         grpc.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.EvictNodeRequest,
             megascale.v1.driver_pb2.EvictNodeResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.DrainNodeRequest,
+            megascale.v1.driver_pb2.DrainNodeResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.CordonNodeRequest,
@@ -454,6 +546,14 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
         grpc.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.ListCheckpointsRequest,
             megascale.v1.driver_pb2.ListCheckpointsResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.SetPolicyRequest,
+            megascale.v1.driver_pb2.SetPolicyResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.ResetBreakerRequest,
+            megascale.v1.driver_pb2.ResetBreakerResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.GetClusterInfoRequest,
@@ -496,6 +596,14 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
             megascale.v1.driver_pb2.DeleteJobResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.RestartJobRequest,
+            megascale.v1.driver_pb2.RestartJobResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.UpdateJobRequest,
+            megascale.v1.driver_pb2.UpdateJobResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.ProfileJobRequest,
             megascale.v1.driver_pb2.ProfileJobResponse,
         ],
@@ -514,6 +622,10 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
         grpc.aio.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.EvictNodeRequest,
             megascale.v1.driver_pb2.EvictNodeResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.DrainNodeRequest,
+            megascale.v1.driver_pb2.DrainNodeResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.CordonNodeRequest,
@@ -542,6 +654,14 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
         grpc.aio.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.ListCheckpointsRequest,
             megascale.v1.driver_pb2.ListCheckpointsResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.SetPolicyRequest,
+            megascale.v1.driver_pb2.SetPolicyResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            megascale.v1.driver_pb2.ResetBreakerRequest,
+            megascale.v1.driver_pb2.ResetBreakerResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             megascale.v1.driver_pb2.GetClusterInfoRequest,
@@ -656,6 +776,43 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
       repeat it with the same request_id.
     """
 
+    RestartJob: _DriverServiceRestartJobType
+    """Begins a new attempt of a job, also of one that has failed or was cancelled; its restart budgets
+    start anew, and the restart costs none of them. A running job with checkpoints saves first,
+    unless `now` is set. With `from_step` it goes back to that checkpoint: nothing above it that
+    earlier attempts wrote is restored any more.
+
+    Callers: client, operator
+    Errors:
+    - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, from_step is negative, or the
+      request_id is malformed.
+    - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+    - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+    - NOT_FOUND (CHECKPOINT_NOT_FOUND): the job has no complete checkpoint of from_step.
+    - FAILED_PRECONDITION (JOB_ENDED): the job has succeeded, and from_step is not given.
+    - UNAVAILABLE (NODE_UNREACHABLE): no checkpoint daemon could list the job's checkpoints.
+    - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+      repeat it with the same request_id.
+    """
+
+    UpdateJob: _DriverServiceUpdateJobType
+    """Gives a job a new configuration. The attempt that runs goes on as it is, and the next one uses
+    the new configuration; with `restart` that one begins as soon as the present one has saved.
+    The model, the layout and the folder of the checkpoints cannot change.
+
+    Callers: client, operator
+    Errors:
+    - INVALID_ARGUMENT (BAD_JOB_SPEC): values of the spec are refused, or change what cannot change;
+      BadRequest lists each field with its problem and the remedy.
+    - INVALID_ARGUMENT (BAD_REQUEST): the reason or the specification is missing, or the request_id
+      is malformed.
+    - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+    - NOT_FOUND (JOB_NOT_FOUND): no job has the name of the specification.
+    - FAILED_PRECONDITION (JOB_ENDED): the job has succeeded.
+    - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+      repeat it with the same request_id.
+    """
+
     ProfileJob: _DriverServiceProfileJobType
     """Makes chosen ranks of a running job write a trace of some steps ahead, the same steps on all of
     them. Training continues. Job.profile shows the progress of each trace.
@@ -713,8 +870,23 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
     """
 
     EvictNode: _DriverServiceEvictNodeType
-    """Quarantines a node. Its work moves to a spare, and it gets no new work until UncordonNode.
-    Evicting a quarantined node changes nothing.
+    """Quarantines a node. Its work moves to a spare, and it gets no new work until UncordonNode. A job
+    that can save does so first, unless `now` is set; the node is DRAINING until then. Evicting a
+    quarantined node changes nothing.
+
+    Callers: operator
+    Errors:
+    - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
+    - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+    - NOT_FOUND (NODE_NOT_FOUND): no node has that name.
+    - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+      repeat it with the same request_id.
+    """
+
+    DrainNode: _DriverServiceDrainNodeType
+    """Empties a node: its job saves, leaves it and goes on elsewhere, and the node gets no work until
+    UncordonNode. It is DRAINING until then. A job that cannot save in time leaves it all the same.
+    A node without a job that can save is empty at once. Draining such a node again changes nothing.
 
     Callers: operator
     Errors:
@@ -812,6 +984,31 @@ class DriverServiceStub(typing.Generic[_DriverServiceSubmitJobType, _DriverServi
     - UNAVAILABLE (NO_NODE): no node is alive.
     """
 
+    SetPolicy: _DriverServiceSetPolicyType
+    """Has a rule of the driver observed, so that it only writes what it would do, or enforced again.
+    GetClusterInfo lists the rules.
+
+    Callers: operator
+    Errors:
+    - INVALID_ARGUMENT (BAD_REQUEST): there is no such rule or mode, the reason is missing, or the
+      request_id is malformed.
+    - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+    - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+      repeat it with the same request_id.
+    """
+
+    ResetBreaker: _DriverServiceResetBreakerType
+    """Has the driver enforce inferred verdicts again before the window of its breaker has passed.
+    Nodes that are silent now are observed for a full term first.
+
+    Callers: operator
+    Errors:
+    - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
+    - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+    - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+      repeat it with the same request_id.
+    """
+
     GetClusterInfo: _DriverServiceGetClusterInfoType
     """Returns the leader, the time since when it leads, and the state of the cluster in figures.
 
@@ -852,6 +1049,14 @@ DriverServiceAsyncStub: typing_extensions.TypeAlias = DriverServiceStub[
         megascale.v1.driver_pb2.DeleteJobResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.RestartJobRequest,
+        megascale.v1.driver_pb2.RestartJobResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.UpdateJobRequest,
+        megascale.v1.driver_pb2.UpdateJobResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         megascale.v1.driver_pb2.ProfileJobRequest,
         megascale.v1.driver_pb2.ProfileJobResponse,
     ],
@@ -870,6 +1075,10 @@ DriverServiceAsyncStub: typing_extensions.TypeAlias = DriverServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         megascale.v1.driver_pb2.EvictNodeRequest,
         megascale.v1.driver_pb2.EvictNodeResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.DrainNodeRequest,
+        megascale.v1.driver_pb2.DrainNodeResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         megascale.v1.driver_pb2.CordonNodeRequest,
@@ -898,6 +1107,14 @@ DriverServiceAsyncStub: typing_extensions.TypeAlias = DriverServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         megascale.v1.driver_pb2.ListCheckpointsRequest,
         megascale.v1.driver_pb2.ListCheckpointsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.SetPolicyRequest,
+        megascale.v1.driver_pb2.SetPolicyResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        megascale.v1.driver_pb2.ResetBreakerRequest,
+        megascale.v1.driver_pb2.ResetBreakerResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         megascale.v1.driver_pb2.GetClusterInfoRequest,
@@ -1065,6 +1282,53 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         """
 
     @abc.abstractmethod
+    def RestartJob(
+        self,
+        request: megascale.v1.driver_pb2.RestartJobRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[megascale.v1.driver_pb2.RestartJobResponse, collections.abc.Awaitable[megascale.v1.driver_pb2.RestartJobResponse]]:
+        """Begins a new attempt of a job, also of one that has failed or was cancelled; its restart budgets
+        start anew, and the restart costs none of them. A running job with checkpoints saves first,
+        unless `now` is set. With `from_step` it goes back to that checkpoint: nothing above it that
+        earlier attempts wrote is restored any more.
+
+        Callers: client, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, from_step is negative, or the
+          request_id is malformed.
+        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - NOT_FOUND (JOB_NOT_FOUND): no job has that name.
+        - NOT_FOUND (CHECKPOINT_NOT_FOUND): the job has no complete checkpoint of from_step.
+        - FAILED_PRECONDITION (JOB_ENDED): the job has succeeded, and from_step is not given.
+        - UNAVAILABLE (NODE_UNREACHABLE): no checkpoint daemon could list the job's checkpoints.
+        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+          repeat it with the same request_id.
+        """
+
+    @abc.abstractmethod
+    def UpdateJob(
+        self,
+        request: megascale.v1.driver_pb2.UpdateJobRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[megascale.v1.driver_pb2.UpdateJobResponse, collections.abc.Awaitable[megascale.v1.driver_pb2.UpdateJobResponse]]:
+        """Gives a job a new configuration. The attempt that runs goes on as it is, and the next one uses
+        the new configuration; with `restart` that one begins as soon as the present one has saved.
+        The model, the layout and the folder of the checkpoints cannot change.
+
+        Callers: client, operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_JOB_SPEC): values of the spec are refused, or change what cannot change;
+          BadRequest lists each field with its problem and the remedy.
+        - INVALID_ARGUMENT (BAD_REQUEST): the reason or the specification is missing, or the request_id
+          is malformed.
+        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - NOT_FOUND (JOB_NOT_FOUND): no job has the name of the specification.
+        - FAILED_PRECONDITION (JOB_ENDED): the job has succeeded.
+        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+          repeat it with the same request_id.
+        """
+
+    @abc.abstractmethod
     def ProfileJob(
         self,
         request: megascale.v1.driver_pb2.ProfileJobRequest,
@@ -1146,8 +1410,28 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         request: megascale.v1.driver_pb2.EvictNodeRequest,
         context: _ServicerContext,
     ) -> typing.Union[megascale.v1.driver_pb2.EvictNodeResponse, collections.abc.Awaitable[megascale.v1.driver_pb2.EvictNodeResponse]]:
-        """Quarantines a node. Its work moves to a spare, and it gets no new work until UncordonNode.
-        Evicting a quarantined node changes nothing.
+        """Quarantines a node. Its work moves to a spare, and it gets no new work until UncordonNode. A job
+        that can save does so first, unless `now` is set; the node is DRAINING until then. Evicting a
+        quarantined node changes nothing.
+
+        Callers: operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
+        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - NOT_FOUND (NODE_NOT_FOUND): no node has that name.
+        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+          repeat it with the same request_id.
+        """
+
+    @abc.abstractmethod
+    def DrainNode(
+        self,
+        request: megascale.v1.driver_pb2.DrainNodeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[megascale.v1.driver_pb2.DrainNodeResponse, collections.abc.Awaitable[megascale.v1.driver_pb2.DrainNodeResponse]]:
+        """Empties a node: its job saves, leaves it and goes on elsewhere, and the node gets no work until
+        UncordonNode. It is DRAINING until then. A job that cannot save in time leaves it all the same.
+        A node without a job that can save is empty at once. Draining such a node again changes nothing.
 
         Callers: operator
         Errors:
@@ -1278,6 +1562,41 @@ class DriverServiceServicer(metaclass=abc.ABCMeta):
         - INVALID_ARGUMENT (REFUSED_BY_NODE): the daemon does not support the checkpoint folder.
         - UNAVAILABLE (NODE_UNREACHABLE): no daemon that was called answers, or storage fails.
         - UNAVAILABLE (NO_NODE): no node is alive.
+        """
+
+    @abc.abstractmethod
+    def SetPolicy(
+        self,
+        request: megascale.v1.driver_pb2.SetPolicyRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[megascale.v1.driver_pb2.SetPolicyResponse, collections.abc.Awaitable[megascale.v1.driver_pb2.SetPolicyResponse]]:
+        """Has a rule of the driver observed, so that it only writes what it would do, or enforced again.
+        GetClusterInfo lists the rules.
+
+        Callers: operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): there is no such rule or mode, the reason is missing, or the
+          request_id is malformed.
+        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+          repeat it with the same request_id.
+        """
+
+    @abc.abstractmethod
+    def ResetBreaker(
+        self,
+        request: megascale.v1.driver_pb2.ResetBreakerRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[megascale.v1.driver_pb2.ResetBreakerResponse, collections.abc.Awaitable[megascale.v1.driver_pb2.ResetBreakerResponse]]:
+        """Has the driver enforce inferred verdicts again before the window of its breaker has passed.
+        Nodes that are silent now are observed for a full term first.
+
+        Callers: operator
+        Errors:
+        - INVALID_ARGUMENT (BAD_REQUEST): the reason is missing, or the request_id is malformed.
+        - INVALID_ARGUMENT (REQUEST_ID_REUSED): the request_id was used for another request.
+        - UNAVAILABLE (ETCD_SILENT): etcd has not confirmed the request in time and may still do so;
+          repeat it with the same request_id.
         """
 
     @abc.abstractmethod

@@ -295,6 +295,30 @@ TRACE_STATE_LOST: TraceState.ValueType  # 5
 """The attempt ended first, or the node has not reported in time."""
 Global___TraceState: typing_extensions.TypeAlias = TraceState
 
+class _PolicyMode:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _PolicyModeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_PolicyMode.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    POLICY_MODE_UNSPECIFIED: _PolicyMode.ValueType  # 0
+    """Not a mode."""
+    POLICY_MODE_ENFORCE: _PolicyMode.ValueType  # 1
+    """Verdicts take effect."""
+    POLICY_MODE_OBSERVE: _PolicyMode.ValueType  # 2
+    """Verdicts are only written to the audit log."""
+
+class PolicyMode(_PolicyMode, metaclass=_PolicyModeEnumTypeWrapper):
+    """Whether the verdicts of a rule take effect."""
+
+POLICY_MODE_UNSPECIFIED: PolicyMode.ValueType  # 0
+"""Not a mode."""
+POLICY_MODE_ENFORCE: PolicyMode.ValueType  # 1
+"""Verdicts take effect."""
+POLICY_MODE_OBSERVE: PolicyMode.ValueType  # 2
+"""Verdicts are only written to the audit log."""
+Global___PolicyMode: typing_extensions.TypeAlias = PolicyMode
+
 @typing.final
 class Epoch(google.protobuf.message.Message):
     """Fencing token of a driver leader: ordered by generation, then by revision. A receiver refuses a

@@ -46,6 +46,8 @@ def _shared_folder(config: JobConfig, state: Cluster) -> Iterator[JobProblem]:
     folder = _path(config.checkpoint.uri)
     for job in state.jobs.values():
         used = job.current.restore is not None or job.committed_step or not job.terminal
+        if job.name == config.name:
+            continue  # an update: it is its own folder
         if folder and used and folder == _path(job.config.checkpoint.uri):
             yield JobProblem(
                 "checkpoint.uri",

@@ -342,10 +342,9 @@ class Engine:
         """Let out what is committed: audit log, watchers, then commands, effects, answers."""
         assert self.term is not None
         epoch = self.term.epoch
-        for name in old.jobs.keys() - self.state.jobs.keys():
-            self.feeds.forget(name)  # a new job of this name begins its log again
-            self.audit.forget(name)
-        self.audit.extend(audit)
+        gone = old.jobs.keys() - self.state.jobs.keys()
+        self.feeds.forget(gone)
+        self.audit.extend(audit, gone)
         for observer in self.observers:
             observer.committed(old, self.state, audit)
         for line in audit:

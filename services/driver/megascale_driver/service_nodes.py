@@ -7,12 +7,13 @@ import grpc
 from megascale.v1 import driver_pb2
 from megascale_common.service.errors import StateError
 from megascale_common.service.handlers import answers
-from megascale_driver import wire
 from megascale_driver.core.events import (
     CordonRequested,
     EvictRequested,
+    RequestKey,
     UncordonRequested,
 )
+from megascale_driver.core.orders import leaves_after_save
 from megascale_driver.core.state import Disposition, Job, Node
 from megascale_driver.service_base import (
     Context,
@@ -46,10 +47,17 @@ class NodeMethods(ServiceBase):
         """Quarantine a node; its job is moved to another one without further requests."""
         reason = required_reason(request.reason)
         node = self._node(request.name)
+        actor = actor_of(context)
+
+        def event(now_s: float, key: RequestKey | None = None) -> EvictRequested:
+            return EvictRequested(now_s, node.name, reason, actor, key, now=request.now)
+
         consequence = self._consequence(node)
+        if not request.now and leaves_after_save(self.engine.state, node.name):
+            consequence = self._preview_leaving(event(self.engine.clock.now_s()))
         if not request.validate_only:
             key, now_s = request_key(request, request.request_id), self.engine.clock.now_s()
-            await self._call(EvictRequested(now_s, node.name, reason, actor_of(context), key))
+            await self._call(event(now_s, key))
         return driver_pb2.EvictNodeResponse(
             node=self._node_message(request.name), consequence=consequence
         )
@@ -107,10 +115,6 @@ class NodeMethods(ServiceBase):
         except grpc.aio.AioRpcError as error:
             raise from_node(node.name, error) from error
         return driver_pb2.RunDiagnosticsResponse(checks=checks)
-
-    def _node_message(self, name: str) -> driver_pb2.Node:
-        last_beat_s = self.engine.presence.lane.last_beat_s(name)
-        return wire.node_message(self.engine.state, self._node(name), last_beat_s)
 
     def _consequence(self, node: Node) -> str:
         """What an eviction of the node would lead to, in one sentence."""

@@ -17,6 +17,7 @@ from megascale_driver.analysis.divergence import StepSample
 from megascale_driver.core import events, goodput, replicas
 from megascale_driver.core.explain import Explanation
 from megascale_driver.core.goodput import PARTS, Ledger
+from megascale_driver.core.rules import RULES, mode_of
 from megascale_driver.core.state import (
     Cluster,
     Device,
@@ -237,6 +238,18 @@ def node_message(state: Cluster, node: Node, last_beat_s: float = 0.0) -> driver
             for c in node.checks
         ],
     )
+
+
+def rule_messages(modes: Mapping[str, str]) -> list[driver_pb2.PolicyRule]:
+    """All rules and how they are applied, for clients."""
+    return [
+        driver_pb2.PolicyRule(
+            name=name,
+            mode=types_pb2.PolicyMode.Value(f"POLICY_MODE_{mode_of(modes, name)}"),
+            effect=effect,
+        )
+        for name, effect in RULES.items()
+    ]
 
 
 def event_message(line: events.Audit, epoch: types_pb2.Epoch) -> types_pb2.Event:

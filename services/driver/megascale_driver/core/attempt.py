@@ -50,21 +50,30 @@ class Fault:
 
 
 class LeaveKind(enum.StrEnum):
-    """Why a job leaves its nodes by order: it is suspended, or a higher priority goes first."""
+    """Why a job leaves its nodes by order.
+
+    It is suspended, a higher priority goes first, it begins anew, or one of its nodes is emptied.
+    """
 
     SUSPEND = "SUSPEND"
     PREEMPT = "PREEMPT"
+    RESTART = "RESTART"
+    DRAIN = "DRAIN"
 
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """An order to save and leave the nodes; ``beside`` is the job that a PREEMPT makes room for."""
+    """An order to save and leave the nodes; ``beside`` is the job that a PREEMPT makes room for.
+
+    ``nodes`` are emptied: they get no work when the attempt has stopped.
+    """
 
     kind: LeaveKind
     reason: str
     actor: str
     since_s: float
     beside: str = ""
+    nodes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +146,8 @@ class Attempt:
     skipped_step: int = field(default=0, metadata=VOLATILE)
     skipped_snapshots: int = field(default=0, metadata=VOLATILE)
     failed_copies: FailedCopies = field(default_factory=FailedCopies, metadata=VOLATILE)
+    # Since when the job stood still at a hang that was only observed; 0 without one.
+    observed_hang_s: float = field(default=0.0, metadata=VOLATILE)
     # First step of the newest divergence that was logged; 0 without one.
     diverged_from: int = field(default=0, metadata=VOLATILE)
     _index: _SlotIndex = field(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from megascale_driver.core import job_faults
 from megascale_driver.core.attempt import Fault, FaultKind
-from megascale_driver.core.candidates import idle_nodes
+from megascale_driver.core.candidates import usable
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import Evidence
 from megascale_driver.core.fingerprint import fingerprint
@@ -67,6 +67,8 @@ def blame(draft: Draft, job: Job) -> None:
 def leave_for_another(draft: Draft, job: Job) -> bool:
     """Leave the node that failed last, if one stands by that was not tried; whether it did."""
     guilty = _guilty(job)
+    if not draft.enforced("repeated-failure"):
+        return False
     if guilty is None or guilty.node in job.evicted or seen_alike(draft, job, guilty):
         return False
     if not stands_by(draft, job, guilty.node):
@@ -79,9 +81,14 @@ def stands_by(draft: Draft, job: Job, node: str) -> bool:
     """Whether an idle node that the job has not left could take the place of ``node``."""
     slot = job.slot_of(node)
     wanted = len(slot.devices) if slot is not None else 1
+    others = [other for other in draft.jobs.values() if other.name != job.name]
+    taken = {name for other in others for name in other.spares} | set(job.evicted)
     return any(
-        other.name not in job.evicted and len(other.identity.devices) >= wanted
-        for other in idle_nodes(draft, job)
+        name not in taken
+        and usable(other)
+        and len(other.identity.devices) >= wanted
+        and draft.holder_of(name) is None
+        for name, other in draft.nodes.items()
     )
 
 
@@ -156,8 +163,9 @@ def _say_software(draft: Draft, job: Job, fault: Fault, nodes: tuple[str, ...]) 
 
 
 def _leave(draft: Draft, job: Job, guilty: Fault, why: str) -> None:
-    job = draft.jobs[job.name]
-    draft.job(job.name, evicted=(*job.evicted, guilty.node))
+    job, enforced = draft.jobs[job.name], draft.enforced("repeated-failure")
+    if enforced:
+        draft.job(job.name, evicted=(*job.evicted, guilty.node))
     draft.log(
         "NODE_EVICTED",
         f"node {guilty.node} {why}: {guilty.message}",
@@ -165,5 +173,6 @@ def _leave(draft: Draft, job: Job, guilty: Fault, why: str) -> None:
         job=job.name,
         attempt=job.attempt,
         policy="repeated-failure",
-        outcome=job_faults.left_by(job),
+        mode="ENFORCE" if enforced else "OBSERVE",
+        outcome=job_faults.left_by(job) if enforced else "nothing: the rule is observed",
     )

@@ -39,9 +39,14 @@ def count(draft: Draft, node: str) -> None:
         draft.breaker = replace(draft.breaker, evictions=(*recent, (draft.now_s, node)))
 
 
-def allows(draft: Draft, node: str) -> bool:
-    """Whether an inferred verdict on ``node`` may take effect; counts it or trips the breaker."""
+def allows(draft: Draft, node: str, rule: str = "silence") -> bool:
+    """Whether an inferred verdict on ``node`` may take effect; counts it or trips the breaker.
+
+    ``rule``: the one that gives the verdict; held back while operators have it observed.
+    """
     if draft.breaker.tripped_at_s:
+        return False
+    if rule and not draft.enforced(rule):
         return False
     known = draft.nodes.get(node)
     if known is not None and known.liveness in _SILENT:
@@ -125,6 +130,8 @@ def _allows_of_switch(draft: Draft, node: Node, silent: dict[str, list[str]]) ->
             silent[switch],
         )
     if draft.now_s - node.last_seen_s < policy.dead_uncorroborated_after_s:
+        return False
+    if not draft.enforced("switch-lost"):
         return False
     if not trip.lost:
         others = tuple(item for item in draft.breaker.switches if item.switch != switch)

@@ -25,6 +25,7 @@ from megascale_driver.core.state import (
     Liveness,
     Profile,
     Report,
+    Rollback,
 )
 
 
@@ -83,6 +84,8 @@ class JobChanges(TypedDict, total=False):
     failed_checkpoints: int
     failed_since_step: int
     damaged_snapshots: tuple[tuple[int, int, int], ...]
+    pending_spec: str
+    rollbacks: tuple[Rollback, ...]
     profile: Profile | None
     marked_at_s: float
     best_step: int
@@ -114,4 +117,5 @@ class AttemptChanges(TypedDict, total=False):
     skipped_step: int
     skipped_snapshots: int
     failed_copies: FailedCopies
+    observed_hang_s: float
     diverged_from: int

@@ -13,9 +13,11 @@ from megascale_driver.core import accounting
 from megascale_driver.core.attempt import Fault
 from megascale_driver.core.changes import AttemptChanges, JobChanges, NodeChanges
 from megascale_driver.core.desired import desired_of
-from megascale_driver.core.events import Audit, Effect, Evidence, Outcome, Reason
+from megascale_driver.core.events import Audit, Effect, Evidence, Outcome
 from megascale_driver.core.overlay import Working
 from megascale_driver.core.policy import Policy
+from megascale_driver.core.reasons import Reason
+from megascale_driver.core.rules import mode_of
 from megascale_driver.core.state import Breaker, Cluster, Job, Node, Request, Root
 
 DRIVER = "driver"
@@ -35,9 +37,9 @@ class Draft:
         self.leader_since_s = state.leader_since_s
         self.grace_until_s = state.grace_until_s
         self.silence_hold_until_s = state.silence_hold_until_s
-        self.queue_due_s = state.queue_due_s
         # Silent nodes by switch, found once in an event (core.breaker).
         self.silent_switches: dict[str, list[str]] | None = None
+        self.queue_due_s = state.queue_due_s
         self.refusal, self.refusal_detail = "", ""
         self._log_seq = state.log_seq
         self._effects: list[Effect] = []
@@ -69,6 +71,10 @@ class Draft:
     def fault(self, name: str, fault: Fault) -> Job:
         """Record what broke the newest attempt of a job."""
         return self.attempt(name, faults=(*self.jobs[name].current.faults, fault))
+
+    def enforced(self, rule: str) -> bool:
+        """Whether the rule's verdicts take effect (:mod:`megascale_driver.core.rules`)."""
+        return mode_of(self.breaker.modes, rule) == "ENFORCE"
 
     def remember_roots(self, roots: tuple[Root, ...]) -> None:
         """Keep what self-checks found lately."""

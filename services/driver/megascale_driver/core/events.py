@@ -8,65 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from megascale_common.job.config import JobConfig
 from megascale_common.job.restore import RestorePlan
 from megascale_driver.analysis.divergence import Divergence
 from megascale_driver.analysis.progress import RankStatus
 from megascale_driver.core.state import Identity, Report
-
-# Every reason of a line of the audit log; docs/operations.md has what to do for each.
-Reason = Literal[
-    "LEADER_ELECTED",
-    "ROW_UNREADABLE",
-    "MESSAGE_REFUSED",
-    "SUBMITTED",
-    "PLACED",
-    "ATTEMPT_PREPARING",
-    "ATTEMPT_OPENED",
-    "ATTEMPT_STARTED",
-    "ATTEMPT_STOPPED",
-    "WORKER_EXITED",
-    "WORKER_OUT_OF_MEMORY",
-    "HANG_SUSPECTED",
-    "LOSS_DIVERGED",
-    "SPARE_ASSIGNED",
-    "CHECKPOINT_COMMITTED",
-    "CHECKPOINT_REFUSED",
-    "CHECKPOINT_FAILED",
-    "CHECKPOINT_SKIPPED",
-    "SNAPSHOT_DAMAGED",
-    "CHECKPOINT_DAEMON_RESTARTED",
-    "REPLICA_FAILED",
-    "PROFILE_REQUESTED",
-    "PROFILE_WRITTEN",
-    "PROFILE_MISSED",
-    "PROFILE_CANCELLED",
-    "CANCEL_REQUESTED",
-    "JOB_WAITS",
-    "SUSPEND_REQUESTED",
-    "PREEMPTION_ORDERED",
-    "LEAVE_WITHDRAWN",
-    "JOB_SUSPENDED",
-    "JOB_PREEMPTED",
-    "JOB_RESUMED",
-    "JOB_DELETED",
-    "JOB_SUCCEEDED",
-    "JOB_FAILED",
-    "JOB_CANCELLED",
-    "NODE_JOINED",
-    "NODE_RESTARTED",
-    "NODE_SUSPECT",
-    "NODE_DEAD",
-    "NODE_EVICTED",
-    "NODE_CORDONED",
-    "NODE_UNCORDONED",
-    "SOFTWARE_SUSPECTED",
-    "SWITCH_LOST",
-    "BREAKER_TRIPPED",
-    "BREAKER_RESET",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,10 +173,77 @@ class DeleteRequested:
 
 @dataclass(frozen=True, slots=True)
 class EvictRequested:
-    """An operator asked to quarantine the node."""
+    """An operator asked to quarantine the node; unless ``now``, its job saves first."""
 
     now_s: float
     node: str
+    reason: str
+    actor: str
+    request: RequestKey | None = None
+    now: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RestartRequested:
+    """A client asked for a new attempt.
+
+    ``from_step``: the complete checkpoint to go back to, None: the newest state; ``later_steps``
+    are the checkpoints above it, which are not restored any more.
+    """
+
+    now_s: float
+    job: str
+    reason: str
+    actor: str
+    from_step: int | None = None
+    later_steps: tuple[int, ...] = ()
+    now: bool = False
+    request: RequestKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRequested:
+    """A client gave a job a new, validated configuration.
+
+    ``restart``: its next attempt begins as soon as the present one has saved.
+    """
+
+    now_s: float
+    config: JobConfig
+    restart: bool
+    reason: str
+    actor: str
+    request: RequestKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DrainRequested:
+    """An operator asked to empty the node; its job saves first."""
+
+    now_s: float
+    node: str
+    reason: str
+    actor: str
+    request: RequestKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRequested:
+    """An operator asked to have a rule observed or enforced."""
+
+    now_s: float
+    rule: str
+    mode: str
+    reason: str
+    actor: str
+    request: RequestKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerResetRequested:
+    """An operator asked to enforce inferred verdicts again."""
+
+    now_s: float
     reason: str
     actor: str
     request: RequestKey | None = None
@@ -294,6 +308,11 @@ Mutation = (
     | SuspendRequested
     | ResumeRequested
     | DeleteRequested
+    | RestartRequested
+    | UpdateRequested
+    | DrainRequested
+    | PolicyRequested
+    | BreakerResetRequested
     | EvictRequested
     | CordonRequested
     | UncordonRequested

@@ -79,11 +79,18 @@ def _hangs(draft: Draft, job: Job, pages: Mapping[str, RankPages]) -> bool:
         f"{named}{more}"
     )
     nodes = {view.node for view in guilty}
+    enforced = draft.enforced("hang")
+    if not enforced and job.current.observed_hang_s == _since_s(job):
+        return False  # of this standstill there is a line
     draft.log(
         "HANG_SUSPECTED", message, subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt,
-        policy="hang", evidence=_evidence(guilty, found),
-        outcome="the attempt ends and all its nodes check themselves",
+        policy="hang", mode="ENFORCE" if enforced else "OBSERVE", evidence=_evidence(guilty, found),
+        outcome="the attempt ends and all its nodes check themselves" if enforced
+        else "nothing: the rule is observed",
     )  # fmt: skip
+    if not enforced:
+        draft.attempt(job.name, observed_hang_s=_since_s(job))
+        return False
     # Suspects on several nodes have a common cause, which is none of these nodes.
     blamed = guilty[0].node if len(nodes) == 1 else ""
     fault = Fault(FaultKind.HANG, blamed, draft.now_s, message, guilty[0].rank, hard=False)

@@ -32,6 +32,7 @@ from megascale_driver.core import (
     recovery,
     replicas,
     saving,
+    updating,
 )
 from megascale_driver.core.attempt import FailureCount, Fault, FaultKind, NodeSlot
 from megascale_driver.core.draft import Draft
@@ -42,8 +43,8 @@ from megascale_driver.core.events import (
     JobSubmitted,
     OpenAttempt,
     OpenFailed,
-    Reason,
 )
+from megascale_driver.core.reasons import Reason
 from megascale_driver.core.replica_orders import ReplicaOrders, ReplicaSource
 from megascale_driver.core.restore import sealed_everywhere
 from megascale_driver.core.state import (
@@ -363,7 +364,7 @@ def _advance_stopping(draft: Draft, job: Job) -> None:
         # A symptom may have started the stop; the culprit may have been reported since then.
         job = draft.job(job.name, stop_reason=_why(job))
     for slot in waiting:
-        if slot.node in running:
+        if slot.node in running and draft.enforced("stop-deadline"):
             nodes.quarantine(
                 draft, slot.node,
                 f"it did not stop attempt {job.attempt} of job {job.name} within {patience_s:g} s",
@@ -383,7 +384,7 @@ def _advance_stopping(draft: Draft, job: Job) -> None:
         "ATTEMPT_STOPPED", f"attempt {job.attempt} has stopped: {job.stop_reason}",
         subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt,
     )  # fmt: skip
-    job = draft.jobs[job.name]
+    job = updating.apply(draft, draft.jobs[job.name])
     if job.after_stop is JobPhase.QUEUED and job.current.faults:
         job = recovery.settle(draft, job)
     if job.current.leaving is not None and not job.after_stop_ends:
@@ -445,6 +446,7 @@ def _end(draft: Draft, job: Job, phase: JobPhase, why: str) -> None:
         JobPhase.CANCELLED: "JOB_CANCELLED",
     }
     profiles.attempt_ends(draft, job)
+    leaving.empty(draft, job)
     draft.job(job.name, phase=phase, reason=why, spares=())
     draft.log(reasons[phase], why, subject=f"jobs/{job.name}", job=job.name, attempt=job.attempt)
 

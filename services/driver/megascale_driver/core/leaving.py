@@ -10,27 +10,36 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megascale_driver.core import nodes, profiles
 from megascale_driver.core.attempt import LeaveKind, Leaving
 from megascale_driver.core.draft import DRIVER, Draft
 from megascale_driver.core.saving import without_failing
-from megascale_driver.core.state import Job, JobPhase
+from megascale_driver.core.state import Disposition, Job, JobPhase
 
 # Beside checkpoint.final_timeout_s, which a save may take: time for the order to reach the workers
 # and for their last step.
 ORDER_S = 120.0
+# The next attempt follows at once, on the nodes that it may still use.
+STAYS = frozenset({LeaveKind.RESTART, LeaveKind.DRAIN})
 
 
 def order(
     draft: Draft, job: Job, kind: LeaveKind, *, reason: str, actor: str = DRIVER, beside: str = ""
 ) -> Job:
     """Order the workers of a running job to save and end."""
-    leaving = Leaving(kind, reason, actor, draft.now_s, beside)
+    before = job.current.leaving
+    emptied = before.nodes if before is not None else ()
+    leaving = Leaving(kind, reason, actor, draft.now_s, beside, emptied)
     job = draft.attempt(job.name, leaving=leaving)
-    what = "suspended" if kind is LeaveKind.SUSPEND else f"displaced by job {beside}"
+    what = {
+        LeaveKind.SUSPEND: "suspended",
+        LeaveKind.RESTART: "restarted",
+        LeaveKind.DRAIN: "moved to other nodes",
+    }.get(kind, f"displaced by job {beside}")
     return draft.job(
         job.name,
         reason=f"attempt {job.attempt} saves its state, then stops: it is {what} ({reason})",
-        spares=(),
+        spares=job.spares if kind in STAYS else (),
     )
 
 
@@ -83,6 +92,9 @@ def expire(draft: Draft, job: Job) -> None:
     limit_s = job.config.checkpoint.final_timeout_s + ORDER_S
     if draft.now_s - leaving.since_s < limit_s:
         return
+    if leaving.kind in STAYS or leaving.nodes:
+        _stop_unsaved(draft, job, leaving, limit_s)
+        return
     withdraw(draft, job, f"it has not saved within {limit_s:g} s")
     draft.attempt(job.name, stays_until_s=draft.now_s + draft.policy.save_again_s)
 
@@ -105,8 +117,17 @@ def left(draft: Draft, job: Job) -> None:
     leaving = job.current.leaving
     assert leaving is not None
     saved = f"step {job.committed_step} is saved" if job.committed_step else "no step is saved"
+    empty(draft, job)
+    job = draft.jobs[job.name]
     if leaving.kind is LeaveKind.SUSPEND:
         suspended(draft, job, leaving.actor, leaving.reason)
+        return
+    if leaving.kind in STAYS:
+        draft.attempt(job.name, leaving=None)
+        draft.job(
+            job.name, phase=JobPhase.QUEUED, stop_reason=f"{leaving.reason}; {saved}",
+            reason=f"waiting for nodes after: {leaving.reason}; {saved}",
+        )  # fmt: skip
         return
     beside = f" by job {leaving.beside}" if leaving.beside else ""
     draft.job(
@@ -117,6 +138,26 @@ def left(draft: Draft, job: Job) -> None:
         "JOB_PREEMPTED", f"displaced{beside}; {saved}", subject=f"jobs/{job.name}",
         job=job.name, attempt=job.attempt, policy="priority",
         outcome="it starts again from there when there are nodes for it",
+    )  # fmt: skip
+
+
+def empty(draft: Draft, job: Job) -> None:
+    """The attempt has stopped: nodes that were to be emptied get no more work."""
+    order = job.current.leaving
+    for name in order.nodes if order is not None else ():
+        node = draft.nodes.get(name)
+        if order is not None and node is not None and node.disposition is Disposition.DRAINING:
+            why = node.disposition_reason
+            nodes.quarantine(draft, name, why, actor=order.actor, policy="manual")
+
+
+def _stop_unsaved(draft: Draft, job: Job, order: Leaving, limit_s: float) -> None:
+    """The order stands although the job could not save: a node that must be emptied is."""
+    profiles.attempt_ends(draft, job)
+    why = f"{order.reason}; it could not save within {limit_s:g} s"
+    draft.job(
+        job.name, phase=JobPhase.STOPPING, after_stop=JobPhase.QUEUED, stop_reason=why,
+        reason=f"attempt {job.attempt} is being stopped: {why}",
     )  # fmt: skip
 
 

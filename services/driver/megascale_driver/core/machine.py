@@ -18,15 +18,18 @@ from megascale_driver.core import (
     jobs,
     liveness,
     nodes,
+    orders,
     profiles,
     suspending,
 )
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import (
     AttemptOpened,
+    BreakerResetRequested,
     CancelRequested,
     CordonRequested,
     DeleteRequested,
+    DrainRequested,
     Event,
     EvictRequested,
     JobSubmitted,
@@ -38,16 +41,19 @@ from megascale_driver.core.events import (
     OpenFailed,
     Outcome,
     PagesRead,
+    PolicyRequested,
     ProbeResult,
     ProfileCancelRequested,
     ProfileRequested,
     RecordRefused,
     RequestKey,
+    RestartRequested,
     ResumeRequested,
     StreamReset,
     SuspendRequested,
     Tick,
     UncordonRequested,
+    UpdateRequested,
 )
 from megascale_driver.core.policy import Policy
 from megascale_driver.core.scheduling import schedule
@@ -59,6 +65,11 @@ _MUTATION_KINDS = {
     SuspendRequested: "SuspendJob",
     ResumeRequested: "ResumeJob",
     DeleteRequested: "DeleteJob",
+    RestartRequested: "RestartJob",
+    UpdateRequested: "UpdateJob",
+    DrainRequested: "DrainNode",
+    PolicyRequested: "SetPolicy",
+    BreakerResetRequested: "ResetBreaker",
     EvictRequested: "EvictNode",
     CordonRequested: "CordonNode",
     UncordonRequested: "UncordonNode",
@@ -137,6 +148,21 @@ def _mutate(draft: Draft, event: Mutation) -> None:
     elif isinstance(event, DeleteRequested):
         subject = f"jobs/{event.job}"
         deleting.delete(draft, event)
+    elif isinstance(event, RestartRequested):
+        subject = f"jobs/{event.job}"
+        orders.restart(draft, event)
+    elif isinstance(event, UpdateRequested):
+        subject = f"jobs/{event.config.name}"
+        orders.update(draft, event)
+    elif isinstance(event, DrainRequested | EvictRequested):
+        subject = f"nodes/{event.node}"
+        orders.drain(draft, event)
+    elif isinstance(event, PolicyRequested):
+        subject = "cluster"
+        orders.set_policy(draft, event)
+    elif isinstance(event, BreakerResetRequested):
+        subject = "cluster"
+        orders.reset_breaker(draft, event)
     elif isinstance(event, ProfileRequested):
         subject = f"jobs/{event.job}"
         profiles.request(draft, event)

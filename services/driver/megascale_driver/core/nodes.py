@@ -7,7 +7,6 @@ from megascale_driver.core.checkpoint_progress import Progress
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.events import (
     CordonRequested,
-    EvictRequested,
     NodeHello,
     NodeReport,
     UncordonRequested,
@@ -135,6 +134,8 @@ def _committed(draft: Draft, node: str, progress: Progress) -> None:
         return
     if progress.committed_by_attempt > job.attempt:
         return  # no such attempt was ever issued: the daemon is faulty or of another cluster
+    if job.abandoned(progress.committed_step, progress.committed_by_attempt):
+        return
     if (
         progress.committed_by_attempt == job.attempt
         and progress.committed_step in job.refused_steps
@@ -142,6 +143,7 @@ def _committed(draft: Draft, node: str, progress: Progress) -> None:
         # This step is another state now: the refused one was written by an earlier attempt.
         rest = tuple(step for step in job.refused_steps if step != progress.committed_step)
         job = draft.job(job.name, refused_steps=rest)
+    # Only an order makes a committed step go back (core.orders).
     if (progress.committed_step, progress.committed_by_attempt) <= (
         job.committed_step,
         job.committed_by_attempt,
@@ -165,15 +167,11 @@ def _committed(draft: Draft, node: str, progress: Progress) -> None:
     )
 
 
-def set_disposition(
-    draft: Draft, event: EvictRequested | CordonRequested | UncordonRequested
-) -> None:
+def set_disposition(draft: Draft, event: CordonRequested | UncordonRequested) -> None:
     """Carry out an operator's request; nothing happens if the node is in that state already."""
     node = draft.nodes.get(event.node)
     if node is None:
         draft.refusal = "NODE_NOT_FOUND"
-    elif isinstance(event, EvictRequested):
-        quarantine(draft, node.name, event.reason, actor=event.actor, policy="manual")
     elif isinstance(event, CordonRequested):
         _cordon(draft, node, event)
     else:
@@ -182,7 +180,7 @@ def set_disposition(
 
 def _cordon(draft: Draft, node: Node, event: CordonRequested) -> None:
     """Keep new work off the node; its attempt continues. The scheduler replaces it as a spare."""
-    if node.disposition is Disposition.QUARANTINED:
+    if node.disposition in (Disposition.QUARANTINED, Disposition.DRAINING):
         draft.refusal = "NODE_QUARANTINED"
         return
     if node.disposition is Disposition.CORDONED:

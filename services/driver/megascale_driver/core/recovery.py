@@ -13,7 +13,8 @@ from __future__ import annotations
 from megascale_driver.core import blame, breaker, budgets, job_faults, nodes
 from megascale_driver.core.attempt import Fault, FaultKind, NodeSlot
 from megascale_driver.core.draft import Draft
-from megascale_driver.core.events import Evidence, Reason
+from megascale_driver.core.events import Evidence
+from megascale_driver.core.reasons import Reason
 from megascale_driver.core.state import (
     AttemptPhase,
     Disposition,
@@ -173,7 +174,9 @@ def _announce(draft: Draft, job: Job, fault: Fault) -> None:
         draft, job, fault
     ):
         return  # the log says so
-    elif fault.kind is FaultKind.CHECK_FAILED and breaker.allows(draft, fault.node):
+    elif fault.kind is FaultKind.CHECK_FAILED and breaker.allows(
+        draft, fault.node, nodes.SELF_CHECK
+    ):
         nodes.quarantine(draft, fault.node, fault.message, policy=nodes.SELF_CHECK)
     elif fault.kind is FaultKind.CHECK_FAILED:
         job_faults.leave(

@@ -82,8 +82,15 @@ def went_back(job: Job, restore: RestorePlan, refused: tuple[str, ...]) -> str |
     storage is not what it was: an older copy of the folder, or another mount. Training would repeat
     steps that are done, and overwrite what the real folder has.
     """
-    if restore.source is not RestoreSource.NONE and restore.step >= job.committed_step:
-        return None
+    if restore.source is not RestoreSource.NONE:
+        if restore.written_by_attempt and job.abandoned(restore.step, restore.written_by_attempt):
+            back = job.rollbacks[-1]
+            return (
+                f"the committer offers step {restore.step} of attempt "
+                f"{restore.written_by_attempt}, and the order was to go back to step {back.step}"
+            )
+        if restore.step >= job.committed_step:
+            return None
     if not job.committed_step or refused or job.committed_step in job.refused_steps:
         return None
     found = f"step {restore.step}" if restore.source is not RestoreSource.NONE else "none"

@@ -327,6 +327,9 @@ class Job:
     failed_since_step: int = 0
     # (attempt, step, rank) of damaged snapshots that have a line in the log.
     damaged_snapshots: tuple[tuple[int, int, int], ...] = ()
+    # The configuration of the next attempt as canonical JSON; "" if it stays.
+    pending_spec: str = ""
+    rollbacks: tuple[Rollback, ...] = ()
     # The newest profile requested, of this attempt or an earlier one.
     profile: Profile | None = None
     # When the fields that ride were last stored for their own sake (core.accounting).
@@ -367,6 +370,10 @@ class Job:
         """Whether the job ends with the stop of its attempt."""
         return self.after_stop in TERMINAL_PHASES
 
+    def abandoned(self, step: int, attempt: int) -> bool:
+        """Whether a state lies on a branch that an operator gave up."""
+        return any(attempt <= back.attempt and step > back.step for back in self.rollbacks)
+
     def slot_of(self, node: str) -> NodeSlot | None:
         """The node's slot in the attempt, if it has one."""
         return self.current.slot_of(node)
@@ -391,6 +398,14 @@ class Root:
 
 
 @dataclass(frozen=True, slots=True)
+class Rollback:
+    """An order to go back: of attempts up to ``attempt``, nothing above ``step`` is restored."""
+
+    step: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
 class Breaker:
     """Evictions in the current window, by the driver itself.
 
@@ -402,6 +417,8 @@ class Breaker:
     switches: tuple[SwitchTrip, ...] = ()
     # What self-checks found lately, the newest last.
     roots: tuple[Root, ...] = ()
+    # How operators have the rules applied (core.rules); a rule without an entry is enforced.
+    modes: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,10 +447,10 @@ class Cluster:
     leader_since_s: float = 0.0
     grace_until_s: float = 0.0
     silence_hold_until_s: float = 0.0
-    # When the queue is decided again even if nothing changes.
-    queue_due_s: float = 0.0
     # Rows of etcd that the leader could not read (jobs/NAME, nodes/NAME), and why; they stay there.
     unreadable: Mapping[str, str] = field(default_factory=dict)
+    # When the queue is decided again even if nothing changes.
+    queue_due_s: float = 0.0
 
     def holder_of(self, node: str) -> Job | None:
         """The job whose attempt holds the node, if any."""

@@ -31,11 +31,14 @@ def _moments(state: Cluster, now_s: float, policy: Policy) -> Iterator[float]:
     breaker = state.breaker
     if breaker.tripped_at_s:
         yield breaker.tripped_at_s + policy.breaker_window_s
+    for trip in breaker.switches:
+        yield trip.at_s + policy.breaker_window_s
     for at_s, _ in breaker.evictions:
         yield at_s + policy.breaker_window_s
     for request in state.requests.values():
         yield request.at_s + policy.request_memory_s
         break  # they are in the order of their times
+    yield state.queue_due_s
     for job in state.jobs.values():
         yield job.not_before_s
         if job.active:
