@@ -271,7 +271,7 @@ async def test_training_and_watchers_continue_while_etcd_is_away(
     driver: DriverProcess, etcd_server: EtcdServer
 ) -> None:
     async with executors(driver, 2, steps=100_000) as nodes:
-        await driver.submit(small_job("demo"))
+        await driver.submit(small_job("demo", trainer__training__steps=100_000))
         await driver.until_job("demo", lambda job: job.phase == RUNNING and job.step > 0)
         epoch = nodes[0].desired.epoch.create_revision
         etcd_server.kill()
