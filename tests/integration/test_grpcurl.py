@@ -350,7 +350,7 @@ def test_nodes_are_cordoned_evicted_and_put_back_with_an_audit_trail(cluster: Cl
     assert node("n2")["disposition"] == "NODE_DISPOSITION_SCHEDULABLE"
     tried = cluster.one("driver/evict_node.sh", "n1", why, VALIDATE_ONLY="true")
     assert (
-        "job demo stops" in tried["consequence"]
+        "job demo saves its state" in tried["consequence"]
         and node("n1")["disposition"] == "NODE_DISPOSITION_SCHEDULABLE"
     )
     cluster.one("driver/evict_node.sh", "n1", why)
@@ -372,6 +372,33 @@ def test_nodes_are_cordoned_evicted_and_put_back_with_an_audit_trail(cluster: Cl
         "SUBMITTED",
         "NODE_EVICTED",
     }
+    cluster.one("driver/uncordon_node.sh", "n1", "it was the kitchen again")
+    drained = cluster.one("driver/drain_node.sh", "n2", "new firmware")
+    assert "job demo saves its state" in drained["consequence"]
+    until(
+        lambda: cluster.job()["phase"] == "JOB_PHASE_RUNNING" and cluster.job()["nodes"] == ["n1"],
+        "it moves back",
+    )
+    cluster.one("driver/uncordon_node.sh", "n2", "the firmware is new")
+    rule = cluster.one("driver/set_policy.sh", "hang", "OBSERVE", "a long first step")["rule"]
+    assert (rule["name"], rule["mode"]) == ("hang", "POLICY_MODE_OBSERVE")
+    shown = cluster.one("driver/get_cluster_info.sh")["rules"]
+    assert rule in shown
+    reset = cluster.one("driver/reset_breaker.sh", "the switch is back", VALIDATE_ONLY="true")
+    assert reset["consequence"]
+    spec = {**cluster.job()["spec"], "priority": 7}
+    updated = cluster.one("driver/update_job.sh", json.dumps(spec), "it is urgent")
+    assert updated["changed_fields"] == ["priority"]
+    attempt = int(cluster.job()["attempt"])
+    restarted = cluster.one("driver/restart_job.sh", "demo", "to load new code")
+    assert restarted["consequence"]
+    until(
+        lambda: (
+            int(cluster.job()["attempt"]) > attempt
+            and cluster.job()["phase"] == "JOB_PHASE_RUNNING"
+        ),
+        "it runs again",
+    )
     ordered = cluster.one("driver/suspend_job.sh", "demo", "a pause")
     assert "saves its state" in ordered["consequence"]
     until(lambda: cluster.job()["phase"] == "JOB_PHASE_SUSPENDED", "it is suspended")
