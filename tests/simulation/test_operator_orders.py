@@ -26,7 +26,7 @@ from megascale_driver.core.events import (
     UpdateRequested,
 )
 from megascale_driver.core.restore import sealed_everywhere
-from megascale_driver.core.state import AttemptPhase, Check, Job, JobPhase
+from megascale_driver.core.state import AttemptPhase, Check, Job, JobPhase, Liveness
 from megascale_driver.journal import codec
 
 
@@ -345,3 +345,17 @@ def test_a_repeated_request_takes_effect_once() -> None:
     desk.run()
     assert desk.feed(request) == "" and desk.job().phase is JobPhase.RUNNING
     assert desk.job().attempt == 2
+
+
+def test_a_spare_that_is_evicted_while_nodes_still_link_is_a_spare_no_longer() -> None:
+    desk = Desk("n1", "n2", "n3", "n4")
+    desk.submit(spares=1)
+    desk.run()
+    (spare,) = desk.job().spares
+    late = desk.job().slots[0].node  # has not linked to the new leader
+    unknown = replace(desk.state.nodes[late], liveness=Liveness.UNKNOWN, connected=False)
+    desk.state = replace(desk.state, nodes={**desk.state.nodes, late: unknown})
+    desk.feed(LeaderStarted(desk.now_s, "next"))
+    assert desk.job().spares == (spare,)
+    desk.feed(EvictRequested(desk.now_s, spare, "bad fan", "ada", now=True))
+    assert desk.disposition(spare) == "QUARANTINED" and spare not in desk.job().spares

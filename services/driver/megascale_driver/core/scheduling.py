@@ -9,7 +9,7 @@ from megascale_driver.core.attempt import Attempt, NodeSlot
 from megascale_driver.core.candidates import candidate, usable
 from megascale_driver.core.draft import Draft
 from megascale_driver.core.queue_view import parts_of, view_of
-from megascale_driver.core.state import AttemptRecord, Job, JobPhase, Liveness
+from megascale_driver.core.state import AttemptRecord, Disposition, Job, JobPhase, Liveness, Node
 from megascale_driver.placement.gang import Candidate, spares
 from megascale_driver.placement.queue import MAX_STARTS, decide
 from megascale_driver.placement.queue_values import STARTS, Decision, Kind
@@ -31,6 +31,7 @@ def schedule(draft: Draft) -> None:
     ):
         # The nodes that the previous leader knew are still linking to this one. Placed now, a job
         # would go to worse nodes than in a moment, or its old nodes would look lost.
+        _drop_spares(draft)
         draft.queue_due_s = draft.now_s
         return
     draft.queue_due_s = draft.now_s + RECHECK_S if waiting else float("inf")
@@ -148,6 +149,18 @@ def _wait(draft: Draft, job: Job, decision: Decision) -> None:
             attempt=job.attempt, policy=decision.kind.lower(),
             outcome=f"held for it: {', '.join(decision.nodes[:16])}" if decision.nodes else "",
         )  # fmt: skip
+
+
+def _drop_spares(draft: Draft) -> None:
+    """Name no spare that was evicted, cordoned or drained, whoever has linked by now."""
+    for job in draft.jobs.values():
+        kept = tuple(name for name in job.spares if _may_work(draft.nodes.get(name)))
+        if kept != job.spares:
+            draft.job(job.name, spares=kept)
+
+
+def _may_work(node: Node | None) -> bool:
+    return node is not None and node.disposition is Disposition.SCHEDULABLE
 
 
 def _name_spares(draft: Draft, free: Mapping[str, Candidate]) -> None:
